@@ -1,0 +1,44 @@
+"""Settings of a server and its engine: one dataclass each, every field with its unit and meaning."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+LoadFormat = Literal["auto", "dummy"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+DebugSwitch = Literal["reference-kernels", "no-graphs", "no-overlap", "no-prefix-cache"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine process needs to start. `None` means: decided from the checkpoint and the device, then printed."""
+
+    model: str  # local folder or hub id
+    load_format: LoadFormat = "auto"  # dummy: random weights of the configured shapes, no weight files read
+    dtype: DType = "auto"  # the checkpoint's on CUDA, float32 on a CPU
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    max_model_len: int | None = None  # tokens, prompt and answer together
+    max_num_seqs: int = 256  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    memory_bytes: int | None = None  # all an engine may take of its GPU (or of host memory for KV on a CPU)
+    seed: int = 0  # for dummy weights, and for requests that name no seed
+    debug: tuple[DebugSwitch, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP front needs."""
+
+    engine: EngineConfig
+    served_model_names: tuple[str, ...] = ()  # every name is accepted; the first is the one answered with
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: the system picks one, and the banner says which
+    max_queue: int = 16_384  # requests waiting for a place in the engine; past it 429
+    max_queue_tokens: int = 16_777_216  # their prompt tokens together
+    request_timeout_s: float = 600.0  # from arrival to the last token
+    drain_timeout_s: float = 30.0  # after SIGTERM, before what is left is aborted
+    api_key: str | None = None
+    max_body_bytes: int = 8 * 2**20
+    cors_origins: tuple[str, ...] = ()
+    log_format: Literal["text", "json"] = "text"
+    generation_config: Literal["greedy", "model"] = "greedy"
+    profile_dir: str | None = None

@@ -1,0 +1,147 @@
+"""What the front and an engine process say to each other (msgpack over ZeroMQ). No torch: the front imports this.
+
+Front to engine: a list of `ToEngine` messages a send. Engine to front: one `FromEngine` message a send; all outputs of
+a step travel in one `StepOutputs`. All times are `time.monotonic()` seconds, one clock for every process of a machine.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from meltcore.engine.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+# --- front to engine ---------------------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """One sequence to generate. `priority`: lower runs earlier; ties run in order of arrival."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    arrived_s: float = 0.0
+
+
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """Stop these and free their pages; unknown and finished ids are ignored. Each live one ends with reason "abort"."""
+
+    request_ids: list[str]
+
+
+class Profile(msgspec.Struct, tag="profile", array_like=True, frozen=True):
+    """Start or stop the torch profiler in the engine; answered by `ProfileDone`."""
+
+    action: Literal["start", "stop"]
+    directory: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
+    """Leave at once; the front has drained already."""
+
+
+ToEngine = AddRequest | AbortRequests | Profile | Shutdown
+
+
+# --- engine to front ---------------------------------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities at one generated position, of the raw model distribution (before temperature and penalties)."""
+
+    chosen: float
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
+    """When one request was first scheduled, gave its first token and ended, as the engine saw it."""
+
+    arrived_s: float
+    scheduled_s: float
+    first_token_s: float
+    finished_s: float
+
+
+class SequenceOutput(msgspec.Struct, array_like=True, frozen=True):
+    """New tokens of one sequence after a step.
+
+    `token_ids` includes the end or stop token. On the last output `finish_reason` is set: "stop" for an end or stop id
+    (`stop_token_id` says which), "length" for max_tokens or the context limit, "abort", or "error" with `error`.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+    times: RequestTimes | None = None
+
+
+class EngineStats(msgspec.Struct, array_like=True, frozen=True):
+    """The engine's state after a step. Counts ending in `_total` only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    steps_total: int = 0
+    step_s_total: float = 0.0
+    prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    prefix_queried_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
+    preemptions_total: int = 0
+
+
+class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
+    outputs: list[SequenceOutput]
+    stats: EngineStats
+    step_ended_s: float
+
+
+class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
+    """Progress while starting: what is being done and how far it is (0 to 1)."""
+
+    stage: str
+    fraction: float
+
+
+class MemoryRow(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    size_bytes: int
+    note: str = ""
+
+
+class EngineReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
+    """The engine can serve. `max_model_len` and `vocab_size` are limits the front checks requests against."""
+
+    device: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    pages_total: int
+    page_size: int
+    weights: Literal["real", "dummy"]
+    memory: list[MemoryRow]
+    load_s: float
+
+
+class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    """The engine cannot start or go on; `message` is one line for the user. The process exits after it."""
+
+    message: str
+
+
+class ProfileDone(msgspec.Struct, tag="profiled", array_like=True, frozen=True):
+    path: str
+    error: str | None = None
+
+
+FromEngine = StepOutputs | Loading | EngineReady | EngineFailed | ProfileDone
