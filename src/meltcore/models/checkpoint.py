@@ -83,7 +83,9 @@ def _find(model: str, files: Literal["text", "all"]) -> Path:
         return folder
     looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
     if looks_local:
-        raise ConfigError(f"{model}: no such folder (a hub id has the form owner/name; the bundled model is {BUNDLED_MODEL})")
+        raise ConfigError(
+            f"{model}: no such folder (a hub id has the form owner/name; the bundled model is {BUNDLED_MODEL})"
+        )
     # Imported here: it costs 0.2 s and a local folder does not need it.
     from huggingface_hub import snapshot_download
 

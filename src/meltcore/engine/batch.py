@@ -1,0 +1,104 @@
+"""From a step's plan to the flat arrays that the device reads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meltcore.engine.page_pool import PAGE_SIZE
+from meltcore.engine.scheduler import Chunk, pages_for
+from meltcore.kernels.paged_attention import SegmentGroup
+
+# A padded group's mask has segments * queries * keys entries; past this many the group is split (16 MiB of bool).
+_MASK_LIMIT = 2**24
+
+
+class Batch(NamedTuple):
+    """One step, flat. `chunks` are sorted so that neighbours pad together; token arrays follow their order.
+
+    token_ids: known ids, 0 where the token is still on the device; unread_tokens / unread_rows: where those sit and
+    which row's last token they are; last_tokens / sample_rows: for each chunk that samples, its last token's index
+    and its row.
+    """
+
+    chunks: list[Chunk]
+    groups: list[SegmentGroup]
+    token_ids: np.ndarray
+    positions: np.ndarray
+    token_rows: np.ndarray
+    places: np.ndarray
+    rows: list[int]
+    starts: list[int]
+    unread_tokens: list[int]
+    unread_rows: list[int]
+    last_tokens: list[int]
+    sample_rows: list[int]
+
+    @property
+    def sampling_chunks(self) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if chunk.samples]
+
+
+def build_batch(plan: list[Chunk]) -> Batch:
+    """Sort, group and flatten a plan of at least one chunk."""
+    chunks = sorted(plan, key=_padding_class)
+    sizes = np.array([chunk.size for chunk in chunks])
+    ends = np.cumsum(sizes)
+    starts = np.array([chunk.start for chunk in chunks])
+    rows = np.array([chunk.request.row for chunk in chunks])
+    within = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
+    groups = _groups(chunks, ends.tolist())
+
+    token_ids = np.zeros(ends[-1], dtype=np.int64)
+    unread_tokens, unread_rows = [], []
+    for chunk, end in zip(chunks, ends.tolist(), strict=True):
+        known = chunk.request.token_ids
+        if chunk.start < len(known):
+            token_ids[end - chunk.size : end] = known[chunk.start : chunk.start + chunk.size]
+        else:
+            unread_tokens.append(end - 1)
+            unread_rows.append(chunk.request.row)
+
+    places = within.copy()
+    for group in groups:
+        members = np.arange(group.last - group.first).repeat(sizes[group.first : group.last])
+        places[group.first_token : group.last_token] += members * group.max_queries
+    samples = [(end - 1, chunk.request.row) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples]
+    return Batch(
+        chunks=chunks,
+        groups=groups,
+        token_ids=token_ids,
+        positions=within + np.repeat(starts, sizes),
+        token_rows=np.repeat(rows, sizes),
+        places=places,
+        rows=rows.tolist(),
+        starts=starts.tolist(),
+        unread_tokens=unread_tokens,
+        unread_rows=unread_rows,
+        last_tokens=[token for token, _ in samples],
+        sample_rows=[row for _, row in samples],
+    )
+
+
+def _padding_class(chunk: Chunk) -> tuple[int, int]:
+    """Sizes and page counts rounded up to powers of two: chunks of one class waste less than half by padding."""
+    return (chunk.size - 1).bit_length(), (pages_for(chunk.start + chunk.size) - 1).bit_length()
+
+
+def _groups(chunks: list[Chunk], ends: list[int]) -> list[SegmentGroup]:
+    groups = []
+    first = 0
+    while first < len(chunks):
+        last = first + 1
+        queries, pages = chunks[first].size, pages_for(chunks[first].start + chunks[first].size)
+        while last < len(chunks) and _padding_class(chunks[last]) == _padding_class(chunks[first]):
+            wider = max(queries, chunks[last].size)
+            longer = max(pages, pages_for(chunks[last].start + chunks[last].size))
+            if (last + 1 - first) * wider * longer * PAGE_SIZE > _MASK_LIMIT:
+                break
+            queries, pages, last = wider, longer, last + 1
+        first_token = ends[first - 1] if first else 0
+        groups.append(SegmentGroup(first, last, first_token, ends[last - 1], queries, pages))
+        first = last
+    return groups

@@ -1,0 +1,279 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from meltcore.config import EngineConfig
+from meltcore.engine.memory import plan_pages
+from meltcore.engine.messages import (
+    AddRequest,
+    EngineReady,
+    EngineStats,
+    FinishReason,
+    RequestTimes,
+    SequenceOutput,
+    StepOutputs,
+    TokenLogprobs,
+)
+from meltcore.engine.page_pool import PAGE_SIZE, PagePool
+from meltcore.engine.prefix_cache import PrefixCache
+from meltcore.engine.request import Request, Sampled, TokenMask
+from meltcore.engine.runner import LaunchedStep, ModelRunner
+from meltcore.engine.sampler import Sampler
+from meltcore.engine.scheduler import Scheduler
+from meltcore.errors import ConfigError, RequestError
+from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights
+from meltcore.models.qwen3 import Qwen3
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Engine:
+    """Everything of one replica on one device. `step` computes; between steps requests may be added and aborted.
+
+    With overlap a step is launched before the last one's tokens are read, so that the device never waits for the host.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        overlap: bool | None = None,
+        pages: int | None = None,
+    ) -> None:
+        started = time.monotonic()
+        progress = progress or (lambda stage, fraction: None)
+        self.config = config
+        self.checkpoint = open_checkpoint(config.model, files="text" if config.load_format == "dummy" else "all")
+        device = choose_device(config.device)
+        model = _load(self.checkpoint, config, device, progress)
+        self.max_model_len = _context_limit(config, model)
+        model.prepare(self.max_model_len)
+        fitting, self.memory = plan_pages(
+            model,
+            memory_bytes=config.memory_bytes,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+        pages = fitting if pages is None else pages
+        self.pool = PagePool(pages)
+        self.scheduler = Scheduler(
+            self.pool,
+            None if "no-prefix-cache" in config.debug else PrefixCache(self.pool),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
+        self.vocab_size = model.config.vocab_size
+        self.runner = ModelRunner(
+            model,
+            Sampler(self.vocab_size, device, config.seed),
+            pages=pages,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+        )
+        if overlap is None:
+            overlap = device.type == "cuda" and "no-overlap" not in config.debug
+        self._overlap = overlap
+        self._launched: LaunchedStep | None = None
+        self._requests: dict[str, Request] = {}
+        self._ended: list[SequenceOutput] = []
+        self._eos = frozenset(self.checkpoint.eos_token_ids)
+        self._added = 0
+        self._steps = 0
+        self._step_s = 0.0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self.load_s = time.monotonic() - started
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to compute, to read or to report."""
+        return self.scheduler.has_work or self._launched is not None or bool(self._ended)
+
+    def add(self, message: AddRequest, token_mask: TokenMask | None = None) -> None:
+        """Queue a sequence. Raises RequestError where it cannot be served; the fronts check the same first."""
+        length = len(message.prompt_token_ids)
+        if message.request_id in self._requests:
+            raise RequestError(f"request id {message.request_id} is in use", param="request_id")
+        if not 1 <= length < self.max_model_len:
+            raise RequestError(
+                f"the prompt must have 1 to {self.max_model_len - 1} tokens; it has {length}", param="prompt"
+            )
+        if not 0 <= min(message.prompt_token_ids) <= max(message.prompt_token_ids) < self.vocab_size:
+            raise RequestError(f"prompt token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
+        message.sampling.check(self.vocab_size)
+        stop_ids = frozenset(message.sampling.stop_token_ids)
+        if not message.sampling.ignore_eos:
+            stop_ids |= self._eos
+        self._added += 1
+        request = Request(message, self._added, stop_ids, token_mask)
+        self._requests[request.id] = request
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these with reason "abort", reported by the next `step`; ids that ended already are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self.scheduler.finish(request, "abort")
+                self._ended.append(self._last_output(request, [], None))
+
+    def step(self) -> StepOutputs:
+        """Launch the next step and read the one before it (without overlap: the same one). Returns what is new."""
+        started = time.monotonic()
+        plan = self.scheduler.schedule()
+        for chunk in plan:
+            if chunk.request.scheduled_s == 0.0:
+                chunk.request.scheduled_s = started
+                self._prompt_tokens += chunk.request.prompt_length
+        launched = self.runner.launch(plan) if plan else None
+        to_read = self._launched if self._overlap else launched
+        self._launched = launched if self._overlap else None
+        outputs, self._ended = self._ended, []
+        if to_read is not None:
+            outputs += self._read(to_read)
+        ended = time.monotonic()
+        if plan:
+            self._steps += 1
+        self._step_s += ended - started
+        return StepOutputs(outputs, self.stats(), ended)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=self.scheduler.waiting_count,
+            pages_used=self.pool.used,
+            pages_total=self.pool.total,
+            steps_total=self._steps,
+            step_s_total=self._step_s,
+            prompt_tokens_total=self._prompt_tokens,
+            generated_tokens_total=self._generated_tokens,
+            prefix_queried_tokens_total=self.scheduler.prefix_queried_tokens,
+            prefix_hit_tokens_total=self.scheduler.prefix_hit_tokens,
+            preemptions_total=self.scheduler.preemptions,
+        )
+
+    def ready(self) -> EngineReady:
+        model = self.runner.model
+        return EngineReady(
+            device=_describe(self.runner.device),
+            dtype=str(model.embedding.dtype).removeprefix("torch."),
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            vocab_size=self.vocab_size,
+            pages_total=self.pool.total,
+            page_size=PAGE_SIZE,
+            weights="dummy" if self.config.load_format == "dummy" else "real",
+            memory=self.memory,
+            load_s=self.load_s,
+        )
+
+    def check_idle(self) -> None:
+        """Raise AssertionError where an engine without work still holds something: a leak."""
+        assert not self._requests, f"{len(self._requests)} requests are still known"
+        assert self.pool.used == 0, f"{self.pool.used} pages are still held"
+        self.pool.check()
+        if self.scheduler.cache is not None:
+            self.scheduler.cache.check()
+
+    def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
+        sampled = step.read()
+        now = time.monotonic()
+        requests = [chunk.request for chunk in step.chunks if chunk.samples]
+        live = [
+            (request, result)
+            for request, result in zip(requests, sampled, strict=True)
+            if self._requests.get(request.id) is request
+        ]
+        finished = {end.request.id: end for end in self.scheduler.update(step.chunks, sampled)}
+        outputs = []
+        for request, result in live:
+            self._generated_tokens += 1
+            if request.first_token_s == 0.0:
+                request.first_token_s = now
+            end = finished.get(request.id)
+            if end is None:
+                logprobs = _listed(result)
+                outputs.append(SequenceOutput(request.id, [result.token_id], logprobs=logprobs))
+            else:
+                outputs.append(self._last_output(request, [result.token_id], end.stop_token_id, _listed(result)))
+        return outputs
+
+    def _last_output(
+        self,
+        request: Request,
+        token_ids: list[int],
+        stop_token_id: int | None,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> SequenceOutput:
+        del self._requests[request.id]
+        self.runner.sampler.forget(request)
+        reason: FinishReason = request.finish_reason or "abort"
+        return SequenceOutput(
+            request.id,
+            token_ids,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            logprobs=logprobs,
+            cached_tokens=request.cached_tokens,
+            times=RequestTimes(request.arrived_s, request.scheduled_s, request.first_token_s, time.monotonic()),
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: the first GPU where there is one. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _load(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, progress: Progress) -> Qwen3:
+    model = build_model(checkpoint, _choose_dtype(checkpoint, config, device), device)
+    if config.load_format == "dummy":
+        fill_dummy_weights(model, config.seed)
+    else:
+        load_weights(model, checkpoint, progress)
+    return model
+
+
+def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"
+    if stored not in _DTYPES:
+        raise ConfigError(f"{checkpoint.name} is stored as {stored}; name one of {', '.join(_DTYPES)} with --dtype")
+    return _DTYPES[stored]
+
+
+def _context_limit(config: EngineConfig, model: Qwen3) -> int:
+    most = model.config.max_position_embeddings
+    if config.max_model_len is None:
+        return most
+    if not 2 <= config.max_model_len <= most:
+        raise ConfigError(f"--max-model-len must be from 2 to the model's {most}; got {config.max_model_len}")
+    return config.max_model_len
+
+
+def _describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _listed(result: Sampled) -> list[TokenLogprobs] | None:
+    return None if result.logprobs is None else [result.logprobs]

@@ -1,0 +1,85 @@
+"""One sequence inside the engine, and the pages it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import torch
+
+from meltcore.engine.messages import AddRequest, FinishReason, TokenLogprobs
+
+# Given the generated token ids so far, which tokens may come next ([vocab] bool), or None for all of them.
+TokenMask = Callable[[Sequence[int]], torch.Tensor | None]
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """The scheduler's view of a sequence.
+
+    `token_ids` are the prompt and the generated tokens the host has read; `in_flight` counts sampled tokens it has not
+    read yet (one at most per step launched ahead); `computed` counts tokens whose keys and values are written, or will
+    be once the steps launched so far have run.
+    """
+
+    def __init__(self, message: AddRequest, order: int, stop_ids: frozenset[int], token_mask: TokenMask | None) -> None:
+        self.id = message.request_id
+        self.sampling = message.sampling
+        self.token_ids = list(message.prompt_token_ids)
+        self.prompt_length = len(self.token_ids)
+        # Lower runs earlier; what was preempted keeps its place.
+        self.rank = (message.priority, order)
+        self.order = order
+        self.stop_ids = stop_ids
+        self.token_mask = token_mask
+        self.state = State.WAITING
+        self.in_flight = 0
+        self.computed = 0
+        self.pages: list[int] = []
+        self.page_keys: list[bytes] = []  # prefix-cache keys of the first full pages
+        self.registered_pages = 0  # how many of them the prefix cache has seen
+        self.sent_pages = 0  # how many of them the device's page table holds
+        self.row = -1
+        self.cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.arrived_s = message.arrived_s
+        self.scheduled_s = 0.0
+        self.first_token_s = 0.0
+
+    @property
+    def length(self) -> int:
+        """Tokens that exist, those not read yet included."""
+        return len(self.token_ids) + self.in_flight
+
+    @property
+    def generated(self) -> int:
+        return self.length - self.prompt_length
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_length :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return self.length - self.computed
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the next token depends on a decision the host makes from the last one."""
+        return self.token_mask is not None
+
+
+class Sampled:
+    """What a step chose for one request."""
+
+    __slots__ = ("logprobs", "token_id")
+
+    def __init__(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
+        self.token_id = token_id
+        self.logprobs = logprobs

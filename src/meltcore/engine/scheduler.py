@@ -1,0 +1,255 @@
+"""Which tokens each step computes, and which pages they go to.
+
+One token budget a step. Running sequences that decode come first, then prompts in progress, then waiting ones in order
+of rank (priority, then arrival). Where pages run out, the running sequence of the highest rank gives all of its pages
+back and is recomputed later: it keeps its rank, and the sequence of the lowest rank is never made to wait for another,
+so every sequence finishes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from typing import NamedTuple
+
+from meltcore.engine.messages import FinishReason
+from meltcore.engine.page_pool import PAGE_SIZE, PagePool
+from meltcore.engine.prefix_cache import PrefixCache
+from meltcore.engine.request import Request, Sampled, State
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, start + size) of one sequence in one step; it samples where they end at the last token."""
+
+    request: Request
+    start: int
+    size: int
+    samples: bool
+
+
+class Finished(NamedTuple):
+    request: Request
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: PagePool,
+        cache: PrefixCache | None,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        if pool.total < pages_for(max_model_len):
+            raise ValueError(f"{pool.total} pages cannot hold one sequence of {max_model_len} tokens")
+        self.pool = pool
+        self.cache = cache
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.running: list[Request] = []  # in order of rank
+        self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap by rank; what ended in it is skipped
+        self._waiting_count = 0
+        self._free_rows = list(range(max_num_seqs, 0, -1))  # row 0 is for padding
+        self.preemptions = 0
+        self.prefix_queried_tokens = 0
+        self.prefix_hit_tokens = 0
+
+    @property
+    def waiting_count(self) -> int:
+        return self._waiting_count
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self._waiting_count > 0
+
+    def add(self, request: Request) -> None:
+        self._push(request)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's chunks: decoding sequences first, then prompts. Empty where nothing can run now."""
+        plan: list[Chunk] = []
+        budget = self._schedule_decodes(plan, self.max_num_batched_tokens)
+        budget = self._schedule_prompts(plan, budget)
+        self._admit(plan, budget)
+        for chunk in plan:
+            chunk.request.computed += chunk.size
+            chunk.request.in_flight += chunk.samples
+        return plan
+
+    def update(self, plan: list[Chunk], sampled: list[Sampled]) -> list[Finished]:
+        """Take in what a step chose: one entry for each chunk that samples, in order. Returns what ended by it.
+
+        A sequence that ended while the step was under way, by an earlier step's token or an abort, ignores its own.
+        """
+        finished = []
+        results = iter(sampled)
+        for chunk in plan:
+            request = chunk.request
+            result = next(results) if chunk.samples else None
+            if result is not None:
+                request.in_flight -= 1
+            if request.state is State.FINISHED:
+                continue
+            if result is not None:
+                request.token_ids.append(result.token_id)
+            if self.cache is not None:
+                self.cache.register(request)
+            end = self._end_of(request) if result is not None else None
+            if end is not None:
+                self.finish(request, end.reason)
+                finished.append(end)
+        return finished
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a sequence in any state and give back what it holds.
+
+        Its pages may be handed out at once, even with a step in flight that still writes to them: the device runs
+        steps in order, so the next holder's writes come later.
+        """
+        if request.state is State.FINISHED:
+            return
+        if request.state is State.RUNNING:
+            self.running.remove(request)
+            self._give_back(request)
+        else:
+            self._waiting_count -= 1
+        request.state = State.FINISHED
+        request.finish_reason = reason
+
+    # --- the three passes of a step ---
+
+    def _schedule_decodes(self, plan: list[Chunk], budget: int) -> int:
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.state is not State.RUNNING or request.remaining != 1 or not self._may_run(request):
+                continue
+            while not self._grow(request, request.length):
+                # The highest rank gives way: it comes last in this loop, so it is not in the plan yet.
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if request.state is State.RUNNING:
+                plan.append(Chunk(request, request.computed, 1, samples=True))
+                budget -= 1
+        return budget
+
+    def _schedule_prompts(self, plan: list[Chunk], budget: int) -> int:
+        planned = {chunk.request.id for chunk in plan}
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.state is not State.RUNNING or request.remaining <= 1 or request.id in planned:
+                continue
+            if request.in_flight:
+                continue
+            count = min(request.remaining, budget)
+            while not self._grow(request, request.computed + count):
+                victim = self._last_not_in(planned)
+                if victim is None or victim is request:
+                    break
+                self._preempt(victim)
+            else:
+                plan.append(self._chunk(request, count))
+                planned.add(request.id)
+                budget -= count
+        return budget
+
+    def _admit(self, plan: list[Chunk], budget: int) -> None:
+        """Start waiting sequences while the budget, the rows and the pages for their whole text last."""
+        while budget > 0 and self._free_rows and (request := self._next_waiting()) is not None:
+            if request.in_flight:
+                break  # preempted with a token under way: what to recompute is known after the next update
+            hits = self.cache.match(request) if self.cache is not None else []
+            retained = sum(self.pool.is_retained(page) for page in hits)
+            if pages_for(request.length) - len(hits) > self.pool.available - retained:
+                break
+            heapq.heappop(self._waiting)
+            self._waiting_count -= 1
+            self._start(request, hits)
+            count = min(request.remaining, budget)
+            grown = self._grow(request, request.computed + count)
+            assert grown, "pages were counted before admission"
+            plan.append(self._chunk(request, count))
+            budget -= count
+
+    # --- single sequences ---
+
+    def _may_run(self, request: Request) -> bool:
+        """False where the token under way is known to be the last, or has to be read before the next is chosen."""
+        if not request.in_flight:
+            return True
+        ends_with_it = request.generated >= request.sampling.max_tokens or request.length >= self.max_model_len
+        return not (ends_with_it or request.needs_host)
+
+    def _chunk(self, request: Request, count: int) -> Chunk:
+        return Chunk(request, request.computed, count, samples=count == request.remaining)
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Give the sequence pages for its first `tokens` tokens; False, and nothing taken, where they are not there."""
+        count = pages_for(tokens) - len(request.pages)
+        if count > self.pool.available:
+            return False
+        if count > 0:
+            request.pages += self.pool.allocate(count)
+        return True
+
+    def _start(self, request: Request, hits: list[int]) -> None:
+        self.pool.share(hits)
+        request.pages = list(hits)
+        request.sent_pages = 0
+        request.registered_pages = len(hits)
+        request.computed = len(hits) * PAGE_SIZE
+        if request.generated == 0:
+            request.cached_tokens = request.computed
+        self.prefix_queried_tokens += request.length
+        self.prefix_hit_tokens += request.computed
+        request.row = self._free_rows.pop()
+        request.state = State.RUNNING
+        insort(self.running, request, key=lambda running: running.rank)
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._give_back(request)
+        request.computed = 0
+        self.preemptions += 1
+        self._push(request)
+
+    def _give_back(self, request: Request) -> None:
+        # The tail first: retained pages are evicted oldest first, and a page is useless without those before it.
+        self.pool.release(reversed(request.pages))
+        request.pages = []
+        request.registered_pages = 0
+        self._free_rows.append(request.row)
+        request.row = -1
+
+    def _push(self, request: Request) -> None:
+        request.state = State.WAITING
+        heapq.heappush(self._waiting, (request.rank, request))
+        self._waiting_count += 1
+
+    def _next_waiting(self) -> Request | None:
+        while self._waiting and self._waiting[0][1].state is not State.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _last_not_in(self, planned: set[str]) -> Request | None:
+        return next((request for request in reversed(self.running) if request.id not in planned), None)
+
+    def _end_of(self, request: Request) -> Finished | None:
+        """Whether the token just read is the last."""
+        token_id = request.token_ids[-1]
+        produced = len(request.token_ids) - request.prompt_length
+        if token_id in request.stop_ids and produced >= request.sampling.min_tokens:
+            return Finished(request, "stop", token_id)
+        if produced >= request.sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
+            return Finished(request, "length")
+        return None

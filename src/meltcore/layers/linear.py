@@ -1,0 +1,20 @@
+"""Linear layers. Checkpoint matrices that read the same input share one weight, so that one product serves them."""
+
+import torch
+from torch import nn
+
+
+class Linear(nn.Module):
+    """y = x W^T without a bias. weight: [sum(output_sizes), input_size]; `part(i)` is the view of the i-th matrix."""
+
+    def __init__(self, input_size: int, *output_sizes: int) -> None:
+        super().__init__()
+        self.output_sizes = output_sizes
+        self.weight = nn.Parameter(torch.empty(sum(output_sizes), input_size), requires_grad=False)
+
+    def part(self, index: int) -> torch.Tensor:
+        start = sum(self.output_sizes[:index])
+        return self.weight[start : start + self.output_sizes[index]]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, self.weight)

@@ -1,0 +1,21 @@
+"""Normalisation layers."""
+
+import torch
+from torch import nn
+
+from meltcore.kernels import norm as kernels
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale; given a residual it adds first and returns both."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return kernels.rms_norm(hidden, self.weight, self.eps)
+
+    def add(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels.add_rms_norm(hidden, residual, self.weight, self.eps)

@@ -1,0 +1,83 @@
+"""From a checkpoint folder to a model with its weights on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import Checkpoint
+from meltcore.models.qwen3 import Qwen3
+
+Progress = Callable[[str, float], None]
+ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3}
+# The spread that published models are initialised with (initializer_range in their configurations).
+DUMMY_WEIGHT_STD = 0.02
+_NAMES_SHOWN = 5
+
+
+def build_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen3:
+    """The network that config.json names, its weights allocated on `device` and not yet filled."""
+    names = checkpoint.config.get("architectures") or []
+    known = [name for name in names if name in ARCHITECTURES]
+    if not known:
+        asked = ", ".join(names) or "nothing"
+        raise ConfigError(f"{checkpoint.name}: config.json names {asked}; we have {', '.join(ARCHITECTURES)}")
+    with torch.device("meta"):
+        model = ARCHITECTURES[known[0]](checkpoint.config)
+    return model.to(dtype).to_empty(device=device)
+
+
+def load_weights(model: Qwen3, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Copy every tensor of the safetensors shards into the model, converting types on the way.
+
+    Raises ConfigError naming the missing, unexpected or mis-shaped tensors, or the unreadable shard.
+    """
+    files = checkpoint.weight_files
+    if not files:
+        raise ConfigError(f"{checkpoint.folder} holds no *.safetensors files (--load-format dummy needs none)")
+    table = model.checkpoint_tensors()
+    missing = set(table)
+    unexpected: list[str] = []
+    for number, path in enumerate(files):
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 - not a mapping, it has no __iter__
+                    if name in table:
+                        _copy(shard.get_tensor(name), table[name], name, path.name)
+                        missing.discard(name)
+                    elif not model.ignored_tensor(name):
+                        unexpected.append(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        progress("loading weights", (number + 1) / len(files))
+    problems = [_listed("missing", sorted(missing)), _listed("unexpected", sorted(unexpected))]
+    if any(problems):
+        raise ConfigError(f"{checkpoint.folder}: {'; '.join(filter(None, problems))}")
+
+
+def fill_dummy_weights(model: Qwen3, seed: int) -> None:
+    """Random weights of the configured shapes: the speed of the real ones, and answers that mean nothing."""
+    generator = torch.Generator(device=model.embedding.device).manual_seed(seed)
+    for tensor in model.checkpoint_tensors().values():
+        if tensor.dim() == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, name: str, file: str) -> None:
+    if source.shape != target.shape:
+        raise ConfigError(
+            f"{file}: {name} has shape {list(source.shape)}; the configuration asks for {list(target.shape)}"
+        )
+    target.copy_(source)
+
+
+def _listed(word: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{len(names)} {word} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}"

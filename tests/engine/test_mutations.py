@@ -1,0 +1,92 @@
+"""Each of these breaks one thing; parity must notice every one. It proves that the parity tests can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import conftest as tools
+import pytest
+import torch
+from meltcore.engine import runner as runner_module
+from meltcore.kernels import paged_attention as attention_kernel
+from meltcore.layers import attention as attention_layer
+from meltcore.layers import norm as norm_layer
+from transformers import Qwen3ForCausalLM
+
+# A correct engine stays below 1e-4; a mutation that changes less than ten times that would be lost in the noise.
+NOTICED = 1e-3
+
+
+def error_of(reference: Qwen3ForCausalLM, seen: tools.SeenEngine) -> float:
+    prompt = tools.random_prompt(150, 1)
+    seen.add("one", prompt, max_tokens=4)
+    tokens = seen.run()
+    theirs = tools.reference_logits(reference, prompt, tokens["one"])
+    return tools.relative_error(torch.stack(seen.logits["one"]), theirs)
+
+
+def test_nothing_broken_is_below_the_threshold(reference: Qwen3ForCausalLM, checkpoint: Path) -> None:
+    assert error_of(reference, tools.open_engine(checkpoint, max_num_batched_tokens=64)) < NOTICED / 10
+
+
+def rotary_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the keys: a shift of both would be a relative position and rightly change nothing."""
+    whole = attention_layer.apply_rotary
+
+    def shifted(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return whole(heads, table, positions + (heads.shape[1] == 2))
+
+    monkeypatch.setattr(attention_layer, "apply_rotary", shifted)
+
+
+def mask_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = attention_kernel.causal_mask
+    monkeypatch.setattr(attention_kernel, "causal_mask", lambda starts, *sizes: whole(starts - 1, *sizes))
+
+
+def mask_sees_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = attention_kernel.causal_mask
+    monkeypatch.setattr(attention_kernel, "causal_mask", lambda starts, *sizes: whole(starts + 1, *sizes))
+
+
+def query_norm_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = norm_layer.RMSNorm.forward
+
+    def skipping(self: norm_layer.RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+        is_query = hidden.dim() == 3 and hidden.shape[1] == 4
+        return hidden if is_query else whole(self, hidden)
+
+    monkeypatch.setattr(norm_layer.RMSNorm, "forward", skipping)
+
+
+def scale_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = attention_layer.paged_attention
+    monkeypatch.setattr(
+        attention_layer,
+        "paged_attention",
+        lambda queries, keys, values, segments, scale: whole(queries, keys, values, segments, scale * 0.9),
+    )
+
+
+def one_page_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two pages of the sequence change places after they were written."""
+    whole = runner_module.ModelRunner._forward
+
+    def swapping(self: runner_module.ModelRunner, batch: object) -> torch.Tensor:
+        if batch.starts[0] == 128:  # type: ignore[attr-defined]
+            row = self._page_table[batch.rows[0]]  # type: ignore[attr-defined]
+            row[:2] = row[:2].flip(0)
+        return whole(self, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner_module.ModelRunner, "_forward", swapping)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [rotary_off_by_one, mask_off_by_one, mask_sees_the_future, query_norm_skipped, scale_wrong, one_page_swapped],
+)
+def test_mutation_fails_parity(
+    reference: Qwen3ForCausalLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mutation: object
+) -> None:
+    mutation(monkeypatch)  # type: ignore[operator]
+    assert error_of(reference, tools.open_engine(checkpoint, max_num_batched_tokens=64)) > NOTICED

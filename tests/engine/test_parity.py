@@ -1,0 +1,100 @@
+"""Our logits against transformers' on random checkpoints with peaked attention: float32, relative error 1e-4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import conftest as tools
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+TOLERANCE = 1e-4
+
+
+def assert_parity(seen: tools.SeenEngine, reference: Qwen3ForCausalLM, prompts: dict[str, list[int]]) -> None:
+    tokens = seen.run()
+    for request_id, prompt in prompts.items():
+        ours = torch.stack(seen.logits[request_id])
+        theirs = tools.reference_logits(reference, prompt, tokens[request_id])
+        error = tools.relative_error(ours, theirs)
+        assert error <= TOLERANCE, f"{request_id}: relative error {error:.2e}"
+        assert tokens[request_id] == theirs.argmax(-1).tolist()
+
+
+def test_attention_of_the_test_checkpoint_is_peaked(reference: Qwen3ForCausalLM) -> None:
+    reference.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = reference(torch.tensor([tools.random_prompt(200, 0)]), output_attentions=True).attentions
+    reference.set_attn_implementation("sdpa")
+    largest = torch.stack([layer[0, :, 100:].amax(-1).mean() for layer in weights])
+    assert largest.min() > 0.2, "uniform attention over 100 keys or more would put 0.01 on each"
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_whole_prefill_then_decode(reference: Qwen3ForCausalLM, checkpoint: Path, length: int) -> None:
+    seen = tools.open_engine(checkpoint)
+    prompt = tools.random_prompt(length, length)
+    seen.add("one", prompt, max_tokens=70)
+    assert_parity(seen, reference, {"one": prompt})
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64, 100])
+def test_chunked_prefill(reference: Qwen3ForCausalLM, checkpoint: Path, budget: int) -> None:
+    seen = tools.open_engine(checkpoint, max_num_batched_tokens=budget)
+    prompts = {"a": tools.random_prompt(150, 1), "b": tools.random_prompt(90, 2)}
+    for request_id, prompt in prompts.items():
+        seen.add(request_id, prompt)
+    assert_parity(seen, reference, prompts)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_sequences_of_unlike_lengths(reference: Qwen3ForCausalLM, checkpoint: Path, overlap: bool) -> None:
+    seen = tools.open_engine(checkpoint, overlap=overlap, max_num_batched_tokens=96)
+    prompts = {f"r{index}": tools.random_prompt(1 + 37 * index, index) for index in range(12)}
+    for index, (request_id, prompt) in enumerate(prompts.items()):
+        seen.add(request_id, prompt, max_tokens=3 + 5 * index)
+    assert_parity(seen, reference, prompts)
+
+
+def test_cached_prefix(reference: Qwen3ForCausalLM, checkpoint: Path) -> None:
+    seen = tools.open_engine(checkpoint)
+    shared = tools.random_prompt(130, 3)
+    seen.add("first", shared + [5, 6, 7])
+    seen.run()
+    prompts = {"again": shared + [5, 6, 7], "branch": shared + tools.random_prompt(40, 4), "exact": shared[:128]}
+    for request_id, prompt in prompts.items():
+        seen.add(request_id, prompt)
+    assert_parity(seen, reference, prompts)
+    # Two full pages for the first two; the third is two pages itself and keeps one token to compute, so one page.
+    assert seen.engine.stats().prefix_hit_tokens_total == 128 + 128 + 64
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted_request_resumes_with_same_logits(
+    reference: Qwen3ForCausalLM, checkpoint: Path, overlap: bool
+) -> None:
+    prompts = {f"r{index}": tools.random_prompt(100, 50 + index) for index in range(4)}
+    seen = tools.open_engine(checkpoint, overlap=overlap, pages=8, max_model_len=300)
+    for request_id, prompt in prompts.items():
+        seen.add(request_id, prompt, max_tokens=150)
+    assert_parity(seen, reference, prompts)
+    assert seen.engine.stats().preemptions_total > 0
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    tied = tools.make_reference(seed=9, tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    seen = tools.open_engine(tmp_path)
+    prompt = tools.random_prompt(80, 9)
+    seen.add("one", prompt)
+    assert_parity(seen, tied, {"one": prompt})
+
+
+def test_sharded_checkpoint(reference: Qwen3ForCausalLM, tmp_path: Path) -> None:
+    reference.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    seen = tools.open_engine(tmp_path)
+    prompt = tools.random_prompt(80, 10)
+    seen.add("one", prompt)
+    assert_parity(seen, reference, {"one": prompt})
