@@ -19,7 +19,7 @@ TOO_SMALL = "n too small"
 
 
 def distribution(samples: Sequence[float] | npt.NDArray[np.float64]) -> Distribution:
-    """Summarise `samples` [n]; a percentile that n is too small for stays None. Raises ValueError on NaN or infinity."""
+    """Summarise `samples` [n]; a percentile that n is too small for stays None. ValueError on NaN or infinity."""
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0:
         return Distribution()

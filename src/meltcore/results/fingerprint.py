@@ -1,0 +1,126 @@
+"""What a run ran on and with: hardware, driver, versions, arguments, seed, revision. No host name, path or secret."""
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import meltcore
+from meltcore.results.schema import Fingerprint, Gpu
+
+# Packages whose version can move a number or an answer. Read from their metadata: importing torch takes seconds.
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "starlette", "uvicorn", "uvloop", "httptools", "pyzmq",
+             "msgspec", "numpy", "nvidia-ml-py")  # fmt: skip
+_SECRET_OPTION = re.compile(r"--[\w-]*(key|token|secret|password)$")
+_URL_LOGIN = re.compile(r"//[^/@]*@")
+_GIT_TIMEOUT_S = 5.0
+
+
+def take_fingerprint(arguments: Sequence[str] = (), seed: int | None = None) -> Fingerprint:
+    """Read this machine. `arguments`: the command line after the program's name; secrets and folders are taken out."""
+    gpus, driver = _gpus()
+    return Fingerprint(
+        cpu=_cpu_model(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpus=gpus,
+        gpu_driver=driver,
+        kernel=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        versions=_versions(),
+        git_revision=_git_revision(),
+        arguments=clean_arguments(arguments),
+        seed=seed,
+        taken=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def clean_arguments(arguments: Sequence[str]) -> list[str]:
+    """Arguments fit to publish: the value of a secret option becomes "***", an absolute path its last name."""
+    cleaned: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if hide_next:
+            cleaned.append("***")
+        elif equals and option.startswith("--"):
+            cleaned.append(f"{option}=***" if _SECRET_OPTION.match(option) else f"{option}={_last_name(value)}")
+        else:
+            cleaned.append(_last_name(argument))
+        hide_next = not hide_next and not equals and bool(_SECRET_OPTION.match(argument))
+    return cleaned
+
+
+def _last_name(value: str) -> str:
+    return f".../{Path(value).name}" if value.startswith(("/", "~")) else _URL_LOGIN.sub("//***@", value)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else f"{platform.machine()} (model not told by the system)"
+
+
+def _versions() -> dict[str, str]:
+    versions = {"meltcore": meltcore.__version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _gpus() -> tuple[list[Gpu], str | None]:
+    """GPUs and driver by NVML; none where the driver's library is absent, which is what NVML's error says."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return [], None
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [
+            Gpu(
+                name=_text(pynvml.nvmlDeviceGetName(handle)),
+                uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for handle in handles
+        ]
+        return gpus, driver
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _git_revision() -> str | None:
+    """The revision of the checkout this file is tracked in; None for an installed package (even inside a checkout)."""
+    here = Path(__file__)
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return None
+    revision = _git(here.parent, "rev-parse", "HEAD")
+    changed = _git(here.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{revision}-dirty" if changed else revision
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
