@@ -51,11 +51,11 @@ class RunFolder:
         return self.path / REPORT_FILE
 
     def write_result(self, result: RunResult) -> Path:
-        _write_whole(self.result_path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        write_whole(self.result_path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
         return self.result_path
 
     def write_report(self, html: str) -> Path:
-        _write_whole(self.report_path, html.encode())
+        write_whole(self.report_path, html.encode())
         return self.report_path
 
 
@@ -95,7 +95,7 @@ class _Versioned(msgspec.Struct):
     schema_version: int
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write beside, sync, rename, sync the folder: a crash leaves the old file or the new one, never half of one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
