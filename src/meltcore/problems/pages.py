@@ -15,9 +15,9 @@ from meltcore.problems.problem import Problem, Split
 from meltcore.problems.sums import Sum, draw_main, random_sum
 from meltcore.problems.words import ASIDES, GOODS, ITEMS, NAMES, TOWNS
 
-# A fact is 6 to 10 tokens, so 30 to 96 facts make pages of about 250 to 900 tokens, and the 26 facts that follow
+# A fact is 6 to 10 tokens, so 30 to 116 facts make pages of about 240 to 920 tokens, and the 26 facts that follow
 # the last needed one put it at least three 64-token pages back.
-FEWEST_FACTS, MOST_FACTS = 30, 96
+FEWEST_FACTS, MOST_FACTS = 30, 116
 _FACTS_AFTER = 26
 _PER_PARAGRAPH = 6
 
@@ -35,7 +35,7 @@ class _Asked:
 
 
 def page_problem(rng: random.Random, split: Split, *, facts: int | None = None) -> Problem:
-    """A page of `facts` sentences (drawn from 30 to 96 where not given; at least 3) and a question about it.
+    """A page of `facts` sentences (drawn from 30 to 116 where not given; at least 3) and a question about it.
 
     On a page of fewer than 30 the needed facts stand anywhere: those are for learning on, not for evaluation.
     """

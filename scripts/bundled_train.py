@@ -1,0 +1,91 @@
+"""Training by the clock: the learning rate falls to zero as the time runs out."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from bundled_data import Packed, TrainingStream, pack
+from bundled_model import answer_logits
+from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from transformers import Qwen3ForCausalLM
+
+from meltcore.problems import generate
+
+_PEAK_RATE = 3e-3
+_WARM_UP = 0.02
+_REPORT_EVERY_S = 30.0
+_CLIP = 1.0
+
+
+def train(
+    model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, minutes: float, tokens: int, workers: int, seed: int
+) -> None:
+    """Train in place for `minutes`, in steps of about `tokens` tokens; print loss and held-out accuracy as it goes."""
+    device = next(model.parameters()).device
+    progress = torch.zeros(1).share_memory_()
+    stream = TrainingStream(tokenizer, tokens=tokens, seed=seed, progress=progress)
+    batches = iter(DataLoader(stream, batch_size=None, num_workers=workers, pin_memory=device.type == "cuda"))
+    checks = _held_out(tokenizer, seed)
+    optimizers = _optimizers(model)
+    began = reported = time.monotonic()
+    step, seen = 0, 0
+    while (elapsed := (time.monotonic() - began) / (60 * minutes)) < 1:
+        progress[0] = elapsed
+        rate = _PEAK_RATE * min(1.0, elapsed / _WARM_UP) * (1 - elapsed)
+        batch = next(batches).to(device)
+        loss = _step(model, batch, optimizers, rate)
+        step, seen = step + 1, seen + len(batch.ids)
+        if time.monotonic() - reported > _REPORT_EVERY_S:
+            reported = time.monotonic()
+            shares = ", ".join(f"{kind} {exact(model, check.to(device)):.2%}" for kind, check in checks.items())
+            print(
+                f"{reported - began:5.0f} s  step {step}  {seen / 1e6:.0f} M tokens  loss {loss.item():.4f}  {shares}",
+                flush=True,
+            )
+
+
+@torch.no_grad()
+def exact(model: Qwen3ForCausalLM, batch: Packed) -> float:
+    """Share of conversations whose whole answer is the greedy one, token by token."""
+    with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=batch.ids.is_cuda):
+        wrong = answer_logits(model, batch).argmax(-1) != batch.targets
+    count = len(batch.starts) - 1
+    return float(
+        (torch.zeros(count, device=wrong.device).index_add(0, batch.owners, wrong.float()) == 0).float().mean()
+    )
+
+
+def _step(model: Qwen3ForCausalLM, batch: Packed, optimizers: list[torch.optim.Optimizer], rate: float) -> torch.Tensor:
+    with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=batch.ids.is_cuda):
+        logits = answer_logits(model, batch)
+    loss = cross_entropy(logits.float(), batch.targets)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def _optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms; one rate suits both."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0, fused=others[0].is_cuda),
+    ]
+
+
+def _held_out(tokenizer: Tokenizer, seed: int) -> dict[str, Packed]:
+    mixed = generate("heldout", kind="mixed", count=400, seed=seed + 1)
+    return {
+        "short": pack(tokenizer, generate("heldout", kind="short", count=400, seed=seed + 1)),
+        "medium": pack(tokenizer, [each for each in mixed if each.kind == "medium"]),
+        "long": pack(tokenizer, [each for each in mixed if each.kind == "long"]),
+    }

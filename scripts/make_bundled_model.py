@@ -1,0 +1,99 @@
+"""Make the bundled model, from nothing: problems, tokenizer, training, checkpoint, held-out accuracy, model card.
+
+    python scripts/make_bundled_model.py --minutes 6 --out src/meltcore/bundled/sums
+
+Needs the package on the path with its engine and test extras. On one H200 it takes the minutes given and one more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+from bundled_card import model_card
+from bundled_evaluate import evaluate
+from bundled_model import model_config, new_model, write_model
+from bundled_tokenizer import train_tokenizer, write_tokenizer
+from bundled_train import train
+
+
+def main() -> int:
+    arguments = _arguments()
+    # Each worker tokenizes for itself; threads in every one of them would only fight for the cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder: Path = arguments.out
+    folder.mkdir(parents=True, exist_ok=True)
+
+    tokenizer = train_tokenizer(arguments.seed)
+    write_tokenizer(tokenizer, folder)
+    config = model_config(tokenizer)
+    model = new_model(config, device)
+    print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens, on {device}", flush=True)
+    try:
+        train(
+            model,
+            tokenizer,
+            minutes=arguments.minutes,
+            tokens=arguments.tokens,
+            workers=arguments.workers,
+            seed=arguments.seed,
+        )
+    finally:  # an interrupted training still leaves what it learnt
+        write_model(model, config, folder)
+
+    torch.set_float32_matmul_precision("highest")
+    kinds = evaluate(folder, short=arguments.short, long=arguments.long, seed=arguments.seed + 2, device=device)
+    evaluation = {
+        "what": "greedy accuracy on held-out problems through transformers, bf16 weights computed in fp32",
+        "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tokenizers": tokenizers.__version__,
+        },
+        "command": f"python {shlex.join([sys.argv[0], *_without_out(sys.argv[1:])])}",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "parameters": model.num_parameters(),
+        "kinds": kinds,
+    }
+    (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
+    (folder / "README.md").write_text(model_card(evaluation))
+    print(json.dumps(kinds, indent=2))
+    return 0
+
+
+def _without_out(arguments: list[str]) -> list[str]:
+    """The command line without --out: where the result was put says nothing about it."""
+    if "--out" not in arguments:
+        return arguments
+    at = arguments.index("--out")
+    return arguments[:at] + arguments[at + 2 :]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("src/meltcore/bundled/sums"), help="checkpoint folder")
+    parser.add_argument("--minutes", type=float, default=6.0, help="training time (default 6, meant for one H200)")
+    parser.add_argument("--tokens", type=int, default=65_536, help="tokens a step (default 65536)")
+    parser.add_argument("--workers", type=int, default=14, help="processes that make problems (default 14)")
+    parser.add_argument("--short", type=int, default=1000, help="short held-out problems to evaluate")
+    parser.add_argument("--long", type=int, default=500, help="long held-out problems to evaluate")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
