@@ -1,0 +1,134 @@
+"""A checkpoint's chat template, run in Jinja's sandbox: it can compute text and nothing else."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, ContextReference, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from meltcore.errors import ConfigError, RequestError
+from meltcore.models.checkpoint import read_json
+
+MAX_RENDERED_CHARS = 64 * 2**20  # a template may multiply its input; what it makes is bounded like what it is given
+
+Message = dict[str, Any]
+_NO_TEMPLATE = "this model has no chat template, so it takes prompts at /v1/completions but no chats"
+# What a template gets from us; a request's chat_template_kwargs cannot take their place.
+_RESERVED = frozenset(
+    {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token", "eos_token"}
+)
+
+
+class ChatTemplate:
+    """Turns messages into the prompt text a model was trained on."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
+        """`special_tokens`: names a template may use (bos_token, eos_token, ...). Raises ConfigError on bad syntax."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+        self._special_tokens = special_tokens or {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTemplate | None:
+        """Read chat_template.jinja, else tokenizer_config.json's `chat_template`; None where there is neither."""
+        config_path = folder / "tokenizer_config.json"
+        config = read_json(config_path) if config_path.exists() else {}
+        source = _find_source(folder, config)
+        return None if source is None else cls(source, _special_tokens(config))
+
+    def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
+        """The prompt for `messages`, ending where the assistant's answer begins.
+
+        Raises RequestError (400) with the template's own message where it refuses the messages or fails on them.
+        """
+        kwargs = kwargs or {}
+        for name in sorted(_RESERVED & kwargs.keys()):
+            raise RequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
+        variables = {**self._special_tokens, **kwargs, "messages": messages, "add_generation_prompt": True}
+        parts: list[str] = []
+        length = 0
+        try:
+            for part in self._template.generate(variables):
+                length += len(part)
+                if length > MAX_RENDERED_CHARS:
+                    raise RequestError(f"the chat template made more than {MAX_RENDERED_CHARS} characters")
+                parts.append(part)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise RequestError(f"the chat template failed: {error}", param="messages") from error
+        except RecursionError as error:
+            raise RequestError("the chat template failed: nested too deeply", param="messages") from error
+        return "".join(parts)
+
+
+def render_chat(template: ChatTemplate | None, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
+    """`template.render`, or a RequestError (400) for a model that has no template."""
+    if template is None:
+        raise RequestError(_NO_TEMPLATE, param="messages")
+    return template.render(messages, kwargs)
+
+
+class _GenerationBlock(Extension):
+    """Accepts {% generation %} ... {% endgeneration %}, which marks training spans and changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it as a plain class attribute
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_same_text", [ContextReference()])
+        return CallBlock(call, [], [], body).set_lineno(line)
+
+    def _same_text(self, _context: Any, caller: Any) -> str:
+        return str(caller())
+
+
+def _find_source(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text()
+    found = config.get("chat_template")
+    if found is None or isinstance(found, str):
+        return found
+    try:
+        named = {entry["name"]: entry["template"] for entry in found}
+    except (TypeError, KeyError) as error:
+        raise ConfigError(f"{folder}: chat_template is neither text nor a list of named templates") from error
+    if "default" not in named:
+        raise ConfigError(f"{folder}: of the chat templates {sorted(named)} none is named 'default'")
+    return str(named["default"])
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and their like: plain text, or the text inside an added-token object."""
+    tokens: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
+    """Plain JSON: Jinja's own filter escapes HTML, which would change the prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
