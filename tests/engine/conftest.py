@@ -11,13 +11,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from meltcore.config import EngineConfig
 from meltcore.engine.engine import Engine
 from meltcore.engine.messages import AddRequest, SequenceOutput
 from meltcore.engine.request import Request
 from meltcore.engine.sampler import SampleResult
 from meltcore.engine.sampling_params import SamplingParams
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = 320
 

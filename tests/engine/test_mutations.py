@@ -7,11 +7,12 @@ from pathlib import Path
 import conftest as tools
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
+
 from meltcore.engine import runner as runner_module
 from meltcore.kernels import paged_attention as attention_kernel
 from meltcore.layers import attention as attention_layer
 from meltcore.layers import norm as norm_layer
-from transformers import Qwen3ForCausalLM
 
 # A correct engine stays below 1e-4; a mutation that changes less than ten times that would be lost in the noise.
 NOTICED = 1e-3
@@ -69,13 +70,13 @@ def scale_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_page_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two pages of the sequence change places after they were written."""
+    """A full page and the one being written change places. (Two full pages could: keys carry their own position.)"""
     whole = runner_module.ModelRunner._forward
 
     def swapping(self: runner_module.ModelRunner, batch: object) -> torch.Tensor:
         if batch.starts[0] == 128:  # type: ignore[attr-defined]
             row = self._page_table[batch.rows[0]]  # type: ignore[attr-defined]
-            row[:2] = row[:2].flip(0)
+            row[[0, 2]] = row[[2, 0]]
         return whole(self, batch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner_module.ModelRunner, "_forward", swapping)

@@ -60,9 +60,9 @@ def test_many_sequences_of_unlike_lengths(reference: Qwen3ForCausalLM, checkpoin
 def test_cached_prefix(reference: Qwen3ForCausalLM, checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint)
     shared = tools.random_prompt(130, 3)
-    seen.add("first", shared + [5, 6, 7])
+    seen.add("first", [*shared, 5, 6, 7])
     seen.run()
-    prompts = {"again": shared + [5, 6, 7], "branch": shared + tools.random_prompt(40, 4), "exact": shared[:128]}
+    prompts = {"again": [*shared, 5, 6, 7], "branch": shared + tools.random_prompt(40, 4), "exact": shared[:128]}
     for request_id, prompt in prompts.items():
         seen.add(request_id, prompt)
     assert_parity(seen, reference, prompts)

@@ -1,0 +1,135 @@
+"""The engine process over its real sockets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import conftest as tools
+import msgspec
+import pytest
+import zmq
+
+from meltcore.config import EngineConfig
+from meltcore.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    FromEngine,
+    Loading,
+    Profile,
+    ProfileDone,
+    SequenceOutput,
+    Shutdown,
+    StepOutputs,
+)
+from meltcore.engine.sampling_params import SamplingParams
+
+WAIT_MS = 60_000
+
+
+class Front:
+    """The other end: binds the sockets and starts the process, as the server does."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        context = zmq.Context.instance()
+        self.to_engine = context.socket(zmq.PUSH)
+        self.from_engine = context.socket(zmq.PULL)
+        self.to_engine.bind(f"ipc://{folder}/to-engine.sock")
+        self.from_engine.bind(f"ipc://{folder}/from-engine.sock")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "meltcore.engine.process", str(folder)], stdin=subprocess.PIPE
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(config) + b"\n")
+        self.process.stdin.flush()
+
+    def send(self, *messages: object) -> None:
+        self.to_engine.send(msgspec.msgpack.encode(list(messages)))
+
+    def receive(self) -> FromEngine:
+        assert self.from_engine.poll(WAIT_MS), "the engine said nothing"
+        return msgspec.msgpack.decode(self.from_engine.recv(), type=FromEngine)
+
+    def ready(self) -> EngineReady:
+        while isinstance(message := self.receive(), Loading):
+            assert 0 <= message.fraction <= 1
+        assert isinstance(message, EngineReady), message
+        return message
+
+    def outputs(self, count: int) -> dict[str, list[SequenceOutput]]:
+        """Read until `count` requests have ended."""
+        seen: dict[str, list[SequenceOutput]] = {}
+        while sum(outputs[-1].finish_reason is not None for outputs in seen.values()) < count:
+            message = self.receive()
+            assert isinstance(message, StepOutputs), message
+            for output in message.outputs:
+                seen.setdefault(output.request_id, []).append(output)
+        return seen
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.to_engine.close(0)
+        self.from_engine.close(0)
+
+
+@pytest.fixture
+def front(tmp_path: Path, checkpoint: Path) -> Iterator[Front]:
+    front = Front(tmp_path, EngineConfig(model=str(checkpoint), device="cpu", memory_bytes=64 * 2**20))
+    yield front
+    front.close()
+
+
+def test_serves_aborts_refuses_profiles_and_leaves(front: Front, tmp_path: Path) -> None:
+    ready = front.ready()
+    assert ready.vocab_size == tools.VOCAB
+    assert ready.weights == "real"
+
+    prompt = tools.random_prompt(20, 0)
+    front.send(Profile("start", str(tmp_path / "traces")))
+    assert isinstance(front.receive(), ProfileDone)
+    front.send(
+        AddRequest("a", prompt, SamplingParams(max_tokens=5, ignore_eos=True)),
+        AddRequest("long", prompt, SamplingParams(max_tokens=900, ignore_eos=True)),
+        AddRequest("bad", [tools.VOCAB], SamplingParams()),
+    )
+    seen = front.outputs(2)
+    assert seen["bad"][-1].finish_reason == "error"
+    assert str(tools.VOCAB - 1) in (seen["bad"][-1].error or "")
+    assert sum(len(output.token_ids) for output in seen["a"]) == 5
+    assert seen["a"][-1].finish_reason == "length"
+
+    front.send(AbortRequests(["long", "unknown"]), AbortRequests(["long"]))
+    (aborted,) = [outputs[-1] for outputs in front.outputs(1).values() if outputs[-1].finish_reason]
+    assert aborted.finish_reason == "abort"
+
+    front.send(Profile("stop", ""))
+    while not isinstance(done := front.receive(), ProfileDone):
+        pass
+    assert done.error is None
+    assert Path(done.path).stat().st_size > 0
+    front.send(Shutdown())
+    assert front.process.wait(20) == 0
+
+
+def test_leaves_when_the_front_is_gone(front: Front) -> None:
+    front.ready()
+    assert front.process.stdin is not None
+    front.process.stdin.close()
+    assert front.process.wait(10) == 0
+
+
+def test_start_up_failure_is_one_line_and_a_non_zero_exit(tmp_path: Path) -> None:
+    front = Front(tmp_path, EngineConfig(model=str(tmp_path / "nothing"), device="cpu"))
+    try:
+        message = front.receive()
+        assert isinstance(message, EngineFailed)
+        assert "no such folder" in message.message
+        assert "\n" not in message.message
+        assert front.process.wait(20) == 1
+    finally:
+        front.close()

@@ -1,0 +1,209 @@
+"""A randomised test of scheduler, pool and prefix cache together, against a model of what must hold.
+
+A fake device runs each plan: it writes every token into (page, offset) as the real kernels would, and "attends" by
+reading the whole context back through the pages. A page handed out too early, hit wrongly or lost shows as wrong text.
+"""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from meltcore.engine.messages import AddRequest
+from meltcore.engine.page_pool import PAGE_SIZE, PagePool
+from meltcore.engine.prefix_cache import PrefixCache
+from meltcore.engine.request import Request, Sampled, State
+from meltcore.engine.sampling_params import SamplingParams
+from meltcore.engine.scheduler import Chunk, Scheduler, pages_for
+
+END_ID = 1
+
+
+def next_token(context: list[int]) -> int:
+    """What the fake model answers: any fixed function of the whole context; now and then the end id."""
+    value = hash(tuple(context)) % 50
+    return END_ID if value < 2 else value + 2
+
+
+def expected_output(prompt: list[int], sampling: SamplingParams, max_model_len: int) -> list[int]:
+    context = list(prompt)
+    while True:
+        context.append(next_token(context))
+        produced = len(context) - len(prompt)
+        stops = context[-1] == END_ID and not sampling.ignore_eos
+        if stops or produced >= sampling.max_tokens or len(context) >= max_model_len:
+            return context[len(prompt) :]
+
+
+class FakeDevice:
+    """Executes plans in order, tokens still unread included, over pages that remember what was written."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages: list[list[int | None]] = [[None] * PAGE_SIZE for _ in range(pages + 1)]
+        self.last_token: dict[int, int] = {}
+
+    def run(self, plan: list[Chunk]) -> list[Sampled]:
+        writes = {}
+        for chunk in plan:
+            request = chunk.request
+            for position in range(chunk.start, chunk.start + chunk.size):
+                known = position < len(request.token_ids)
+                token = request.token_ids[position] if known else self.last_token[request.row]
+                place = (request.pages[position // PAGE_SIZE], position % PAGE_SIZE)
+                assert place not in writes, "two sequences write the same slot in one step"
+                writes[place] = token
+        for (page, offset), token in writes.items():
+            self.pages[page][offset] = token
+        sampled = []
+        for chunk in plan:
+            if chunk.samples:
+                end = chunk.start + chunk.size
+                places = [(chunk.request.pages[i // PAGE_SIZE], i % PAGE_SIZE) for i in range(end)]
+                context = [self.pages[page][offset] for page, offset in places]
+                assert None not in context, "attended to a slot that was never written"
+                token = next_token(context)  # type: ignore[arg-type]
+                self.last_token[chunk.request.row] = token
+                sampled.append(Sampled(token))
+        return sampled
+
+
+class World:
+    """A scheduler on a fake device, driven one step ahead or not, with every invariant checked after every step."""
+
+    def __init__(self, *, pages: int, max_model_len: int, seqs: int, budget: int, overlap: bool, cache: bool) -> None:
+        self.pool = PagePool(pages)
+        self.cache = PrefixCache(self.pool) if cache else None
+        self.max_model_len = max_model_len
+        self.overlap = overlap
+        self.device = FakeDevice(pages)
+        self.scheduler = Scheduler(
+            self.pool, self.cache, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_model_len
+        )
+        self.launched: tuple[list[Chunk], list[Sampled]] | None = None
+        self.requests: list[Request] = []
+        self.steps = 0
+
+    def add(self, prompt: list[int], sampling: SamplingParams, priority: int) -> None:
+        order = len(self.requests)
+        stop_ids = frozenset() if sampling.ignore_eos else frozenset({END_ID})
+        request = Request(AddRequest(str(order), prompt, sampling, priority), order, stop_ids, None)
+        self.requests.append(request)
+        self.scheduler.add(request)
+
+    def abort(self, index: int) -> None:
+        self.scheduler.finish(self.requests[index], "abort")
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.check_plan(plan)
+        launched = (plan, self.device.run(plan)) if plan else None
+        to_read = self.launched if self.overlap else launched
+        self.launched = launched if self.overlap else None
+        if to_read is not None:
+            self.scheduler.update(*to_read)
+        self.check()
+        self.steps += 1
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_work or self.launched is not None
+
+    def check_plan(self, plan: list[Chunk]) -> None:
+        assert sum(chunk.size for chunk in plan) <= self.scheduler.max_num_batched_tokens
+        assert len({chunk.request.id for chunk in plan}) == len(plan), "a sequence is in the plan twice"
+        assert len({chunk.request.row for chunk in plan}) == len(plan), "two sequences share a row"
+        for chunk in plan:
+            assert chunk.request.state is State.RUNNING
+            assert chunk.size > 0
+            assert len(chunk.request.pages) >= pages_for(chunk.start + chunk.size)
+        if self.scheduler.has_work and self.launched is None:
+            assert plan, "there is work, nothing is under way, and nothing was scheduled"
+
+    def check(self) -> None:
+        self.pool.check()
+        if self.cache is not None:
+            self.cache.check()
+        holders: dict[int, int] = {}
+        for request in self.requests:
+            assert (request.row > 0) == (request.state is State.RUNNING)
+            assert bool(request.pages) <= (request.state is State.RUNNING)
+            assert request.computed <= request.length
+            for page in request.pages:
+                holders[page] = holders.get(page, 0) + 1
+        assert self.pool.used == len(holders), "pages are held that no sequence has"
+        ranks = [request.rank for request in self.scheduler.running]
+        assert ranks == sorted(ranks)
+
+    def check_text(self) -> None:
+        for request in self.requests:
+            expected = expected_output(request.token_ids[: request.prompt_length], request.sampling, self.max_model_len)
+            if request.finish_reason == "abort":
+                assert expected[: len(request.output_ids)] == request.output_ids
+            else:
+                assert request.finish_reason in ("stop", "length")
+                assert request.output_ids == expected
+
+
+def draw_prompt(choice: random.Random, limit: int) -> list[int]:
+    """Often one of a few beginnings, so that prefixes are shared, of any length up to `limit`."""
+    length = choice.randint(1, choice.choice([30, limit]))
+    beginning = choice.choice([[7, 8, 9], [10, 11], [12]])
+    shared = choice.choice([0, length // 2, length])
+    tail = [choice.randint(2, 40) for _ in range(length - shared)]
+    return (beginning * length)[:shared] + tail
+
+
+def drive(choice: random.Random, steps: int) -> World:
+    """One random history: adds, aborts and steps over a tiny pool, then run to the end."""
+    max_model_len = choice.choice([40, 150, 400, 400, 400])
+    world = World(
+        pages=pages_for(max_model_len) + choice.choice([0, 1, 2, 4]),
+        max_model_len=max_model_len,
+        seqs=choice.choice([1, 5, 8, 8]),
+        budget=choice.choice([1, 12, 64, 64, 300, 300]),
+        overlap=choice.random() < 0.5,
+        cache=choice.random() < 0.8,
+    )
+    for _ in range(steps):
+        if choice.random() < 0.4:
+            sampling = SamplingParams(max_tokens=choice.choice([1, 20, 200, 400]), ignore_eos=choice.random() < 0.9)
+            world.add(draw_prompt(choice, max_model_len - 1), sampling, priority=choice.choice([0, 0, 0, 1, -1]))
+        if world.requests and choice.random() < 0.1:
+            world.abort(choice.randrange(len(world.requests)))
+        world.step()
+    # Whoever is next in rank advances at least one token every other step (one ahead: one to launch, one to read),
+    # and is recomputed at most once for each sequence ranked before it.
+    tokens = sum(request.prompt_length + request.sampling.max_tokens for request in world.requests)
+    limit = world.steps + 4 * (len(world.requests) + 1) * (tokens + 10)
+    while world.busy:
+        world.step()
+        assert world.steps < limit, "a sequence starves"
+    world.check_text()
+    assert world.pool.used == 0
+    return world
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+)
+@given(choice=st.randoms(use_true_random=False))
+def test_random_histories_keep_every_invariant_and_every_text(choice: random.Random) -> None:
+    """Hypothesis makes every choice of the history, so that a failing one shrinks to a short one."""
+    drive(choice, steps=30)
+
+
+def test_forty_thousand_steps_preempt_and_hit_the_prefix_cache() -> None:
+    steps = preemptions = hits = seed = 0
+    while steps < 40_000:
+        world = drive(random.Random(seed), steps=100)
+        steps += world.steps
+        preemptions += world.scheduler.preemptions
+        hits += world.scheduler.prefix_hit_tokens
+        seed += 1
+    assert preemptions > 100, "the histories must reach the corner that they are for"
+    assert hits > 10_000
