@@ -99,7 +99,8 @@ def _without_verb(arguments: list[str]) -> int:
         parser.print_help()
         return EXIT_ERROR
     _, unknown = parser.parse_known_args(arguments)
-    parser.error(f"no verb {unknown[0]!r}; there are {', '.join(VERBS)}")
+    print(f"meltcore: no verb {unknown[0]!r}; there are {', '.join(VERBS)}", file=sys.stderr)
+    return EXIT_ERROR
 
 
 if __name__ == "__main__":

@@ -1,0 +1,5 @@
+"""The HTML report of a run: one self-contained file, no script, no network."""
+
+from meltcore.report.page import render
+
+__all__ = ["render"]

@@ -1,0 +1,138 @@
+"""The report's drawings: a quantity against the load of each level, and what one level did over time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from meltcore.report import svg
+from meltcore.report.scale import Scale, linear_ticks, log_ticks, spaced
+from meltcore.results.schema import LevelResult, TimelinePoint
+from meltcore.results.wording import load_of, number
+
+WIDTH, HEIGHT = 520.0, 300.0
+LEFT, RIGHT, TOP, BOTTOM = 76.0, 504.0, 16.0, 250.0
+LABEL_GAP = 52.0  # the least room for one tick label below the x axis
+TIMELINE_HEIGHT = 264.0
+TIMELINE_PANELS = ((24.0, 110.0), (150.0, 220.0))  # top and bottom of each panel
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart. `colour` is 1 to 4 (the style sheet's); `value` None leaves the level out."""
+
+    name: str
+    colour: int
+    value: Callable[[LevelResult], float | None]
+    dashed: bool = False
+
+
+def against_load(
+    levels: Sequence[LevelResult], series: Sequence[Series], *, unit: str, log_y: bool, label: str
+) -> Markup | None:
+    """Draw `series` over the levels' loads (logarithmic). None where no series has a value to draw."""
+    loads = [_load(level) for level in levels]
+    values = [value for line in series for level in levels if (value := line.value(level)) is not None]
+    values = [value for value in values if value > 0] if log_y else values
+    if not values or min(loads) <= 0:
+        return None
+    x = Scale(min(loads), max(loads), LEFT + 14, RIGHT - 14, log=True)
+    ticks = log_ticks(min(values), max(values)) if log_y else linear_ticks(max(values))
+    y = Scale(ticks[0], ticks[-1], BOTTOM, TOP, log=log_y)
+    kind = "Requests per second offered" if levels[0].load_kind == "open" else "Concurrent requests"
+    parts = [*_y_axis(y, ticks, unit), *_x_axis(x, loads, kind)]
+    for line in series:
+        parts += _draw(line, levels, x, y, unit)
+    return svg.picture(WIDTH, HEIGHT, label, parts)
+
+
+def timeline(level: LevelResult) -> Markup | None:
+    """Output tokens a second (above) and requests in flight (below) over one level. None where none was recorded."""
+    points = level.timeline
+    if len(points) < 2:
+        return None
+    x = Scale(0.0, points[-1].t_s, LEFT, RIGHT)
+    parts: list[Markup] = []
+    if level.steady is not None:
+        parts.append(_span(x(level.steady.start_s), x(min(level.steady.end_s, points[-1].t_s))))
+    parts += _panel(points, x, TIMELINE_PANELS[0], lambda point: point.output_tokens_per_s, 1, "output tokens/s")
+    parts += _panel(points, x, TIMELINE_PANELS[1], lambda point: float(point.in_flight), 2, "in flight")
+    floor = TIMELINE_PANELS[1][1]
+    ticks = [tick for tick in linear_ticks(points[-1].t_s, 6) if tick <= points[-1].t_s * 1.001]
+    parts += [svg.text((x(tick), floor + 17), f"{tick:g}", "tick") for tick in ticks]
+    parts.append(svg.text(((LEFT + RIGHT) / 2, floor + 35), "seconds since release", "axis"))
+    return svg.picture(WIDTH, TIMELINE_HEIGHT, f"{load_of(level)}: tokens per second and in flight over time", parts)
+
+
+def _load(level: LevelResult) -> float:
+    return level.rate_per_s or 0.0 if level.load_kind == "open" else float(level.concurrency)
+
+
+def _y_axis(y: Scale, ticks: Sequence[float], unit: str) -> list[Markup]:
+    parts: list[Markup] = []
+    for tick in ticks:
+        parts.append(svg.line((LEFT, y(tick)), (RIGHT, y(tick)), "grid"))
+        parts.append(svg.text((LEFT - 8, y(tick) + 4), tick_text(tick, unit), "tick", "end"))
+    return parts
+
+
+def _x_axis(x: Scale, loads: Sequence[float], kind: str) -> list[Markup]:
+    positions = sorted({x(load): load for load in loads}.items())
+    kept = spaced([position for position, _ in positions], LABEL_GAP)
+    parts = [svg.line((LEFT, BOTTOM), (RIGHT, BOTTOM), "frame")]
+    for position, _ in positions:
+        parts.append(svg.line((position, BOTTOM), (position, BOTTOM + 5), "frame"))
+    parts += [svg.text((positions[i][0], BOTTOM + 20), f"{positions[i][1]:,g}", "tick") for i in kept]
+    parts.append(svg.text(((LEFT + RIGHT) / 2, BOTTOM + 42), kind, "axis"))
+    return parts
+
+
+def _draw(line: Series, levels: Sequence[LevelResult], x: Scale, y: Scale, unit: str) -> list[Markup]:
+    """The series in pieces: a level without a value breaks the line instead of being bridged."""
+    pieces: list[list[svg.Point]] = [[]]
+    dots: list[Markup] = []
+    for level in sorted(levels, key=_load):
+        value = line.value(level)
+        if value is None or (y.log and value <= 0):
+            pieces.append([])
+            continue
+        at = (x(_load(level)), y(value))
+        pieces[-1].append(at)
+        dots.append(svg.dot(at, f"dot c{line.colour}", f"{load_of(level)}: {line.name} {number(value)} {unit}"))
+    style = f"line c{line.colour}" + (" dashed" if line.dashed else "")
+    return [*(svg.polyline(piece, style) for piece in pieces if len(piece) > 1), *dots]
+
+
+def _panel(
+    points: Sequence[TimelinePoint],
+    x: Scale,
+    edges: tuple[float, float],
+    value: Callable[[TimelinePoint], float],
+    colour: int,
+    name: str,
+) -> list[Markup]:
+    top, floor = edges
+    ticks = linear_ticks(max(value(point) for point in points), 2)
+    y = Scale(0.0, ticks[-1], floor, top)
+    parts = [svg.text((LEFT, top - 9), name, "axis", "start")]
+    for tick in ticks:
+        parts.append(svg.line((LEFT, y(tick)), (RIGHT, y(tick)), "frame" if tick == 0 else "grid"))
+        parts.append(svg.text((LEFT - 8, y(tick) + 4), tick_text(tick, ""), "tick", "end"))
+    places = [(x(point.t_s), y(value(point))) for point in points]
+    return [*parts, svg.area(places, floor, f"area c{colour}"), svg.polyline(places, f"line thin c{colour}")]
+
+
+def _span(start: float, end: float) -> Markup:
+    top, floor = TIMELINE_PANELS[0][0], TIMELINE_PANELS[1][1]
+    return svg.element(
+        "rect", svg.element("title", "steady window"), x=start, y=top, width=end - start, height=floor - top, cls="span"
+    )
+
+
+def tick_text(value: float, unit: str) -> str:
+    """Short: 1500 -> "1.5k"; with unit "ms" 2000 -> "2 s"."""
+    if unit == "ms":
+        return f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"
+    if value >= 1_000_000:
+        return f"{value / 1_000_000:g}M"
+    return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"

@@ -1,0 +1,137 @@
+"""Gathers what the page shows and fills the template. The template holds no arithmetic, this file no markup."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from meltcore.report.charts import Series, against_load, timeline
+from meltcore.results import wording
+from meltcore.results.definitions import DEFINITIONS, define
+from meltcore.results.percentiles import QUANTILES, SAMPLES_NEEDED, TOO_SMALL
+from meltcore.results.schema import Distribution, LevelResult, RunResult
+
+_DISTRIBUTIONS = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_delay_ms")
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    picture: Markup
+    legend: list[Series]
+    note: str = ""
+
+
+def render(result: RunResult) -> str:
+    """One HTML page for `result`: style and drawings inside, no script, nothing fetched."""
+    folder = resources.files("meltcore.report")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(
+        number=wording.number, percent=wording.percent, duration=wording.duration, load_of=wording.load_of
+    )
+    template = environment.from_string((folder / "report.html").read_text(encoding="utf-8"))
+    style = Markup((folder / "report.css").read_text(encoding="utf-8"))
+    return template.render(style=style, result=result, **_context(result))
+
+
+def _context(result: RunResult) -> dict[str, Any]:
+    closed = [level for level in result.levels if level.load_kind == "closed"]
+    opened = [level for level in result.levels if level.load_kind == "open"]
+    return {
+        "tiles": _tiles(result),
+        "distrust": wording.reasons_to_distrust(result),
+        "charts": [chart for levels in (closed, opened) if levels for chart in _charts(levels)],
+        "timelines": [(level, drawn) for level in result.levels if (drawn := timeline(level)) is not None],
+        "distribution_names": [define(name).name for name in _DISTRIBUTIONS],
+        "distribution_rows": _distribution_rows,
+        "percentile": _percentile,
+        "has_slo": any(level.slo for level in result.levels),
+        "percentile_names": ["p" + f"{100 * share:g}" for share in QUANTILES.values()],
+        "samples_needed": SAMPLES_NEEDED,
+        "fingerprint": wording.fingerprint_rows(result.fingerprint),
+        "settings": [(name, _setting(value)) for name, value in result.settings.items()],
+        "definitions": DEFINITIONS,
+    }
+
+
+def _tiles(result: RunResult) -> list[tuple[str, str, str]]:
+    """(label, figure, small print): the few numbers a reader looks for first."""
+    tiles: list[tuple[str, str, str]] = []
+    if result.evaluation is not None:
+        found = result.evaluation
+        interval = (
+            f"{found.right:,} of {found.asked:,}; 95 % interval {100 * found.low:.1f} to {100 * found.high:.1f} %"
+        )
+        tiles.append(("Right answers, unloaded", wording.percent(found.share), interval))
+    if result.levels:
+        best = max(result.levels, key=lambda level: level.output_tokens_per_s)
+        tiles.append(
+            ("Best throughput", wording.number(best.output_tokens_per_s), f"output tok/s, {wording.load_of(best)}")
+        )
+        peak = max(result.levels, key=lambda level: level.peak_in_flight)
+        tiles.append(
+            ("Most in flight", f"{peak.peak_in_flight:,}", f"{peak.succeeded:,} of {peak.requests:,} answered")
+        )
+        failed = sum(level.failed for level in result.levels)
+        tiles.append(("Failed requests", f"{failed:,}", f"of {sum(level.requests for level in result.levels):,}"))
+    if result.checks:
+        passed = sum(check.status == "PASS" for check in result.checks)
+        tiles.append(("API checks passed", f"{passed} of {len(result.checks)}", "OpenAI forms and errors"))
+    return tiles
+
+
+def _charts(levels: Sequence[LevelResult]) -> list[Chart]:
+    note = f"p95 stands from {SAMPLES_NEEDED['p95']} samples on, p99 from {SAMPLES_NEEDED['p99']}."
+    wanted = [
+        (
+            "Output tokens per second",
+            "tok/s",
+            False,
+            "",
+            [
+                Series("whole level", 1, lambda level: level.output_tokens_per_s),
+                Series(
+                    "steady window", 3, lambda level: level.steady and level.steady.output_tokens_per_s, dashed=True
+                ),
+            ],
+        ),
+        ("Time to first token", "ms", True, note, _percentiles("ttft_ms")),
+        ("Inter-token latency", "ms", True, note, _percentiles("itl_ms")),
+        ("End to end", "ms", True, note, _percentiles("e2e_ms")),
+    ]
+    charts = []
+    for title, unit, log_y, small_print, series in wanted:
+        drawn = against_load(levels, series, unit=unit, log_y=log_y, label=f"{title} against load")
+        present = [line for line in series if any(line.value(level) is not None for level in levels)]
+        if drawn is not None:
+            charts.append(Chart(title, drawn, present, small_print))
+    return charts
+
+
+def _percentiles(field: str) -> list[Series]:
+    return [
+        Series("p50", 1, lambda level: getattr(level, field).p50),
+        Series("p95", 3, lambda level: getattr(level, field).p95),
+        Series("p99", 2, lambda level: getattr(level, field).p99),
+    ]
+
+
+def _distribution_rows(level: LevelResult) -> list[tuple[str, Distribution]]:
+    return [(define(name).name, getattr(level, name)) for name in _DISTRIBUTIONS]
+
+
+def _percentile(distribution: Distribution, name: str) -> Markup | str:
+    """As wording.percentile, with "n too small" set back so that the numbers stand out."""
+    found = wording.percentile(distribution, name)
+    return Markup('<span class="faint">{}</span>').format(found) if found == TOO_SMALL else found
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_setting(inner)}" for name, inner in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(_setting(inner) for inner in value) or "none"
+    return "none" if value is None else str(value)
