@@ -6,13 +6,13 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from meltcore.engine.llm import LLM
+    from meltcore.llm import LLM
     from meltcore.engine.sampling_params import SamplingParams
 
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from meltcore.engine.llm import LLM
+        from meltcore.llm import LLM
 
         return LLM
     if name == "SamplingParams":

@@ -52,7 +52,7 @@ class Qwen3Config:
                 raise ConfigError(
                     f"config.json sets {name} to {config.get(name, rope)}, which qwen3 here does not compute"
                 )
-        values = dict(config)
+        values = {name: value for name, value in config.items() if value is not None}
         values.setdefault("rope_theta", rope.get("rope_theta"))
         values.setdefault("tie_word_embeddings", False)
         names = cls.__dataclass_fields__

@@ -1,0 +1,142 @@
+"""The offline API: an engine in this process, for scripts and tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meltcore.config import EngineConfig
+from meltcore.engine.engine import Engine
+from meltcore.engine.messages import AddRequest, FinishReason, SequenceOutput, TokenLogprobs
+from meltcore.engine.request import TokenMask
+from meltcore.engine.sampling_params import SamplingParams
+from meltcore.errors import RequestError
+from meltcore.text.chat_template import ChatTemplate, Message, render_chat
+from meltcore.text.detokenizer import Detokenizer
+from meltcore.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Completion:
+    """One answer. `token_ids` include the end token; `text` leaves special tokens and a matched stop string out."""
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop id that ended it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+class LLM:
+    """`LLM("meltcore/sums").chat([[{"role": "user", "content": "What is 7 * 8?"}]])`.
+
+    `model` is a local folder, a hub id or the bundled model; the settings are EngineConfig's fields.
+    Raises ConfigError where the model or a setting cannot work.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.engine = Engine(EngineConfig(model=model, **settings))
+        folder = self.engine.checkpoint.folder
+        has_tokenizer = (folder / "tokenizer.json").exists()
+        synthetic = self.engine.config.load_format == "dummy" and not has_tokenizer
+        self.tokenizer = (
+            Tokenizer.synthetic_bytes(self.engine.vocab_size) if synthetic else Tokenizer.from_folder(folder)
+        )
+        self._template = ChatTemplate.from_folder(folder)
+        self._count = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        token_masks: Sequence[TokenMask | None] | None = None,
+    ) -> list[Completion]:
+        """Answer every prompt (text or token ids), batched as the engine sees fit; answers in the order of prompts.
+
+        `sampling`: one for all, or one each. `token_masks`: for each prompt a function from the generated token ids so
+        far to the tokens allowed next ([vocab] bool, or None for all). Raises RequestError for a prompt or a setting
+        that cannot be served; nothing is generated then.
+        """
+        token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        settings = _one_each(sampling or SamplingParams(), len(token_ids))
+        masks: list[TokenMask | None] = list(token_masks or [None] * len(token_ids))
+        if len(masks) != len(token_ids):
+            raise RequestError(f"{len(masks)} token_masks for {len(token_ids)} prompts", param="token_masks")
+        return self._run(token_ids, settings, masks)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[Completion]:
+        """Answer conversations (lists of {"role", "content"}) through the checkpoint's chat template."""
+        many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
+        texts = [render_chat(self._template, list(each), chat_template_kwargs) for each in many]  # type: ignore[arg-type]
+        return self.generate([self.tokenizer.encode(text, add_special_tokens=False) for text in texts], sampling)
+
+    def _run(
+        self, prompts: list[list[int]], settings: list[SamplingParams], masks: list[TokenMask | None]
+    ) -> list[Completion]:
+        answers: dict[str, tuple[Completion, Detokenizer]] = {}
+        try:
+            for token_ids, sampling, mask in zip(prompts, settings, masks, strict=True):
+                self._count += 1
+                request_id = str(self._count)
+                self.engine.add(AddRequest(request_id, token_ids, sampling, arrived_s=time.monotonic()), mask)
+                answers[request_id] = (Completion(token_ids), Detokenizer(self.tokenizer, sampling))
+            while self.engine.has_work:
+                for output in self.engine.step().outputs:
+                    self._take(output, *answers[output.request_id])
+        except BaseException:
+            # A refused prompt, an error in a mask or Ctrl-C: leave an engine that can be used again.
+            self.engine.abort(answers)
+            while self.engine.has_work:
+                self.engine.step()
+            raise
+        return [completion for completion, _ in answers.values()]
+
+    def _take(self, output: SequenceOutput, completion: Completion, detokenizer: Detokenizer) -> None:
+        if detokenizer.stopped is not None:
+            return  # tokens that were under way when the stop string was found
+        before = detokenizer.token_count
+        shown, stopped = detokenizer.add(output.token_ids)
+        used = detokenizer.token_count - before
+        completion.text += shown
+        completion.token_ids += output.token_ids[:used]
+        completion.logprobs += (output.logprobs or [])[:used]
+        if stopped is not None:
+            completion.finish_reason, completion.stop_reason = "stop", stopped
+            if output.finish_reason is None:
+                self.engine.abort([output.request_id])
+        elif output.finish_reason is not None:
+            completion.text += detokenizer.flush()
+            completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_token_id
+            completion.cached_tokens = output.cached_tokens
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        return list(prompt)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if len(sampling) != count:
+        raise RequestError(f"{len(sampling)} sampling settings for {count} prompts", param="sampling")
+    return list(sampling)

@@ -1,0 +1,163 @@
+"""Loading checkpoints: errors name what is wrong, dummy weights need no files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meltcore.config import EngineConfig
+from meltcore.engine.engine import Engine
+from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.loader import build_model, load_weights
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_config(tmp_path)
+    model = build_model(open_checkpoint(str(tmp_path), files="text"), torch.float32, torch.device("cpu"))
+    tensors = {name: torch.randn(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def load(folder: Path) -> None:
+    checkpoint = open_checkpoint(str(folder), files="all")
+    model = build_model(checkpoint, torch.float32, torch.device("cpu"))
+    load_weights(model, checkpoint, lambda stage, fraction: None)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(model.checkpoint_tensors()[name], tensor), name
+
+
+def change(folder: Path, edit: object) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)  # type: ignore[operator]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_every_tensor_arrives(folder: Path) -> None:
+    load(folder)
+
+
+def test_missing_tensor_is_named(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ConfigError, match=r"1 missing tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(folder)
+
+
+def test_unexpected_tensor_is_named(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.layers.2.extra.bias": torch.zeros(3)}))
+    with pytest.raises(ConfigError, match=r"1 unexpected tensors: model\.layers\.2\.extra\.bias"):
+        load(folder)
+
+
+def test_mis_shaped_tensor_is_named_with_both_shapes(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \[31\].*asks for \[32\]"):
+        load(folder)
+
+
+def test_broken_shard_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"not a tensor file")
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+        load(folder)
+
+
+def test_missing_shard_of_an_index_is_named(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"missing: model-00002-of-00002\.safetensors"):
+        load(folder)
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with pytest.raises(ConfigError, match="no \\*\\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "names LlamaForCausalLM; we have Qwen3ForCausalLM"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_configuration_that_we_do_not_compute_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
+    write_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message):
+        build_model(open_checkpoint(str(tmp_path), files="text"), torch.float32, torch.device("cpu"))
+
+
+def test_rope_parameters_form_is_read(tmp_path: Path) -> None:
+    write_config(tmp_path, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    model = build_model(open_checkpoint(str(tmp_path), files="text"), torch.float32, torch.device("cpu"))
+    assert model.config.rope_theta == 5e5
+
+
+@pytest.mark.parametrize("text", ["", "{", "\xff"])
+def test_broken_config_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        open_checkpoint(str(tmp_path), files="text")
+
+
+def test_folder_without_config_and_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        open_checkpoint(str(tmp_path), files="text")
+    with pytest.raises(ConfigError, match="no such folder"):
+        open_checkpoint(str(tmp_path / "nothing"), files="text")
+
+
+def test_dummy_weights_from_a_config_alone_repeat_with_the_seed(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    settings = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu", "memory_bytes": 2**26}
+    first, again, other = (Engine(EngineConfig(**settings, seed=seed)) for seed in (1, 1, 2))
+    weights = [engine.runner.model.head for engine in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert first.ready().weights == "dummy"
+
+
+def test_too_little_memory_is_refused_with_the_largest_context_that_fits(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    page_bytes = 2 * 2 * 64 * 16 * 4
+    settings = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu"}
+    with pytest.raises(ConfigError, match=r"Set --max-model-len (64|128|192) or less"):
+        Engine(EngineConfig(**settings, memory_bytes=int((150_000 + 3 * page_bytes) / 0.92)))
+    with pytest.raises(ConfigError, match=r"Raise --memory\."):
+        Engine(EngineConfig(**settings, memory_bytes=1000))
+    with pytest.raises(ConfigError, match="from 2 to the model's 256; got 257"):
+        Engine(EngineConfig(**settings, max_model_len=257))
+    with pytest.raises(ConfigError, match="--device quantum"):
+        Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="quantum"))
