@@ -1,0 +1,60 @@
+"""The same engine on CUDA: parity with transformers, one step ahead of the host, and no wait inside a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import conftest as tools
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from meltcore.engine.scheduler import Chunk
+
+pytestmark = pytest.mark.gpu
+
+# One request for each path through the sampler.
+EVERY_PATH: tuple[dict[str, object], ...] = (
+    {},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 5},
+    {"logprobs": 2},
+    {"frequency_penalty": 1.0, "min_tokens": 3},
+)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pages", [None, 8])
+def test_parity_on_cuda(reference: Qwen3ForCausalLM, checkpoint: Path, overlap: bool, pages: int | None) -> None:
+    seen = tools.open_engine(
+        checkpoint, device="cuda", overlap=overlap, pages=pages, max_model_len=300, max_num_batched_tokens=96
+    )
+    prompts = {f"r{index}": tools.random_prompt(100, 50 + index) for index in range(4)}
+    for request_id, prompt in prompts.items():
+        seen.add(request_id, prompt, max_tokens=150)
+    tokens = seen.run()
+    for request_id, prompt in prompts.items():
+        ours = torch.stack(seen.logits[request_id]).cpu()
+        theirs = tools.reference_logits(reference, prompt, tokens[request_id])
+        assert tools.relative_error(ours, theirs) <= 1e-4
+    if pages is not None:
+        assert seen.engine.stats().preemptions_total > 0
+
+
+def test_a_step_is_launched_without_waiting_for_the_device(checkpoint: Path) -> None:
+    seen = tools.open_engine(checkpoint, device="cuda", overlap=True)
+    launch = seen.engine.runner.launch
+
+    def strict_launch(plan: list[Chunk]) -> object:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for index, sampling in enumerate(EVERY_PATH):
+        seen.add(f"warm {index}", tools.random_prompt(70, index), **sampling)
+    seen.run()
+    seen.engine.runner.launch = strict_launch  # type: ignore[assignment,method-assign]
+    for index, sampling in enumerate(EVERY_PATH):
+        seen.add(f"strict {index}", tools.random_prompt(70, 10 + index), **sampling)
+    assert len(seen.run()) == 4
