@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import conftest as tools
+import engine_tools as tools
 import msgspec
 import pytest
 import zmq

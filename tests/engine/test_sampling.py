@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import conftest as tools
+import engine_tools as tools
 import pytest
 import torch
 

@@ -1,0 +1,123 @@
+"""Small random checkpoints whose attention is peaked, and engines on them whose logits can be seen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from meltcore.config import EngineConfig
+from meltcore.engine.engine import Engine
+from meltcore.engine.messages import AddRequest, SequenceOutput
+from meltcore.engine.request import Request
+from meltcore.engine.sampler import SampleResult
+from meltcore.engine.sampling_params import SamplingParams
+
+VOCAB = 320
+
+
+def make_reference(seed: int = 0, **overrides: object) -> Qwen3ForCausalLM:
+    """A random float32 Qwen3 where most of each head's attention falls on a few keys: an error in masks, positions
+    or pages then changes the logits by far more than rounding does."""
+    settings: dict[str, object] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**(settings | overrides))).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.uniform_(1.5, 2.5)
+            elif parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    return model
+
+
+@dataclass
+class SeenEngine:
+    """An engine that records the logits each token was chosen from, and runs requests to their end."""
+
+    engine: Engine
+    logits: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        sampler = self.engine.runner.sampler
+        sample = sampler.sample
+
+        def recording(logits: torch.Tensor, requests: list[Request]) -> SampleResult:
+            for row, request in enumerate(requests):
+                self.logits.setdefault(request.id, []).append(logits[row].clone())
+            return sample(logits, requests)
+
+        sampler.sample = recording  # type: ignore[method-assign]
+
+    def add(self, request_id: str, prompt: list[int], **sampling: object) -> None:
+        settings = {"max_tokens": 8, "ignore_eos": True} | sampling
+        self.engine.add(AddRequest(request_id, prompt, SamplingParams(**settings)))
+
+    def run(self, limit: int = 2000) -> dict[str, list[int]]:
+        """Step until idle; the generated ids of each request."""
+        tokens: dict[str, list[int]] = {}
+        for output in self.outputs(limit):
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        self.engine.check_idle()
+        return tokens
+
+    def outputs(self, limit: int = 2000) -> Iterator[SequenceOutput]:
+        for _ in range(limit):
+            if not self.engine.has_work:
+                return
+            self.steps += 1
+            yield from self.engine.step().outputs
+        raise AssertionError(f"not idle after {limit} steps")
+
+
+def open_engine(
+    folder: Path, *, overlap: bool = False, pages: int | None = None, debug: tuple = (), **settings: object
+) -> SeenEngine:
+    defaults: dict[str, object] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        "memory_bytes": 256 * 2**20,
+    }
+    config = EngineConfig(model=str(folder), debug=debug, **(defaults | settings))  # type: ignore[arg-type]
+    return SeenEngine(Engine(config, overlap=overlap, pages=pages))
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def reference_logits(reference: Qwen3ForCausalLM, prompt: list[int], generated: list[int]) -> torch.Tensor:
+    """The logits that chose each generated token, from one whole pass: [generated, vocab]."""
+    ids = torch.tensor([prompt + generated])
+    return reference(ids).logits[0, len(prompt) - 1 : -1]
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference against the largest logit."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
