@@ -1,0 +1,7 @@
+"""Checks of what a server answers: arithmetic problems with known values, and the forms of its API."""
+
+from meltcore.evals.api import Api
+from meltcore.evals.conformance import run_checks
+from meltcore.evals.problems import evaluate
+
+__all__ = ["Api", "evaluate", "run_checks"]

@@ -93,9 +93,7 @@ def _charts(levels: Sequence[LevelResult]) -> list[Chart]:
             "",
             [
                 Series("whole level", 1, lambda level: level.output_tokens_per_s),
-                Series(
-                    "steady window", 3, lambda level: level.steady and level.steady.output_tokens_per_s, dashed=True
-                ),
+                Series("steady window", 3, _steady, dashed=True),
             ],
         ),
         ("Time to first token", "ms", True, note, _percentiles("ttft_ms")),
@@ -109,6 +107,10 @@ def _charts(levels: Sequence[LevelResult]) -> list[Chart]:
         if drawn is not None:
             charts.append(Chart(title, drawn, present, small_print))
     return charts
+
+
+def _steady(level: LevelResult) -> float | None:
+    return level.steady.output_tokens_per_s if level.steady is not None else None
 
 
 def _percentiles(field: str) -> list[Series]:

@@ -1,0 +1,101 @@
+"""A plain, blocking client for checks: one connection a request, any bytes as body, nothing hidden or retried.
+
+Checks need the raw answer to deliberately bad requests, and are few. Measuring goes through the load generator.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from meltcore.errors import ConfigError, MeltcoreError
+
+
+class ApiError(MeltcoreError):
+    """No usable answer: the connection failed, broke off or timed out, or the body is not what was promised."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One whole answer. Header names are lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body parsed. Raises ApiError where it is not JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise ApiError(f"status {self.status} with a body that is not JSON: {self.body[:80]!r}") from error
+
+    def events(self) -> list[str]:
+        """The data of each server-sent event, "[DONE]" included. Raises ApiError where the body is no event stream."""
+        if not self.headers.get("content-type", "").startswith("text/event-stream"):
+            raise ApiError(f"content-type is {self.headers.get('content-type')!r}, not text/event-stream")
+        blocks = self.body.decode().replace("\r\n", "\n").split("\n\n")
+        lines = [line for block in blocks for line in block.split("\n") if line.startswith("data:")]
+        return [line.removeprefix("data:").lstrip() for line in lines]
+
+
+class Api:
+    """A server by its base address, with or without `/v1` at its end. Safe to use from several threads."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 120.0) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host = parts.hostname
+        try:
+            self._port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url!r} has a port that is no number from 0 to 65535") from error
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def get(self, path: str) -> Reply:
+        return self._send("GET", path, None)
+
+    def post(self, path: str, body: dict[str, Any] | bytes) -> Reply:
+        """POST a JSON object, or `bytes` exactly as they are."""
+        return self._send("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+
+    def first_model(self) -> str:
+        """The first name that /v1/models gives. Raises ConfigError where the server cannot be reached or has none."""
+        try:
+            reply = self.get("/v1/models")
+            names = [entry["id"] for entry in reply.json()["data"]] if reply.status == 200 else []
+        except ApiError as error:
+            raise ConfigError(f"no answer from {self._host}: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise ConfigError("GET /v1/models is not in OpenAI's form; name a model with --model") from error
+        if not names:
+            raise ConfigError(f"GET /v1/models answered {reply.status} and named no model; name one with --model")
+        return str(names[0])
+
+    def _send(self, method: str, path: str, body: bytes | None) -> Reply:
+        connection = self._connect()
+        headers = dict(self._headers)
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            connection.request(method, self._prefix + path, body=body, headers=headers)
+            response = connection.getresponse()
+            content = response.read()
+            return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, content)
+        except (OSError, http.client.HTTPException) as error:
+            raise ApiError(f"{method} {path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._tls is not None:
+            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=self._tls)
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
