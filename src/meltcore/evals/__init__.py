@@ -3,5 +3,6 @@
 from meltcore.evals.api import Api
 from meltcore.evals.conformance import run_checks
 from meltcore.evals.problems import evaluate
+from meltcore.evals.run import run_eval
 
-__all__ = ["Api", "evaluate", "run_checks"]
+__all__ = ["Api", "evaluate", "run_checks", "run_eval"]

@@ -22,11 +22,11 @@ def evaluate(
     *,
     problems: Sequence[Problem] | None = None,
     concurrency: int = CONCURRENCY,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int, int], None] | None = None,
 ) -> Evaluation:
     """Ask every problem (default: the 200 held-out ones) once, greedily, not streamed.
 
-    `on_progress(done, right)` is called after each answer. A request that fails is counted in `failed`, and not right.
+    `on_progress(done, right, asked)` is called after each answer. A request that fails is in `failed`, and not right.
     """
     asked = list(evaluation_set() if problems is None else problems)
     right = failed = done = 0
@@ -44,7 +44,7 @@ def evaluate(
                 question = problem.question[-_QUESTION_END:]
                 wrong.append(WrongAnswer(question=question, expected=str(problem.value), got=answer.text))
             if on_progress is not None:
-                on_progress(done, right)
+                on_progress(done, right, len(asked))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     low, high = wilson(right, len(asked))

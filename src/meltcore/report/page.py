@@ -12,6 +12,7 @@ from meltcore.report.charts import Series, against_load, timeline
 from meltcore.results import wording
 from meltcore.results.definitions import DEFINITIONS, define
 from meltcore.results.percentiles import QUANTILES, SAMPLES_NEEDED, TOO_SMALL
+from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import Distribution, LevelResult, RunResult
 
 _DISTRIBUTIONS = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_delay_ms")
@@ -35,6 +36,12 @@ def render(result: RunResult) -> str:
     template = environment.from_string((folder / "report.html").read_text(encoding="utf-8"))
     style = Markup((folder / "report.css").read_text(encoding="utf-8"))
     return template.render(style=style, result=result, **_context(result))
+
+
+def save(folder: RunFolder, result: RunResult) -> None:
+    """Write both `result.json` and `report.html` of a run."""
+    folder.write_result(result)
+    folder.write_report(render(result))
 
 
 def _context(result: RunResult) -> dict[str, Any]:

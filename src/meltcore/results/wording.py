@@ -1,7 +1,7 @@
 """How numbers and facts of a result are written for people: the console tables and the HTML report use these."""
 
 from meltcore.results.percentiles import TOO_SMALL
-from meltcore.results.schema import Distribution, Fingerprint, LevelResult, RunResult
+from meltcore.results.schema import Distribution, Evaluation, Fingerprint, LevelResult, RunResult
 
 NOT_MEASURED = "–"
 
@@ -89,3 +89,12 @@ def reasons_to_distrust(result: RunResult) -> list[str]:
             reasons.append(f"{load_of(level)}: {level.failed:,} of {level.requests:,} requests failed ({why})")
     reasons += [f"API check {check.name}: {check.detail}" for check in result.checks if check.status == "FAIL"]
     return list(dict.fromkeys(reasons))
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    """One sentence: the share right with its interval, and failures where there were any."""
+    line = (
+        f"{evaluation.right:,} of {evaluation.asked:,} right: {percent(evaluation.share)} "
+        f"(95 % interval {percent(evaluation.low)} to {percent(evaluation.high)})"
+    )
+    return f"{line}, {evaluation.failed:,} requests failed" if evaluation.failed else line
