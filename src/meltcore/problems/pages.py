@@ -63,7 +63,7 @@ def _price(goods: str, number: int) -> str:
 
 
 def _home(name: str, town: str) -> str:
-    return f"{name} lives in {town}."
+    return f"Home of {name}: {town}."
 
 
 def _houses(town: str, number: int) -> str:
@@ -147,7 +147,7 @@ def _cost(rng: random.Random, split: Split) -> _Asked:
 def _town_grows(rng: random.Random, split: Split) -> _Asked:
     name, town = rng.choice(NAMES), rng.choice(TOWNS)
     grown = draw_main(split, lambda: Sum("+", rng.randint(100, 899), rng.randint(10, 99)))
-    question = f"The town where {name} lives gets {grown.b} new houses. How many houses does it have then?"
+    question = f"The home town of {name} gets {grown.b} new houses. How many houses does it have then?"
     facts: dict[tuple[str, ...], str] = {(name,): _home(name, town), (town,): _houses(town, grown.a)}
     return _Asked(question, facts, grown)
 

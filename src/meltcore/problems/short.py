@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from meltcore.problems.problem import Problem, Split
-from meltcore.problems.sums import Operation, Sum, draw_main, random_sum
+from meltcore.problems.sums import TABLES_TO, Operation, Sum, draw_main, random_sum
 
 _FORMS: dict[Operation, list[str]] = {
     "+": ["{a} + {b}", "{a} plus {b}", "the sum of {a} and {b}"],
@@ -15,14 +15,14 @@ _FORMS: dict[Operation, list[str]] = {
 _ASKED = ["What is {form}?", "Work out {form}.", "Find {form}.", "How much is {form}?", "Tell me {form}."]
 _OPERATIONS: list[Operation] = ["+", "-", "*"]
 _SHARES = [0.45, 0.4, 0.15]
-_TABLE_SHARE = 0.06
+_TABLE_SHARE = 0.08
 
 
 def short_problem(rng: random.Random, split: Split) -> Problem:
     """ "What is 37 + 45?" answered "The answer is 82."; a product shows its two parts first."""
     operation = rng.choices(_OPERATIONS, _SHARES)[0]
     if split == "train" and rng.random() < _TABLE_SHARE:
-        drawn = _table_fact(rng, operation)
+        drawn = draw_main(split, lambda: _table_fact(rng, operation))
     else:
         largest = 99 if rng.random() < 0.4 else 999
         drawn = draw_main(split, lambda: random_sum(rng, operation, largest=largest))
@@ -35,5 +35,5 @@ def short_problem(rng: random.Random, split: Split) -> Problem:
 
 
 def _table_fact(rng: random.Random, operation: Operation) -> Sum:
-    a, b = rng.randint(0, 9), rng.randint(0, 9)
+    a, b = rng.randint(0, TABLES_TO), rng.randint(0, 9 if operation == "*" else TABLES_TO)
     return Sum(operation, max(a, b), min(a, b)) if operation == "-" else Sum(operation, a, b)
