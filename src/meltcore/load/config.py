@@ -32,8 +32,8 @@ class Timeouts:
 class LoadConfig:
     """A run against one server: closed-loop levels (`concurrency`), or open-loop levels (`rates`, requests a second).
 
-    `requests` is per level: one value for all, or one each. None: the larger of 200 and the level's concurrency
-    (closed), or 30 s of arrivals (open). `warmup` requests run before each level and stay out of its results; None:
+    `requests` is per level: one value for all, or one each. None: 20 a connection up to 200, at least one each (closed
+    loop); 30 s of arrivals (open loop). `warmup` requests run before each level and stay out of its results; None:
     as many as the level's concurrency, at most 32.
     """
 
@@ -82,7 +82,7 @@ class LoadConfig:
                 for at, rate in enumerate(self.rates)
             ]
         return [
-            Level(concurrency=count, rate=None, requests=self._requests(at, max(200, count)))
+            Level(concurrency=count, rate=None, requests=self._requests(at, max(count, min(200, 20 * count))))
             for at, count in enumerate(self.concurrency)
         ]
 

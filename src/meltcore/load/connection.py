@@ -73,14 +73,13 @@ class Exchange(ResponseSink, Protocol):
 class Connection(asyncio.Protocol):
     """Carries one exchange at a time. A connection that failed or was closed is never used again."""
 
-    __slots__ = ("_exchange", "_parser", "_transport", "idle_since_s", "open")
+    __slots__ = ("_exchange", "_parser", "_transport", "open")
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._parser: ResponseParser | None = None
         self.open = False
-        self.idle_since_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -113,14 +112,13 @@ class Connection(asyncio.Protocol):
         # on_end may already have sent the next request over this connection: leave that one alone.
         if self._parser is parser:
             self._exchange = self._parser = None
-            self.idle_since_s = time.monotonic()
             if not parser.reusable:
                 self.close()
 
     @property
     def reusable(self) -> bool:
-        """Whether the next request may go out: asked from within `on_end`, before the parser has settled."""
-        return self.open and (self._parser is None or self._parser.reusable)
+        """Whether the next request may go out; an exchange may ask from within `on_end`."""
+        return self.open and (self._parser is None or (self._parser.done and self._parser.reusable))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
@@ -149,11 +147,11 @@ class Connection(asyncio.Protocol):
             exchange.on_failure(reason, detail)
 
     def close(self) -> None:
-        """Close without telling the exchange; for idle connections."""
+        """Drop the connection without telling the exchange; what is still unread is given up."""
         self._exchange = self._parser = None
         self.open = False
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()
 
 
 async def connect(target: Target, timeout_s: float) -> Connection:

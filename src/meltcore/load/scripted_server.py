@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 import uvloop
@@ -169,7 +169,9 @@ class _ServerConnection(asyncio.Protocol):
 
     def reply(self, status: int, body: str) -> None:
         content = body.encode()
-        head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        head = (
+            f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        )
         self.transport.write(head.encode() + b"\r\n\r\n" + content)
 
     def reply_error(self, status: int, message: str) -> None:
@@ -216,7 +218,9 @@ class _Answer:
             return
         if self._fault == "silent":
             return
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = (
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         role = self._event({"role": "assistant", "content": ""}, 0) if self._chat else b""
         self._connection.transport.write(head + role)
         self._schedule()
@@ -270,7 +274,7 @@ class _Answer:
 
     def _event(self, delta: dict[str, str], tokens: int, finish_reason: str | None = None) -> bytes:
         choice = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
-        event = {
+        event: dict[str, Any] = {
             "id": f"cmpl-{self._ordinal}",
             "object": "chat.completion.chunk" if self._chat else "text_completion",
             "created": 1_700_000_000,

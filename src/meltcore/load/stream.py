@@ -103,6 +103,8 @@ class StreamExchange:
             self._end("not a stream", f"content-type is {headers.get('content-type', 'absent')}")
 
     def on_body(self, data: bytes) -> None:
+        if self._on_done is None:
+            return
         if self.record.status != 200:
             if self._parts is None:
                 self._parts = []
@@ -115,6 +117,8 @@ class StreamExchange:
             self._end("malformed response", str(error))
             return
         for event in events:
+            if self._on_done is None:  # failed: its record is already out of our hands
+                return
             self._event(event)
 
     def on_end(self) -> None:
