@@ -1,0 +1,154 @@
+"""`meltcore serve MODEL`: the OpenAI API over one model."""
+
+import argparse
+import re
+
+HELP = "serve a model through the OpenAI API"
+EXAMPLES = """\
+  meltcore serve meltcore/sums                           the bundled model, on what the machine has
+  meltcore serve ./my-checkpoint --port 8080 --memory 40GiB
+  meltcore serve Qwen/Qwen3-0.6B --served-model-name qwen small --api-key secret
+  meltcore serve ./config-only --load-format dummy       random weights of the configured shapes
+  meltcore serve meltcore/sums --daemon                  leave it running; `meltcore stop` ends it
+"""
+
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
+
+
+def size_bytes(text: str) -> int:
+    """A size like 40GiB, 512M or 1000000. Units are powers of 1024."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it like 40GiB, 512MiB or 1000000")
+    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A finite time of at least 0 seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0")
+    return value
+
+
+def port_number(text: str) -> int:
+    """A TCP port; 0 lets the system pick one."""
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a hub id, or meltcore/sums (bundled)")
+    _add_engine_arguments(parser.add_argument_group("engine"))
+    _add_http_arguments(parser.add_argument_group("HTTP"))
+    _add_limit_arguments(parser.add_argument_group("limits"))
+    parser.add_argument("--daemon", action="store_true", help="start it, wait until it is ready, leave it running")
+
+
+def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    group.add_argument("--max-model-len", type=positive, metavar="TOKENS", help="prompt and answer together")
+    group.add_argument("--max-num-seqs", type=positive, default=256, metavar="N", help="sequences a step (256)")
+    group.add_argument(
+        "--max-num-batched-tokens", type=positive, default=2048, metavar="TOKENS", help="tokens a step (2048)"
+    )
+    group.add_argument("--memory", type=size_bytes, metavar="SIZE", help="all it may take of each GPU, like 40GiB")
+    group.add_argument("--seed", type=not_negative, default=0, help="of dummy weights, and of requests without one")
+    group.add_argument(
+        "--debug",
+        action="append",
+        default=[],
+        choices=("reference-kernels", "no-graphs", "no-overlap", "no-prefix-cache"),
+        help="for bisecting; can be given several times",
+    )
+
+
+def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--served-model-name", nargs="+", action="extend", default=[], metavar="NAME", help="names to be called by"
+    )
+    group.add_argument("--host", default="127.0.0.1")
+    group.add_argument("--port", type=port_number, default=8000, help="0 lets the system pick one (8000)")
+    group.add_argument("--api-key", metavar="KEY", help="asked for everywhere but at /health, /live and /metrics")
+    group.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web origin to allow; several times"
+    )
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="of the line a request")
+    group.add_argument(
+        "--generation-config",
+        choices=("greedy", "model"),
+        default="greedy",
+        help="model: take the sampling defaults of the checkpoint's generation_config.json",
+    )
+    group.add_argument("--profile-dir", metavar="DIR", help="enables /start_profile and /stop_profile")
+
+
+def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-queue", type=not_negative, default=16_384, metavar="N", help="requests waiting (16384)")
+    group.add_argument(
+        "--max-queue-tokens", type=positive, default=16_777_216, metavar="TOKENS", help="prompt tokens waiting (2^24)"
+    )
+    group.add_argument("--request-timeout", type=seconds, default=600.0, metavar="S", help="for one answer (600)")
+    group.add_argument("--drain-timeout", type=seconds, default=30.0, metavar="S", help="after SIGTERM (30)")
+    group.add_argument("--max-body", type=size_bytes, default=8 * 2**20, metavar="SIZE", help="of a request (8MiB)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from meltcore.config import EngineConfig, ServerConfig
+
+    engine = EngineConfig(
+        model=args.model,
+        load_format=args.load_format,
+        dtype=args.dtype,
+        device=args.device,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        memory_bytes=args.memory,
+        seed=args.seed,
+        debug=tuple(args.debug),
+    )
+    config = ServerConfig(
+        engine=engine,
+        served_model_names=tuple(args.served_model_name),
+        host=args.host,
+        port=args.port,
+        max_queue=args.max_queue,
+        max_queue_tokens=args.max_queue_tokens,
+        request_timeout_s=args.request_timeout,
+        drain_timeout_s=args.drain_timeout,
+        api_key=args.api_key,
+        max_body_bytes=args.max_body,
+        cors_origins=tuple(args.cors_origin),
+        log_format=args.log_format,
+        generation_config=args.generation_config,
+        profile_dir=args.profile_dir,
+    )
+    if args.daemon:
+        from meltcore.server.daemon import start
+
+        return start(config)
+    from meltcore.server.run import serve
+
+    return serve(config)

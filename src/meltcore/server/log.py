@@ -1,0 +1,67 @@
+"""One structured line a request, on stderr, written by a thread: a pipe that nobody reads must not stop the server."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+from meltcore.server.metrics import Metrics
+
+MAX_LINES_WAITING = 65_536
+
+
+class Log:
+    """Lines as JSON objects or as `key=value` text. Never give it prompt or answer text."""
+
+    def __init__(self, form: Literal["text", "json"], metrics: Metrics, stream: TextIO | None = None) -> None:
+        self._form = form
+        self._metrics = metrics
+        self._stream = stream or sys.stderr
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES_WAITING)
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Queue one line. A full queue drops it, and counts it in `log_lines_dropped`."""
+        record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
+        if self._form == "json":
+            line = msgspec.json.encode(record).decode()
+        else:
+            line = " ".join(f"{key}={_text(value)}" for key, value in record.items() if value is not None)
+        try:
+            self._lines.put_nowait(line + "\n")
+        except queue.Full:
+            self._metrics.log_lines_dropped += 1
+
+    def close(self, wait_s: float = 1.0) -> None:
+        """Write what is queued, as far as `wait_s` allows."""
+        try:
+            self._lines.put(None, timeout=wait_s)
+        except queue.Full:
+            return  # the reader is stuck; the counter has said so
+        self._thread.join(wait_s)
+
+    def _write(self) -> None:
+        last = False
+        while not last:
+            lines = [self._lines.get()]
+            while not self._lines.empty():
+                lines.append(self._lines.get())
+            last = None in lines
+            try:
+                self._stream.write("".join(line for line in lines if line is not None))
+                self._stream.flush()
+            except (OSError, ValueError):  # the reader is gone, and with it the place where this could be said
+                return
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    text = str(value)
+    return text if text and " " not in text and '"' not in text else msgspec.json.encode(text).decode()

@@ -1,0 +1,139 @@
+"""The table of requests in the engine: the one place where a request is accepted, fed and ended, each exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from meltcore.engine.messages import AbortRequests, AddRequest, SequenceOutput, StepOutputs, ToEngine
+from meltcore.errors import RequestError
+from meltcore.server.generation import MAX_UNSENT_CHARS, Choice, Generation, Outcome
+from meltcore.server.metrics import Metrics
+
+
+def client_gone() -> RequestError:
+    # 499 is nginx's number for it; nobody is left to read it but the request log.
+    return RequestError("the client closed the connection", status=499, code="client_closed")
+
+
+def slow_reader() -> RequestError:
+    return RequestError(
+        f"the client reads too slowly: more than {MAX_UNSENT_CHARS} characters wait for it",
+        status=499,
+        code="slow_reader",
+    )
+
+
+class OpenRequests:
+    """Every choice the engine works on, by its id."""
+
+    def __init__(self, metrics: Metrics, send: Callable[[ToEngine], None]) -> None:
+        self._metrics = metrics
+        self._send = send
+        self._open: dict[str, Choice] = {}
+        self._first_token_pending_tokens = 0
+        self._idle: asyncio.Event = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def waiting_prompt_tokens(self) -> int:
+        """Prompt tokens of the requests that have not had their first token."""
+        return self._first_token_pending_tokens
+
+    async def idle(self) -> None:
+        """Wait until nothing is open."""
+        await self._idle.wait()
+
+    def add(self, generation: Generation, priority: int) -> None:
+        """Hand every choice of `generation` to the engine; from here on it is accepted and will be ended."""
+        for choice in generation.choices:
+            self._open[choice.request_id] = choice
+            self._first_token_pending_tokens += choice.prompt_tokens
+            self._send(
+                AddRequest(
+                    request_id=choice.request_id,
+                    prompt_token_ids=choice.prompt_token_ids,
+                    sampling=choice.params,
+                    priority=priority,
+                    arrived_s=generation.arrived_s,
+                )
+            )
+            choice.prompt_token_ids = []  # the engine has them now; at 10,000 requests a second copy is real memory
+        self._metrics.accepted += len(generation.choices)
+        self._metrics.note_in_flight(len(self._open))
+        self._idle.clear()
+
+    def on_step(self, step: StepOutputs) -> None:
+        """Give each choice its new tokens. Outputs of requests that have ended here already are dropped."""
+        self._metrics.engine = step.stats
+        for output in step.outputs:
+            choice = self._open.get(output.request_id)
+            if choice is not None:
+                self._on_output(choice, output, step.step_ended_s)
+
+    def _on_output(self, choice: Choice, output: SequenceOutput, now_s: float) -> None:
+        generation = choice.generation
+        if output.finish_reason == "error" or output.finish_reason == "abort":
+            self._end(choice, "failed")
+            self.end(generation, RequestError(output.error or "the engine gave the request up", status=500), "failed")
+            return
+        had_text = bool(choice.pieces)
+        counted = choice.accept(output)
+        if counted:
+            self._note_tokens(choice, counted, now_s)
+        if choice.finish_reason is not None:
+            if output.finish_reason is None:  # a stop string: the engine does not know yet
+                self._send(AbortRequests([choice.request_id]))
+            self._metrics.finish(choice, output.times, now_s)
+            self._end(choice, "finished")
+            if generation.streaming or not generation.open_choices:
+                generation.wake()
+        elif generation.streaming:
+            if generation.every_token or (choice.pieces and not had_text):
+                generation.wake()
+            if generation.unsent_chars > MAX_UNSENT_CHARS:
+                self.end(generation, slow_reader(), "aborted")
+
+    def _note_tokens(self, choice: Choice, counted: int, now_s: float) -> None:
+        if choice.first_token_s is None:
+            choice.first_token_s = now_s
+            self._first_token_pending_tokens -= choice.prompt_tokens
+            self._metrics.time_to_first_token.observe(now_s - choice.generation.arrived_s)
+        else:
+            self._metrics.inter_token_latency.observe((now_s - choice.last_token_s) / counted, counted)
+        choice.last_token_s = now_s
+        self._metrics.generation_tokens += counted
+
+    def end(self, generation: Generation, error: RequestError, outcome: Outcome) -> None:
+        """End what is still open of `generation` with an error; nothing happens where it has ended already."""
+        if generation.error is not None:
+            return
+        open_choices = [choice for choice in generation.choices if choice.request_id in self._open]
+        if not open_choices and not generation.sending and outcome != "failed":
+            return
+        generation.error = error
+        if open_choices:
+            self._send(AbortRequests([choice.request_id for choice in open_choices]))
+        for choice in open_choices:
+            self._end(choice, outcome)
+        generation.wake()
+        if generation.sending and generation.cut_off is not None:
+            generation.cut_off()
+
+    def end_all(self, error: RequestError, outcome: Outcome) -> None:
+        for choice in list(self._open.values()):
+            self.end(choice.generation, error, outcome)
+
+    def _end(self, choice: Choice, outcome: Outcome) -> None:
+        if self._open.pop(choice.request_id, None) is None:
+            return
+        choice.generation.open_choices -= 1
+        if choice.first_token_s is None:
+            self._first_token_pending_tokens -= choice.prompt_tokens
+        self._metrics.count_outcome(outcome)
+        self._metrics.in_flight = len(self._open)
+        if not self._open:
+            self._idle.set()
