@@ -41,7 +41,7 @@ class Progress:
 def print_ready(config: ServerConfig, model: Model) -> None:
     """What is served, its limits, and the memory table."""
     engine = model.engine
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     marks = [f"{engine.weights} weights"] if engine.weights == "dummy" else []
     marks += ["synthetic tokenizer"] if model.tokenizer.synthetic else []
     marks += [f"debug {switch}" for switch in config.engine.debug]
