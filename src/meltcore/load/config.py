@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from meltcore.errors import ConfigError
 
@@ -13,6 +15,8 @@ Arrivals = Literal["constant", "poisson"]
 
 SLO_METRICS = ("ttft", "tpot", "itl", "e2e")
 DEFAULT_WARMUP_CAP = 32  # requests; a whole wave of a high level would cost as much as the level
+
+_Number = TypeVar("_Number", int, float)
 
 _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 _OPTION = re.compile(r"([a-z_]+)=(.+)")
@@ -63,8 +67,9 @@ class LoadConfig:
         _at_least("processes", self.processes, 1)
         if self.warmup is not None:
             _at_least("warmup", self.warmup, 0)
-        if self.rates and min(self.rates) <= 0:
-            raise ConfigError(f"rate must be more than 0 requests a second; got {min(self.rates)}")
+        for rate in self.rates:
+            if not 0 < rate < math.inf:
+                raise ConfigError(f"rate must be more than 0 requests a second; got {rate}")
         if isinstance(self.requests, tuple) and len(self.requests) != len(self.levels):
             raise ConfigError(f"requests has {len(self.requests)} values for {len(self.levels)} levels")
         unknown = set(self.slo_ms) - set(SLO_METRICS)
@@ -157,6 +162,25 @@ def parse_slo(text: str) -> dict[str, float]:
         except ValueError as error:
             raise ConfigError(f"slo: {part!r} is not of the form ttft:2000 (milliseconds)") from error
     return limits
+
+
+def parse_numbers(text: str, what: str, kind: type[_Number]) -> tuple[_Number, ...]:
+    """`10,100` as numbers of `kind`. Raises ConfigError."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{what}: {text!r} is not a list of numbers such as 10,100") from error
+
+
+def parse_extra_body(text: str) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError."""
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError("--extra-body must be a JSON object")
+    return fields
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -87,8 +87,7 @@ class OpenLoop:
     async def _run_clock(self, at_s: float) -> None:
         for index, offset_s in self._plan:
             due_s = at_s + offset_s
-            wait_s = due_s - time.monotonic()
-            if wait_s > 0:
+            while (wait_s := due_s - time.monotonic()) > 0:  # uvloop's timers round to 1 ms and may fire early
                 await asyncio.sleep(wait_s)
             self._next += 1
             self._start(index, due_s)

@@ -60,8 +60,8 @@ class InFlight:
 def timeline(
     in_flight: InFlight, token_times_s: np.ndarray, token_weights: np.ndarray, start_s: float, end_s: float
 ) -> list[TimelinePoint]:
-    """Buckets of 1 s from `start_s`; the last one is shorter, and its rate is over what it holds."""
-    count = max(1, int(np.ceil((end_s - start_s) / BUCKET_S)))
+    """Buckets of 1 s from `start_s`; the last one is 0.5 to 1.5 s, so that no rate is that of a sliver."""
+    count = max(1, int((end_s - start_s) / BUCKET_S + 0.5))
     edges = start_s + BUCKET_S * np.arange(count + 1)
     edges[-1] = max(end_s, edges[-2] + 1e-9)
     tokens, _ = np.histogram(token_times_s, bins=edges, weights=token_weights)

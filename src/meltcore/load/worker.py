@@ -22,6 +22,7 @@ from meltcore.load.record import Record
 from meltcore.load.share import LocalShare, OnRecords, Setup, ShareEnd
 
 _LENGTH_BYTES = 4
+_START = "from meltcore.load.worker import main; main()"
 _LEAVE_S = 5.0
 
 
@@ -76,7 +77,7 @@ class RemoteShare:
 
     async def open(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "meltcore.load.worker", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", _START, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         self._write(self._setup)
         answer = await self._read()
@@ -144,10 +145,7 @@ async def _obey(reader: asyncio.StreamReader, share: LocalShare) -> None:
 
 
 def main() -> None:
+    """The worker process: serve one share over the standard streams, then leave."""
     # Ctrl-C reaches every process of the terminal; the parent alone decides, and tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     uvloop.run(_work())
-
-
-if __name__ == "__main__":
-    main()
