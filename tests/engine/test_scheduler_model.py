@@ -38,35 +38,55 @@ def expected_output(prompt: list[int], sampling: SamplingParams, max_model_len: 
 
 
 class FakeDevice:
-    """Executes plans in order, tokens still unread included, over pages that remember what was written."""
+    """Executes plans in order, tokens still unread included, over pages that remember what was written.
+
+    A slot holds its token and a digest of everything before it, as a key and a value depend on the whole context: a
+    page with the right tokens after the wrong beginning is wrong.
+    """
 
     def __init__(self, pages: int) -> None:
-        self.pages: list[list[int | None]] = [[None] * PAGE_SIZE for _ in range(pages + 1)]
+        self.pages: list[list[tuple[int, int] | None]] = [[None] * PAGE_SIZE for _ in range(pages + 1)]
         self.last_token: dict[int, int] = {}
 
     def run(self, plan: list[Chunk]) -> list[Sampled]:
-        writes = {}
+        written: set[tuple[int, int]] = set()
         for chunk in plan:
-            request = chunk.request
-            for position in range(chunk.start, chunk.start + chunk.size):
-                known = position < len(request.token_ids)
-                token = request.token_ids[position] if known else self.last_token[request.row]
-                place = (request.pages[position // PAGE_SIZE], position % PAGE_SIZE)
-                assert place not in writes, "two sequences write the same slot in one step"
-                writes[place] = token
-        for (page, offset), token in writes.items():
-            self.pages[page][offset] = token
+            self._write(chunk, written)
         sampled = []
         for chunk in plan:
             if chunk.samples:
-                end = chunk.start + chunk.size
-                places = [(chunk.request.pages[i // PAGE_SIZE], i % PAGE_SIZE) for i in range(end)]
-                context = [self.pages[page][offset] for page, offset in places]
-                assert None not in context, "attended to a slot that was never written"
-                token = next_token(context)  # type: ignore[arg-type]
+                token = next_token(self._read_context(chunk.request, chunk.start + chunk.size))
                 self.last_token[chunk.request.row] = token
                 sampled.append(Sampled(token))
         return sampled
+
+    def _write(self, chunk: Chunk, written: set[tuple[int, int]]) -> None:
+        request = chunk.request
+        for position in range(chunk.start, chunk.start + chunk.size):
+            known = position < len(request.token_ids)
+            token = request.token_ids[position] if known else self.last_token[request.row]
+            page, offset = request.pages[position // PAGE_SIZE], position % PAGE_SIZE
+            assert (page, offset) not in written, "two sequences write the same slot in one step"
+            written.add((page, offset))
+            self.pages[page][offset] = (token, hash((self._digest(request, position - 1), token)))
+
+    def _digest(self, request: Request, position: int) -> int:
+        if position < 0:
+            return 0
+        slot = self.pages[request.pages[position // PAGE_SIZE]][position % PAGE_SIZE]
+        assert slot is not None, "attended to a slot that was never written"
+        return slot[1]
+
+    def _read_context(self, request: Request, length: int) -> list[int]:
+        context: list[int] = []
+        digest = 0
+        for position in range(length):
+            slot = self.pages[request.pages[position // PAGE_SIZE]][position % PAGE_SIZE]
+            assert slot is not None, "attended to a slot that was never written"
+            digest = hash((digest, slot[0]))
+            assert slot[1] == digest, "attended to a page of another beginning"
+            context.append(slot[0])
+        return context
 
 
 class World:
@@ -147,12 +167,13 @@ class World:
 
 
 def draw_prompt(choice: random.Random, limit: int) -> list[int]:
-    """Often one of a few beginnings, so that prefixes are shared, of any length up to `limit`."""
+    """Pages chosen from a set of two, cut anywhere, so that beginnings are shared, the same page follows unlike ones,
+    and a prompt often ends where a page does."""
     length = choice.randint(1, choice.choice([30, limit]))
-    beginning = choice.choice([[7, 8, 9], [10, 11], [12]])
-    shared = choice.choice([0, length // 2, length])
-    tail = [choice.randint(2, 40) for _ in range(length - shared)]
-    return (beginning * length)[:shared] + tail
+    if length > PAGE_SIZE and choice.random() < 0.5:
+        length -= length % PAGE_SIZE
+    pages = [choice.choice([5, 6]) for _ in range(pages_for(length))]
+    return [(page + offset) % 40 + 2 for page in pages for offset in range(PAGE_SIZE)][:length]
 
 
 def drive(choice: random.Random, steps: int) -> World:
