@@ -1,0 +1,183 @@
+"""An engine without a model: it speaks the real protocol and answers with the prompt's own tokens, over and over.
+
+`scripted_engine.py [options] SOCKET_DIR`. Options set the times and the faults of a test. A prompt that begins with
+`ERROR_TOKEN` is refused, as the engine refuses a request that it cannot run.
+"""
+
+import argparse
+import os
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from meltcore.config import EngineConfig
+from meltcore.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Loading,
+    MemoryRow,
+    Profile,
+    ProfileDone,
+    RequestTimes,
+    SequenceOutput,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    TokenLogprobs,
+)
+
+ERROR_TOKEN = 0
+MAX_MODEL_LEN = 4096
+VOCAB_SIZE = 512
+
+
+class Running:
+    """One request: where its echo is, and when it was first scheduled."""
+
+    def __init__(self, request: AddRequest) -> None:
+        self.request = request
+        self.generated = 0
+        self.scheduled_s = time.monotonic()
+        self.first_token_s = 0.0
+
+    def step(self, tokens: int) -> SequenceOutput:
+        request, sampling = self.request, self.request.sampling
+        if request.prompt_token_ids[0] == ERROR_TOKEN:
+            return SequenceOutput(request.request_id, [], finish_reason="error", error="scripted failure")
+        now_s = time.monotonic()
+        self.first_token_s = self.first_token_s or now_s
+        ids: list[int] = []
+        reason, stop_id = None, None
+        while reason is None and len(ids) < tokens:
+            ids.append(request.prompt_token_ids[self.generated % len(request.prompt_token_ids)])
+            self.generated += 1
+            if ids[-1] in sampling.stop_token_ids and self.generated > sampling.min_tokens:
+                reason, stop_id = "stop", ids[-1]
+            elif self.generated == sampling.max_tokens:
+                reason = "length"
+        logprobs = None
+        if sampling.logprobs is not None:
+            top = sampling.logprobs
+            logprobs = [
+                TokenLogprobs(-0.5, [token, 300, 301][:top], [-0.5, -1.5, float("-inf")][:top]) for token in ids
+            ]
+        times = RequestTimes(request.arrived_s, self.scheduled_s, self.first_token_s, now_s) if reason else None
+        return SequenceOutput(request.request_id, ids, reason, stop_id, logprobs, 0, None, times)
+
+
+class ScriptedEngine:
+    def __init__(self, options: argparse.Namespace, config: EngineConfig) -> None:
+        self.options = options
+        self.config = config
+        self.waiting: list[AddRequest] = []
+        self.running: dict[str, Running] = {}
+        self.generated = 0
+        self.steps = 0
+        context = zmq.Context()
+        self.inbox = context.socket(zmq.PULL)
+        self.outbox = context.socket(zmq.PUSH)
+        self.inbox.connect(f"ipc://{options.directory}/to-engine.sock")
+        self.outbox.connect(f"ipc://{options.directory}/from-engine.sock")
+        self.decode = msgspec.msgpack.Decoder(list[ToEngine]).decode
+
+    def send(self, message: FromEngine) -> None:
+        self.outbox.send(msgspec.msgpack.encode(message))
+
+    def serve(self) -> int:
+        self.send(Loading("scripted", 0.5))
+        time.sleep(self.options.load_s)
+        if self.options.fail:
+            self.send(EngineFailed(self.options.fail))
+            return 1
+        if self.options.die_loading:
+            return 3
+        length = min(self.config.max_model_len or MAX_MODEL_LEN, self.options.max_model_len)
+        memory = [MemoryRow("weights", 0, "none"), MemoryRow("KV pages", 2**20)]
+        self.send(
+            EngineReady("CPU", "float32", length, self.config.max_num_seqs, VOCAB_SIZE, 64, 64, "dummy", memory, 0.0)
+        )
+        while self.receive():
+            if self.running or self.waiting:
+                self.step()
+        return 0
+
+    def receive(self) -> bool:
+        if not (self.running or self.waiting):
+            self.inbox.poll(1000)
+        while self.inbox.poll(0):
+            for message in self.decode(self.inbox.recv()):
+                if isinstance(message, Shutdown):
+                    return False
+                if isinstance(message, AddRequest):
+                    self.waiting.append(message)
+                elif isinstance(message, AbortRequests):
+                    self.abort(message.request_ids)
+                elif isinstance(message, Profile):
+                    self.send(ProfileDone(message.directory))
+        return True
+
+    def abort(self, request_ids: list[str]) -> None:
+        ended = [request_id for request_id in request_ids if self.running.pop(request_id, None)]
+        ended += [request.request_id for request in self.waiting if request.request_id in request_ids]
+        self.waiting = [request for request in self.waiting if request.request_id not in request_ids]
+        outputs = [SequenceOutput(request_id, [], finish_reason="abort") for request_id in ended]
+        self.send(StepOutputs(outputs, self.stats(), time.monotonic()))
+
+    def step(self) -> None:
+        while self.waiting and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting.pop(0)
+            self.running[request.request_id] = Running(request)
+        time.sleep(self.options.step_s)
+        if self.steps < self.options.silent_steps:
+            self.steps += 1
+            return
+        outputs = [running.step(self.options.tokens_per_step) for running in self.running.values()]
+        for output in outputs:
+            self.generated += len(output.token_ids)
+            if output.finish_reason is not None:
+                del self.running[output.request_id]
+        self.steps += 1
+        self.send(StepOutputs(outputs, self.stats(), time.monotonic()))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages_used=len(self.running),
+            pages_total=64,
+            steps_total=self.steps,
+            generated_tokens_total=self.generated,
+        )
+
+
+def leave_with_front() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--step-s", type=float, default=0.002)
+    parser.add_argument("--load-s", type=float, default=0.0)
+    parser.add_argument("--fail", default="", help="say this instead of becoming ready")
+    parser.add_argument("--die-loading", action="store_true")
+    parser.add_argument("--tokens-per-step", type=int, default=1)
+    parser.add_argument("--silent-steps", type=int, default=0, help="steps without any output at the start")
+    parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
+    parser.add_argument("directory")
+    options = parser.parse_args()
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    threading.Thread(target=leave_with_front, daemon=True).start()
+    return ScriptedEngine(options, config).serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
