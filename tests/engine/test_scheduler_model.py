@@ -146,7 +146,8 @@ class World:
         if self.cache is not None:
             self.cache.check()
         holders: dict[int, int] = {}
-        for request in self.requests:
+        for order, request in enumerate(self.requests):
+            assert request.rank[1] == order, "a sequence lost its place"
             assert (request.row > 0) == (request.state is State.RUNNING)
             assert bool(request.pages) <= (request.state is State.RUNNING)
             assert request.computed <= request.length
