@@ -2,7 +2,7 @@
 
 Every needed fact has look-alikes on the page: the same name with other items, the same item with other names, other
 towns, other prices. Only the right one, read at the right place, gives the right number; so a wrong mask, position or
-memory page shows as a wrong answer.
+memory page shows as a wrong answer. Homes and houses are never asked for: they are what a page is padded with.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _price(goods: str, number: int) -> str:
 
 
 def _home(name: str, town: str) -> str:
-    return f"Home of {name}: {town}."
+    return f"{name} lives in {town}."
 
 
 def _houses(town: str, number: int) -> str:
@@ -73,10 +73,11 @@ def _houses(town: str, number: int) -> str:
 def _others(rng: random.Random, count: int, *, taken: set[tuple[str, ...]]) -> list[str]:
     """`count` sentences, shuffled, none with a key in `taken`; about half are counts by name and item."""
     few = max(1, count // 8)
-    homes = [(_home(name, rng.choice(TOWNS)), (name,)) for name in rng.sample(NAMES, min(few, len(NAMES)))]
-    houses = [(_houses(town, rng.randint(100, 899)), (town,)) for town in rng.sample(TOWNS, min(few, len(TOWNS)))]
-    prices = [(_price(goods, rng.randint(11, 99)), (goods,)) for goods in rng.sample(GOODS, min(few, len(GOODS)))]
-    chosen = [sentence for sentence, key in (*homes, *houses, *prices) if key not in taken][:count]
+    chosen = [_home(name, rng.choice(TOWNS)) for name in rng.sample(NAMES, min(few, len(NAMES)))]
+    chosen += [_houses(town, rng.randint(100, 899)) for town in rng.sample(TOWNS, min(few, len(TOWNS)))]
+    priced = [goods for goods in rng.sample(GOODS, min(few, len(GOODS))) if (goods,) not in taken]
+    chosen += [_price(goods, rng.randint(11, 99)) for goods in priced]
+    chosen = chosen[:count]
     chosen += rng.sample(ASIDES, min(few // 2, count - len(chosen)))
     chosen += _counts(rng, count - len(chosen), taken)
     rng.shuffle(chosen)
@@ -144,12 +145,4 @@ def _cost(rng: random.Random, split: Split) -> _Asked:
     return _Asked(question, {(goods,): _price(goods, cost.a)}, cost)
 
 
-def _town_grows(rng: random.Random, split: Split) -> _Asked:
-    name, town = rng.choice(NAMES), rng.choice(TOWNS)
-    grown = draw_main(split, lambda: Sum("+", rng.randint(100, 899), rng.randint(10, 99)))
-    question = f"The home town of {name} gets {grown.b} new houses. How many houses does it have then?"
-    facts: dict[tuple[str, ...], str] = {(name,): _home(name, town), (town,): _houses(town, grown.a)}
-    return _Asked(question, facts, grown)
-
-
-_QUESTIONS: list[Callable[[random.Random, Split], _Asked]] = [_together, _how_many_more, _cost, _town_grows]
+_QUESTIONS: list[Callable[[random.Random, Split], _Asked]] = [_together, _how_many_more, _cost]

@@ -1,8 +1,9 @@
 """One operation on two numbers, and the rule that keeps some of them out of training.
 
 A combination is an operation with its two operands, in either order for + and *. A keyed hash of it decides whether
-it is held out: one in five is, and no training text shows it, not even as a step. One-digit facts are the tables every
-pupil learns, so they are always training. The hash has no seed to choose: the split is the same for everybody.
+it is held out: one in five is, and no training text shows it, not even as a step. Sums within 20 are the tables
+every pupil learns: they have too few neighbours to be worked out from, so they are always training. The hash has no
+seed to choose: the split is the same for everybody.
 """
 
 from __future__ import annotations
