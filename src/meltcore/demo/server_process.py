@@ -14,6 +14,7 @@ from types import TracebackType
 from meltcore.errors import MeltcoreError
 from meltcore.evals.api import Api, ApiError
 
+OWN_PROGRAM = (sys.executable, "-m", "meltcore.cli.main")
 _BANNER = re.compile(r"^meltcore: listening on (http://\S+)", re.MULTILINE)
 LISTEN_LIMIT_S = 60.0
 READY_LIMIT_S = 180.0
@@ -38,7 +39,7 @@ class ServerProcess:
         log_path: Path,
         *,
         say: Callable[[str], None],
-        program: Sequence[str] = (sys.executable, "-m", "meltcore.cli.main"),
+        program: Sequence[str] = OWN_PROGRAM,
     ) -> None:
         self._command = [*program, "serve", *arguments, "--port", "0"]
         self._log_path = log_path
@@ -87,6 +88,16 @@ class ServerProcess:
                 process.kill()
                 process.wait()
         return process.returncode
+
+    def ended_within(self, limit_s: float) -> bool:
+        """Whether the server has ended, or does so within `limit_s`: its connections go before its exit is known."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def last_lines(self) -> str:
         """The end of the server's log."""

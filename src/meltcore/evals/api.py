@@ -51,6 +51,7 @@ class Api:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.address = url
         self._host = parts.hostname
         try:
             self._port = parts.port

@@ -13,7 +13,7 @@ from meltcore.results.schema import Evaluation, WrongAnswer
 CONCURRENCY = 8  # low enough that the load itself is not what is tested
 MAX_TOKENS = 512
 _WRONG_KEPT = 10
-_QUESTION_END = 300  # characters kept of a wrongly answered question
+_TEXT_END = 300  # characters kept of a wrongly answered question and of its answer
 
 
 def evaluate(
@@ -41,8 +41,8 @@ def evaluate(
             if not answer.failed and is_right(problem, answer.text):
                 right += 1
             elif len(wrong) < _WRONG_KEPT:
-                question = problem.question[-_QUESTION_END:]
-                wrong.append(WrongAnswer(question=question, expected=str(problem.value), got=answer.text))
+                question, got = problem.question[-_TEXT_END:], answer.text[-_TEXT_END:]
+                wrong.append(WrongAnswer(question=question, expected=str(problem.value), got=got))
             if on_progress is not None:
                 on_progress(done, right, len(asked))
     finally:

@@ -1,0 +1,156 @@
+"""The demo against a server that knows the answers, and against ones that fail it in each way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from meltcore import problems
+from meltcore.demo import DemoConfig, run_demo
+from meltcore.demo.outcome import print_outcome
+from meltcore.demo.server_process import ServerError, ServerProcess
+from meltcore.load import LoadConfig
+from meltcore.results.runfolder import read_result
+
+FAKE = Path(__file__).parent.parent / "evals" / "fake_openai.py"
+LEVEL = 12
+
+
+@pytest.fixture(scope="module")
+def answers_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Question and value of every problem that a demo at LEVEL asks, warm-up included."""
+    config = LoadConfig(url="http://x", concurrency=(LEVEL,), requests=200, seed=LEVEL)
+    count = 200 + config.warmup_of(config.levels[0])
+    asked = problems.evaluation_set() + problems.generate("heldout", kind="mixed", count=count, seed=LEVEL)
+    path = tmp_path_factory.mktemp("answers") / "answers.json"
+    path.write_text(json.dumps({problem.question: problem.value for problem in asked}))
+    return path
+
+
+def demo_config(out: Path, answers: Path, fault: str = "none") -> DemoConfig:
+    program = (sys.executable, str(FAKE), "--fault", fault, "--answers", str(answers))
+    return DemoConfig(levels=(LEVEL,), out=out, server_program=program)
+
+
+def run(config: DemoConfig) -> tuple[int, dict[str, object]]:
+    """The exit code and what result.json holds."""
+    console = Console(quiet=True)
+    folder, result = run_demo(config, console)
+    assert read_result(folder.path) == result
+    assert folder.report_path.read_text().startswith("<!doctype html>")
+    return print_outcome(console, folder, result), json.loads(folder.result_path.read_text())
+
+
+def test_demo_passes_where_every_answer_is_whole_and_right(tmp_path: Path, answers_file: Path) -> None:
+    code, result = run(demo_config(tmp_path, answers_file))
+    assert code == 0
+    assert result["accuracy"] == 1.0
+    [level] = result["levels"]
+    assert (level["concurrency"], level["requests"], level["succeeded"], level["failed"]) == (LEVEL, 200, 200, 0)
+    assert level["peak_in_flight"] == LEVEL
+    assert level["accuracy"] == 1.0
+    assert level["output_tokens_per_s"] > 0
+    assert result["settings"]["weights"] == "real"
+    [folder] = tmp_path.iterdir()
+    assert folder.name.endswith("-demo")
+    assert len((folder / "requests.jsonl").read_text().splitlines()) >= 200
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict", "reason"),
+    [
+        ("wrong-answers", "FAILED", "unloaded accuracy is 0 %"),
+        ("streams-wrong", "FAILED", "more than one point from the unloaded 100 %"),
+        ("bare-errors", "FAILED", "API check failed"),
+        ("dies", "SERVER_DIED", f"the server ended at {LEVEL} at once"),
+    ],
+)
+def test_demo_fails_with_the_reason(tmp_path: Path, answers_file: Path, fault: str, verdict: str, reason: str) -> None:
+    code, result = run(demo_config(tmp_path, answers_file, fault))
+    assert code == 1
+    assert result["verdict"] == verdict
+    assert any(reason in line for line in result["reasons"]), result["reasons"]
+
+
+def test_a_server_that_cannot_start_is_told_with_its_own_words(tmp_path: Path, answers_file: Path) -> None:
+    with pytest.raises(ServerError, match="ended with code 1") as caught:
+        run_demo(demo_config(tmp_path, answers_file, "crashes"), Console(quiet=True))
+    assert "cannot open the model" in str(caught.value)
+
+
+@pytest.mark.parametrize(("fault", "what"), [("silent", "print its address"), ("never-ready", "become ready")])
+def test_waiting_for_a_server_has_a_limit_and_leaves_none_behind(tmp_path: Path, fault: str, what: str) -> None:
+    program = (sys.executable, str(FAKE), "--fault", fault)
+    server = ServerProcess(["m"], tmp_path / "log", say=lambda text: None, program=program)
+    with server, pytest.raises(ServerError, match=what):
+        server.wait_ready(listen_limit_s=1.5, ready_limit_s=0.5)
+    assert not server.running
+
+
+def test_a_server_deaf_to_sigterm_is_killed_and_that_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    program = (sys.executable, str(FAKE), "--fault", "deaf")
+    with ServerProcess(["m"], tmp_path / "log", say=said.append, program=program) as server:
+        server.wait_ready()
+        assert server.stop(limit_s=0.5) == -signal.SIGKILL
+    assert "killing it" in said[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_stops_its_server_and_leaves_a_partial_run(
+    tmp_path: Path, answers_file: Path, number: signal.Signals
+) -> None:
+    config = demo_config(tmp_path, answers_file, "slow")
+    script = (
+        "import sys; from pathlib import Path; import meltcore.demo as d; from meltcore.cli import main\n"
+        f"program = {config.server_program!r}\n"
+        "original = d.DemoConfig\n"
+        "d.DemoConfig = lambda **given: original(**{**given, 'server_program': program})\n"
+        f"sys.exit(main.main(['demo', '--levels', '{LEVEL}', '--out', {str(tmp_path)!r}]))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        log = _wait_for(lambda: next(tmp_path.glob("*-demo/server.log"), None))
+        address = _wait_for(lambda: log.read_text().strip().rpartition(" ")[2])
+        _wait_for(lambda: _has_streams(process.pid))
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, output
+    result = read_result(log.parent)
+    assert (result.status, result.verdict) == ("partial", "PARTIAL")
+    assert not _answers(address)
+
+
+def _wait_for(look, limit_s: float = 30.0):  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        found = look()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("did not happen in time")
+
+
+def _has_streams(pid: int) -> bool:
+    """Whether the process holds the connections of the level."""
+    folder = f"/proc/{pid}/fd"
+    return sum(os.readlink(f"{folder}/{name}").startswith("socket:") for name in os.listdir(folder)) >= LEVEL
+
+
+def _answers(address: str) -> bool:
+    from meltcore.evals.api import Api, ApiError
+
+    try:
+        Api(address, timeout_s=2.0).get("/health")
+    except ApiError:
+        return False
+    return True
