@@ -98,7 +98,7 @@ class ScriptedEngine:
             return 1
         if self.options.die_loading:
             return 3
-        length = min(self.config.max_model_len or MAX_MODEL_LEN, self.options.max_model_len)
+        length = self.config.max_model_len or MAX_MODEL_LEN
         memory = [MemoryRow("weights", 0, "none"), MemoryRow("KV pages", 2**20)]
         self.send(
             EngineReady("CPU", "float32", length, self.config.max_num_seqs, VOCAB_SIZE, 64, 64, "dummy", memory, 0.0)
@@ -171,7 +171,6 @@ def main() -> int:
     parser.add_argument("--die-loading", action="store_true")
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--silent-steps", type=int, default=0, help="steps without any output at the start")
-    parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
     parser.add_argument("directory")
     options = parser.parse_args()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)

@@ -1,0 +1,268 @@
+"""Faults of clients, of the engine and of time: only what is hit is hurt, and nothing is left behind."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from server_harness import MODEL, RunningServer, chat_body, scripted_server, wait_until
+
+CHAT = "/v1/chat/completions"
+
+
+def read_until(connection: socket.socket, marker: bytes) -> bytes:
+    """Read until `marker` has come or the server has closed; returns all that came."""
+    data = b""
+    while marker not in data:
+        chunk = connection.recv(65_536)
+        if not chunk:
+            break
+        data += chunk
+    return data
+
+
+def reset(connection: socket.socket) -> None:
+    """Close with a reset, as a killed client's machine would."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_gone_before_the_first_token_frees_its_place(stream: bool) -> None:
+    with scripted_server("--silent-steps", "100000") as server:
+        connection = server.open(CHAT, chat_body(stream=stream))
+        server.wait_metric("requests_in_flight", 1)
+        connection.close()
+        assert server.check_no_leak()["requests_aborted_total"] == 1
+
+
+@pytest.mark.parametrize("leave", [socket.socket.close, reset])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_gone_midway_is_aborted_and_others_go_on(leave: Any, stream: bool) -> None:
+    with scripted_server("--step-s", "0.01") as server:
+        staying = server.open(CHAT, chat_body("stay", stream=True, max_tokens=100))
+        leaving = server.open(CHAT, chat_body("leave", stream=stream))
+        server.wait_metric("generation_tokens_total", 6)
+        leave(leaving)
+        assert read_until(staying, b"[DONE]").endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        found = server.check_no_leak()
+        assert (found["requests_finished_total"], found["requests_aborted_total"]) == (1, 1)
+
+
+def test_clients_leaving_around_the_last_step_leave_nothing() -> None:
+    with scripted_server("--step-s", "0.005") as server:
+        for tokens in range(1, 25):
+            connection = server.open(CHAT, chat_body("x", stream=True, max_tokens=tokens))
+            time.sleep(0.06)
+            connection.close()
+        found = server.check_no_leak()
+        assert found["requests_accepted_total"] == 24
+        assert found["requests_failed_total"] == 0
+
+
+def test_a_half_sent_request_is_dropped_in_silence() -> None:
+    with scripted_server() as server:
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 500\r\n\r\n{")
+        connection.close()
+        assert server.chat("x", max_tokens=1).status == 200
+        assert server.check_no_leak()["requests_accepted_total"] == 1
+
+
+def test_a_slow_reader_is_cut_off_and_others_go_on() -> None:
+    options = ("--tokens-per-step", "1000", "--step-s", "0.001")
+    with scripted_server(*options, engine={"max_model_len": 10**8}) as server:
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", server.port))
+        body = json.dumps({"model": MODEL, "prompt": [300, 301, 302], "stream": True, "max_tokens": 50_000_000})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: {len(body)}\r\n\r\n"
+        slow.sendall(head.encode() + body.encode())
+        wait_until(lambda: server.metrics()["requests_aborted_total"] == 1, "the slow reader to be aborted", 40)
+        assert server.chat("fast", max_tokens=2000).json["usage"]["completion_tokens"] == 2000
+        found = server.check_no_leak()
+        assert (found["requests_finished_total"], found["requests_aborted_total"]) == (1, 1)
+        slow.close()
+
+
+def test_a_full_queue_is_429_at_once_and_running_requests_are_untouched() -> None:
+    with scripted_server("--step-s", "0.02", engine={"max_num_seqs": 1}, max_queue=1) as server:
+        with ThreadPoolExecutor(2) as pool:
+            fitting = [pool.submit(server.chat, "x", max_tokens=30) for _ in range(2)]
+            server.wait_metric("requests_in_flight", 2)
+            started_s = time.monotonic()
+            refused = server.chat("x", max_tokens=1)
+            assert time.monotonic() - started_s < 0.4
+            assert refused.status == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.error["type"] == "rate_limit_error"
+            assert [answer.result().status for answer in fitting] == [200, 200]
+        found = server.check_no_leak()
+        assert (found["requests_accepted_total"], found["requests_rejected_total"]) == (2, 1)
+
+
+def test_a_queue_full_by_tokens_is_429_but_one_long_prompt_enters() -> None:
+    with scripted_server("--silent-steps", "100000", max_queue_tokens=50) as server:
+        first = server.open(CHAT, chat_body("x" * 80))
+        server.wait_metric("requests_in_flight", 1)
+        assert server.chat("y").status == 429
+        first.close()
+        server.check_no_leak()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_past_its_time_is_ended_with_504(stream: bool) -> None:
+    with scripted_server("--silent-steps", "100000", request_timeout_s=0.3) as server:
+        answer = server.chat("x", stream=stream)
+        assert answer.status == 504
+        assert "0.3 s" in answer.error["message"]
+        assert server.check_no_leak()["requests_aborted_total"] == 1
+
+
+def test_a_stream_past_its_time_gets_an_error_event() -> None:
+    with scripted_server("--step-s", "0.02", request_timeout_s=0.4) as server:
+        data = read_until(server.open(CHAT, chat_body(stream=True)), b"0\r\n\r\n")
+        assert b"event: error\ndata: " in data
+        assert b"request_timeout" in data
+        assert b"[DONE]" not in data
+        server.check_no_leak()
+
+
+def test_a_request_the_engine_refuses_is_500_and_others_go_on() -> None:
+    with scripted_server("--step-s", "0.005") as server:
+        staying = server.open(CHAT, chat_body("stay", stream=True, max_tokens=60))
+        refused = server.post("/v1/completions", {"model": MODEL, "prompt": [[97], [0]]})
+        assert (refused.status, refused.error["message"]) == (500, "scripted failure")
+        assert b"[DONE]" in read_until(staying, b"[DONE]")
+        found = server.check_no_leak()
+        assert found["requests_finished_total"] == 1
+
+
+def start_requests(server: RunningServer, pool: ThreadPoolExecutor) -> tuple[list[socket.socket], list[Any]]:
+    """Five streams in full flow and five whole answers being waited for."""
+    streams = [server.open(CHAT, chat_body("s", stream=True)) for _ in range(5)]
+    whole = [pool.submit(server.chat, "w") for _ in range(5)]
+    server.wait_metric("requests_in_flight", 10)
+    for stream in streams:
+        read_until(stream, b"data: ")
+    return streams, whole
+
+
+def test_a_killed_engine_ends_every_request_and_the_server() -> None:
+    with scripted_server("--step-s", "0.01") as server, ThreadPoolExecutor(5) as pool:
+        streams, whole = start_requests(server, pool)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        killed_s = time.monotonic()
+        for stream in streams:
+            data = read_until(stream, b"0\r\n\r\n")
+            assert b"event: error\ndata: " in data
+            assert b"engine_dead" in data
+        for answer in whole:
+            assert (answer.result().status, answer.result().error["code"]) == (500, "engine_dead")
+        assert server.request("GET", "/health").status == 503
+        assert server.chat("late").status == 503
+        found = server.metrics()
+        assert (found["requests_in_flight"], found["requests_failed_total"]) == (0, 10)
+        assert server.wait_exit() == 1
+        assert time.monotonic() - killed_s < 4
+        assert "killed by signal 9" in server.stderr
+
+
+def test_sigterm_idle_exits_at_once() -> None:
+    with scripted_server() as server:
+        engine = server.engine_pid()
+        server.signal()
+        assert server.wait_exit(5) == 0
+        assert not os.path.exists(f"/proc/{engine}")
+
+
+def test_sigterm_drains_what_is_open_and_refuses_what_is_new() -> None:
+    with scripted_server("--step-s", "0.02") as server:
+        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=50))
+        read_until(stream, b"data: ")
+        server.signal()
+        wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
+        refused = server.chat("new")
+        assert (refused.status, refused.error["code"]) == (503, "not_ready")
+        assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
+        assert server.wait_exit(5) == 0
+
+
+def test_what_does_not_drain_in_time_is_ended_with_an_error() -> None:
+    with scripted_server("--step-s", "0.02", drain_timeout_s=0.3) as server, ThreadPoolExecutor(5) as pool:
+        streams, whole = start_requests(server, pool)
+        server.signal()
+        for stream in streams:
+            assert b"server_stopping" in read_until(stream, b"0\r\n\r\n")
+        assert [answer.result().status for answer in whole] == [503] * 5
+        assert server.wait_exit(5) == 0
+
+
+def test_a_second_signal_exits_now() -> None:
+    with scripted_server("--step-s", "0.02") as server:
+        engine = server.engine_pid()
+        stream = server.open(CHAT, chat_body("s", stream=True))
+        read_until(stream, b"data: ")
+        server.signal()
+        wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
+        server.signal()
+        assert server.wait_exit(2) == 130
+        wait_until(lambda: not os.path.exists(f"/proc/{engine}"), "the engine to be gone", 2)
+
+
+def test_the_port_answers_503_while_loading() -> None:
+    with scripted_server("--load-s", "1.5", wait=False) as server:
+        wait_until(lambda: "scripted" in server.request("GET", "/health").error["message"], "the stage to be told")
+        assert server.request("GET", "/live").status == 200
+        answer = server.chat("early")
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        server.wait_healthy()
+        assert server.chat("x", max_tokens=1).status == 200
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm_while_loading_exits_at_once(signals: int) -> None:
+    with scripted_server("--load-s", "60", wait=False) as server:
+        wait_until(lambda: "scripted" in server.request("GET", "/health").error["message"], "loading")
+        for _ in range(signals):
+            server.signal()
+        assert server.wait_exit(3) in ((0,) if signals == 1 else (0, 130))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [(("--fail", "model.safetensors: shard 2 is cut short"), "shard 2 is cut short"), (("--die-loading",), "status 3")],
+)
+def test_a_failed_start_is_one_clear_line(option: tuple[str, ...], said: str) -> None:
+    with scripted_server(*option, wait=False) as server:
+        assert server.wait_exit(5) == 2
+        last = server.stderr.strip().splitlines()[-1]
+        assert last.startswith("meltcore serve: ")
+        assert said in last
+        assert "Traceback" not in server.stderr
+
+
+def test_a_missing_folder_fails_at_once() -> None:
+    with scripted_server(wait=False, engine={"model": "./nowhere"}) as server:
+        assert server.wait_exit(5) == 2
+        assert "./nowhere: no such folder" in server.stderr
+
+
+def test_a_port_in_use_fails_before_loading() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with scripted_server("--load-s", "60", wait=False, port=port) as server:
+            assert server.wait_exit(5) == 2
+            assert f"port {port}: Address already in use" in server.stderr
+
+
+def test_the_engine_leaves_when_the_front_is_killed() -> None:
+    with scripted_server() as server:
+        engine = server.engine_pid()
+        server.process.kill()
+        wait_until(lambda: not os.path.exists(f"/proc/{engine}"), "the engine to be gone", 5)
