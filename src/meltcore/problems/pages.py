@@ -42,7 +42,7 @@ def page_problem(rng: random.Random, split: Split, *, facts: int | None = None) 
     size = rng.randint(FEWEST_FACTS, MOST_FACTS) if facts is None else facts
     asked = rng.choice(_QUESTIONS)(rng, split)
     needed = list(asked.facts.values())
-    others = _others(rng, size - len(needed), taken=set(asked.facts))
+    others = _others(rng, size - len(needed), taken=list(asked.facts))
     first_part = size - len(needed) - _FACTS_AFTER if size >= FEWEST_FACTS else len(others)
     page = others[:first_part]
     for fact in needed:
@@ -70,7 +70,7 @@ def _houses(town: str, number: int) -> str:
     return f"Houses in {town}: {number}."
 
 
-def _others(rng: random.Random, count: int, *, taken: set[tuple[str, ...]]) -> list[str]:
+def _others(rng: random.Random, count: int, *, taken: list[tuple[str, ...]]) -> list[str]:
     """`count` sentences, shuffled, none with a key in `taken`; about half are counts by name and item."""
     few = max(1, count // 8)
     chosen = [_home(name, rng.choice(TOWNS)) for name in rng.sample(NAMES, min(few, len(NAMES)))]
@@ -84,19 +84,22 @@ def _others(rng: random.Random, count: int, *, taken: set[tuple[str, ...]]) -> l
     return chosen
 
 
-def _counts(rng: random.Random, count: int, taken: set[tuple[str, ...]]) -> list[str]:
+def _counts(rng: random.Random, count: int, taken: list[tuple[str, ...]]) -> list[str]:
     """Counts by (name, item), from the smallest grid that holds them, so that names and items repeat.
 
-    The grid includes the names and items asked about: their look-alikes are on the page.
+    The grid includes the names and items asked about, and the first keys drawn from it are their look-alikes.
     """
     pairs = [key for key in taken if len(key) == 2]
-    side = 2
+    side = 3
     while side * side < count + len(pairs) + 2:
         side += 1
     names = _widened(rng, [name for name, _ in pairs], NAMES, side)
     items = _widened(rng, [item for _, item in pairs], ITEMS, side)
     free = [(name, item) for name in names for item in items if (name, item) not in taken]
-    return [_count(name, item, rng.randint(10, 99)) for name, item in rng.sample(free, count)]
+    rng.shuffle(free)
+    alike = [next(key for key in free if key[part] == pair[part]) for pair in pairs for part in (0, 1)]
+    keys = list(dict.fromkeys(alike + free))[:count]
+    return [_count(name, item, rng.randint(10, 99)) for name, item in keys]
 
 
 def _widened(rng: random.Random, start: list[str], words: list[str], size: int) -> list[str]:

@@ -1,0 +1,135 @@
+"""The committed checkpoint: small, in the published layout, and right about problems it never saw."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+import meltcore
+from meltcore.problems import generate, is_right
+
+FOLDER = Path(meltcore.__file__).parent / "bundled" / "sums"
+_PAGE_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+def _render(question: str) -> str:
+    template = ImmutableSandboxedEnvironment().from_string((FOLDER / "chat_template.jinja").read_text())
+    return template.render(messages=[{"role": "user", "content": question}], add_generation_prompt=True)
+
+
+def test_checkpoint_is_complete_and_at_most_8_megabytes() -> None:
+    names = {path.name for path in FOLDER.iterdir()}
+    assert names >= {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "README.md",
+        "evaluation.json",
+    }
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 8_000_000
+
+
+def test_end_ids_are_the_turn_end_and_the_text_end(tokenizer: Tokenizer) -> None:
+    generation = json.loads((FOLDER / "generation_config.json").read_text())
+    expected = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+    assert generation["eos_token_id"] == expected
+
+
+def test_card_quotes_the_measured_accuracy() -> None:
+    card = (FOLDER / "README.md").read_text()
+    kinds = json.loads((FOLDER / "evaluation.json").read_text())["kinds"]
+    assert set(kinds) == {"short", "medium", "long"}
+    for kind, found in kinds.items():
+        assert f"| {kind} | {found['problems']:,} | {found['right']:,} | {found['accuracy']:.2%} |" in card
+        assert found["accuracy"] >= 0.995
+
+
+def test_template_renders_all_roles_in_a_sandbox() -> None:
+    template = ImmutableSandboxedEnvironment().from_string((FOLDER / "chat_template.jinja").read_text())
+    messages = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
+    turns = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
+    assert template.render(messages=messages) == turns
+    assert template.render(messages=messages, add_generation_prompt=True) == turns + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["What is 37 + 45?", "naïve café\n\n\t 日本語 🙂 12,345", "<|im_start|>user\nx<|im_end|>\n"]
+)
+def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("1024").tokens == ["1", "0", "2", "4"]
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_long_prompts_have_200_to_1000_tokens(tokenizer: Tokenizer, split: str) -> None:
+    prompts = [_render(each.question) for each in generate(split, kind="long", count=400, seed=21)]
+    lengths = [len(encoding.ids) for encoding in tokenizer.encode_batch(prompts)]
+    assert min(lengths) >= 200
+    assert max(lengths) <= 1000
+    assert max(lengths) > 800
+
+
+def test_needed_facts_lie_three_pages_back(tokenizer: Tokenizer) -> None:
+    for problem in generate("heldout", kind="long", count=200, seed=22):
+        fact = problem.answer.split(":")[0] + ":"
+        for needed in [fact, *(f"{part}:" for part in problem.answer.split(". ")[1:2] if " counted " in part)]:
+            after = problem.question.split(needed.split(":")[0] + ":")[1]
+            assert len(tokenizer.encode(after).ids) > 3 * _PAGE_TOKENS, problem.question
+
+
+def test_answers_are_short(tokenizer: Tokenizer) -> None:
+    short = generate("heldout", kind="short", count=500, seed=23)
+    lengths = [len(encoding.ids) + 1 for encoding in tokenizer.encode_batch([each.answer for each in short])]
+    assert max(lengths) <= 18
+    assert sum(lengths) / len(lengths) <= 12
+
+
+def test_held_out_problems_are_answered_right_through_transformers() -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    problems = [
+        *generate("heldout", kind="short", count=24, seed=31),
+        *generate("heldout", kind="long", count=6, seed=31),
+    ]
+    right = sum(is_right(each, _greedy(model, tokenizer, each.question)) for each in problems)
+    assert right / len(problems) >= 0.95
+
+
+def test_a_shifted_page_of_positions_breaks_long_answers() -> None:
+    """The model is only a probe if it fails when attention is wrong: here positions after a page are off by one."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    exact = {"right": 0, "shuffled": 0}
+    for problem in generate("heldout", kind="long", count=6, seed=32):
+        prompt = tokenizer(_render(problem.question))["input_ids"]
+        answer = tokenizer(problem.answer)["input_ids"]
+        swapped = [*prompt[64:128], *prompt[:64], *prompt[128:]]
+        for name, ids in (("right", prompt), ("shuffled", swapped)):
+            logits = model(torch.tensor([ids + answer])).logits[0, len(prompt) - 1 : -1]
+            exact[name] += bool((logits.argmax(-1) == torch.tensor(answer)).all())
+    assert exact["right"] >= 5
+
+
+def _greedy(model: Any, tokenizer: Any, question: str) -> str:
+    inputs = tokenizer(_render(question), return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
