@@ -1,0 +1,126 @@
+"""Answers and API forms, checked against a server that keeps the rules and ones that break a known one."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_openai import FakeServer
+
+from meltcore import problems
+from meltcore.cli.main import main
+from meltcore.errors import ConfigError
+from meltcore.evals import Api, evaluate, run_checks, run_eval
+from meltcore.evals.api import ApiError
+from meltcore.results.runfolder import read_result
+
+UNREACHABLE = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., FakeServer]]:
+    servers: list[FakeServer] = []
+
+    def begin(fault: str = "none") -> FakeServer:
+        server = FakeServer(fault, {problem.question: problem.value for problem in problems.evaluation_set()})
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield begin
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_conforming_server_passes_every_check(start: Callable[..., FakeServer]) -> None:
+    results = run_checks(Api(start().address), "fake")
+    assert [result for result in results if result.status != "PASS"] == []
+    assert len(results) >= 15
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        ("no-usage", "usage adds up"),
+        ("bare-errors", "an unknown model is a 404 error object"),
+        ("never-ready", "GET /health answers 200"),
+    ],
+)
+def test_a_broken_rule_fails_its_check_with_what_was_seen(
+    start: Callable[..., FakeServer], fault: str, check: str
+) -> None:
+    results = {result.name: result for result in run_checks(Api(start(fault).address), "fake")}
+    assert results[check].status == "FAIL"
+    assert results[check].detail
+
+
+def test_a_check_that_cannot_run_fails() -> None:
+    results = run_checks(Api(UNREACHABLE, timeout_s=2.0), "fake")
+    assert {result.status for result in results} == {"FAIL"}
+
+
+def test_every_answer_is_marked_against_its_known_value(start: Callable[..., FakeServer]) -> None:
+    seen: list[tuple[int, int, int]] = []
+    found = evaluate(Api(start().address), "fake", on_progress=lambda *progress: seen.append(progress))
+    assert (found.asked, found.right, found.failed, found.wrong) == (200, 200, 0, [])
+    assert 0.98 < found.low < found.high == pytest.approx(1.0)
+    assert seen[-1] == (200, 200, 200)
+
+
+def test_wrong_answers_are_counted_and_kept(start: Callable[..., FakeServer]) -> None:
+    found = evaluate(Api(start("wrong-answers").address), "fake", problems=problems.evaluation_set()[:15])
+    assert (found.asked, found.right, found.failed) == (15, 0, 0)
+    assert len(found.wrong) == 10
+    assert found.wrong[0].got == f"The answer is {int(found.wrong[0].expected) + 1}."
+
+
+def test_failed_requests_stay_in_the_denominator() -> None:
+    found = evaluate(Api(UNREACHABLE, timeout_s=2.0), "fake", problems=problems.evaluation_set()[:5])
+    assert (found.asked, found.right, found.failed) == (5, 0, 5)
+    assert found.wrong[0].got.startswith("request failed")
+
+
+def test_a_share_below_what_was_asked_for_fails_the_run(start: Callable[..., FakeServer]) -> None:
+    address = start("wrong-answers").address
+    assert run_eval(address, "problems").verdict == "OK"
+    failed = run_eval(address, "problems", at_least=0.5)
+    assert failed.verdict == "FAILED"
+    assert "0 % right; at least 50 %" in failed.reasons[0]
+
+
+def test_the_verb_writes_a_run_folder_and_exits_by_the_verdict(
+    start: Callable[..., FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = start().address
+    assert main(["eval", address, "problems", "--out", str(tmp_path), "--at-least", "0.95"]) == 0
+    assert "200 of 200 right" in capsys.readouterr().out
+    [folder] = tmp_path.iterdir()
+    result = read_result(folder)
+    assert (result.command, result.accuracy, result.settings["model"]) == ("eval", 1.0, "fake")
+    assert (folder / "report.html").exists()
+    assert main(["eval", start("no-usage").address, "conformance", "--out", str(tmp_path)]) == 1
+
+
+def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", UNREACHABLE, "conformance"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "Connection refused" in error
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://host:port", "http://host:99999"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"no address|no number"):
+        Api(url)
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_end_in_v1(start: Callable[..., FakeServer], suffix: str) -> None:
+    assert Api(start().address + suffix).first_model() == "fake"
+
+
+def test_a_body_that_is_no_json_is_an_api_error(start: Callable[..., FakeServer]) -> None:
+    reply = Api(start("bare-errors").address).get("/nowhere")
+    with pytest.raises(ApiError, match="not JSON"):
+        reply.json()
