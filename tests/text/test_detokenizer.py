@@ -1,0 +1,126 @@
+"""Incremental text equals the whole text, however it comes; stop strings end it wherever they fall."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from meltcore.engine.sampling_params import SamplingParams
+from meltcore.text.detokenizer import Detokenizer
+from meltcore.text.tokenizer import Tokenizer
+
+QWEN = Path(__file__).parents[2].parent / "shared" / "data" / "qwen3-tokenizer"
+SPECIAL = 300  # <|end|>
+THINK = 301  # <think>, added but not special
+VOCAB = 302
+
+
+@cache
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer.synthetic_bytes(300)
+    tokenizer._raw.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer._raw.add_tokens([AddedToken("<think> a", special=False)])
+    return Tokenizer(tokenizer._raw)
+
+
+@cache
+def sentencepiece() -> Tokenizer:
+    """The kind with a word mark and byte tokens, whose first space is dropped: text depends on the neighbours."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁a", "s", "▁héllo", "☃", "."]
+    raw = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(raw)
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, params)
+    return [*(detokenizer.add([token_id])[0] for token_id in ids), detokenizer.flush()]
+
+
+@given(st.lists(st.integers(0, VOCAB + 5)), st.booleans())
+def test_byte_level_pieces_join_to_the_whole_text(ids: list[int], skip: bool) -> None:
+    tokenizer = byte_level()
+    assert tokenizer.is_byte_level
+    found = pieces(tokenizer, ids, SamplingParams(skip_special_tokens=skip))
+    assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.text(), st.lists(st.integers(1, 6)))
+def test_no_piece_of_good_text_holds_half_a_character(text: str, sizes: list[int]) -> None:
+    ids = byte_level().encode(text, add_special_tokens=False)
+    detokenizer = Detokenizer(byte_level(), SamplingParams())
+    shown = []
+    while ids:
+        size = sizes.pop() if sizes else 1
+        shown.append(detokenizer.add(ids[:size])[0])
+        ids = ids[size:]
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
+    assert "".join(shown) == text
+
+
+@given(st.lists(st.sampled_from(["▁the", "▁a", "s", "▁héllo", "☃", ".", "▁"])), st.booleans())
+def test_sentencepiece_pieces_join_to_the_whole_text(words: list[str], as_bytes: bool) -> None:
+    tokenizer = sentencepiece()
+    assert not tokenizer.is_byte_level
+    ids: list[int] = []
+    for word in words:
+        if as_bytes and not word.isascii() and "▁" not in word:
+            ids += [1 + byte for byte in word.encode()]
+        else:
+            ids.append(tokenizer._raw.token_to_id(word))
+    found = pieces(tokenizer, ids, SamplingParams())
+    assert "".join(found) == tokenizer.decode(ids)
+    assert not any("\ufffd" in piece for piece in found)
+
+
+def test_sentencepiece_garbage_is_not_held_for_ever() -> None:
+    detokenizer = Detokenizer(sentencepiece(), SamplingParams())
+    shown = "".join(detokenizer.add([1 + 0xE2])[0] for _ in range(40))
+    assert len(shown) >= 32
+
+
+def test_hidden_special_tokens_show_nothing_and_others_do() -> None:
+    ids = [104, SPECIAL, THINK, 105]
+    assert "".join(pieces(byte_level(), ids, SamplingParams())) == "h<think> ai"
+    shown = "".join(pieces(byte_level(), ids, SamplingParams(skip_special_tokens=False)))
+    assert shown == "h<|end|><think> ai"
+
+
+def test_a_stop_string_over_tokens_is_never_shown_in_part() -> None:
+    detokenizer = Detokenizer(byte_level(), SamplingParams(stop=("\n\nQ:",)))
+    shown = [detokenizer.add([token_id]) for token_id in b"ab\n\nQ:more"]
+    assert [text for text, _ in shown] == ["a", "b", "", "", "", "", "", "", "", ""]
+    assert shown[-1][1] == detokenizer.stopped == "\n\nQ:"
+    assert detokenizer.token_count == 6
+    assert detokenizer.flush() == ""
+
+
+def test_text_that_only_began_a_stop_string_is_shown_in_the_end() -> None:
+    detokenizer = Detokenizer(byte_level(), SamplingParams(stop=("stop!",)))
+    assert detokenizer.add(b"a sto")[0] == "a "
+    assert detokenizer.flush() == "sto"
+
+
+def test_a_stop_string_is_not_looked_for_before_min_tokens() -> None:
+    detokenizer = Detokenizer(byte_level(), SamplingParams(stop=("x",), min_tokens=3))
+    assert detokenizer.add(b"xxxaxb") == ("xxxa", "x")
+    assert detokenizer.token_count == 5
+
+
+@pytest.mark.skipif(not QWEN.exists(), reason="needs Qwen3's tokenizer beside the repository")
+def test_qwen3_pieces_join_to_the_whole_text() -> None:
+    tokenizer = Tokenizer.from_folder(QWEN)
+
+    @given(st.lists(st.integers(0, 151_935), max_size=60), st.booleans())
+    def check(ids: list[int], skip: bool) -> None:
+        found = pieces(tokenizer, ids, SamplingParams(skip_special_tokens=skip))
+        assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+    check()
