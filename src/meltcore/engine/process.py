@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import torch
 import zmq
 
 from meltcore.config import EngineConfig
@@ -126,6 +127,9 @@ class EngineProcess:
 
 
 def main() -> int:
+    # On a CPU the fronts and clients need a core too: threads that wait for each other at every product are slowed by
+    # the one that shares its core.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     # The front decides when we leave; a Ctrl-C in its terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
