@@ -12,7 +12,8 @@ import msgspec
 
 from meltcore.server.metrics import Metrics
 
-MAX_LINES_WAITING = 65_536
+MAX_LINES_WAITING = 16_384
+LINES_A_WRITE = 256
 
 
 class Log:
@@ -50,7 +51,7 @@ class Log:
         last = False
         while not last:
             lines = [self._lines.get()]
-            while not self._lines.empty():
+            while len(lines) < LINES_A_WRITE and not self._lines.empty():
                 lines.append(self._lines.get())
             last = None in lines
             try:

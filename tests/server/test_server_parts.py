@@ -1,0 +1,214 @@
+"""The server's small parts, each alone: admission, health, metrics, log, sampling defaults, sizes and flags."""
+
+import argparse
+import io
+import os
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from meltcore.cli import serve as serve_cli
+from meltcore.cli import stop as stop_cli
+from meltcore.errors import ConfigError, RequestError
+from meltcore.server.admission import Admission
+from meltcore.server.banner import size_text
+from meltcore.server.health import Health
+from meltcore.server.log import LINES_A_WRITE, MAX_LINES_WAITING, Log
+from meltcore.server.metrics import Histogram, Metrics
+from meltcore.server.protocol import ChatRequest, decode_request
+from meltcore.server.sampling import checkpoint_defaults, sampling_params
+
+
+def test_admission_counts_what_waits_beyond_the_seats() -> None:
+    admission = Admission(max_queue=3, max_queue_tokens=1000, max_num_seqs=2)
+    admission.check(requests=1, tokens=5, in_flight=4, waiting_tokens=0)
+    with pytest.raises(RequestError, match="4 requests would wait, the limit is 3") as caught:
+        admission.check(requests=1, tokens=5, in_flight=5, waiting_tokens=0)
+    assert caught.value.status == 429
+    with pytest.raises(RequestError, match="1001 prompt tokens would wait"):
+        admission.check(requests=1, tokens=1, in_flight=1, waiting_tokens=1000)
+
+
+def test_health_knows_a_stuck_engine_from_an_idle_one() -> None:
+    health = Health(stuck_after_s=0.02)
+    assert health.problem(busy=False) == "loading: starting"
+    health.set("ready", "ready")
+    time.sleep(0.03)
+    assert health.problem(busy=False) is None
+    assert "no step has finished" in (health.problem(busy=True) or "")
+    health.note_work(was_idle=True)
+    assert health.problem(busy=True) is None
+    time.sleep(0.03)
+    health.note_work(was_idle=False)  # more work is no sign of life
+    assert health.problem(busy=True) is not None
+    health.note_step()
+    assert health.problem(busy=True) is None
+
+
+def test_a_dead_engine_stays_dead() -> None:
+    health = Health()
+    health.set("dead", "died")
+    health.set("draining", "going down")
+    assert (health.state, health.problem(busy=False)) == ("dead", "died")
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    histogram = Histogram("x_seconds", "x", (1.0, 2.0))
+    for value_s, times in ((0.5, 1), (1.0, 2), (5.0, 1)):
+        histogram.observe(value_s, times)
+    samples = {
+        sample.labels.get("le", sample.name): sample.value
+        for metric in [histogram.family("m")]
+        for sample in metric.samples
+    }
+    assert samples == {"1.0": 3, "2.0": 3, "+Inf": 4, "meltcore:x_seconds_count": 4, "meltcore:x_seconds_sum": 7.5}
+
+
+def test_every_metric_is_in_the_mapping_table() -> None:
+    from pathlib import Path
+
+    import meltcore.server
+
+    table = (Path(meltcore.server.__file__).parent / "METRICS.md").read_text()
+    metrics = Metrics("m")
+    metrics.reject("queue_full")
+    for family in metrics.collect():
+        assert f"`{family.name.removeprefix('meltcore:')}`" in table
+
+
+class _StuckStream(io.StringIO):
+    """A pipe that is full: writing waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.go_on.wait(10)
+        return super().write(text)
+
+
+def test_a_log_that_nobody_reads_does_not_stop_its_writer() -> None:
+    stream, metrics = _StuckStream(), Metrics("m")
+    log = Log("json", metrics, stream)
+    started_s = time.monotonic()
+    for number in range(MAX_LINES_WAITING + 1000):
+        log.write("request", number=number)
+    assert time.monotonic() - started_s < 8
+    assert 1000 - LINES_A_WRITE <= metrics.log_lines_dropped <= 1000
+    stream.go_on.set()
+    log.close(wait_s=5)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == MAX_LINES_WAITING + 1000 - metrics.log_lines_dropped
+    assert msgspec.json.decode(lines[0])["number"] == 0
+
+
+def test_text_log_lines_are_key_value_pairs() -> None:
+    stream = io.StringIO()
+    log = Log("text", Metrics("m"), stream)
+    log.write("request", status=200, error=None, user="a b")
+    log.close()
+    assert stream.getvalue().endswith('event=request status=200 user="a b"\n')
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "expected"),
+    [
+        ({}, {"temperature": 0.0}),
+        ({"temperature": 0.6, "top_k": 20, "do_sample": True}, {"temperature": 0.6, "top_k": 20}),
+        ({"temperature": 0.6, "do_sample": False}, {"temperature": 0.0}),
+        ({"top_p": 0.9}, {"top_p": 0.9}),
+    ],
+)
+def test_checkpoint_defaults(generation_config: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert checkpoint_defaults(generation_config) == expected
+
+
+def test_a_request_overrides_the_checkpoints_defaults() -> None:
+    request = decode_request(b'{"model": "m", "messages": [], "temperature": 0.2, "top_k": -1}', ChatRequest)
+    params = sampling_params(
+        request,
+        prompt_tokens=3,
+        max_model_len=10,
+        vocab_size=99,
+        defaults={"temperature": 0.6, "top_k": 5, "top_p": 0.9},
+    )
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.2, 0, 0.9, 7)
+
+
+def test_greedy_is_the_default() -> None:
+    request = decode_request(b'{"model": "m", "messages": []}', ChatRequest)
+    params = sampling_params(request, prompt_tokens=3, max_model_len=10, vocab_size=99, defaults={})
+    assert (params.temperature, params.top_p) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("40GiB", 40 * 2**30), ("1.5g", 3 * 2**29), ("512 MB", 2**29), ("1000", 1000), ("7B", 7)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert serve_cli.size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-1GiB", "1PiB", "1e9", "GiB"])
+def test_bad_sizes_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="40GiB"):
+        serve_cli.size_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["m", "--bogus"],
+        [],
+        ["m", "--port", "70000"],
+        ["m", "--max-num-seqs", "0"],
+        ["m", "--request-timeout", "nan"],
+        ["m", "--debug", "everything"],
+        ["m", "--log-format", "xml"],
+    ],
+)
+def test_wrong_flags_are_errors(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    serve_cli.add_arguments(parser)
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(arguments)
+    assert caught.value.code == 2
+
+
+def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("meltcore.server.run.serve", lambda config: seen.append(config) or 0)
+    parser = argparse.ArgumentParser()
+    serve_cli.add_arguments(parser)
+    flags = "m --served-model-name a b --port 0 --memory 2GiB --debug no-graphs --debug no-overlap --max-body 1MiB"
+    assert serve_cli.run(parser.parse_args(flags.split())) == 0
+    (config,) = seen
+    assert config.served_model_names == ("a", "b")
+    assert (config.port, config.max_body_bytes) == (0, 2**20)
+    assert config.engine.memory_bytes == 2**31
+    assert config.engine.debug == ("no-graphs", "no-overlap")
+
+
+def test_stop_says_when_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="no server started with --daemon is running on port 9"):
+        stop_cli.run(SimpleNamespace(port=9, all=False, timeout=1.0))  # type: ignore[arg-type]
+
+
+def test_a_dead_servers_record_is_not_taken_for_a_running_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from meltcore.server.daemon import Record, running, state_dir
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    reused = Record(os.getpid(), 1, 8000, "http://127.0.0.1:8000", "m", "log")  # our id, another start time
+    path = state_dir() / "8000.json"
+    path.write_bytes(msgspec.json.encode(reused))
+    assert running() == []
+    assert not path.exists()
+
+
+def test_size_text() -> None:
+    assert [size_text(n) for n in (12, 1536, 5 * 2**20, 3 * 2**30)] == ["12 B", "1.50 KiB", "5.00 MiB", "3.00 GiB"]
