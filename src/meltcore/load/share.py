@@ -118,7 +118,7 @@ class LocalShare:
             await asyncio.wait_for(self._loop.finished.wait(), SWEEP_S)
         except TimeoutError:
             self._flight.sweep()
-            await self._flight.check_server()
+        await self._flight.check_server()
         self._hand_over()
         if self._stopping:
             self._end_early(INTERRUPTED, None)

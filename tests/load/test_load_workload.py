@@ -1,0 +1,127 @@
+"""Prompts: the same for the same seed, in the form asked for, and errors that name the line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meltcore.errors import ConfigError
+from meltcore.load.config import LoadConfig, parse_slo
+from meltcore.load.open_loop import arrival_offsets
+from meltcore.load.preflight import check_limits
+from meltcore.load.workload import CHAT_PATH, COMPLETIONS_PATH, Workload, load_workload
+from meltcore.problems import generate
+
+
+def load(text: str, seed: int = 0, max_tokens: int | None = None) -> Workload:
+    return load_workload(text, count=50, seed=seed, max_tokens=max_tokens)
+
+
+def test_problems_are_held_out_ones_and_their_answers_are_marked() -> None:
+    workload = load("problems:mixed", seed=3)
+    problem = generate("heldout", kind="mixed", count=50, seed=3)[7]
+    prompt = workload.prompt(7)
+    assert prompt.path == CHAT_PATH
+    assert prompt.fields["messages"][0]["content"] == problem.question
+    assert prompt.judge is not None
+    assert prompt.judge(problem.answer)
+    assert not prompt.judge("The answer is 123456789.")
+
+
+def test_random_ids_keep_to_their_lengths_and_differ_by_request_and_seed() -> None:
+    workload = load("random:in=3-9,out=5-6")
+    prompts = [workload.prompt(index) for index in range(200)]
+    assert {len(prompt.fields["prompt"]) for prompt in prompts} == set(range(3, 10))
+    assert {prompt.fields["max_tokens"] for prompt in prompts} == {5, 6}
+    assert all(prompt.fields["ignore_eos"] and prompt.path == COMPLETIONS_PATH for prompt in prompts)
+    assert workload.prompt(5) == load("random:in=3-9,out=5-6").prompt(5)
+    assert workload.prompt(5) != load("random:in=3-9,out=5-6", seed=1).prompt(5)
+
+
+def test_random_ids_stay_inside_a_small_vocabulary_and_may_end_early() -> None:
+    fields = load("random:in=500,vocab=40,eos=1").prompt(0).fields
+    assert 0 < min(fields["prompt"]) <= max(fields["prompt"]) < 40
+    assert "ignore_eos" not in fields
+
+
+def test_file_lines_become_requests_in_turn(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "Say four", "answer": "4", "max_tokens": 9},
+        {"messages": [{"role": "user", "content": "Capital?"}], "answer": "Paris"},
+        {"prompt_token_ids": [1, 2, 3]},
+    ]
+    path.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    workload = load(str(path), max_tokens=30)
+    first, second, third, fourth = (workload.prompt(index) for index in range(4))
+    assert (first.path, first.fields) == (COMPLETIONS_PATH, {"prompt": "Say four", "max_tokens": 9})
+    assert (second.path, second.fields["max_tokens"]) == (CHAT_PATH, 30)
+    assert third.fields["prompt"] == [1, 2, 3]
+    assert fourth == first
+    assert first.judge is not None
+    assert first.judge("2 + 2 = 4.0")
+    assert not first.judge("4 and then 5")
+    assert second.judge is not None
+    assert second.judge("It is paris.")
+    assert not workload.judged, "one line has no answer"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "line 2: not JSON"), ("[]", "not a JSON object"), ('{"prompt": "a", "messages": []}', "exactly one of")],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "good"}\n' + line)
+    with pytest.raises(ConfigError, match=message):
+        load(str(path))
+
+
+@pytest.mark.parametrize("text", ["problems:huge", "random:in=9-3", "random:in=x", "random:what=3", "no-such.jsonl"])
+def test_a_workload_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        load(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"concurrency": (0,)}, "concurrency must be at least 1"),
+        ({"rates": (0.0,)}, "rate must be more than 0"),
+        ({"requests": 0}, "requests must be at least 1"),
+        ({"requests": (1, 2)}, "2 values for 1 levels"),
+        ({"processes": 0}, "processes must be at least 1"),
+        ({"slo_ms": {"tfft": 1.0}}, "unknown tfft"),
+    ],
+)
+def test_settings_out_of_range_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LoadConfig(url="http://127.0.0.1:1", **fields)
+
+
+def test_limits_of_a_good_request_are_read_and_broken_ones_refused() -> None:
+    assert parse_slo("ttft:2000,tpot:99.5") == {"ttft": 2000.0, "tpot": 99.5}
+    with pytest.raises(ConfigError, match="ttft:2000"):
+        parse_slo("ttft=3")
+
+
+def test_arrivals_offer_exactly_the_rate_asked_for() -> None:
+    constant = arrival_offsets(20.0, 101, "constant", 0)
+    poisson = arrival_offsets(20.0, 101, "poisson", 0)
+    assert constant == pytest.approx([index / 20 for index in range(101)])
+    assert (poisson[0], poisson[-1]) == (0.0, pytest.approx(5.0))
+    gaps = poisson[1:] - poisson[:-1]
+    assert (gaps >= 0).all()
+    assert 0.7 < gaps.std() / gaps.mean() < 1.3, "exponential gaps scatter as much as their mean"
+    assert (arrival_offsets(20.0, 101, "poisson", 0) == poisson).all()
+    assert (arrival_offsets(20.0, 101, "poisson", 1) != poisson).any()
+
+
+def test_too_few_ports_or_files_say_what_to_change(tmp_path: Path) -> None:
+    ports = tmp_path / "range"
+    ports.write_text("32768\t32867\n")
+    check_limits(100, per_process=100, port_range=ports)
+    with pytest.raises(ConfigError, match="ip_local_port_range"):
+        check_limits(101, per_process=101, port_range=ports)
+    with pytest.raises(ConfigError, match="ulimit -Hn"):
+        check_limits(1, per_process=2**40, port_range=ports)
