@@ -36,10 +36,13 @@ def main() -> int:
     torch.manual_seed(arguments.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder: Path = arguments.out
-    if not arguments.evaluate_only:
+    if arguments.evaluate_only:
+        training = json.loads((folder / "evaluation.json").read_text())["training"]
+    else:
         folder.mkdir(parents=True, exist_ok=True)
         _make(folder, arguments, device)
-    evaluation = _evaluation(folder, arguments, device)
+        training = f"{arguments.minutes:g} minutes on {_machine(device)}, {_today()}"
+    evaluation = {**_evaluation(folder, arguments, device), "training": training}
     (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
     (folder / "README.md").write_text(model_card(evaluation))
     print(json.dumps(evaluation["kinds"], indent=2))
@@ -71,7 +74,7 @@ def _evaluation(folder: Path, arguments: argparse.Namespace, device: torch.devic
     kinds = evaluate(folder, short=arguments.short, long=arguments.long, seed=arguments.seed + 2, device=device)
     return {
         "what": "greedy accuracy on held-out problems through transformers, bf16 weights computed in fp32",
-        "machine": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {platform.machine()}",
+        "machine": _machine(device),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -79,10 +82,18 @@ def _evaluation(folder: Path, arguments: argparse.Namespace, device: torch.devic
             "tokenizers": tokenizers.__version__,
         },
         "command": f"python {shlex.join([sys.argv[0], *_without_out(sys.argv[1:])])}",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": _today(),
         "parameters": sum(math.prod(shape) for shape in _shapes(folder)),
         "kinds": kinds,
     }
+
+
+def _machine(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {platform.machine()}"
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def _shapes(folder: Path) -> list[list[int]]:
