@@ -105,7 +105,8 @@ def _measure(
     model = api.first_model()
     entry = api.get("/v1/models").json()["data"][0]
     measured.facts = {name: entry[name] for name in _MODEL_FACTS if name in entry}
-    measured.checks = run_checks(api, model, lambda check: print_check(console, check))
+    measured.checks = run_checks(api, model)
+    _print_checks(console, measured.checks)
     with answers_bar(console) as on_answer:
         measured.evaluation = evaluate(api, model, on_progress=on_answer)
     console.print(evaluation_line(measured.evaluation), highlight=False)
@@ -116,6 +117,14 @@ def _measure(
             raise KeyboardInterrupt
         if level.failed and server.ended_within(_DEATH_S):
             raise MeltcoreError(f"the server ended at {load_of(level)}; its last lines:\n{server.last_lines()}")
+
+
+def _print_checks(console: Console, checks: list[CheckResult]) -> None:
+    passed = sum(check.status == "PASS" for check in checks)
+    console.print(f"{passed} of {len(checks)} API checks passed", highlight=False)
+    for check in checks:
+        if check.status == "FAIL":
+            print_check(console, check)
 
 
 def _result(
