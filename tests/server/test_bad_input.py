@@ -114,6 +114,7 @@ def test_a_bad_chat_field_is_a_400_that_names_it(server: RunningServer, fields: 
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["x"] * 1025}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [512]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),

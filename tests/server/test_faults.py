@@ -266,3 +266,28 @@ def test_the_engine_leaves_when_the_front_is_killed() -> None:
         engine = server.engine_pid()
         server.process.kill()
         wait_until(lambda: not os.path.exists(f"/proc/{engine}"), "the engine to be gone", 5)
+
+
+def test_two_clients_with_the_same_request_id_both_get_their_answers() -> None:
+    with scripted_server("--step-s", "0.01") as server, ThreadPoolExecutor(4) as pool:
+        headers = {"x-request-id": "same"}
+        texts = [f"client {n}" for n in range(4)]
+        bodies = [chat_body(text, max_tokens=len(text), stream=False) for text in texts]
+        answers = [pool.submit(server.post, CHAT, body, headers) for body in bodies]
+        assert [answer.result().json["choices"][0]["message"]["content"] for answer in answers] == texts
+        assert server.check_no_leak()["requests_finished_total"] == 4
+
+
+def test_a_long_prompt_being_tokenised_does_not_hold_up_a_stream() -> None:
+    with scripted_server("--step-s", "0.01") as server, ThreadPoolExecutor(1) as pool:
+        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=100))
+        read_until(stream, b"data: ")
+        long = pool.submit(server.post, "/tokenize", {"prompt": "word " * 400_000})
+        longest_s, last_s = 0.0, time.monotonic()
+        data = b""
+        while b"[DONE]" not in data:
+            data = data[-20:] + stream.recv(4096)
+            longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+        assert long.result().json["count"] == 2_000_000
+        assert longest_s < 0.7
+        server.check_no_leak()

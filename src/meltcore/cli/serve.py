@@ -49,6 +49,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def positive_seconds(text: str) -> float:
+    """A finite time of more than 0 seconds."""
+    value = seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError("0 seconds would end every request at once")
+    return value
+
+
 def port_number(text: str) -> int:
     """A TCP port; 0 lets the system pick one."""
     if not text.isdecimal() or int(text) > 65_535:
@@ -109,7 +117,9 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-queue-tokens", type=positive, default=16_777_216, metavar="TOKENS", help="prompt tokens waiting (2^24)"
     )
-    group.add_argument("--request-timeout", type=seconds, default=600.0, metavar="S", help="for one answer (600)")
+    group.add_argument(
+        "--request-timeout", type=positive_seconds, default=600.0, metavar="S", help="for one answer (600)"
+    )
     group.add_argument("--drain-timeout", type=seconds, default=30.0, metavar="S", help="after SIGTERM (30)")
     group.add_argument("--max-body", type=size_bytes, default=8 * 2**20, metavar="SIZE", help="of a request (8MiB)")
 

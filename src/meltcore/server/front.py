@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meltcore.config import ServerConfig
-from meltcore.engine.messages import EngineReady, FromEngine, Loading, Profile, ProfileDone, StepOutputs
+from meltcore.engine.messages import EngineFailed, EngineReady, FromEngine, Loading, Profile, ProfileDone, StepOutputs
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import ConfigError, EngineDeadError, RequestError
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
@@ -55,6 +55,7 @@ class Front:
         self.requests = OpenRequests(self.metrics, self.replica.send)
         self.model: Model | None = None
         self._admission: Admission | None = None
+        self._last_words: str | None = None  # what the engine said of its own failure
         self._profiles: list[asyncio.Future[ProfileDone]] = []
 
     async def load(self) -> Model:
@@ -85,13 +86,15 @@ class Front:
         self.health.set("ready", "ready")
         return self.model
 
-    def engine_died(self, how: str) -> None:
-        """Fail every open request at once; nothing is admitted any more."""
-        self.health.set("dead", f"{ENGINE_GONE} ({how})")
+    def engine_died(self, how: str) -> str:
+        """Fail every open request at once; nothing is admitted any more. Returns why, in the engine's words if any."""
+        why = f"{self._last_words} ({how})" if self._last_words else how
+        self.health.set("dead", f"{ENGINE_GONE} ({why})")
         self.requests.end_all(RequestError(ENGINE_GONE, status=500, code="engine_dead"), "failed")
         for waiting in self._profiles:
             waiting.set_exception(EngineDeadError(ENGINE_GONE))
         self._profiles.clear()
+        return why
 
     def ready_model(self, name: str | None) -> Model:
         """The model called `name` (None: the only one).
@@ -175,6 +178,8 @@ class Front:
             self.requests.on_step(message)
         elif isinstance(message, Loading):
             self.health.set("loading", f"loading: {message.stage} ({message.fraction:.0%})")
+        elif isinstance(message, EngineFailed):
+            self._last_words = message.message
         elif isinstance(message, ProfileDone) and self._profiles:
             self._profiles.pop(0).set_result(message)
 

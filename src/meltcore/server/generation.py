@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,6 +14,8 @@ from meltcore.text.detokenizer import Detokenizer
 from meltcore.text.tokenizer import Tokenizer
 
 MAX_UNSENT_CHARS = 256 * 1024  # a streaming client further behind than this is cut off; the sockets buffer more
+
+_ENGINE_IDS = itertools.count(1)
 
 Outcome = Literal["finished", "aborted", "failed"]
 
@@ -46,7 +49,8 @@ class Choice:
     ) -> None:
         self.generation = generation
         self.index = index
-        self.request_id = f"{generation.request_id}-{index}"
+        # Not the client's x-request-id: two clients may send the same one, and the engine's ids must differ.
+        self.request_id = str(next(_ENGINE_IDS))
         self.prompt_token_ids = prompt
         self.prompt_tokens = len(prompt)
         self.params = params

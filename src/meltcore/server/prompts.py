@@ -11,9 +11,10 @@ from meltcore.server.protocol import ChatMessage, CompletionRequest
 from meltcore.text.chat_template import ChatTemplate, render_chat
 from meltcore.text.tokenizer import Tokenizer
 
-# Longer text is tokenised on a thread (the library lets go of the GIL): about 10 ms here, the most one request may
-# hold up every other stream.
+# Longer text is tokenised on a thread, without the GIL. This much takes about 10 ms, the most that one request may hold
+# up every other stream.
 INLINE_CHARS = 16_384
+MAX_PROMPTS = 1024  # in one completion request
 
 
 async def chat_prompt(
@@ -33,26 +34,38 @@ async def completion_prompts(tokenizer: Tokenizer, vocab_size: int, request: Com
         prompt = [prompt]
     if not prompt:
         raise RequestError("prompt is empty", param="prompt")
+    if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {MAX_PROMPTS}", param="prompt")
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
         raise RequestError("prompt mixes texts, token ids or lists; give one kind", param="prompt")
     kind = kinds.pop()
     if kind is str:
         texts = [item for item in prompt if isinstance(item, str)]
-        return [_not_empty(await encode(tokenizer, text, add_special_tokens=True), "prompt") for text in texts]
+        encoded = await encode_all(tokenizer, texts, add_special_tokens=True)
+        return [_not_empty(ids, "prompt") for ids in encoded]
     token_lists = [prompt] if kind is int else prompt
     return [_checked_ids(ids, vocab_size, "prompt") for ids in token_lists if isinstance(ids, list)]
 
 
 async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Tokenise `text`; a long one on a thread, so that the event loop goes on serving."""
-    if len(text) <= INLINE_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    """Token ids of one text; see `encode_all`."""
+    return (await encode_all(tokenizer, [text], add_special_tokens=add_special_tokens))[0]
+
+
+async def encode_all(tokenizer: Tokenizer, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    """Tokenise `texts`; much text on a thread, so that the event loop goes on serving."""
+
+    def work() -> list[list[int]]:
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    if sum(map(len, texts)) <= INLINE_CHARS:
+        return work()
+    return await asyncio.to_thread(work)
 
 
 def _checked_ids(ids: Sequence[Any], vocab_size: int, param: str) -> list[int]:
-    for token_id in ids:
+    for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"token id {token_id} is outside the vocabulary of {vocab_size} ids", param=param)
     return _not_empty(list(ids), param)

@@ -157,9 +157,9 @@ class _Life:
     async def _engine_died(self, how: str) -> int:
         front = self._front
         open_requests = len(front.requests)
-        front.engine_died(how)
-        front.log.write("engine_died", how=how, open_requests=open_requests)
-        print(f"meltcore: error: the engine has died ({how}); {open_requests} open requests failed", file=sys.stderr)
+        why = front.engine_died(how)
+        front.log.write("engine_died", why=why, open_requests=open_requests)
+        print(f"meltcore serve: the engine has died: {why}; {open_requests} open requests failed", file=sys.stderr)
         await asyncio.sleep(DEAD_LINGER_S)
         return EXIT_FAILED
 
