@@ -72,10 +72,9 @@ def test_a_percentile_the_sample_does_not_carry_is_words_not_a_number() -> None:
 
 
 def test_reasons_to_distrust_come_first() -> None:
-    bad = sample_level(
-        10, verdict="CLIENT_BOUND", reasons=["event loop late by 80 ms"], failed=3, failures={"timeout": 3}
-    )
-    html = render(sample_run([bad], status="partial", verdict="PARTIAL", reasons=["interrupted"]))
+    bad = sample_level(10, verdict="CLIENT_BOUND", reasons=["event loop late by 80 ms"])
+    lossy = sample_level(20, failed=3, failures={"timeout": 3})
+    html = render(sample_run([bad, lossy], status="partial", verdict="PARTIAL", reasons=["interrupted"]))
     top = html.split("Throughput and latency")[0]
     for words in ("interrupted", "event loop late by 80 ms", "3 of 200 requests failed (3 x timeout)"):
         assert words in top
@@ -123,3 +122,16 @@ def test_the_verb_draws_a_run_folder_again(tmp_path: Path, capsys: pytest.Captur
     assert main(["report", str(folder.path)]) == 0
     assert folder.report_path.read_text() == render(sample_run())
     assert str(folder.report_path) in capsys.readouterr().out
+
+
+def test_one_level_alone_gets_no_chart_against_load() -> None:
+    html = render(sample_run([sample_level(10)]))
+    assert "against load" not in html
+    assert len(drawings(html)) == 1
+
+
+def test_closed_and_open_loops_are_drawn_apart() -> None:
+    opened = [sample_level(0, load_kind="open", rate_per_s=rate) for rate in (5.0, 50.0)]
+    html = render(sample_run([sample_level(10), sample_level(100), *opened]))
+    assert html.count("Concurrent requests") == 4
+    assert html.count("Requests per second offered") == 4

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
@@ -48,9 +49,10 @@ def _context(result: RunResult) -> dict[str, Any]:
     closed = [level for level in result.levels if level.load_kind == "closed"]
     opened = [level for level in result.levels if level.load_kind == "open"]
     return {
+        "started": _moment(result.started),
         "tiles": _tiles(result),
         "distrust": wording.reasons_to_distrust(result),
-        "charts": [chart for levels in (closed, opened) if levels for chart in _charts(levels)],
+        "charts": [chart for levels in (closed, opened) if len(levels) > 1 for chart in _charts(levels)],
         "timelines": [(level, drawn) for level in result.levels if (drawn := timeline(level)) is not None],
         "distribution_names": [define(name).name for name in _DISTRIBUTIONS],
         "distribution_rows": _distribution_rows,
@@ -136,6 +138,10 @@ def _percentile(distribution: Distribution, name: str) -> Markup | str:
     """As wording.percentile, with "n too small" set back so that the numbers stand out."""
     found = wording.percentile(distribution, name)
     return Markup('<span class="faint">{}</span>').format(found) if found == TOO_SMALL else found
+
+
+def _moment(started: str) -> str:
+    return datetime.fromisoformat(started).astimezone(UTC).strftime("%d %B %Y, %H:%M:%S UTC")
 
 
 def _setting(value: object) -> str:

@@ -19,4 +19,5 @@ def wilson(right: int, asked: int, z: float = Z_95) -> tuple[float, float]:
     weight = 1 + z * z / asked
     middle = (share + z * z / (2 * asked)) / weight
     half = z / weight * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # Exact at the ends, where rounding would leave 1e-16.
+    return (middle - half if right else 0.0), (middle + half if right < asked else 1.0)

@@ -84,7 +84,7 @@ def reasons_to_distrust(result: RunResult) -> list[str]:
         if level.verdict != "OK":
             why = "; ".join(level.reasons) or "no reason recorded"
             reasons.append(f"{load_of(level)}: {level.verdict}: {why}")
-        if level.failed:
+        elif level.failed:
             why = ", ".join(f"{count:,} x {reason}" for reason, count in level.failures.items())
             reasons.append(f"{load_of(level)}: {level.failed:,} of {level.requests:,} requests failed ({why})")
     reasons += [f"API check {check.name}: {check.detail}" for check in result.checks if check.status == "FAIL"]
