@@ -131,7 +131,7 @@ def test_one_level_alone_gets_no_chart_against_load() -> None:
 
 
 def test_closed_and_open_loops_are_drawn_apart() -> None:
-    opened = [sample_level(0, load_kind="open", rate_per_s=rate) for rate in (5.0, 50.0)]
+    opened = [sample_level(10, load_kind="open", rate_per_s=rate) for rate in (5.0, 50.0)]
     html = render(sample_run([sample_level(10), sample_level(100), *opened]))
     assert html.count("Concurrent requests") == 4
     assert html.count("Requests per second offered") == 4
