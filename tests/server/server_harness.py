@@ -107,8 +107,8 @@ class RunningServer:
     def wait_metric(self, name: str, at_least: float) -> None:
         wait_until(lambda: self.metrics()[name] >= at_least, f"{name} >= {at_least}")
 
-    def wait_healthy(self) -> None:
-        wait_until(lambda: self.request("GET", "/health").status == 200, "healthy")
+    def wait_healthy(self, timeout_s: float = WAIT_S) -> None:
+        wait_until(lambda: self.request("GET", "/health").status == 200, "healthy", timeout_s)
 
     def check_no_leak(self) -> dict[str, float]:
         """At idle: nothing in flight here or in the engine, and every accepted request accounted for."""
@@ -158,6 +158,12 @@ class Answer(msgspec.Struct):
 
 def chat_body(content: str = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+
+
+def read_daemon_url(stdout: str) -> str:
+    """The address in what `serve --daemon` prints."""
+    (line,) = [line for line in stdout.splitlines() if line.startswith("meltcore: listening on ")]
+    return line.split()[3]
 
 
 def wait_until(condition: Any, what: str, timeout_s: float = WAIT_S) -> None:
