@@ -143,27 +143,28 @@ class StreamExchange:
             return
         usage = event.usage
         if event.choices:
-            self._choice(event.choices[0], usage)
+            choice = event.choices[0]
+            delta = choice.delta
+            text = choice.text if delta is None else delta.content or delta.reasoning_content or delta.reasoning
+            if text:
+                self._chunk_times.append(self.now_s)
+                if usage is not None:
+                    self._chunk_tokens.append(usage.completion_tokens)
+                if self._parts is not None:
+                    self._parts.append(text)
+            if choice.finish_reason is not None:
+                self.record.finish_reason = choice.finish_reason
         elif event.error:
             self._end("error event", error_message(data.decode("utf-8", "replace")))
         if usage is not None:
-            self._saw_usage = True
-            self.record.prompt_tokens = usage.prompt_tokens
-            self.record.output_tokens = usage.completion_tokens
-            if usage.prompt_tokens_details is not None:
-                self.record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+            self._usage(usage)
 
-    def _choice(self, choice: _Choice, usage: _Usage | None) -> None:
-        delta = choice.delta
-        text = choice.text if delta is None else delta.content or delta.reasoning_content or delta.reasoning
-        if text:
-            self._chunk_times.append(self.now_s)
-            if usage is not None:
-                self._chunk_tokens.append(usage.completion_tokens)
-            if self._parts is not None:
-                self._parts.append(text)
-        if choice.finish_reason is not None:
-            self.record.finish_reason = choice.finish_reason
+    def _usage(self, usage: _Usage) -> None:
+        self._saw_usage = True
+        self.record.prompt_tokens = usage.prompt_tokens
+        self.record.output_tokens = usage.completion_tokens
+        if usage.prompt_tokens_details is not None:
+            self.record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def _verdict(self) -> tuple[str | None, str | None]:
         """(failure, detail) of a stream that ended in good HTTP order."""
