@@ -215,3 +215,16 @@ def test_cors_is_off_unless_asked(server: RunningServer) -> None:
         assert allowed["access-control-allow-origin"] == "https://app.example"
         other = open_server.request("GET", "/v1/models", headers={"origin": "https://evil.example"}).headers
         assert "access-control-allow-origin" not in other
+
+
+def test_the_banner_says_what_is_served_and_where_memory_went() -> None:
+    with scripted_server("--load-s", "0.6", engine={"debug": ("no-graphs",)}) as server:
+        assert server.url == f"http://127.0.0.1:{server.port}"
+        server.signal()
+        assert server.wait_exit() == 0
+        assert server.process.stdout is not None
+        banner = server.process.stdout.read()
+        assert "ready: scripted on CPU in float32 [dummy weights, synthetic tokenizer, debug no-graphs]" in banner
+        assert "KV pages" in banner
+        assert "1.00 MiB" in banner
+        assert "meltcore: loading: scripted" in server.stderr

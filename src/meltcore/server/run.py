@@ -25,6 +25,7 @@ from meltcore.server.routes import build_app
 
 BACKLOG = 16_384  # 10,000 clients may connect in one burst; the kernel caps it at net.core.somaxconn
 KEEP_ALIVE_S = 75
+UNREAD_LIMIT_S = 120  # a peer that acknowledges nothing for this long is gone
 DEAD_LINGER_S = 1.0  # an engine's death is answered and seen at /health for this long before we exit
 CLOSE_S = 2  # whole seconds: uvicorn's limit for connections to close
 GC_THRESHOLDS = (50_000, 20, 100)  # young objects are requests; collecting every 700 would pause streams for nothing
@@ -178,6 +179,7 @@ def _bind(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _notice_lost_peers(listener)
     try:
         listener.bind((config.host, config.port))
         listener.listen(BACKLOG)
@@ -186,6 +188,18 @@ def _bind(config: ServerConfig) -> socket.socket:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"cannot listen on {config.host} port {config.port}: {reason}") from error
     return listener
+
+
+def _notice_lost_peers(listener: socket.socket) -> None:
+    """Let the kernel end connections whose peer is gone without a word, or reads nothing of an answer already written.
+
+    Accepted connections inherit these options (Linux). What is still being generated has its own, smaller bound.
+    """
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_LIMIT_S * 1000)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, UNREAD_LIMIT_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, UNREAD_LIMIT_S // 4)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
 
 def _url(host: str, port: int) -> str:
