@@ -210,9 +210,21 @@ def test_a_second_signal_exits_now() -> None:
         read_until(stream, b"data: ")
         server.signal()
         wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
+        time.sleep(0.3)
         server.signal()
         assert server.wait_exit(2) == 130
         wait_until(lambda: not os.path.exists(f"/proc/{engine}"), "the engine to be gone", 2)
+
+
+def test_a_signal_sent_twice_at_once_still_drains() -> None:
+    """As `timeout` does: it signals its child, then the group that the child is in."""
+    with scripted_server("--step-s", "0.01") as server:
+        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=60))
+        read_until(stream, b"data: ")
+        server.signal(signal.SIGINT)
+        server.signal(signal.SIGTERM)
+        assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
+        assert server.wait_exit(5) == 0
 
 
 def test_the_port_answers_503_while_loading() -> None:

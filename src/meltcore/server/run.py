@@ -29,6 +29,7 @@ UNREAD_LIMIT_S = 120  # a peer that acknowledges nothing for this long is gone
 DEAD_LINGER_S = 1.0  # an engine's death is answered and seen at /health for this long before we exit
 CLOSE_S = 2  # whole seconds: uvicorn's limit for connections to close
 GC_THRESHOLDS = (50_000, 20, 100)  # young objects are requests; collecting every 700 would pause streams for nothing
+SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one wish, two signals
 EXIT_FAILED = 1
 EXIT_FORCED = 130
 
@@ -91,6 +92,7 @@ class _Life:
             )
         )
         self._stop = asyncio.Event()
+        self._stopped_s: float | None = None  # when the first signal came
 
     async def run(self, listener: socket.socket) -> int:
         loop = asyncio.get_running_loop()
@@ -165,9 +167,12 @@ class _Life:
         return EXIT_FAILED
 
     def _on_signal(self) -> None:
-        """The first asks to drain; the second means now."""
-        if not self._stop.is_set():
+        """The first asks to drain; a second one, later, means now."""
+        now_s = asyncio.get_running_loop().time()
+        if self._stopped_s is None:
+            self._stopped_s = now_s
             self._stop.set()
+        if now_s - self._stopped_s < SAME_SIGNAL_S:
             return
         self._front.replica.kill()
         self._front.replica.remove_files()
