@@ -54,6 +54,12 @@ def test_a_verbs_help_imports_no_torch_and_answers_soon(verb: str) -> None:
     assert done.returncode == 0
 
 
+def test_help_defines_the_metrics_a_verb_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    assert "TTFT (ms): Time to first token: from the intended start" in capsys.readouterr().out
+
+
 def test_an_unknown_verb_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lod"]) == 2
     assert "no verb 'lod'; there are serve, stop, demo, load" in capsys.readouterr().err

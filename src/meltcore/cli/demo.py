@@ -12,6 +12,7 @@ EXAMPLES = """\
   meltcore demo --levels 10,100
   meltcore demo --out results --levels 1000
 """
+METRICS = ("succeeded", "accuracy", "peak_in_flight", "output_tokens_per_s", "ttft_ms", "itl_ms")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

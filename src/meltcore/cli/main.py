@@ -72,11 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def verb_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
-    """The parser of one verb, with its examples at the end of its help."""
+    """The parser of one verb; its help ends in examples and, where the module names METRICS, their definitions."""
+    epilog = f"examples:\n{module.EXAMPLES.rstrip()}"
+    metrics = getattr(module, "METRICS", ())
+    if metrics:
+        from meltcore.results.definitions import as_text
+
+        epilog += f"\n\nwhat the words mean:\n{as_text(*metrics)}"
     parser = argparse.ArgumentParser(
         prog=f"meltcore {name}",
         description=module.HELP,
-        epilog=f"examples:\n{module.EXAMPLES.rstrip()}",
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -3,6 +3,7 @@
 Tools use the same words for different numbers, so each definition says what starts and ends the clock and what counts.
 """
 
+import textwrap
 from dataclasses import dataclass
 
 
@@ -107,7 +108,10 @@ def define(key: str) -> Definition:
     return _BY_KEY[key]
 
 
-def as_text(*keys: str, indent: str = "  ") -> str:
-    """Definitions as lines for a command's help: those of `keys`, or all."""
+def as_text(*keys: str, width: int = 100) -> str:
+    """Definitions of `keys` (or all) as wrapped lines for a command's help."""
     chosen = [define(key) for key in keys] if keys else list(DEFINITIONS)
-    return "\n".join(f"{indent}{item.name} ({item.unit}): {item.text}" for item in chosen)
+    return "\n".join(
+        textwrap.fill(f"{item.name} ({item.unit}): {item.text}", width, initial_indent="  ", subsequent_indent="    ")
+        for item in chosen
+    )
