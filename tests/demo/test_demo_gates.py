@@ -1,0 +1,89 @@
+"""What lets a demo pass, gate by gate."""
+
+import pytest
+
+from meltcore.demo.gates import judge, passed
+from meltcore.results.schema import CheckResult, Evaluation, LevelResult
+
+GOOD_CHECKS = [CheckResult(name="health", status="PASS")]
+
+
+def evaluation(right: int = 199, failed: int = 0) -> Evaluation:
+    return Evaluation(asked=200, right=right, failed=failed, low=0.0, high=1.0)
+
+
+def level(**changes: object) -> LevelResult:
+    fields: dict[str, object] = {
+        "concurrency": 100,
+        "requests": 200,
+        "succeeded": 200,
+        "failed": 0,
+        "peak_in_flight": 100,
+        "accuracy": 0.995,
+        "duration_s": 1.0,
+        "output_tokens_per_s": 1.0,
+        "total_tokens_per_s": 1.0,
+        "prompt_tokens": 1,
+        "output_tokens": 1,
+    }
+    return LevelResult(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_a_clean_run_passes_without_a_reason() -> None:
+    assert judge(GOOD_CHECKS, evaluation(), [level()], [100]) == ("OK", [])
+
+
+@pytest.mark.parametrize("accuracy", [0.985, 1.0])
+def test_exactly_one_point_from_unloaded_still_passes(accuracy: float) -> None:
+    verdict, _ = judge(GOOD_CHECKS, evaluation(), [level(accuracy=accuracy)], [100])
+    assert verdict == "OK"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"succeeded": 199, "failed": 1}, "199 of 200 requests got their whole answer"),
+        ({"accuracy": 0.9849}, "more than one point from the unloaded 99.50 %"),
+        ({"accuracy": None}, "accuracy was not measured"),
+        ({"peak_in_flight": 99}, "only 99 were in flight together"),
+        ({"verdict": "FAILED", "reasons": ["odd"]}, "FAILED: odd"),
+    ],
+)
+def test_a_level_fails_with_its_reason(changes: dict[str, object], reason: str) -> None:
+    verdict, reasons = judge(GOOD_CHECKS, evaluation(), [level(**changes)], [100])
+    assert verdict == "FAILED"
+    assert any(reason in line for line in reasons), reasons
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [(evaluation(right=189), "unloaded accuracy is 94.50 %; the limit is 95 %"), (evaluation(failed=1), "1 of 200")],
+)
+def test_the_unloaded_answers_must_be_right_and_there(found: Evaluation, reason: str) -> None:
+    verdict, reasons = judge(GOOD_CHECKS, found, [level(accuracy=found.share)], [100])
+    assert verdict == "FAILED"
+    assert reason in reasons[0]
+
+
+def test_a_failed_api_check_fails_the_run() -> None:
+    broken = CheckResult(name="health", status="FAIL", detail="status is 500")
+    verdict, reasons = judge([broken], evaluation(), [level()], [100])
+    assert (verdict, reasons) == ("FAILED", ["API check failed: health: status is 500"])
+
+
+def test_a_level_that_was_not_run_fails_the_run() -> None:
+    verdict, reasons = judge(GOOD_CHECKS, evaluation(), [level()], [100, 10_000])
+    assert (verdict, reasons) == ("FAILED", ["levels not run: 10,000"])
+
+
+def test_a_client_at_its_limit_passes_and_says_so() -> None:
+    verdict, reasons = judge(GOOD_CHECKS, evaluation(), [level(verdict="CLIENT_BOUND", reasons=["late"])], [100])
+    assert (verdict, reasons) == ("CLIENT_BOUND", [])
+    assert passed(verdict)
+
+
+def test_a_dead_server_is_told_as_that() -> None:
+    dead = level(verdict="SERVER_DIED", reasons=["gone at 3 s"], succeeded=10, failed=190)
+    verdict, _ = judge(GOOD_CHECKS, evaluation(), [dead], [100])
+    assert verdict == "SERVER_DIED"
+    assert not passed(verdict)
