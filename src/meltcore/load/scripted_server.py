@@ -57,20 +57,30 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool = False
 
 
+class _Message(msgspec.Struct):
+    content: str | list[dict[str, Any]]
+
+
 class _Request(msgspec.Struct):
-    messages: list[dict[str, str]] | None = None
+    messages: list[_Message] | None = None
     prompt: str | list[int] | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
         """Words stand for tokens where the prompt is text."""
         if isinstance(self.prompt, list):
             return len(self.prompt)
-        texts = [self.prompt] if self.prompt is not None else [each["content"] for each in self.messages or []]
-        return sum(len(text.split()) for text in texts)
+        contents = [self.prompt] if self.prompt is not None else [each.content for each in self.messages or []]
+        return sum(_words(content) for content in contents)
+
+
+def _words(content: str | list[dict[str, Any]]) -> int:
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    return sum(len(text.split()) for text in texts)
 
 
 _decode_request = msgspec.json.Decoder(_Request).decode
@@ -189,7 +199,8 @@ class _Answer:
         self._prompt_tokens = request.prompt_tokens
         options = request.stream_options or _StreamOptions()
         self._continuous = options.continuous_usage_stats
-        self._tokens = script.tokens if request.max_tokens is None else min(script.tokens, request.max_tokens)
+        limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None]
+        self._tokens = min([script.tokens, *limits])
         self._sent = 0  # tokens
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()

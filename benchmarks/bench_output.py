@@ -1,0 +1,63 @@
+"""The form of every benchmark's result: one table printed last, and the same as JSON under benchmarks/results/."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from meltcore.results.fingerprint import clean_arguments, take_fingerprint
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One measured value. `ratio` is above 1 where we are better; `reach` is what was asked of it (or of the value)."""
+
+    work: str
+    unit: str
+    value: float
+    peer: str | None = None
+    peer_value: float | None = None
+    ratio: float | None = None
+    reach: float | None = None
+    limit_share: float | None = None
+
+
+def write_result(name: str, rows: Sequence[Row], versions: dict[str, str]) -> None:
+    """Write benchmarks/results/NAME.json and print the table. `versions`: of the packages that matter and the peers."""
+    fingerprint = take_fingerprint()
+    result = {
+        "machine": {
+            "cpu": fingerprint.cpu,
+            "cores": fingerprint.cores,
+            "memory_bytes": fingerprint.memory_bytes,
+            "gpus": [gpu.name for gpu in fingerprint.gpus],
+            "kernel": fingerprint.kernel,
+        },
+        "versions": {"python": fingerprint.python, "meltcore": fingerprint.versions["meltcore"], **versions},
+        "command": " ".join(["python", f"benchmarks/{name}.py", *clean_arguments(sys.argv[1:])]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "rows": [{key: value for key, value in asdict(row).items() if value is not None} for row in rows],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    table = Table(title=name, title_justify="left")
+    for column in ("work", "unit", "value", "peer", "peer value", "ratio", "reach"):
+        table.add_column(column, justify="left" if column in ("work", "unit", "peer") else "right")
+    for row in rows:
+        numbers = (row.peer_value, row.ratio, row.reach)
+        table.add_row(row.work, row.unit, f"{row.value:,.4g}", row.peer or "", *map(_number, numbers))
+    Console(width=140).print(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}"

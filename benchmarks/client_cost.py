@@ -1,0 +1,182 @@
+"""CPU a load-generating client spends on one streamed event: ours against aiohttp, on the same server in the same run.
+
+The scripted server is pinned to one core and each client, in a process of its own, to another. Work per event is alike:
+receive, cut the event out, decode its JSON, look for text, note the time. CPU is user + system of the client process
+from its first connect to its last result, so ours includes connecting, summing up and reading the server's metrics.
+Clients take turns; the median of the rounds counts.
+
+    python benchmarks/client_cost.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+
+import msgspec
+import uvloop
+from bench_output import Row, write_result
+
+SCENES = ((500, 100, 50.0), (2000, 50, 200.0))  # streams, tokens of each, ms between two: both 10,000 events/s
+REACH = 2.0
+TTFT_MS = 2000.0  # all streams are open before the first event
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_typed = msgspec.json.Decoder(_Event).decode
+
+
+def _text_by_json(data: bytes) -> str | None:
+    choices = json.loads(data)["choices"]
+    return choices[0]["delta"].get("content") if choices else None
+
+
+def _text_by_msgspec(data: bytes) -> str | None:
+    choices = _typed(data).choices
+    return choices[0].delta.content if choices and choices[0].delta is not None else None
+
+
+def run_ours(url: str, streams: int) -> int:
+    """Events received."""
+    from meltcore.load import LoadConfig, run_levels
+
+    config = LoadConfig(
+        url=url, concurrency=(streams,), requests=streams, warmup=0, workload="problems:short", continuous_usage=False
+    )
+    [result] = run_levels(config)
+    if result.failed:
+        raise SystemExit(f"ours failed: {result.failures}")
+    return result.output_tokens
+
+
+def run_aiohttp(url: str, streams: int, text_of: Callable[[bytes], str | None]) -> int:
+    """Events received."""
+    import aiohttp
+
+    body = {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "What is 7 * 8?"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 512,
+    }
+
+    async def one(session: aiohttp.ClientSession) -> list[float]:
+        times = []
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]") and text_of(line[6:]):
+                    times.append(time.monotonic())
+        return times
+
+    async def every() -> int:
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=300)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            return sum(map(len, await asyncio.gather(*(one(session) for _ in range(streams)))))
+
+    return uvloop.run(every())
+
+
+CLIENTS: dict[str, Callable[[str, int], int]] = {
+    "meltcore": run_ours,
+    "aiohttp + msgspec": lambda url, streams: run_aiohttp(url, streams, _text_by_msgspec),
+    "aiohttp + json": lambda url, streams: run_aiohttp(url, streams, _text_by_json),
+}
+
+
+def measure_here(client: str, url: str, streams: int, core: int) -> None:
+    """In a process of its own: print [events, CPU seconds]."""
+    os.sched_setaffinity(0, {core})
+    __import__("meltcore.load" if client == "meltcore" else "aiohttp")
+    before_s = time.process_time()
+    events = CLIENTS[client](url, streams)
+    print(json.dumps([events, time.process_time() - before_s]))
+
+
+def measure(client: str, url: str, streams: int, tokens: int, core: int) -> float:
+    """CPU microseconds per event."""
+    command = [
+        sys.executable,
+        __file__,
+        "--client",
+        client,
+        "--url",
+        url,
+        "--streams",
+        str(streams),
+        "--core",
+        str(core),
+    ]
+    events, cpu_s = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout)
+    if events != streams * tokens:
+        raise SystemExit(f"{client}: {events} events came of {streams * tokens}")
+    return cpu_s / events * 1e6
+
+
+def start_server(core: int, tokens: int, itl_ms: float) -> tuple[subprocess.Popen[str], str]:
+    """The process and its address."""
+    options = ["--ttft-ms", str(TTFT_MS), "--itl-ms", str(itl_ms), "--tokens", str(tokens)]
+    command = [sys.executable, "-m", "meltcore.load.scripted_server", *options]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    os.sched_setaffinity(server.pid, {core})
+    assert server.stdout is not None
+    return server, server.stdout.readline().split()[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--client", choices=CLIENTS, help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    parser.add_argument("--streams", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.client:
+        measure_here(args.client, args.url, args.streams, args.core)
+        return
+    server_core, client_core = sorted(os.sched_getaffinity(0))[:2]
+    rows = []
+    for streams, tokens, itl_ms in SCENES:
+        server, url = start_server(server_core, tokens, itl_ms)
+        try:
+            found: dict[str, list[float]] = {client: [] for client in CLIENTS}
+            for _ in range(args.rounds):
+                for client, costs in found.items():
+                    costs.append(measure(client, url, streams, tokens, client_core))
+        finally:
+            server.kill()
+            server.wait(10)
+        ours = statistics.median(found.pop("meltcore"))
+        for peer, costs in found.items():
+            cost = statistics.median(costs)
+            work = f"client CPU per streamed event, {streams} streams, {streams * 1000 / itl_ms:,.0f} events/s"
+            rows.append(
+                Row(work=work, unit="us", value=ours, peer=peer, peer_value=cost, ratio=cost / ours, reach=REACH)
+            )
+    packages = {name: metadata.version(name) for name in ("aiohttp", "uvloop", "msgspec")}
+    write_result("client_cost", rows, packages)
+
+
+if __name__ == "__main__":
+    main()
