@@ -20,13 +20,14 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
         console.print(levels_table(result.levels))
     good = passed(result.verdict)
     for reason in result.reasons:
-        console.print(f"[red]{result.verdict}[/]: {escape(reason)}", highlight=False)
+        console.print(f"[red]{result.verdict}[/]: {escape(reason)}", highlight=False, soft_wrap=True)
     if good:
         total = sum(level.requests for level in result.levels)
         console.print(
             f"[green]passed[/]: all {total:,} requests got their whole answer, "
             f"{percent(result.accuracy)} right unloaded, in {duration(result.duration_s)}",
             highlight=False,
+            soft_wrap=True,
         )
     if result.verdict == "CLIENT_BOUND":
         console.print(

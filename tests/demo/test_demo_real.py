@@ -1,0 +1,28 @@
+"""The main job with nothing replaced: our server, our engine, the bundled model, our load generator."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_demo_serves_loads_and_reports_on_this_machine(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meltcore.cli.main", "demo", "--levels", "10,50", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [folder] = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["command"]) == ("complete", "demo")
+    assert result["accuracy"] >= 0.95
+    assert [level["concurrency"] for level in result["levels"]] == [10, 50]
+    for level in result["levels"]:
+        assert (level["requests"], level["succeeded"], level["failed"]) == (200, 200, 0)
+        assert level["peak_in_flight"] == level["concurrency"]
+        assert abs(level["accuracy"] - result["accuracy"]) <= 0.01 + 1e-9
+        assert level["output_tokens_per_s"] > 0
+    assert "<svg" in (folder / "report.html").read_text()
+    assert (folder / "requests.jsonl").stat().st_size > 0
