@@ -114,6 +114,7 @@ class _Exchange:
             # Nothing is open here unless this task is being cancelled or has failed: then the engine must be told.
             self.front.requests.end(generation, client_gone(), "aborted")
         self.log(status=status, generation=generation)
+        generation.choices.clear()  # they point back at it: a cycle would keep the answer until the next collection
 
     async def _stream(self, generation: Generation, reply: Reply, usage_event: bool) -> int:
         """Events until the end. The head waits for the first token: a failure before it is a plain HTTP error."""

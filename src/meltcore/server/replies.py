@@ -43,8 +43,11 @@ class Reply(ABC):
 
     def event(self, choice: Choice) -> bytes:
         """One server-sent event with all that `choice` has not sent yet."""
-        usage = b',"usage":' + usage_json([choice]) if self._usage_in_events else b""
-        return b"%s%s]%s}\n\n" % (self._head, self._event_choice(choice), usage)
+        head, body = self._head, self._event_choice(choice)
+        if not self._usage_in_events:
+            return b"%s%s]}\n\n" % (head, body)
+        usage = _usage(choice.prompt_tokens, choice.output_tokens, choice.cached_tokens)
+        return b'%s%s],"usage":%s}\n\n' % (head, body, usage)
 
     def usage_event(self, generation: Generation) -> bytes:
         """The event after the last one of the answer, with the whole usage and no choices."""
@@ -169,9 +172,14 @@ class CompletionReply(Reply):
 
 def usage_json(choices: list[Choice]) -> bytes:
     """OpenAI's usage object over `choices`, counted in the engine's own token ids."""
-    prompt = sum(choice.prompt_tokens for choice in choices)
-    output = sum(choice.output_tokens for choice in choices)
-    cached = sum(choice.cached_tokens for choice in choices)
+    return _usage(
+        sum(choice.prompt_tokens for choice in choices),
+        sum(choice.output_tokens for choice in choices),
+        sum(choice.cached_tokens for choice in choices),
+    )
+
+
+def _usage(prompt: int, output: int, cached: int) -> bytes:
     return (
         b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
         % (prompt, output, prompt + output, cached)
