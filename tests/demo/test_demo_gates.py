@@ -2,7 +2,10 @@
 
 import pytest
 
+from meltcore.cli.main import main
+from meltcore.demo import DemoConfig
 from meltcore.demo.gates import judge, passed
+from meltcore.errors import ConfigError
 from meltcore.results.schema import CheckResult, Evaluation, LevelResult
 
 GOOD_CHECKS = [CheckResult(name="health", status="PASS")]
@@ -87,3 +90,15 @@ def test_a_dead_server_is_told_as_that() -> None:
     verdict, _ = judge(GOOD_CHECKS, evaluation(), [dead], [100])
     assert verdict == "SERVER_DIED"
     assert not passed(verdict)
+
+
+@pytest.mark.parametrize("levels", [(), (0,), (10, -1), (10, 10)])
+def test_levels_that_make_no_sense_are_refused_before_anything_starts(levels: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="levels"):
+        DemoConfig(levels=levels)
+
+
+def test_levels_that_are_no_numbers_are_refused_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--levels", "ten"])
+    assert "'ten' is not a list of numbers such as 10,100" in capsys.readouterr().err
