@@ -33,7 +33,8 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
         levels=levels,
         verdict=verdict,
         notes=[
-            "The client's event-loop lag and CPU share are measured from after the release burst to the end of a level."
+            "The client's event-loop lag and CPU share are taken after the release burst of a level, up to its end.",
+            *(reason for level in levels if level.verdict == "OK" for reason in level.reasons),
         ],
     )
 

@@ -102,7 +102,10 @@ class LocalShare:
             wait_s = release_at_s - time.monotonic()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
-            self._loop.release(release_at_s)
+            if self._stopping:
+                self._end_early(INTERRUPTED, None)
+            else:
+                self._loop.release(release_at_s)
             await asyncio.sleep(0)  # the loop flushes what the release has written
             check = SelfCheck()
             while not self._loop.finished.is_set():

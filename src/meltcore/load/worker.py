@@ -128,12 +128,14 @@ async def _work() -> None:
     share = LocalShare(_decode_setup(await _read_frame(reader)), lambda records: write(Batch(records, share.in_flight)))
     await share.open()
     write(Opened(share.connected))
-    release = _decode_order(await _read_frame(reader))
-    if isinstance(release, Stop):
+    order = _decode_order(await _read_frame(reader))
+    if isinstance(order, Stop):
+        share.stop()
+        write(End(await share.run(0.0)))
         return
-    orders = asyncio.ensure_future(_obey(reader, share))
-    write(End(await share.run(release.at_s)))
-    orders.cancel()
+    obedience = asyncio.ensure_future(_obey(reader, share))
+    write(End(await share.run(order.at_s)))
+    obedience.cancel()
 
 
 async def _obey(reader: asyncio.StreamReader, share: LocalShare) -> None:

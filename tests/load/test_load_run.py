@@ -1,0 +1,111 @@
+"""The command as a user runs it, its run folder, and the re-count with a tokenizer."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from meltcore.errors import ConfigError
+from meltcore.load import LoadConfig
+from meltcore.load.recount import Recounter
+from meltcore.load.run import measure, overall_verdict
+
+Start = Callable[..., object]
+COMMAND = [sys.executable, "-m", "meltcore.cli.main", "load"]
+WAIT_S = 60
+
+
+def word_tokenizer(folder: Path, *, words: int) -> str:
+    """Counts one token a word of the scripted server; of words it does not know, none."""
+    vocabulary = {f"w{number}": number for number in range(words)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=None))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_the_command_writes_a_run_folder_and_prints_json(scripted: Start, tmp_path: Path) -> None:
+    server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "4")
+    options = [server.url, "--concurrency", "2,4", "--requests", "12,16", "--workload", "random:in=4,out=4"]  # type: ignore[attr-defined]
+    options += ["--out", str(tmp_path), "--slo", "ttft:1000", "--api-key", "secret-key", "--json"]
+    done = subprocess.run(COMMAND + options, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    [folder] = tmp_path.iterdir()
+    assert json.loads((folder / "result.json").read_text()) == printed
+    assert [level["succeeded"] for level in printed["levels"]] == [12, 16]
+    assert printed["status"] == "complete"
+    assert all(level["goodput_per_s"] > 0 for level in printed["levels"])
+    assert "<html" in (folder / "report.html").read_text()
+    levels = [json.loads(line)["level"] for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert (levels.count("concurrency 2"), levels.count("concurrency 4")) == (12, 16)
+    assert "secret-key" not in "".join(path.read_text() for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_ctrl_c_leaves_a_partial_run_that_says_so(scripted: Start, tmp_path: Path, processes: str) -> None:
+    server = scripted("--ttft-ms", "50", "--itl-ms", "5", "--tokens", "4")
+    options = [server.url, "--concurrency", "4", "--requests", "4000", "--out", str(tmp_path)]  # type: ignore[attr-defined]
+    command = subprocess.Popen([*COMMAND, *options, "--processes", processes], stdout=subprocess.PIPE, text=True)
+    try:
+        assert wait_for_records(tmp_path, 20)
+        command.send_signal(signal.SIGINT)
+        output, _ = command.communicate(timeout=WAIT_S)
+    finally:
+        command.kill()
+        command.wait(WAIT_S)
+    assert command.returncode == 130
+    [folder] = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["verdict"]) == ("partial", "PARTIAL")
+    assert 0 < result["levels"][0]["succeeded"] < 4000
+    assert "interrupted" in output
+
+
+def wait_for_records(root: Path, count: int) -> bool:
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        lines = [line for path in root.glob("*/requests.jsonl") for line in path.read_text().splitlines()]
+        if len(lines) >= count:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_recount_that_agrees_is_labelled(scripted: Start, tmp_path: Path) -> None:
+    server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "16")
+    tokenizer = word_tokenizer(tmp_path, words=16)
+    config = LoadConfig(
+        url=server.url, workload="random:in=4,out=16", concurrency=(4,), requests=8, tokenizer=tokenizer
+    )  # type: ignore[attr-defined]
+    [level] = measure(config, []).levels
+    assert level.token_count_source == "re-counted"
+
+
+def test_a_recount_that_disagrees_is_told(scripted: Start, tmp_path: Path) -> None:
+    server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "16")
+    tokenizer = word_tokenizer(tmp_path, words=8)
+    config = LoadConfig(
+        url=server.url, workload="random:in=4,out=16", concurrency=(4,), requests=8, tokenizer=tokenizer
+    )  # type: ignore[attr-defined]
+    result = measure(config, [])
+    assert result.levels[0].token_count_source == "server-reported"
+    assert any("server reports 128 output tokens, the tokenizer counts 64" in note for note in result.notes)
+
+
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokenizer"):
+        Recounter(str(tmp_path))
+
+
+def test_a_run_without_levels_is_partial() -> None:
+    assert overall_verdict([]) == "PARTIAL"
