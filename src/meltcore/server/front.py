@@ -92,7 +92,8 @@ class Front:
         self.health.set("dead", f"{ENGINE_GONE} ({why})")
         self.requests.end_all(RequestError(ENGINE_GONE, status=500, code="engine_dead"), "failed")
         for waiting in self._profiles:
-            waiting.set_exception(EngineDeadError(ENGINE_GONE))
+            if not waiting.done():
+                waiting.set_exception(EngineDeadError(ENGINE_GONE))
         self._profiles.clear()
         return why
 
@@ -176,12 +177,14 @@ class Front:
         if isinstance(message, StepOutputs):
             self.health.note_step()
             self.requests.on_step(message)
-        elif isinstance(message, Loading):
+        elif isinstance(message, Loading) and self.health.state == "loading":
             self.health.set("loading", f"loading: {message.stage} ({message.fraction:.0%})")
         elif isinstance(message, EngineFailed):
             self._last_words = message.message
         elif isinstance(message, ProfileDone) and self._profiles:
-            self._profiles.pop(0).set_result(message)
+            waiting = self._profiles.pop(0)
+            if not waiting.done():
+                waiting.set_result(message)
 
 
 def _load_text(checkpoint: Checkpoint, dummy: bool) -> tuple[Tokenizer, ChatTemplate | None]:

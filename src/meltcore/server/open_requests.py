@@ -71,8 +71,15 @@ class OpenRequests:
         self._metrics.engine = step.stats
         for output in step.outputs:
             choice = self._open.get(output.request_id)
-            if choice is not None:
+            if choice is None:
+                continue
+            try:
                 self._on_output(choice, output, step.step_ended_s)
+            except Exception as error:  # whatever one answer trips over, the others of this step must get theirs
+                failure = RequestError(f"the server failed on this answer: {type(error).__name__}", status=500)
+                self.end(choice.generation, failure, "failed")
+                context = {"message": "an output could not be handled", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
 
     def _on_output(self, choice: Choice, output: SequenceOutput, now_s: float) -> None:
         generation = choice.generation

@@ -131,9 +131,14 @@ class Replica:
                 data = self._from_engine.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = self._decode(data)
-            self._note_start(message)
-            self._on_message(message)
+            try:
+                message = self._decode(data)
+                self._note_start(message)
+                self._on_message(message)
+            except Exception:
+                # The loop reports it. The descriptor will not signal again for what is still in the socket.
+                asyncio.get_running_loop().call_soon(self._receive)
+                raise
 
     def _note_start(self, message: FromEngine) -> None:
         if self._ready is None or self._ready.done():

@@ -57,7 +57,9 @@ def build_app(front: Front) -> Starlette:
     if front.config.cors_origins:
         origins = list(front.config.cors_origins)
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error, Exception: _server_error}
+    )
 
 
 class _Endpoint:
@@ -162,6 +164,12 @@ def _card(model: Model, name: str) -> dict[str, Any]:
         "weights": model.engine.weights,
         "tokenizer": "synthetic" if model.tokenizer.synthetic else "real",
     }
+
+
+async def _server_error(request: Request, error: Exception) -> Response:
+    """A fault of ours: the client gets the form it knows, and Starlette raises the error on to the log."""
+    body = error_json(RequestError(f"the server failed: {type(error).__name__}", status=500))
+    return Response(body, status_code=500, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,0 +1,104 @@
+"""The table of open requests: every one ends exactly once, and one failing answer hurts no other."""
+
+import asyncio
+from typing import Any
+
+from meltcore.engine.messages import AbortRequests, AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine
+from meltcore.engine.sampling_params import SamplingParams
+from meltcore.errors import RequestError
+from meltcore.server.generation import Generation
+from meltcore.server.metrics import Metrics
+from meltcore.server.open_requests import OpenRequests, client_gone
+from meltcore.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.synthetic_bytes(300)
+
+
+class Table:
+    def __init__(self) -> None:
+        self.metrics = Metrics("m")
+        self.sent: list[ToEngine] = []
+        self.requests = OpenRequests(self.metrics, self.sent.append)
+
+    def add(self, *prompts: list[int], **fields: Any) -> Generation:
+        generation = Generation("id", arrived_s=0.0, streaming=True)
+        for prompt in prompts:
+            generation.add_choice(prompt, SamplingParams(**fields), TOKENIZER)
+        self.requests.add(generation, 0)
+        return generation
+
+    def step(self, *outputs: SequenceOutput) -> None:
+        self.requests.on_step(StepOutputs(list(outputs), EngineStats(), 1.0))
+
+    def check_idle(self, **outcomes: int) -> None:
+        assert len(self.requests) == 0
+        assert self.requests.waiting_prompt_tokens == 0
+        assert self.metrics.outcomes == {"finished": 0, "aborted": 0, "failed": 0} | outcomes
+        assert self.metrics.accepted == sum(outcomes.values())
+
+
+def output(generation: Generation, text: str, index: int = 0, **fields: Any) -> SequenceOutput:
+    return SequenceOutput(generation.choices[index].request_id, list(text.encode()), **fields)
+
+
+def test_a_request_is_ended_once_however_often_it_is_aborted() -> None:
+    table = Table()
+    generation = table.add([1, 2], [3])
+    for _ in range(3):
+        table.requests.end(generation, client_gone(), "aborted")
+    aborts = [message for message in table.sent if isinstance(message, AbortRequests)]
+    assert aborts == [AbortRequests([choice.request_id for choice in generation.choices])]
+    table.step(output(generation, "late", finish_reason="length"))
+    table.check_idle(aborted=2)
+
+
+def test_an_abort_after_the_last_token_changes_nothing() -> None:
+    table = Table()
+    generation = table.add([1])
+    table.step(output(generation, "x", finish_reason="length"))
+    table.requests.end(generation, client_gone(), "aborted")
+    assert generation.error is None
+    assert [type(message) for message in table.sent] == [AddRequest]
+    table.check_idle(finished=1)
+
+
+def test_outputs_of_unknown_requests_are_dropped() -> None:
+    table = Table()
+    table.step(SequenceOutput("nobody", [1, 2, 3], finish_reason="stop"))
+    table.check_idle()
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too() -> None:
+    table = Table()
+    generation = table.add([1], stop=("b",))
+    table.step(output(generation, "abc"))
+    assert table.sent[-1] == AbortRequests([generation.choices[0].request_id])
+    assert generation.choices[0].take_text() == "a"
+    assert generation.choices[0].output_tokens == 2
+    table.check_idle(finished=1)
+
+
+def test_one_failing_answer_leaves_the_others_of_its_step() -> None:
+    async def run() -> None:
+        table = Table()
+        reported: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context["exception"]))
+        bad, good = table.add([1]), table.add([2])
+        bad.choices[0].detokenizer = None  # type: ignore[assignment]
+        table.step(output(bad, "x"), output(good, "y", finish_reason="length"))
+        assert isinstance(bad.error, RequestError)
+        assert bad.error.status == 500
+        assert good.choices[0].take_text() == "y"
+        assert isinstance(reported[0], AttributeError)
+        table.check_idle(finished=1, failed=1)
+
+    asyncio.run(run())
+
+
+def test_everything_ends_when_the_engine_is_gone() -> None:
+    table = Table()
+    generations = [table.add([1, 2, 3]) for _ in range(5)]
+    table.step(output(generations[0], "a"))
+    table.requests.end_all(RequestError("gone", status=500), "failed")
+    assert all(generation.error is not None for generation in generations)
+    table.check_idle(failed=5)
