@@ -95,7 +95,7 @@ def main() -> None:
         mine = statistics.median(found[name] for found in ours)
         peer = statistics.median(found[name] for found in theirs)
         agreement = min(mine, peer) / max(mine, peer)
-        work = f"{name} of one server (truth {TRUTH[name]:.4g}; ratio: smaller over larger"
+        work = f"{name} of one server (truth {TRUTH[name]:.4g}; ratio: smaller over larger)"
         rows.append(
             Row(work=work, unit=unit, value=mine, peer="guidellm", peer_value=peer, ratio=agreement, reach=1 - WITHIN)
         )

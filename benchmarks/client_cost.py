@@ -25,9 +25,9 @@ import msgspec
 import uvloop
 from bench_output import Row, write_result
 
-SCENES = ((500, 100, 50.0), (2000, 50, 200.0))  # streams, tokens of each, ms between two: both 10,000 events/s
+SCENES = ((500, 100, 50.0), (10_000, 16, 1000.0))  # streams, tokens of each, ms between two: both 10,000 events/s
 REACH = 2.0
-TTFT_MS = 2000.0  # all streams are open before the first event
+TTFT_MS = 4000.0  # all streams are open before the first event
 
 
 class _Delta(msgspec.Struct):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.pre_tokenizers import Digits, PreTokenizer, Sequence, WhitespaceSplit
 
 from meltcore.errors import ConfigError
 from meltcore.load import LoadConfig
@@ -23,11 +23,10 @@ COMMAND = [sys.executable, "-m", "meltcore.cli.main", "load"]
 WAIT_S = 60
 
 
-def word_tokenizer(folder: Path, *, words: int) -> str:
-    """Counts one token a word of the scripted server; of words it does not know, none."""
-    vocabulary = {f"w{number}": number for number in range(words)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=None))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
+def save_tokenizer(folder: Path, pieces: PreTokenizer) -> str:
+    """A tokenizer for which each of `pieces` is a token."""
+    tokenizer = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pieces
     path = folder / "tokenizer.json"
     tokenizer.save(str(path))
     return str(path)
@@ -83,7 +82,7 @@ def wait_for_records(root: Path, count: int) -> bool:
 
 def test_a_recount_that_agrees_is_labelled(scripted: Start, tmp_path: Path) -> None:
     server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "16")
-    tokenizer = word_tokenizer(tmp_path, words=16)
+    tokenizer = save_tokenizer(tmp_path, WhitespaceSplit())
     config = LoadConfig(
         url=server.url, workload="random:in=4,out=16", concurrency=(4,), requests=8, tokenizer=tokenizer
     )  # type: ignore[attr-defined]
@@ -93,13 +92,14 @@ def test_a_recount_that_agrees_is_labelled(scripted: Start, tmp_path: Path) -> N
 
 def test_a_recount_that_disagrees_is_told(scripted: Start, tmp_path: Path) -> None:
     server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "16")
-    tokenizer = word_tokenizer(tmp_path, words=8)
+    tokenizer = save_tokenizer(tmp_path, Sequence([WhitespaceSplit(), Digits(individual_digits=True)]))
     config = LoadConfig(
         url=server.url, workload="random:in=4,out=16", concurrency=(4,), requests=8, tokenizer=tokenizer
     )  # type: ignore[attr-defined]
     result = measure(config, [])
     assert result.levels[0].token_count_source == "server-reported"
-    assert any("server reports 128 output tokens, the tokenizer counts 64" in note for note in result.notes)
+    # Words w0 to w15: 10 of two pieces and 6 of three, in each of 8 answers.
+    assert any("server reports 128 output tokens, the tokenizer counts 304" in note for note in result.notes)
 
 
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
