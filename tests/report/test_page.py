@@ -135,3 +135,13 @@ def test_closed_and_open_loops_are_drawn_apart() -> None:
     html = render(sample_run([sample_level(10), sample_level(100), *opened]))
     assert html.count("Concurrent requests") == 4
     assert html.count("Requests per second offered") == 4
+
+
+def test_no_line_joins_levels_of_different_workloads() -> None:
+    levels = [sample_level(n, workload="problems:mixed") for n in (10, 100)]
+    levels += [sample_level(n, workload="problems:short") for n in (1000, 10_000)]
+    html = render(sample_run(levels))
+    throughput = drawings(html)[0]
+    assert [len(line.attrib["points"].split()) for line in throughput.iter("polyline")] == [2, 2, 2, 2]
+    assert "Lines break where the workload changes" in html
+    assert "Lines break" not in render(sample_run())

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from meltcore.demo.gates import judge
-from meltcore.demo.level import run_level, workload_of
+from meltcore.demo.level import SHORT_FROM, run_level, workload_of
 from meltcore.demo.server_process import OWN_PROGRAM, ServerProcess
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.evals import Api, evaluate, run_checks
@@ -157,5 +157,15 @@ def _result(
         levels=measured.levels,
         verdict=verdict,
         reasons=reasons,
-        notes=[f"Server and load generator shared the {cores} cores of one machine, so each slowed the other."],
+        notes=_notes(config, cores),
     )
+
+
+def _notes(config: DemoConfig, cores: int) -> list[str]:
+    notes = [f"Server and load generator shared the {cores} cores of one machine, so each slowed the other."]
+    if len({workload_of(count) for count in config.levels}) > 1:
+        notes.append(
+            f"Levels of {SHORT_FROM:,} and more ask short problems; those below ask mixed ones, pages of facts among "
+            f"them, and so cost far more per request."
+        )
+    return notes

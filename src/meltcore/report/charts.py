@@ -88,10 +88,14 @@ def _x_axis(x: Scale, loads: Sequence[float], kind: str) -> list[Markup]:
 
 
 def _draw(line: Series, levels: Sequence[LevelResult], x: Scale, y: Scale, unit: str) -> list[Markup]:
-    """The series in pieces: a level without a value breaks the line instead of being bridged."""
+    """The series in pieces: a level without a value breaks the line, and so does another workload."""
     pieces: list[list[svg.Point]] = [[]]
     dots: list[Markup] = []
+    workload = None
     for level in sorted(levels, key=_load):
+        if level.workload != workload:
+            pieces.append([])
+            workload = level.workload
         value = line.value(level)
         if value is None or (y.log and value <= 0):
             pieces.append([])

@@ -57,6 +57,7 @@ def _context(result: RunResult) -> dict[str, Any]:
         "distribution_names": [define(name).name for name in _DISTRIBUTIONS],
         "distribution_rows": _distribution_rows,
         "percentile": _percentile,
+        "several_workloads": len({level.workload for level in result.levels}) > 1,
         "has_slo": any(level.slo for level in result.levels),
         "percentile_names": ["p" + f"{100 * share:g}" for share in QUANTILES.values()],
         "samples_needed": SAMPLES_NEEDED,
