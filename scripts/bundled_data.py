@@ -18,7 +18,7 @@ from meltcore.problems.short import short_problem
 from meltcore.problems.stories import story_problem
 
 # Shares of a training batch in tokens: pages are ten times longer than the rest, and the hardest to learn.
-_PAGE_SHARE, _STORY_SHARE = 0.5, 0.2
+_PAGE_SHARE, _STORY_SHARE = 0.55, 0.2
 # Pages grow from a few facts to full length over this first part of training: finding one fact among eight is
 # learnt in minutes, one among ninety from nothing is not.
 _GROWING = 0.2
