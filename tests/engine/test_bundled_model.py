@@ -1,0 +1,51 @@
+"""The bundled model through our engine: the right answers, and the same ones as through transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meltcore import LLM, SamplingParams
+from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.problems import evaluation_set, is_right
+
+GREEDY = SamplingParams(max_tokens=256)
+ACCURACY = 0.95
+
+
+def conversations(count: int) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": problem.question}] for problem in evaluation_set()[:count]]
+
+
+def accuracy(llm: LLM) -> float:
+    problems = evaluation_set()
+    answers = llm.chat(conversations(len(problems)), GREEDY)
+    right = [is_right(problem, answer.text) for problem, answer in zip(problems, answers, strict=True)]
+    return sum(right) / len(right)
+
+
+@pytest.mark.slow
+def test_held_out_accuracy() -> None:
+    """All 200 at once, and a budget that cuts the long prompts into chunks."""
+    assert accuracy(LLM(BUNDLED_MODEL, device="cpu", max_num_batched_tokens=500, memory_bytes=2**29)) >= ACCURACY
+
+
+def test_same_tokens_as_transformers() -> None:
+    llm = LLM(BUNDLED_MODEL, device="cpu", memory_bytes=2**28)
+    answers = llm.chat(conversations(16), GREEDY)
+    folder = open_checkpoint(BUNDLED_MODEL, files="text").folder
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert max(len(answer.prompt_token_ids) for answer in answers) > 200
+    for answer in answers:
+        assert answer.finish_reason == "stop"
+        prompt = torch.tensor([answer.prompt_token_ids])
+        with torch.no_grad():
+            whole = reference.generate(prompt, max_new_tokens=256, do_sample=False)
+        assert whole[0, prompt.shape[1] :].tolist() == answer.token_ids
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_held_out_accuracy_on_cuda(dtype: str) -> None:
+    assert accuracy(LLM(BUNDLED_MODEL, device="cuda", dtype=dtype, memory_bytes=2**31)) >= ACCURACY
