@@ -6,8 +6,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from meltcore.llm import LLM
     from meltcore.engine.sampling_params import SamplingParams
+    from meltcore.llm import LLM
 
 
 def __getattr__(name: str) -> Any:

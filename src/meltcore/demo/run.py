@@ -20,14 +20,13 @@ from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.progress import answers_bar, print_check
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import CheckResult, Evaluation, Fingerprint, LevelResult, RunResult, Verdict
+from meltcore.results.served import model_facts, model_notes
 from meltcore.results.wording import evaluation_line, load_of
 
 DEFAULT_LEVELS = (10, 100, 400, 1_000, 10_000)
 DEFAULT_MODEL = "meltcore/sums"
 SERVER_LOG = "server.log"
 _DEATH_S = 2.0
-# What our server says of a model beyond OpenAI's fields: a result of random weights must show it.
-_MODEL_FACTS = ("weights", "tokenizer", "max_model_len")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +102,7 @@ def _measure(
     Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ends by itself.
     """
     model = api.first_model()
-    entry = api.get("/v1/models").json()["data"][0]
-    measured.facts = {name: entry[name] for name in _MODEL_FACTS if name in entry}
+    measured.facts = model_facts(api.get("/v1/models").json(), model)
     measured.checks = run_checks(api, model)
     _print_checks(console, measured.checks)
     with answers_bar(console) as on_answer:
@@ -157,7 +155,7 @@ def _result(
         levels=measured.levels,
         verdict=verdict,
         reasons=reasons,
-        notes=_notes(config, cores),
+        notes=model_notes(measured.facts) + _notes(config, cores),
     )
 
 

@@ -12,6 +12,7 @@ from meltcore.evals.conformance import run_checks
 from meltcore.evals.problems import CONCURRENCY, evaluate
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.schema import CheckResult, Evaluation, RunResult
+from meltcore.results.served import model_facts, model_notes
 from meltcore.results.wording import percent
 
 What = Literal["problems", "conformance"]
@@ -35,6 +36,7 @@ def run_eval(
     """
     api = Api(url, api_key=api_key)
     model = model or api.first_model()
+    facts = model_facts(api.get("/v1/models").json(), model)
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     checks: list[CheckResult] = []
     evaluation = None
@@ -49,12 +51,13 @@ def run_eval(
         started=started,
         duration_s=time.monotonic() - clock,
         fingerprint=take_fingerprint(arguments),
-        settings={"what": what, "model": model, "concurrency": concurrency, "at_least": at_least},
+        settings={"what": what, "model": model, "concurrency": concurrency, "at_least": at_least, **facts},
         accuracy=evaluation.share if evaluation else None,
         evaluation=evaluation,
         checks=checks,
         verdict="FAILED" if reasons else "OK",
         reasons=reasons,
+        notes=model_notes(facts),
     )
 
 

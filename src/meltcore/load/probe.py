@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import msgspec
 
 from meltcore.errors import ConfigError
 from meltcore.load.connection import ConnectError, Target, get
 from meltcore.load.stream import error_message
+from meltcore.results.served import model_facts
 
 PROBE_TIMEOUT_S = 10.0
 SAMPLE_S = 0.5
@@ -41,6 +43,15 @@ async def first_model(target: Target) -> str:
     if not models:
         raise ConfigError(f"{where}/v1/models names no model; give one with --model")
     return models[0].id
+
+
+async def served_facts(target: Target, model: str) -> dict[str, Any]:
+    """What the server says of `model` beyond OpenAI's fields; empty where it says nothing."""
+    try:
+        status, body = await get(target, "/v1/models", PROBE_TIMEOUT_S)
+        return model_facts(msgspec.json.decode(body), model) if status == 200 else {}
+    except (ConnectError, msgspec.DecodeError):
+        return {}  # a server without the listing can be loaded all the same, given --model
 
 
 def read_gauges(text: str) -> dict[str, float]:
