@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # An import points down its own half's list or to the ground floor; the halves never meet.
 RUN = ("server", "engine", "models", "layers", "kernels", "text")
-MEASURE = ("demo", "report", "evals", "load")
+MEASURE = ("demo", "report", "evals", "load", "hardware")
 GROUND = ("results", "problems", "errors", "config")
 ALLOWED = {
     "llm": ("engine", "models", "text"),
@@ -29,6 +29,7 @@ ALLOWED = {
     "report": ("evals", "load"),
     "evals": ("load",),
     "load": (),
+    "hardware": (),
     "results": (),
     "problems": (),
     "errors": (),

@@ -33,6 +33,7 @@ VERBS: dict[str, Verb] = {
     "eval": Verb("meltcore.cli.eval", "check a server's answers and API forms"),
     "report": Verb("meltcore.cli.report", "draw the HTML report of a run folder again"),
     "compare": Verb("meltcore.cli.compare", "two runs' levels side by side"),
+    "monitor": Verb("meltcore.cli.monitor", "log the GPUs' temperature, power, clocks, errors and activity"),
     "snapshot": Verb("meltcore.cli.snapshot", "print what this machine is: hardware, driver, versions"),
 }
 

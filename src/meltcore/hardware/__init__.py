@@ -1,0 +1,1 @@
+"""What the GPUs of this machine do while something else runs on them, read through NVML. No torch, no root."""
