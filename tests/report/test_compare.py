@@ -38,6 +38,8 @@ def test_what_the_sample_does_not_carry_has_no_ratio() -> None:
         ({"levels": [sample_level(10, workload="random:in=8")]}, "10 at once differs"),
         ({"levels": [sample_level(10, requests=999)]}, "10 at once differs"),
         ({"levels": [sample_level(10, verdict="CLIENT_BOUND")]}, "not OK at 10 at once"),
+        ({"settings": {"debug": ["no-overlap"]}}, "second run's server had debug switches on: no-overlap"),
+        ({"settings": {"weights": "dummy"}}, "the weights differ: .* against dummy"),
     ],
 )
 def test_unlike_and_partial_runs_are_refused_unless_forced(changes: dict[str, object], reason: str) -> None:

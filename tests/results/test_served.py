@@ -9,7 +9,8 @@ def test_dummy_weights_and_synthetic_tokenizer_are_said_aloud() -> None:
     listing = {"data": [{"id": "other"}, {"id": "m", "weights": "dummy", "tokenizer": "synthetic", "owned_by": "x"}]}
     facts = model_facts(listing, "m")
     assert facts == {"weights": "dummy", "tokenizer": "synthetic"}
-    weights, tokenizer = model_notes(facts)
+    weights, tokenizer, debug = model_notes(facts | {"debug": ["no-overlap"]})
+    assert "no-overlap" in debug
     assert "random weights" in weights
     assert "synthetic" in tokenizer
     assert model_notes({"weights": "real", "tokenizer": "real"}) == []

@@ -73,9 +73,14 @@ def reasons_not_to_compare(first: RunResult, second: RunResult) -> list[str]:
     for name, run in (("the first", first), ("the second", second)):
         if run.status == "partial":
             reasons.append(f"{name} run is partial")
+        if run.settings.get("debug"):
+            reasons.append(f"{name} run's server had debug switches on: {', '.join(run.settings['debug'])}")
         bad = [load_of(level) for level in run.levels if level.verdict != "OK"]
         if bad:
             reasons.append(f"{name} run is not OK at {', '.join(bad)}")
+    weights = [str(run.settings.get("weights", "not named")) for run in (first, second)]
+    if weights[0] != weights[1]:
+        reasons.append(f"the weights differ: {weights[0]} against {weights[1]}")
     others = {_key(level): level for level in second.levels}
     for level in first.levels:
         other = others.get(_key(level))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_FACTS = ("weights", "tokenizer", "max_model_len")
+_FACTS = ("weights", "tokenizer", "device", "dtype", "max_model_len", "debug")
 
 
 def model_facts(listing: Any, model: str) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def model_facts(listing: Any, model: str) -> dict[str, Any]:
     entries = listing.get("data") if isinstance(listing, Mapping) else None
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, Mapping) and entry.get("id") == model:
-            return {name: entry[name] for name in _FACTS if name in entry}
+            return {name: entry[name] for name in _FACTS if entry.get(name)}
     return {}
 
 
@@ -25,5 +25,9 @@ def model_notes(facts: Mapping[str, Any]) -> list[str]:
     if facts.get("tokenizer") == "synthetic":
         notes.append(
             "The server's tokenizer is synthetic (a token a byte): texts are longer in tokens than with a real one."
+        )
+    if facts.get("debug"):
+        notes.append(
+            f"The server ran with debug switches ({', '.join(facts['debug'])}): this run compares with nothing."
         )
     return notes

@@ -106,11 +106,11 @@ class _Pages:
 
     async def models(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         model = self._front.ready_model(None)
-        return {"object": "list", "data": [_card(model, name) for name in model.names]}
+        return {"object": "list", "data": [self._card(model, name) for name in model.names]}
 
     async def model(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         name = scope["path_params"]["name"]
-        return _card(self._front.ready_model(name), name)
+        return self._card(self._front.ready_model(name), name)
 
     async def tokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         request = decode_request(await self._body(scope, receive), TokenizeRequest)
@@ -153,17 +153,20 @@ class _Pages:
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         return await read_body(scope, receive, self._front.config.max_body_bytes)
 
-
-def _card(model: Model, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "meltcore",
-        "max_model_len": model.engine.max_model_len,
-        "weights": model.engine.weights,
-        "tokenizer": "synthetic" if model.tokenizer.synthetic else "real",
-    }
+    def _card(self, model: Model, name: str) -> dict[str, Any]:
+        """OpenAI's fields, then what a measurement must know of what it measures."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "meltcore",
+            "max_model_len": model.engine.max_model_len,
+            "weights": model.engine.weights,
+            "tokenizer": "synthetic" if model.tokenizer.synthetic else "real",
+            "device": model.engine.device,
+            "dtype": model.engine.dtype,
+            "debug": list(self._front.config.engine.debug),
+        }
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
