@@ -35,17 +35,18 @@ def line(gpu: GpuInfo, samples: Sequence[Sample], since_s: float) -> str:
     what the product does not have is left out.
     """
     parts = [f"{samples[-1].t_s - since_s:6.1f} s  {gpu.label}"]
+    alive = [sample for sample in samples if not sample.lost]
     for key, before, after in _LINE:
-        shown = _mean(samples, key)
+        shown = _mean(alive, key)
         if shown is not None:
             parts.append(f"{before}{shown}{after}")
-    if any(sample.clock_reasons == UNKNOWN for sample in samples):
+    if any(sample.clock_reasons == UNKNOWN for sample in alive):
         parts.append("clock reasons ?")
-    found = [sample.clock_reasons for sample in samples if isinstance(sample.clock_reasons, list)]
+    found = [sample.clock_reasons for sample in alive if isinstance(sample.clock_reasons, list)]
     parts += sorted({reason for reasons in found for reason in reasons if reason != GPU_IDLE})
     parts += [describe(xid) for sample in samples if isinstance(sample.xids, list) for xid in sample.xids]
     for key in ("ecc_uncorrected", "ecc_corrected"):
-        counts = numbers(samples, key)
+        counts = numbers(alive, key)
         if counts and counts[-1] > counts[0]:
             parts.append(f"{BY_KEY[key].name}: {counts[-1] - counts[0]:.0f} NEW")
     if samples[-1].lost:
@@ -89,7 +90,9 @@ def _row(metric: Metric, summary: MetricSummary) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:,.1f}"
+    if value == int(value) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 1 else f"{value:.2g}"
 
 
 def _share(count: int, summary: GpuSummary) -> str:

@@ -75,20 +75,22 @@ class Tally:
 
     def add(self, sample: Sample) -> None:
         self._follow_time(sample.t_s)
+        if isinstance(sample.xids, list):
+            self._xids += sample.xids
+        else:
+            self._xids_unknown += 1
+        if sample.lost:
+            self._lost = True
+            return  # what else it holds is unknown, and known to be
         for key, tally in self._metrics.items():
             tally.add(sample.values[key])
         if isinstance(sample.clock_reasons, list):
             self._clock_reasons.update(sample.clock_reasons)
         else:
             self._clock_reasons_unknown += 1
-        if isinstance(sample.xids, list):
-            self._xids += sample.xids
-        else:
-            self._xids_unknown += 1
         clock = sample.values["sm_clock_mhz"]
         if _loaded(sample) and not isinstance(clock, str):
             self._loaded_clocks.append(clock)
-        self._lost = self._lost or sample.lost
 
     def summary(self) -> GpuSummary:
         return GpuSummary(

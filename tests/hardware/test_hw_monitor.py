@@ -1,0 +1,255 @@
+"""The sampler as a process, and the command: what they write, print and return, and that they always end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import pytest
+
+from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.hardware.fake import Change, FakeGpu
+from meltcore.hardware.monitor import Monitor
+from meltcore.hardware.recording import read_recording
+from meltcore.hardware.sampler import Setup
+
+LIMIT_S = 10.0
+
+# The command with a scripted machine behind it: nothing else is changed.
+_COMMAND = """
+import sys, msgspec
+from meltcore.hardware import sampler
+from meltcore.hardware.fake import FakeGpu
+real, fake = sampler.Setup, msgspec.json.decode(sys.argv[1], type=list[FakeGpu])
+sampler.Setup = lambda **settings: real(**settings, fake=fake)
+from meltcore.cli.main import main
+sys.exit(main(["monitor", *sys.argv[2:]]))
+"""
+
+
+def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    end_s = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end_s, "it did not come true in time"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def setup(path: Path, *gpus: FakeGpu, interval_s: float = 0.02, wanted: str | None = None) -> Setup:
+    return Setup(path=str(path), gpus=wanted, interval_s=interval_s, fake=list(gpus) or [FakeGpu()])
+
+
+def command(
+    *arguments: str | Path, gpus: list[FakeGpu] | None = None, cwd: Path | None = None
+) -> subprocess.Popen[str]:
+    script = msgspec.json.encode([FakeGpu()] if gpus is None else gpus).decode()
+    return subprocess.Popen(
+        [sys.executable, "-c", _COMMAND, script, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+    )
+
+
+def test_samples_keep_their_interval_and_share_the_monotonic_clock(tmp_path: Path) -> None:
+    before_s = time.monotonic()
+    with Monitor(setup(tmp_path / "s.jsonl", interval_s=0.02)) as monitor:
+        time.sleep(1.0)
+        monitor.stop()
+    samples = read_recording(tmp_path / "s.jsonl").of(0)
+    times = [sample.t_s for sample in samples]
+    assert before_s < times[0] < times[-1] < time.monotonic()
+    assert len(times) >= 20
+    # Samples stay on the grid: were each a reading's time late on top of the last, they would end up anywhere between.
+    beside_s = [(t_s - times[0] + 0.01) % 0.02 for t_s in times]
+    assert median(abs(offset_s - median(beside_s)) for offset_s in beside_s) < 0.002
+    assert all(sample.gpm_window_s is not None for sample in samples), "the first sample has a window already"
+
+
+def test_samples_are_handed_out_once_and_the_recording_holds_all(tmp_path: Path) -> None:
+    with Monitor(setup(tmp_path / "s.jsonl", FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-b"))) as monitor:
+        until(lambda: (tmp_path / "s.jsonl").stat().st_size > 8_000)
+        samples = monitor.new_samples()
+        samples += monitor.stop()
+        assert monitor.new_samples() == []
+    recording = read_recording(tmp_path / "s.jsonl")
+    assert recording.samples == samples
+    assert [gpu.uuid for gpu in recording.start.gpus] == ["GPU-a", "GPU-b"]
+    assert {sample.gpu for sample in samples} == {0, 1}
+    assert recording.end == monitor.end
+    assert recording.end is not None
+    assert recording.end.why == "asked"
+    middle_s = samples[len(samples) // 2].t_s
+    assert recording.of(0, to_s=middle_s) + recording.of(0, from_s=middle_s + 1e-9) == recording.of(0)
+
+
+def test_a_gpu_lost_half_way_stops_and_the_others_go_on(tmp_path: Path) -> None:
+    gpus = [FakeGpu(uuid="GPU-a", lost_after_s=0.4), FakeGpu(uuid="GPU-b")]
+    with Monitor(setup(tmp_path / "s.jsonl", *gpus)) as monitor:
+        time.sleep(0.8)
+        samples = monitor.stop()
+    lost, other = ([sample for sample in samples if sample.gpu == gpu] for gpu in (0, 1))
+    assert [sample.lost for sample in lost] == [False] * (len(lost) - 1) + [True]
+    assert other[-1].t_s > lost[-1].t_s + 0.1
+    assert not other[-1].lost
+
+
+def test_the_sampler_leaves_when_every_gpu_is_lost(tmp_path: Path) -> None:
+    with Monitor(setup(tmp_path / "s.jsonl", FakeGpu(lost_after_s=0.2))) as monitor:
+        until(lambda: not monitor.running)
+        samples = monitor.stop()
+    assert samples[-1].lost
+    assert monitor.end is not None
+    assert monitor.end.why == "every GPU lost"
+
+
+def test_readings_slower_than_the_interval_are_counted_not_caught_up(tmp_path: Path) -> None:
+    with Monitor(
+        setup(tmp_path / "s.jsonl", *(FakeGpu(uuid=f"GPU-{n}") for n in range(40)), interval_s=0.001)
+    ) as monitor:
+        time.sleep(0.5)
+        monitor.stop()
+    assert monitor.end is not None
+    assert monitor.end.late > 0
+
+
+def test_the_sampler_ends_with_an_error_in_the_block(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Monitor(setup(tmp_path / "s.jsonl")) as monitor:
+        raise ZeroDivisionError
+    assert not alive(monitor.pid)
+
+
+def test_the_sampler_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    parent = command("--out", tmp_path / "s.jsonl")
+    assert parent.stdout is not None
+    try:
+        assert parent.stdout.readline().startswith("writing")
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        assert len(children) == 1
+    finally:
+        parent.kill()
+        parent.communicate(timeout=LIMIT_S)
+    until(lambda: not alive(int(children[0])))
+
+
+def test_a_sampler_killed_from_outside_leaves_a_readable_recording_without_an_end(tmp_path: Path) -> None:
+    with Monitor(setup(tmp_path / "s.jsonl")) as monitor:
+        until(lambda: monitor.new_samples())
+        os.kill(monitor.pid, signal.SIGKILL)
+        until(lambda: not monitor.running)
+        monitor.stop()
+    assert monitor.end is None
+    assert read_recording(tmp_path / "s.jsonl").end is None
+
+
+def test_gpus_that_are_not_there_and_files_that_cannot_be_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there are GPUs 0 to 0"):
+        Monitor(setup(tmp_path / "s.jsonl", wanted="4"))
+    with pytest.raises(ConfigError, match="cannot write"):
+        Monitor(setup(tmp_path / "none" / "s.jsonl"))
+
+
+def test_a_sampler_that_cannot_start_is_an_error_and_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meltcore.hardware.monitor._START", "raise SystemExit(9)")
+    with pytest.raises(MeltcoreError, match="ended before it had started"):
+        Monitor(setup(tmp_path / "s.jsonl"))
+
+
+def test_another_file_is_no_recording(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text('{"type":"end","t_s":1,"late":0,"why":"asked"}\n')
+    (tmp_path / "y").write_text("temperature,power\n")
+    for name in ("x", "y", "missing"):
+        with pytest.raises(ConfigError):
+            read_recording(tmp_path / name)
+
+
+def test_the_command_prints_lines_and_a_summary_and_writes_json_lines(tmp_path: Path) -> None:
+    gaming = FakeGpu(name="NVIDIA GeForce RTX 4090", uuid="GPU-b", architecture=8, refused={"power_w": 4})
+    done = command("--duration", "1.5", gpus=[FakeGpu(), gaming], cwd=tmp_path)
+    out, err = done.communicate(timeout=LIMIT_S)
+    assert (done.returncode, err) == (0, "")
+    folder = next((tmp_path / "runs").iterdir())
+    assert folder.name.endswith("-monitor")
+    kinds = [json.loads(line)["type"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert (kinds[0], set(kinds[1:-1]), kinds[-1]) == ("start", {"sample"}, "end")
+    first, second = (next(line for line in out.splitlines() if f" s  GPU {n}  " in line) for n in (0, 1))
+    assert "500 W  SM 1980 MHz" in first
+    assert "SM active 90 %" in first
+    assert "? W" in second
+    assert "SM active" not in second, "what the product does not have is left out"
+    assert "GPU 1: NVIDIA GeForce RTX 4090" in out
+    assert out.count("  HEALTHY") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_in_order(tmp_path: Path, number: int) -> None:
+    running = command("--out", tmp_path / "s.jsonl")
+    assert running.stdout is not None
+    assert running.stdout.readline().startswith("writing")
+    assert "GPU 0" in running.stdout.readline()
+    running.send_signal(number)
+    out, err = running.communicate(timeout=LIMIT_S)
+    assert (running.returncode, err) == (0, "")
+    assert "HEALTHY" in out
+    assert read_recording(tmp_path / "s.jsonl").end is not None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "status", "told"),
+    [
+        (FakeGpu(changes=[Change(0.4, "ecc_uncorrected", 2)]), 1, "2 new ECC errors, uncorrected"),
+        (FakeGpu(xids=[(0xFFFFFFFF, 79)]), 1, "XID 79 (the GPU has fallen off the bus)"),
+        (FakeGpu(refused={"clock_reasons": 4}), 3, "clock reasons: unreadable"),
+    ],
+    ids=["ecc", "xid", "unknown"],
+)
+def test_the_exit_status_is_the_verdict(tmp_path: Path, gpu: FakeGpu, status: int, told: str) -> None:
+    done = command("--duration", "0.8", "--out", tmp_path / "s.jsonl", gpus=[gpu])
+    out, _ = done.communicate(timeout=LIMIT_S)
+    assert done.returncode == status
+    assert told in out
+
+
+def test_without_a_driver_there_is_one_line_status_3_and_no_folder(tmp_path: Path) -> None:
+    """In a process that finds no NVML library, also where this machine has one."""
+    code = (
+        "import sys, meltcore.hardware.monitor as m\n"
+        "m._START = 'import ctypes\\ndef none(*a, **k): raise OSError\\nctypes.CDLL = none\\n' + m._START\n"
+        "from meltcore.cli.main import main; sys.exit(main(['monitor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 3
+    assert done.stderr.startswith("meltcore monitor: no NVIDIA driver here")
+    assert done.stderr.count("\n") == 1
+    assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["--interval-ms", "1"], ["--interval-ms", "x"], ["--duration", "0"]])
+def test_settings_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from meltcore.cli.main import main
+
+    with pytest.raises(SystemExit) as left:
+        main(["monitor", *arguments])
+    assert left.value.code == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_the_sampler_process_imports_no_torch_and_little_else() -> None:
+    code = "import sys, meltcore.hardware.sampler; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'rich')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == 0

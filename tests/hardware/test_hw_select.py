@@ -1,0 +1,85 @@
+"""Which GPUs are read: --gpu, else CUDA_VISIBLE_DEVICES, else all."""
+
+import pytest
+
+from meltcore.errors import ConfigError
+from meltcore.hardware.fake import FakeGpu, FakeNvml
+from meltcore.hardware.select import select_gpus
+
+UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"]
+
+
+def chosen(wanted: str | None = None, gpus: list[FakeGpu] | None = None, **environment: str) -> list[str]:
+    machine = gpus or [
+        FakeGpu(uuid=uuid, slices={"MIG-1111": 1, "MIG-2222": 2} if place == 2 else {})
+        for place, uuid in enumerate(UUIDS)
+    ]
+    return [gpu.info.uuid for gpu in select_gpus(FakeNvml(machine), wanted, environment)]
+
+
+def test_all_boards_by_default() -> None:
+    assert chosen() == UUIDS
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("0,2", [UUIDS[0], UUIDS[2]]),
+        ("2, 0", [UUIDS[2], UUIDS[0]]),
+        ("1,1,GPU-aaaa2", [UUIDS[1]]),
+        ("GPU-b", [UUIDS[2]]),
+        ("MIG-2222,0", ["MIG-2222", UUIDS[0]]),
+    ],
+)
+def test_gpus_are_named_by_index_uuid_or_the_beginning_of_one(wanted: str, expected: list[str]) -> None:
+    assert chosen(wanted) == expected
+    assert chosen(None, CUDA_VISIBLE_DEVICES=wanted) == expected
+
+
+def test_gpus_named_outweigh_the_visible_ones() -> None:
+    assert chosen("0", CUDA_VISIBLE_DEVICES="2") == [UUIDS[0]]
+
+
+def test_visible_gpus_end_at_a_negative_index_as_cuda_has_it() -> None:
+    assert chosen(CUDA_VISIBLE_DEVICES="1,-1,2") == [UUIDS[1]]
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_nothing_visible_is_an_error(visible: str) -> None:
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+        chosen(CUDA_VISIBLE_DEVICES=visible)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("3", "there are GPUs 0 to 2"),
+        ("GPU-aaaa", "which 2 GPUs have"),
+        ("GPU-cccc", "which no GPU has"),
+        ("MIG-9", "which no GPU has; there are MIG-1111, MIG-2222"),
+        ("0,", "which no GPU has"),
+    ],
+)
+def test_a_name_that_is_nobodys_or_several_gpus_is_an_error(wanted: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen(wanted)
+
+
+def test_indices_among_unlike_gpus_need_the_bus_order() -> None:
+    """CUDA counts by speed then, and NVML by bus: the index would name another GPU than the program uses."""
+    unlike = [FakeGpu(uuid="GPU-1", name="NVIDIA T4"), FakeGpu(uuid="GPU-2")]
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        chosen(gpus=unlike, CUDA_VISIBLE_DEVICES="0")
+    assert chosen(gpus=unlike, CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == ["GPU-1"]
+    assert chosen(gpus=unlike, CUDA_VISIBLE_DEVICES="GPU-2") == ["GPU-2"]
+
+
+def test_a_machine_without_gpus_says_so() -> None:
+    with pytest.raises(ConfigError, match="sees no GPU"):
+        select_gpus(FakeNvml([]), None, {})
+
+
+def test_a_slice_knows_its_board_and_instance() -> None:
+    machine = FakeNvml([FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1", slices={"MIG-1": 5})])
+    (gpu,) = select_gpus(machine, "MIG-1", {})
+    assert (gpu.info.index, gpu.info.mig, gpu.gpu_instance) == (1, True, 5)
