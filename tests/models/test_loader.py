@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -137,6 +138,32 @@ def test_folder_without_config_and_missing_folder(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path), files="text")
     with pytest.raises(ConfigError, match="no such folder"):
         open_checkpoint(str(tmp_path / "nothing"), files="text")
+
+
+def test_hub_id_is_downloaded_with_what_is_needed_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(repository: str, *, allow_patterns: list[str]) -> str:
+        asked.append((repository, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert open_checkpoint("owner/model", files="text").folder == folder
+    assert open_checkpoint("owner/model", files="all").config["hidden_size"] == 32
+    (name, text), (_, everything) = asked
+    assert name == "owner/model"
+    assert not any("safetensors" in pattern for pattern in text)
+    assert "*.safetensors" in everything
+    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in everything)
+
+
+def test_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(repository: str, **_: object) -> str:
+        raise OSError("no network\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ConfigError, match="owner/model: not a local folder, and the hub did not give it: no network$"):
+        open_checkpoint("owner/model", files="all")
 
 
 def test_dummy_weights_from_a_config_alone_repeat_with_the_seed(tmp_path: Path) -> None:

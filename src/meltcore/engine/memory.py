@@ -31,8 +31,8 @@ def plan_pages(
     if fitting < pages_for(max_model_len):
         largest = fitting * PAGE_SIZE
         raise ConfigError(
-            f"{_gib(budget)} hold the weights ({_gib(weights)}), a reserve of {_gib(reserve)} and pages for {largest} "
-            f"tokens; --max-model-len {max_model_len} needs {_gib(page_bytes * pages_for(max_model_len))} of pages. "
+            f"{_size(budget)} hold the weights ({_size(weights)}), a reserve of {_size(reserve)} and pages for {largest} "
+            f"tokens; --max-model-len {max_model_len} needs {_size(page_bytes * pages_for(max_model_len))} of pages. "
             + (f"Set --max-model-len {largest} or less, or raise --memory." if largest else "Raise --memory.")
         )
     pages = min(wanted, fitting)
@@ -59,5 +59,5 @@ def host_available_bytes() -> int:
     raise ConfigError("/proc/meminfo has no MemAvailable line; set --memory")
 
 
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
