@@ -162,7 +162,7 @@ def test_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -
         raise OSError("no network\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ConfigError, match="owner/model: not a local folder, and the hub did not give it: no network$"):
+    with pytest.raises(ConfigError, match=r"owner/model: not a local folder, and the hub did not give it: no network$"):
         open_checkpoint("owner/model", files="all")
 
 

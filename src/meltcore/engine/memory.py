@@ -31,8 +31,8 @@ def plan_pages(
     if fitting < pages_for(max_model_len):
         largest = fitting * PAGE_SIZE
         raise ConfigError(
-            f"{_size(budget)} hold the weights ({_size(weights)}), a reserve of {_size(reserve)} and pages for {largest} "
-            f"tokens; --max-model-len {max_model_len} needs {_size(page_bytes * pages_for(max_model_len))} of pages. "
+            f"{_size(budget)} hold the weights ({_size(weights)}), a reserve of {_size(reserve)} "
+            f"and pages for {largest} tokens; --max-model-len {max_model_len} needs {_size(page_bytes * pages_for(max_model_len))} of pages. "
             + (f"Set --max-model-len {largest} or less, or raise --memory." if largest else "Raise --memory.")
         )
     pages = min(wanted, fitting)
