@@ -30,10 +30,11 @@ def plan_pages(
     fitting = max(0, (budget - weights - reserve) // page_bytes)
     if fitting < pages_for(max_model_len):
         largest = fitting * PAGE_SIZE
+        needed = _size(page_bytes * pages_for(max_model_len))
+        advice = f"Set --max-model-len {largest} or less, or raise --memory." if largest else "Raise --memory."
         raise ConfigError(
-            f"{_size(budget)} hold the weights ({_size(weights)}), a reserve of {_size(reserve)} "
-            f"and pages for {largest} tokens; --max-model-len {max_model_len} needs {_size(page_bytes * pages_for(max_model_len))} of pages. "
-            + (f"Set --max-model-len {largest} or less, or raise --memory." if largest else "Raise --memory.")
+            f"{_size(budget)} hold the weights ({_size(weights)}), a reserve of {_size(reserve)} and pages for "
+            f"{largest} tokens; --max-model-len {max_model_len} needs {needed} of pages. {advice}"
         )
     pages = min(wanted, fitting)
     rows = [
