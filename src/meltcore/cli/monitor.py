@@ -107,8 +107,12 @@ def _conclude(monitor: "Monitor", tallies: "list[Tally]") -> int:
     if monitor.end is None:
         print("the sampler did not end in order: the recording stops short")
         verdicts.add("UNKNOWN")
-    elif monitor.end.late:
-        print(f"{monitor.end.late} samples left out: reading the GPUs took longer than the interval")
+    else:
+        share = monitor.end.cpu_s / (monitor.end.t_s - monitor.start.t_s)
+        print(
+            f"\nsampling took {100 * share:.0f} % of a core; samples left out, because readings took too long:", end=""
+        )
+        print(f" {monitor.end.late}")
     return EXIT_DEGRADED if "DEGRADED" in verdicts else EXIT_UNKNOWN if "UNKNOWN" in verdicts else 0
 
 

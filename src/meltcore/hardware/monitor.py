@@ -4,6 +4,7 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -16,7 +17,7 @@ from meltcore.hardware.sampler import LEAVE_S, Failed, Setup, Started
 
 _START = "from meltcore.hardware.sampler import main; main()"
 _START_LIMIT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
-_KILL_LIMIT_S = 2.0
+_KILL_AFTER_S = 2.0
 
 
 class Monitor:
@@ -36,7 +37,11 @@ class Monitor:
         self._read_bytes = 0
         # A session of its own: Ctrl-C and a signal to our process group reach us alone, and we end it in order.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", _START],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         try:
             self.start = self._greet(setup)
@@ -80,8 +85,8 @@ class Monitor:
     def _greet(self, setup: Setup) -> Start:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it is gone already, as the missing answer will say
+            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
         limit_s = time.monotonic() + _START_LIMIT_S
         while not select.select([self._process.stdout], [], [], 0.5)[0]:
             if time.monotonic() > limit_s:
@@ -95,14 +100,19 @@ class Monitor:
         return answer.start
 
     def _end(self) -> None:
-        """Ask, then kill. Leaves a process behind only where the kernel itself holds it in a driver call."""
+        """Ask, then kill. Raises MeltcoreError where even that does not help: the kernel holds it in a driver call."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        if not self._process.stdin.closed:
-            self._process.stdin.close()
+        self._process.stdin.close()
         try:
-            self._process.wait(LEAVE_S)
+            self._process.wait(LEAVE_S + _KILL_AFTER_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_KILL_LIMIT_S)
+            self._kill()
         self._process.stdout.close()
+
+    def _kill(self) -> None:
+        self._process.kill()
+        try:
+            self._process.wait(_KILL_AFTER_S)
+        except subprocess.TimeoutExpired as error:
+            raise MeltcoreError(f"the GPU sampler, process {self.pid}, hangs in the driver and cannot end") from error

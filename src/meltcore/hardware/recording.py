@@ -61,10 +61,14 @@ class Sample(msgspec.Struct, kw_only=True, tag="sample"):
 
 
 class End(msgspec.Struct, kw_only=True, tag="end"):
-    """The sampler left in order. `late`: moments without a sample, because the readings before took too long."""
+    """The sampler left in order, having used `cpu_s` of processor time.
+
+    `late`: moments without a sample, because the readings before took longer than the interval.
+    """
 
     t_s: float
     late: int
+    cpu_s: float
     why: Literal["asked", "every GPU lost"]
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 from pynvml import NVMLError
@@ -97,11 +97,12 @@ def record(nvml: Nvml, gpus: Sequence[Gpu], interval_s: float, file: BinaryIO, s
             if sample.lost:
                 del readers[position]
         if not readers:
-            return End(t_s=time.monotonic(), late=late, why="every GPU lost")
+            break
         missed = max(0, int((time.monotonic() - due_s) / interval_s))
         late += missed
         due_s += (missed + 1) * interval_s
-    return End(t_s=time.monotonic(), late=late, why="asked")
+    why: Literal["asked", "every GPU lost"] = "asked" if readers else "every GPU lost"
+    return End(t_s=time.monotonic(), late=late, cpu_s=time.process_time(), why=why)
 
 
 def _create(path: str) -> BinaryIO:
