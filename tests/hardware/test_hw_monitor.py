@@ -62,6 +62,7 @@ def command(
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
+        start_new_session=True,
     )
 
 
@@ -202,7 +203,7 @@ def test_a_signal_ends_the_command_in_order(tmp_path: Path, number: int) -> None
     assert running.stdout is not None
     assert running.stdout.readline().startswith("writing")
     assert "GPU 0" in running.stdout.readline()
-    running.send_signal(number)
+    os.killpg(running.pid, number)  # a terminal tells every process of the group
     out, err = running.communicate(timeout=LIMIT_S)
     assert (running.returncode, err) == (0, "")
     assert "HEALTHY" in out

@@ -109,10 +109,7 @@ def _conclude(monitor: "Monitor", tallies: "list[Tally]") -> int:
         verdicts.add("UNKNOWN")
     else:
         share = monitor.end.cpu_s / (monitor.end.t_s - monitor.start.t_s)
-        print(
-            f"\nsampling took {100 * share:.0f} % of a core; samples left out, because readings took too long:", end=""
-        )
-        print(f" {monitor.end.late}")
+        print(f"\nsampling took {100 * share:.0f} % of a core and missed {monitor.end.late} moments by being late")
     return EXIT_DEGRADED if "DEGRADED" in verdicts else EXIT_UNKNOWN if "UNKNOWN" in verdicts else 0
 
 
