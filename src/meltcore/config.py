@@ -17,8 +17,8 @@ class EngineConfig:
     dtype: DType = "auto"  # the checkpoint's on CUDA, float32 on a CPU
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     max_model_len: int | None = None  # tokens, prompt and answer together
-    max_num_seqs: int = 256  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step
+    max_num_seqs: int | None = None  # sequences in one step; 1024 on CUDA, 256 on a CPU
+    max_num_batched_tokens: int | None = None  # tokens in one step; 8192 on CUDA, 2048 on a CPU
     memory_bytes: int | None = None  # all an engine may take of its GPU (or of host memory for KV on a CPU)
     seed: int = 0  # for dummy weights, and for requests that name no seed
     debug: tuple[DebugSwitch, ...] = ()

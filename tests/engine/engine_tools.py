@@ -16,6 +16,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.engine import Engine
 from meltcore.engine.messages import AddRequest, SequenceOutput
 from meltcore.engine.request import Request
+from meltcore.engine.runner import LogitsAt
 from meltcore.engine.sampler import SampleResult
 from meltcore.engine.sampling_params import SamplingParams
 
@@ -61,15 +62,16 @@ class SeenEngine:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        sampler = self.engine.runner.sampler
-        sample = sampler.sample
+        runner = self.engine.runner
+        choose = runner.choose
 
-        def recording(logits: torch.Tensor, requests: list[Request]) -> SampleResult:
+        def recording(logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
+            logits = logits_at(torch.arange(len(requests), device=token_ids.device))
             for row, request in enumerate(requests):
                 self.logits.setdefault(request.id, []).append(logits[row].clone())
-            return sample(logits, requests)
+            return choose(logits_at, token_ids, requests)
 
-        sampler.sample = recording  # type: ignore[method-assign]
+        runner.choose = recording  # type: ignore[method-assign]
 
     def add(self, request_id: str, prompt: list[int], **sampling: object) -> None:
         settings = {"max_tokens": 8, "ignore_eos": True} | sampling

@@ -8,6 +8,7 @@ import numpy as np
 
 from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.scheduler import Chunk, pages_for
+from meltcore.kernels.attention import query_tiles
 from meltcore.kernels.paged_attention import SegmentGroup
 
 # A padded group's mask has segments * queries * keys entries; past this many the group is split (16 MiB of bool).
@@ -17,12 +18,15 @@ _MASK_LIMIT = 2**24
 class Batch(NamedTuple):
     """One step, flat. `chunks` are sorted so that neighbours pad together; token arrays follow their order.
 
+    decodes: how many chunks, the first ones, are of one token; tiles: the queries of the others (`query_tiles`).
     token_ids: known ids, 0 where the token is still on the device; unread_tokens / unread_rows: where those sit and
     which row's last token they are; last_tokens / sample_rows: for each chunk that samples, its last token's index
     and its row.
     """
 
     chunks: list[Chunk]
+    decodes: int
+    tiles: np.ndarray
     groups: list[SegmentGroup]
     token_ids: np.ndarray
     positions: np.ndarray
@@ -49,6 +53,7 @@ def build_batch(plan: list[Chunk]) -> Batch:
     rows = np.array([chunk.request.row for chunk in chunks])
     within = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
     groups = _groups(chunks, ends.tolist())
+    decodes = int((sizes == 1).sum())
 
     token_ids = np.zeros(ends[-1], dtype=np.int64)
     unread_tokens, unread_rows = [], []
@@ -67,6 +72,13 @@ def build_batch(plan: list[Chunk]) -> Batch:
     samples = [(end - 1, chunk.request.row) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples]
     return Batch(
         chunks=chunks,
+        decodes=decodes,
+        tiles=query_tiles(
+            [
+                (chunk.request.row, end - chunk.size, chunk.size, chunk.start)
+                for chunk, end in zip(chunks[decodes:], ends.tolist()[decodes:], strict=True)
+            ]
+        ),
         groups=groups,
         token_ids=token_ids,
         positions=within + np.repeat(starts, sizes),

@@ -14,6 +14,7 @@ from meltcore.engine.messages import (
     EngineReady,
     EngineStats,
     FinishReason,
+    MemoryRow,
     RequestTimes,
     SequenceOutput,
     StepOutputs,
@@ -26,6 +27,7 @@ from meltcore.engine.runner import LaunchedStep, ModelRunner
 from meltcore.engine.sampler import Sampler
 from meltcore.engine.scheduler import Scheduler
 from meltcore.errors import ConfigError, RequestError
+from meltcore.kernels.dispatch import force_reference
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
 from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights
 from meltcore.models.qwen3 import Qwen3
@@ -54,20 +56,21 @@ class Engine:
         device = choose_device(config.device)
         model = _load(self.checkpoint, config, device, progress)
         self.max_model_len = _context_limit(config, model)
+        self.max_num_seqs = _or_default(config.max_num_seqs, device, cuda=1024, cpu=256)
         model.prepare(self.max_model_len)
         fitting, self.memory = plan_pages(
             model,
             memory_bytes=config.memory_bytes,
             max_model_len=self.max_model_len,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
         )
         pages = fitting if pages is None else pages
         self.pool = PagePool(pages)
         self.scheduler = Scheduler(
             self.pool,
             None if "no-prefix-cache" in config.debug else PrefixCache(self.pool),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=_or_default(config.max_num_batched_tokens, device, cuda=8192, cpu=2048),
             max_model_len=self.max_model_len,
         )
         self.vocab_size = model.config.vocab_size
@@ -75,9 +78,10 @@ class Engine:
             model,
             Sampler(self.vocab_size, device, config.seed),
             pages=pages,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
         )
+        self._make_fast(device, progress)
         if overlap is None:
             overlap = device.type == "cuda" and "no-overlap" not in config.debug
         self._overlap = overlap
@@ -166,7 +170,7 @@ class Engine:
             device=_describe(self.runner.device),
             dtype=str(model.embedding.dtype).removeprefix("torch."),
             max_model_len=self.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
             vocab_size=self.vocab_size,
             pages_total=self.pool.total,
             page_size=PAGE_SIZE,
@@ -182,6 +186,17 @@ class Engine:
         self.pool.check()
         if self.scheduler.cache is not None:
             self.scheduler.cache.check()
+
+    def _make_fast(self, device: torch.device, progress: Progress) -> None:
+        """Choose the kernels' bodies, and record decode steps as graphs where there is a GPU to replay them."""
+        reference = "reference-kernels" in self.config.debug
+        force_reference(reference)
+        # The torch bodies are told by the host how to pad: a graph has no host.
+        if device.type == "cuda" and not reference and "no-graphs" not in self.config.debug:
+            before = torch.cuda.mem_get_info(device)[0]
+            self.runner.capture_graphs(progress)
+            taken = before - torch.cuda.mem_get_info(device)[0]
+            self.memory.append(MemoryRow("CUDA graphs", taken, "out of the reserve"))
 
     def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
         sampled = step.read()
@@ -240,6 +255,12 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def _or_default(value: int | None, device: torch.device, *, cuda: int, cpu: int) -> int:
+    if value is not None:
+        return value
+    return cuda if device.type == "cuda" else cpu
 
 
 def _load(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, progress: Progress) -> Qwen3:

@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 
 from meltcore.engine.messages import AddRequest, FinishReason, TokenLogprobs
+from meltcore.engine.sampling_params import SamplingParams
 
 # Given the generated token ids so far, which tokens may come next ([vocab] bool), or None for all of them.
 TokenMask = Callable[[Sequence[int]], torch.Tensor | None]
@@ -45,6 +46,8 @@ class Request:
         self.registered_pages = 0  # how many of them the prefix cache has seen
         self.sent_pages = 0  # how many of them the device's page table holds
         self.row = -1
+        self.on_device = False  # its newest token is in its row of the device's table
+        self.plain_greedy = _is_plain_greedy(message.sampling) and token_mask is None
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.arrived_s = message.arrived_s
@@ -73,6 +76,18 @@ class Request:
     def needs_host(self) -> bool:
         """Whether the next token depends on a decision the host makes from the last one."""
         return self.token_mask is not None
+
+
+def _is_plain_greedy(sampling: SamplingParams) -> bool:
+    """Whether the likeliest token is all that a step has to find."""
+    return (
+        sampling.temperature == 0.0
+        and sampling.logprobs is None
+        and sampling.min_tokens == 0
+        and sampling.presence_penalty == 0.0
+        and sampling.frequency_penalty == 0.0
+        and sampling.repetition_penalty == 1.0
+    )
 
 
 class Sampled:

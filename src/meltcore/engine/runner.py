@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from meltcore.engine.batch import Batch, build_batch
+from meltcore.engine.graphs import GraphPool, padded_sizes
 from meltcore.engine.page_pool import PAGE_SIZE
-from meltcore.engine.request import Sampled
+from meltcore.engine.request import Request, Sampled
 from meltcore.engine.sampler import Sampler, SampleResult
 from meltcore.engine.scheduler import Chunk, pages_for
 from meltcore.engine.transfer import to_device
 from meltcore.kernels.paged_attention import Segments
+from meltcore.models.loader import Progress
 from meltcore.models.qwen3 import Qwen3
+
+# The logits [rows, vocab] float32 of the rows asked for ([rows] int64 on the device).
+LogitsAt = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LaunchedStep(NamedTuple):
@@ -32,7 +39,7 @@ class LaunchedStep(NamedTuple):
 
 
 class ModelRunner:
-    """Holds the paged cache and a table row for each running sequence: its pages and its last token."""
+    """Holds the paged cache and a table row for each running sequence: its pages and its newest token."""
 
     def __init__(self, model: Qwen3, sampler: Sampler, *, pages: int, max_num_seqs: int, max_model_len: int) -> None:
         self.model = model
@@ -46,26 +53,65 @@ class ModelRunner:
             (torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device))
             for _ in range(group.layers)
         ]
-        rows = max_num_seqs + 1
+        rows = max_num_seqs + 1  # row 0 is for padding
+        self._max_num_seqs = max_num_seqs
         self._page_table = torch.zeros(rows, pages_for(max_model_len), dtype=torch.int64, device=self.device)
         self._last_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._graphs: GraphPool | None = None
+
+    def capture_graphs(self, progress: Progress) -> None:
+        """Make pure decode steps replay CUDA graphs from now on."""
+        graphs = GraphPool(
+            self._decode_step, self.model.logits, self._last_token, padded_sizes(self._max_num_seqs)
+        )
+        graphs.capture(progress)
+        self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, plan: list[Chunk]) -> LaunchedStep:
         """Start a step and return without waiting for the device."""
-        batch = build_batch(plan)
-        self._send_pages(batch)
-        hidden = self._forward(batch)
-        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        logits = self.model.logits(hidden[self._tensor(batch.last_tokens)])
-        result = self.sampler.sample(logits, requests)
-        self._last_token.index_copy_(0, self._tensor(batch.sample_rows), result.token_ids)
+        self._send_pages(plan)
+        if self._graphs is not None and all(chunk.request.on_device for chunk in plan):
+            chunks, result = plan, self._replay(self._graphs, plan)
+        else:
+            chunks, result = self._run(plan)
         on_host = result.copy_to_host()
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return LaunchedStep(batch.chunks, on_host, done)
+        return LaunchedStep(chunks, on_host, done)
+
+    def choose(self, logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
+        """Replace the greedy choice `token_ids` [rows] where a request wants another; in place.
+
+        `logits_at` gives the logits of some rows: most steps need none.
+        """
+        rows = [row for row, request in enumerate(requests) if not request.plain_greedy]
+        if not rows:
+            return SampleResult(token_ids, [], None)
+        at = self._tensor(rows)
+        chosen = self.sampler.sample(logits_at(at), [requests[row] for row in rows])
+        token_ids[at] = chosen.token_ids
+        self._last_token[self._tensor([requests[row].row for row in rows])] = chosen.token_ids
+        return SampleResult(token_ids, [rows[row] for row in chosen.logprob_rows], chosen.logprobs)
+
+    def _replay(self, graphs: GraphPool, plan: list[Chunk]) -> SampleResult:
+        """A step in which every sequence decodes a token that is on the device already."""
+        requests = [chunk.request for chunk in plan]
+        decoded = graphs.replay([request.row for request in requests], [chunk.start for chunk in plan])
+        return self.choose(lambda at: self.model.logits(decoded.hidden[at]), decoded.token_ids, requests)
+
+    def _run(self, plan: list[Chunk]) -> tuple[list[Chunk], SampleResult]:
+        """Any step, launched kernel by kernel. Returns its chunks in the order of the result."""
+        batch = build_batch(plan)
+        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
+        logits = self.model.logits(self._forward(batch)[self._tensor(batch.last_tokens)])
+        token_ids = logits.argmax(-1)
+        self._last_token.index_copy_(0, self._tensor(batch.sample_rows), token_ids)
+        for request in requests:
+            request.on_device = True
+        return batch.chunks, self.choose(lambda at: logits[at], token_ids, requests)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """[tokens, hidden_size] of a step. Slots and page tables are built on the device from the rows."""
@@ -73,30 +119,54 @@ class ModelRunner:
         if batch.unread_tokens:
             token_ids[self._tensor(batch.unread_tokens)] = self._last_token[self._tensor(batch.unread_rows)]
         positions = self._tensor(batch.positions)
-        pages = self._page_table[self._tensor(batch.token_rows), positions // PAGE_SIZE]
         segments = Segments(
-            page_table=self._page_table[self._tensor(batch.rows)],
+            page_table=self._page_table,
+            rows=self._tensor(batch.rows),
             starts=self._tensor(batch.starts),
-            slots=pages * PAGE_SIZE + positions % PAGE_SIZE,
+            slots=self._slots(self._tensor(batch.token_rows), positions),
+            decodes=batch.decodes,
+            tiles=self._tensor(batch.tiles, torch.int32),
             places=self._tensor(batch.places),
             groups=batch.groups,
         )
         return self.model(token_ids, positions, self.caches, segments)
 
-    def _send_pages(self, batch: Batch) -> None:
+    def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[sequences, hidden_size] of one new token for each row, from the device's tables alone.
+
+        Padding has position -1: it attends to nothing, and its key goes to page 0.
+        """
+        nothing = positions.new_empty(0)
+        segments = Segments(
+            page_table=self._page_table,
+            rows=rows,
+            starts=positions,
+            slots=self._slots(rows, positions),
+            decodes=rows.shape[0],
+            tiles=nothing,
+            places=nothing,
+            groups=[],
+        )
+        return self.model(self._last_token[rows], positions.clamp(min=0), self.caches, segments)
+
+    def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._page_table[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+    def _send_pages(self, plan: list[Chunk]) -> None:
         """Write the pages that sequences were given since their last step into the device's table."""
         rows: list[int] = []
         columns: list[int] = []
         pages: list[int] = []
-        for chunk in batch.chunks:
+        for chunk in plan:
             request = chunk.request
-            fresh = request.pages[request.sent_pages :]
-            rows += [request.row] * len(fresh)
-            columns += range(request.sent_pages, len(request.pages))
-            pages += fresh
-            request.sent_pages = len(request.pages)
+            sent, held = request.sent_pages, len(request.pages)
+            if sent < held:
+                rows += [request.row] * (held - sent)
+                columns += range(sent, held)
+                pages += request.pages[sent:]
+                request.sent_pages = held
         if rows:
             self._page_table[self._tensor(rows), self._tensor(columns)] = self._tensor(pages)
 
-    def _tensor(self, values: object) -> torch.Tensor:
-        return to_device(values, torch.int64, self.device)  # type: ignore[arg-type]
+    def _tensor(self, values: list[int] | np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return to_device(values, dtype, self.device)

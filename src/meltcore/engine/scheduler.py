@@ -206,6 +206,7 @@ class Scheduler:
         self.pool.share(hits)
         request.pages = list(hits)
         request.sent_pages = 0
+        request.on_device = False
         request.registered_pages = len(hits)
         request.computed = len(hits) * PAGE_SIZE
         if request.generated == 0:

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from meltcore.kernels.attention import decode_attention, prefill_attention
+from meltcore.kernels.dispatch import use_triton
+
 
 class SegmentGroup(NamedTuple):
     """Neighbouring segments [first, last) of a batch, padded to one query length and one page count.
@@ -25,15 +28,22 @@ class SegmentGroup(NamedTuple):
 class Segments(NamedTuple):
     """The sequences of one step, as the attention sees them. The queries of a segment are neighbours.
 
-    page_table: [segments, max_pages] int64; starts: [segments] int64, position of the first query;
+    page_table: [rows, max_pages] int64, the engine's table; rows: [segments] int64, which row each segment has;
+    starts: [segments] int64, position of the first query;
     slots: [tokens] int64, where each token's key and value go (page * page_size + offset);
-    places: [tokens] int64, where each token sits in the padded form of its group;
+    decodes: how many segments, the first ones, have a single query.
+
+    For the Triton body, tiles: [tiles, 4] int32, the queries of the other segments (see `query_tiles`).
+    For the torch body, places: [tokens] int64, where each token sits in the padded form of its group;
     groups: how segments are padded together, covering all of them in order.
     """
 
     page_table: torch.Tensor
+    rows: torch.Tensor
     starts: torch.Tensor
     slots: torch.Tensor
+    decodes: int
+    tiles: torch.Tensor
     places: torch.Tensor
     groups: list[SegmentGroup]
 
@@ -54,6 +64,36 @@ def paged_attention(
     queries: [tokens, heads, head_dim]; heads is a multiple of kv_heads (grouped-query attention).
     The tokens' own keys and values are in the cache already. Returns [tokens, heads, head_dim].
     """
+    if use_triton(queries):
+        return _paged_attention_triton(queries, key_cache, value_cache, segments, scale)
+    return _paged_attention_torch(queries, key_cache, value_cache, segments, scale)
+
+
+def _paged_attention_triton(
+    queries: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    """Single queries and longer chunks have a kernel each; both write their part of one output."""
+    output = torch.empty_like(queries)
+    decodes = segments.decodes
+    if decodes:
+        decode_attention(
+            queries[:decodes],
+            key_cache,
+            value_cache,
+            segments.page_table,
+            segments.rows[:decodes],
+            segments.starts[:decodes] + 1,
+            scale,
+            out=output[:decodes],
+        )
+    if decodes < queries.shape[0]:
+        prefill_attention(queries, key_cache, value_cache, segments.page_table, segments.tiles, scale, out=output)
+    return output
+
+
+def _paged_attention_torch(
+    queries: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
     output = torch.empty_like(queries)
     for group in segments.groups:
         rows = slice(group.first, group.last)
@@ -62,7 +102,7 @@ def paged_attention(
             queries[tokens],
             key_cache,
             value_cache,
-            segments.page_table[rows, : group.pages],
+            segments.page_table[segments.rows[rows], : group.pages],
             segments.starts[rows],
             segments.places[tokens],
             group.max_queries,

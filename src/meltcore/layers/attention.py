@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from meltcore.kernels.paged_attention import Segments, paged_attention, write_kv
-from meltcore.kernels.rotary import apply_rotary
+from meltcore.kernels.paged_attention import Segments, paged_attention
+from meltcore.kernels.qkv import prepare_qkv
 from meltcore.layers.linear import Linear
 from meltcore.layers.norm import RMSNorm
 
@@ -30,10 +30,15 @@ class Attention(nn.Module):
         segments: Segments,
     ) -> torch.Tensor:
         """hidden: [tokens, hidden_size]; positions: [tokens]; cache: this layer's keys and values (paged)."""
-        heads = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))
-        queries, keys, values = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        queries = apply_rotary(self.query_norm(queries), rotary, positions)
-        keys = apply_rotary(self.key_norm(keys), rotary, positions)
-        write_kv(keys, values, *cache, segments.slots)
+        queries = prepare_qkv(
+            self.qkv(hidden),
+            self.query_norm.weight,
+            self.key_norm.weight,
+            self.query_norm.eps,
+            rotary,
+            positions,
+            segments.slots,
+            *cache,
+        )
         mixed = paged_attention(queries, *cache, segments, self.scale)
         return self.output(mixed.flatten(1))
