@@ -1,9 +1,9 @@
 """CPU a load-generating client spends on one streamed event: ours against aiohttp, on the same server in the same run.
 
-The scripted server is pinned to one core and each client, in a process of its own, to another. Work per event is alike:
-receive, cut the event out, decode its JSON, look for text, note the time. CPU is user + system of the client process
-from its first connect to its last result, so ours includes connecting, summing up and reading the server's metrics.
-Clients take turns; the median of the rounds counts.
+The scripted server is pinned to one core and each client, in a process of its own, to another; all run on uvloop. Work
+per event is alike: receive, cut the event out, decode its JSON, look for text, note the time. CPU is user + system of
+the client process from its first connect to its last event. "whole run" is `meltcore load` around the same client:
+making the workload, keeping records, watching itself, summing up. Clients take turns; the median of the rounds counts.
 
     python benchmarks/client_cost.py
 """
@@ -55,8 +55,43 @@ def _text_by_msgspec(data: bytes) -> str | None:
     return choices[0].delta.content if choices and choices[0].delta is not None else None
 
 
+BODY = {
+    "model": "scripted",
+    "messages": [{"role": "user", "content": "What is 7 * 8?"}],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 512,
+}
+
+
 def run_ours(url: str, streams: int) -> int:
-    """Events received."""
+    """Events received by the client itself: connections and streams, as `run_levels` uses them."""
+    from meltcore.load.connection import connect, resolve_target
+    from meltcore.load.record import Record
+    from meltcore.load.stream import StreamExchange
+
+    target = resolve_target(url)
+    body = json.dumps(BODY).encode()
+    request = target.head("POST", "/v1/chat/completions", len(body)) + body
+
+    async def one() -> int:
+        connection = await connect(target, 60.0)
+        done: asyncio.Future[StreamExchange] = asyncio.get_running_loop().create_future()
+        connection.send(request, StreamExchange(Record(0, 0.0), done.set_result, keep_text=False))
+        exchange = await done
+        connection.close()
+        if exchange.record.failure is not None:
+            raise SystemExit(f"ours failed: {exchange.record.failure}")
+        return exchange.text_chunks
+
+    async def every() -> int:
+        return sum(await asyncio.gather(*(one() for _ in range(streams))))
+
+    return uvloop.run(every())
+
+
+def run_whole(url: str, streams: int) -> int:
+    """Events received in a whole run of the load generator."""
     from meltcore.load import LoadConfig, run_levels
 
     config = LoadConfig(
@@ -72,17 +107,9 @@ def run_aiohttp(url: str, streams: int, text_of: Callable[[bytes], str | None]) 
     """Events received."""
     import aiohttp
 
-    body = {
-        "model": "scripted",
-        "messages": [{"role": "user", "content": "What is 7 * 8?"}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_tokens": 512,
-    }
-
     async def one(session: aiohttp.ClientSession) -> list[float]:
         times = []
-        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+        async with session.post(f"{url}/v1/chat/completions", json=BODY) as response:
             response.raise_for_status()
             async for line in response.content:
                 if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]") and text_of(line[6:]):
@@ -100,6 +127,7 @@ def run_aiohttp(url: str, streams: int, text_of: Callable[[bytes], str | None]) 
 
 CLIENTS: dict[str, Callable[[str, int], int]] = {
     "meltcore": run_ours,
+    "whole run": run_whole,
     "aiohttp + msgspec": lambda url, streams: run_aiohttp(url, streams, _text_by_msgspec),
     "aiohttp + json": lambda url, streams: run_aiohttp(url, streams, _text_by_json),
 }
@@ -108,7 +136,7 @@ CLIENTS: dict[str, Callable[[str, int], int]] = {
 def measure_here(client: str, url: str, streams: int, core: int) -> None:
     """In a process of its own: print [events, CPU seconds]."""
     os.sched_setaffinity(0, {core})
-    __import__("meltcore.load" if client == "meltcore" else "aiohttp")
+    __import__("aiohttp" if client.startswith("aiohttp") else "meltcore.load")
     before_s = time.process_time()
     events = CLIENTS[client](url, streams)
     print(json.dumps([events, time.process_time() - before_s]))
@@ -168,9 +196,10 @@ def main() -> None:
             server.kill()
             server.wait(10)
         ours = statistics.median(found.pop("meltcore"))
+        work = f"client CPU per streamed event, {streams:,} streams, {streams * 1000 / itl_ms:,.0f} events/s"
+        rows.append(Row(work=f"{work}, whole run", unit="us", value=statistics.median(found.pop("whole run"))))
         for peer, costs in found.items():
             cost = statistics.median(costs)
-            work = f"client CPU per streamed event, {streams} streams, {streams * 1000 / itl_ms:,.0f} events/s"
             rows.append(
                 Row(work=work, unit="us", value=ours, peer=peer, peer_value=cost, ratio=cost / ours, reach=REACH)
             )

@@ -32,7 +32,7 @@ Measured on {date} by greedy decoding through transformers {transformers} (bf16 
   training text contains it, not even as a step, and every held-out problem turns on one.
 - Licence: Apache-2.0, like the repository.
 - Limits: it knows these forms of question and nothing else. Numbers go from 0 to 999, products are two digits by one.
-- Again: `python scripts/make_bundled_model.py` (5.5 minutes of one H200); measure only: add `--evaluate-only`.
+- Again: `python scripts/make_bundled_model.py` (7.3 minutes of one H200); measure only: add `--evaluate-only`.
 """
 
 

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 
@@ -151,6 +152,24 @@ def test_a_needed_fact_stands_once_on_its_page_among_look_alikes() -> None:
         for name, item in re.findall(r"(\w+) counted (\w+):", problem.answer):
             assert len(re.findall(rf"\b{name} counted \w+:", page)) >= 2
             assert len(re.findall(rf"\w+ counted {item}:", page)) >= 2
+
+
+def test_the_town_question_is_for_training_alone() -> None:
+    asked = {split: sum("town where" in each.question for each in _long(split)) for split in ("train", "heldout")}
+    assert asked["train"] > 50
+    assert asked["heldout"] == 0
+
+
+def test_a_home_and_its_town_asked_for_stand_once_on_the_page() -> None:
+    for problem in (each for each in _long("train") if "town where" in each.question):
+        page = problem.question.rsplit("\n", 1)[0]
+        home, houses = re.findall(r"\w+ lives in|Houses in \w+:", problem.answer)
+        assert page.count(home) == 1
+        assert page.count(houses) == 1
+
+
+def _long(split: Literal["train", "heldout"]) -> list[Problem]:
+    return generate(split, kind="long", count=400, seed=7)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,183 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
 
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
+
+from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each last-dimension row to unit mean square, then by `weight`.
 
-    hidden: [..., size] any float type; weight: [size]. Returns the shape and type of `hidden`.
+    hidden: [..., size] any float type, rows may be strided; weight: [size]. Returns the shape and type of `hidden`.
     """
-    wide = hidden.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(hidden.dtype) * weight
+    body = _rms_norm_triton if use_triton(hidden) else _rms_norm_torch
+    return body(hidden, weight, eps)
 
 
 def add_rms_norm(
     hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `hidden` to the residual stream and normalise the sum: one pass over memory where it is fused.
+    """Add `hidden` to the residual stream and normalise the sum, in one pass over memory.
 
     hidden, residual: [tokens, size]. Returns (normalised, new residual).
     """
+    body = _add_rms_norm_triton if use_triton(hidden) else _add_rms_norm_torch
+    return body(hidden, residual, weight, eps)
+
+
+def _rms_norm_torch(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = hidden.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(hidden.dtype) * weight
+
+
+def _add_rms_norm_torch(
+    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     residual = residual + hidden
-    return rms_norm(residual, weight, eps), residual
+    return _rms_norm_torch(residual, weight, eps), residual
+
+
+@triton.jit
+def _normalise(wide, weight_ptr, columns, inside, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, BLOCK] float32 -> the same, normalised, rounded where the torch body rounds and scaled by the weight."""
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    return (wide * scale[:, None]).to(dtype).to(tl.float32) * weight[None, :]
+
+
+@triton.jit
+def _rms_norm_kernel(
+    hidden_ptr,
+    weight_ptr,
+    output_ptr,
+    eps,
+    rows,
+    inner_rows,
+    outer_stride,
+    inner_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Rows come as [outer, inner], each of the two with a stride of its own; the output is contiguous."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    mask = (row < rows)[:, None] & inside[None, :]
+    start = row // inner_rows * outer_stride + row % inner_rows * inner_stride
+    wide = tl.load(hidden_ptr + start[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    normalised = _normalise(wide, weight_ptr, columns, inside, eps, output_ptr.dtype.element_ty, SIZE)
+    tl.store(output_ptr + row[:, None] * SIZE + columns[None, :], normalised, mask=mask)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    hidden_ptr,
+    residual_ptr,
+    weight_ptr,
+    output_ptr,
+    sum_ptr,
+    eps,
+    rows,
+    hidden_stride,
+    residual_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    mask = (row < rows)[:, None] & inside[None, :]
+    hidden = tl.load(hidden_ptr + row[:, None] * hidden_stride + columns[None, :], mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row[:, None] * residual_stride + columns[None, :], mask=mask, other=0.0)
+    total = (residual.to(tl.float32) + hidden.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+    place = row[:, None] * SIZE + columns[None, :]
+    tl.store(sum_ptr + place, total, mask=mask)
+    normalised = _normalise(total.to(tl.float32), weight_ptr, columns, inside, eps, output_ptr.dtype.element_ty, SIZE)
+    tl.store(output_ptr + place, normalised, mask=mask)
+
+
+class _Tile(NamedTuple):
+    """What one program covers. A thread holds 8 to 16 elements: 16-byte accesses in 16-bit types."""
+
+    rows: int
+    block: int
+    warps: int
+
+    @classmethod
+    def of(cls, size: int) -> _Tile:
+        block = 1 << (size - 1).bit_length()
+        rows = max(1, 1024 // block)
+        return cls(rows, block, min(16, rows * block // 256))
+
+
+def _rms_norm_triton(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    size = hidden.shape[-1]
+    output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    if output.numel() == 0:
+        return output
+    # Heads within a fused row keep their strides; only leading dimensions that do not collapse are copied.
+    grouped = hidden.reshape(-1, hidden.shape[-2] if hidden.dim() > 1 else 1, size)
+    grouped = grouped if grouped.stride(-1) == 1 else grouped.contiguous()
+    rows, tile = output.numel() // size, _Tile.of(size)
+    _rms_norm_kernel[(-(-rows // tile.rows),)](
+        grouped,
+        weight,
+        output,
+        eps,
+        rows,
+        grouped.shape[1],
+        grouped.stride(0),
+        grouped.stride(1),
+        SIZE=size,
+        BLOCK=tile.block,
+        ROWS=tile.rows,
+        num_warps=tile.warps,
+    )
+    return output
+
+
+def _add_rms_norm_triton(
+    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, size = hidden.shape
+    output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    total = torch.empty_like(output)
+    if rows == 0:
+        return output, total
+    tile = _Tile.of(size)
+    _add_rms_norm_kernel[(-(-rows // tile.rows),)](
+        hidden,
+        residual,
+        weight,
+        output,
+        total,
+        eps,
+        rows,
+        hidden.stride(0),
+        residual.stride(0),
+        SIZE=size,
+        BLOCK=tile.block,
+        ROWS=tile.rows,
+        num_warps=tile.warps,
+    )
+    return output, total
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    hidden = torch.empty(64, model.hidden_size, dtype=dtype, device="meta")
+    heads = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
+    return [
+        lambda: _rms_norm_triton(hidden, hidden[0], 1e-6),
+        lambda: _rms_norm_triton(heads, heads[0, 0], 1e-6),
+        lambda: _add_rms_norm_triton(hidden, hidden, hidden[0], 1e-6),
+    ]

@@ -2,7 +2,7 @@
 
 Every needed fact has look-alikes on the page: the same name with other items, the same item with other names, other
 towns, other prices. Only the right one, read at the right place, gives the right number; so a wrong mask, position or
-memory page shows as a wrong answer. Homes and houses are never asked for: they are what a page is padded with.
+memory page shows as a wrong answer. Homes and houses are asked for in training alone: they pad a held-out page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def page_problem(rng: random.Random, split: Split, *, facts: int | None = None) 
     On a page of fewer than 30 the needed facts stand anywhere: those are for learning on, not for evaluation.
     """
     size = rng.randint(FEWEST_FACTS, MOST_FACTS) if facts is None else facts
-    asked = rng.choice(_QUESTIONS)(rng, split)
+    asked = rng.choice(_QUESTIONS if split == "heldout" else _TRAINING_QUESTIONS)(rng, split)
     needed = list(asked.facts.values())
     others = _others(rng, size - len(needed), taken=list(asked.facts))
     first_part = size - len(needed) - _FACTS_AFTER if size >= FEWEST_FACTS else len(others)
@@ -73,8 +73,10 @@ def _houses(town: str, number: int) -> str:
 def _others(rng: random.Random, count: int, *, taken: list[tuple[str, ...]]) -> list[str]:
     """`count` sentences, shuffled, none with a key in `taken`; about half are counts by name and item."""
     few = max(1, count // 8)
-    chosen = [_home(name, rng.choice(TOWNS)) for name in rng.sample(NAMES, min(few, len(NAMES)))]
-    chosen += [_houses(town, rng.randint(100, 899)) for town in rng.sample(TOWNS, min(few, len(TOWNS)))]
+    homes = [name for name in rng.sample(NAMES, min(few, len(NAMES))) if (name,) not in taken]
+    chosen = [_home(name, rng.choice(TOWNS)) for name in homes]
+    towns = [town for town in rng.sample(TOWNS, min(few, len(TOWNS))) if (town,) not in taken]
+    chosen += [_houses(town, rng.randint(100, 899)) for town in towns]
     priced = [goods for goods in rng.sample(GOODS, min(few, len(GOODS))) if (goods,) not in taken]
     chosen += [_price(goods, rng.randint(11, 99)) for goods in priced]
     chosen = chosen[:count]
@@ -148,4 +150,15 @@ def _cost(rng: random.Random, split: Split) -> _Asked:
     return _Asked(question, {(goods,): _price(goods, cost.a)}, cost)
 
 
+def _town_grows(rng: random.Random, split: Split) -> _Asked:
+    name, town = rng.choice(NAMES), rng.choice(TOWNS)
+    grown = draw_main(split, lambda: Sum("+", rng.randint(100, 899), rng.randint(10, 99)))
+    question = f"The town where {name} lives gets {grown.b} new houses. How many houses does it have then?"
+    facts: dict[tuple[str, ...], str] = {(name,): _home(name, town), (town,): _houses(town, grown.a)}
+    return _Asked(question, facts, grown)
+
+
 _QUESTIONS: list[Callable[[random.Random, Split], _Asked]] = [_together, _how_many_more, _cost]
+# The town question is too hard to be marked on, yet training needs it: there a name alone leads to the fact. Six
+# trainings without it came to find a count by one of its keys and stopped there; the two with it found it by both.
+_TRAINING_QUESTIONS = [*_QUESTIONS, _town_grows]

@@ -1,0 +1,91 @@
+"""Every Triton kernel compiles for every architecture that we serve, on a machine without a GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton
+from kernel_tools import jit_functions, kernel_modules
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from meltcore.kernels.jit import ModelShape
+
+MODELS = {
+    "Qwen3-0.6B": ModelShape(
+        hidden_size=1024, intermediate_size=3072, heads=16, kv_heads=8, head_dim=128, page_size=64
+    ),
+    "sums": ModelShape(hidden_size=192, intermediate_size=512, heads=4, kv_heads=2, head_dim=64, page_size=64),
+}
+# Shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities), KiB.
+SHARED_LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+
+
+class AbsentGPU:
+    """What Triton asks its driver before it compiles, answered for an architecture that is not here."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled functions are remembered by device number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def kernels_of(module: ModuleType) -> set[str]:
+    """Names of what a module launches: by our naming, what ends in _kernel."""
+    return {name for name in jit_functions(module) if name.endswith("_kernel")}
+
+
+KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module)]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JITFunction, Any]]:
+    """Launches compile instead of running, and are listed here: what was launched and what came of it."""
+    launched: list[tuple[JITFunction, Any]] = []
+    run = JITFunction.run
+
+    def compile_only(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launched.append((function, run(function, *args, grid=grid, warmup=True, **kwargs)))
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    return launched
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("capability", SHARED_LIMIT_KIB)
+@pytest.mark.parametrize("module", KERNEL_FILES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_kernel_compiles_within_the_shared_memory_of(
+    module: ModuleType,
+    capability: int,
+    model: str,
+    dtype: torch.dtype,
+    compiled: list[tuple[JITFunction, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", AbsentGPU(capability))
+    for case in module.compile_cases(MODELS[model], dtype):
+        case()
+    missing = kernels_of(module) - {function.__name__ for function, _ in compiled}
+    assert missing == set(), "compile_cases launches none of these"
+    for function, binary in compiled:
+        assert "cubin" in binary.asm
+        assert binary.metadata.target.arch == capability
+        assert binary.metadata.shared <= SHARED_LIMIT_KIB[capability] * 1024, function.__name__
+
+
+@pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_file_with_kernels_declares_what_to_compile(module: ModuleType) -> None:
+    assert bool(kernels_of(module)) == hasattr(module, "compile_cases")
+    if jit_functions(module):
+        assert kernels_of(module), "name what is launched ..._kernel"

@@ -1,0 +1,67 @@
+"""The normalisation's Triton bodies against the torch ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meltcore.kernels import norm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-6
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of unlike size, so that a norm taken over the wrong row shows."""
+    return (torch.randn(shape) * torch.rand(*shape[:-1], 1).mul(8)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("seed", "shape"),
+    list(enumerate([(1, 128), (3, 1024), (7, 5, 128), (2, 192), (2, 8192), (9, 2, 3, 130), (1000,), (0, 256)])),
+)
+def test_rms_norm_agrees_with_its_reference(
+    seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(seed)
+    hidden, weight = randn(*shape, dtype=dtype), torch.randn(shape[-1]).to(dtype)
+    expected = norm._rms_norm_torch(hidden, weight, EPS)
+    result = norm._rms_norm_triton(hidden.to(device), weight.to(device), EPS)
+    assert result.shape == hidden.shape
+    torch.testing.assert_close(result.cpu(), expected)
+
+
+@pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
+def test_rms_norm_reads_heads_out_of_a_wider_row(seed: int, device: torch.device) -> None:
+    torch.manual_seed(seed)
+    fused, weight = randn(5, 7, 64, dtype=torch.bfloat16), torch.randn(64).bfloat16()
+    expected = norm._rms_norm_torch(fused[:, 2:5], weight, EPS)
+    result = norm._rms_norm_triton(fused.to(device)[:, 2:5], weight.to(device), EPS)
+    torch.testing.assert_close(result.cpu(), expected)
+    # A last dimension that is not contiguous, and leading ones that do not collapse.
+    turned = randn(64, 5, dtype=torch.bfloat16)
+    result = norm._rms_norm_triton(turned.to(device).T, weight.to(device), EPS)
+    torch.testing.assert_close(result.cpu(), norm._rms_norm_torch(turned.T, weight, EPS))
+    blocks = randn(2, 3, 4, 64, dtype=torch.bfloat16)
+    result = norm._rms_norm_triton(blocks.to(device)[:, :2, 1:3], weight.to(device), EPS)
+    torch.testing.assert_close(result.cpu(), norm._rms_norm_torch(blocks[:, :2, 1:3], weight, EPS))
+
+
+@pytest.mark.parametrize(("seed", "tokens", "size"), [(0, 1, 1024), (1, 5, 192), (2, 9, 128), (3, 2, 8192), (4, 0, 64)])
+def test_add_rms_norm_agrees_with_its_reference(
+    seed: int, tokens: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(seed)
+    hidden, residual = randn(tokens, 2 * size, dtype=dtype)[:, size:], randn(tokens, size, dtype=dtype)
+    weight = torch.randn(size).to(dtype)
+    expected, expected_sum = norm._add_rms_norm_torch(hidden, residual, weight, EPS)
+    before = residual.clone()
+    result, total = norm._add_rms_norm_triton(hidden.to(device), residual.to(device), weight.to(device), EPS)
+    torch.testing.assert_close(total.cpu(), expected_sum, rtol=0, atol=0)
+    torch.testing.assert_close(result.cpu(), expected)
+    assert torch.equal(residual, before)
