@@ -24,9 +24,18 @@ EVERY_PATH: tuple[dict[str, object], ...] = (
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pages", [None, 8])
-def test_parity_on_cuda(reference: Qwen3ForCausalLM, checkpoint: Path, overlap: bool, pages: int | None) -> None:
+@pytest.mark.parametrize("debug", [(), ("no-graphs",), ("reference-kernels",)])
+def test_parity_on_cuda(
+    reference: Qwen3ForCausalLM, checkpoint: Path, overlap: bool, pages: int | None, debug: tuple[str, ...]
+) -> None:
     seen = tools.open_engine(
-        checkpoint, device="cuda", overlap=overlap, pages=pages, max_model_len=300, max_num_batched_tokens=96
+        checkpoint,
+        device="cuda",
+        overlap=overlap,
+        pages=pages,
+        debug=debug,
+        max_model_len=300,
+        max_num_batched_tokens=96,
     )
     prompts = {f"r{index}": tools.random_prompt(100, 50 + index) for index in range(4)}
     for request_id, prompt in prompts.items():
@@ -38,6 +47,19 @@ def test_parity_on_cuda(reference: Qwen3ForCausalLM, checkpoint: Path, overlap: 
         assert tools.relative_error(ours, theirs) <= 1e-4
     if pages is not None:
         assert seen.engine.stats().preemptions_total > 0
+
+
+def test_graph_and_eager_give_the_same_bits_at_the_same_padded_batch(checkpoint: Path) -> None:
+    """Four sequences fill a captured size, so that eager steps compute on the very same shapes."""
+    logits = []
+    for debug in ((), ("no-graphs",)):
+        seen = tools.open_engine(checkpoint, device="cuda", dtype="bfloat16", overlap=True, debug=debug)
+        for index in range(4):
+            seen.add(f"r{index}", tools.random_prompt(50 + 30 * index, index), max_tokens=40)
+        seen.run()
+        logits.append({name: torch.stack(each) for name, each in seen.logits.items()})
+    for name, with_graphs in logits[0].items():
+        assert torch.equal(with_graphs, logits[1][name]), name
 
 
 def test_a_step_is_launched_without_waiting_for_the_device(checkpoint: Path) -> None:

@@ -11,8 +11,8 @@ from transformers import Qwen3ForCausalLM
 
 from meltcore.engine import runner as runner_module
 from meltcore.kernels import paged_attention as attention_kernel
+from meltcore.kernels import qkv as qkv_kernel
 from meltcore.layers import attention as attention_layer
-from meltcore.layers import norm as norm_layer
 
 # A correct engine stays below 1e-4; a mutation that changes less than ten times that would be lost in the noise.
 NOTICED = 1e-3
@@ -32,12 +32,12 @@ def test_nothing_broken_is_below_the_threshold(reference: Qwen3ForCausalLM, chec
 
 def rotary_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the keys: a shift of both would be a relative position and rightly change nothing."""
-    whole = attention_layer.apply_rotary
+    whole = qkv_kernel.apply_rotary
 
     def shifted(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return whole(heads, table, positions + (heads.shape[1] == 2))
 
-    monkeypatch.setattr(attention_layer, "apply_rotary", shifted)
+    monkeypatch.setattr(qkv_kernel, "apply_rotary", shifted)
 
 
 def mask_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +51,13 @@ def mask_sees_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def query_norm_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = norm_layer.RMSNorm.forward
+    whole = qkv_kernel.rms_norm
 
-    def skipping(self: norm_layer.RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
-        is_query = hidden.dim() == 3 and hidden.shape[1] == 4
-        return hidden if is_query else whole(self, hidden)
+    def skipping(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        is_query = heads.shape[1] == 4
+        return heads if is_query else whole(heads, weight, eps)
 
-    monkeypatch.setattr(norm_layer.RMSNorm, "forward", skipping)
+    monkeypatch.setattr(qkv_kernel, "rms_norm", skipping)
 
 
 def scale_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

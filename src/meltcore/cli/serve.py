@@ -79,7 +79,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-model-len", type=positive, metavar="TOKENS", help="prompt and answer together")
     group.add_argument("--max-num-seqs", type=positive, metavar="N", help="sequences a step (1024; CPU: 256)")
     group.add_argument(
-        "--max-num-batched-tokens", type=positive,  metavar="TOKENS", help="tokens a step (8192; CPU: 2048)"
+        "--max-num-batched-tokens", type=positive, metavar="TOKENS", help="tokens a step (8192; CPU: 2048)"
     )
     group.add_argument("--memory", type=size_bytes, metavar="SIZE", help="all it may take of each GPU, like 40GiB")
     group.add_argument("--seed", type=not_negative, default=0, help="of dummy weights, and of requests without one")

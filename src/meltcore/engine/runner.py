@@ -61,9 +61,7 @@ class ModelRunner:
 
     def capture_graphs(self, progress: Progress) -> None:
         """Make pure decode steps replay CUDA graphs from now on."""
-        graphs = GraphPool(
-            self._decode_step, self.model.logits, self._last_token, padded_sizes(self._max_num_seqs)
-        )
+        graphs = GraphPool(self._decode_step, self.model.logits, self._last_token, padded_sizes(self._max_num_seqs))
         graphs.capture(progress)
         self._graphs = graphs
 
