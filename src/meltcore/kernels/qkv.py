@@ -63,16 +63,16 @@ def _prepare_qkv_torch(
 
 
 @triton.jit
-def _norm_and_rotate(source, mask, weight_ptr, eps, cos, sin, column, inside, HEAD_DIM: tl.constexpr):
+def _norm_and_rotate(source, mask, weight_ptr, eps, cos, sin, HEAD_DIM: tl.constexpr):
     """The halves of the heads at `source`, [HEADS, HALF] each; values are rounded where the torch body rounds them."""
     first = tl.load(source, mask=mask, other=0.0)
     second = tl.load(source + HEAD_DIM // 2, mask=mask, other=0.0)
+    weight_first = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
+    weight_second = tl.load(weight_ptr + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     dtype = first.dtype
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-    squares = tl.sum(wide_first * wide_first, axis=1) + tl.sum(wide_second * wide_second, axis=1)
+    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
     scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    weight_first = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    weight_second = tl.load(weight_ptr + HEAD_DIM // 2 + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     normed_first = ((wide_first * scale).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
     normed_second = ((wide_second * scale).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
     return normed_first * cos - normed_second * sin, normed_second * cos + normed_first * sin
@@ -97,35 +97,40 @@ def _prepare_qkv_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One program: one token and HEADS heads, either of its queries, or of its keys and the same heads' values."""
+    """One program: one token and HEADS heads, either of its queries, or of its keys and the same heads' values.
+
+    Weights and the rotation are read as whole [HEADS, HALF] tiles, laid out over the threads as the heads are, where a
+    single row of them would have to be exchanged through shared memory.
+    """
     token = tl.program_id(0).to(tl.int64)
     query_blocks = tl.cdiv(QUERY_HEADS, HEADS)
     block = tl.program_id(1)
-    column = tl.arange(0, HALF)
+    member = tl.arange(0, HEADS)[:, None]
+    column = tl.broadcast_to(tl.arange(0, HALF)[None, :], (HEADS, HALF))
     inside = column < HEAD_DIM // 2
     rotary = table_ptr + tl.load(positions_ptr + token) * HEAD_DIM + column
-    cos = tl.load(rotary, mask=inside, other=0.0)[None, :]
-    sin = tl.load(rotary + HEAD_DIM // 2, mask=inside, other=0.0)[None, :]
+    cos = tl.load(rotary, mask=inside, other=0.0)
+    sin = tl.load(rotary + HEAD_DIM // 2, mask=inside, other=0.0)
     row = qkv_ptr + token * qkv_stride
     if block < query_blocks:
-        head = block * HEADS + tl.arange(0, HEADS)
-        mask = (head < QUERY_HEADS)[:, None] & inside[None, :]
-        place = head[:, None] * HEAD_DIM + column[None, :]
-        first, second = _norm_and_rotate(row + place, mask, query_weight_ptr, eps, cos, sin, column, inside, HEAD_DIM)
+        head = block * HEADS + member
+        mask = (head < QUERY_HEADS) & inside
+        place = head * HEAD_DIM + column
+        first, second = _norm_and_rotate(row + place, mask, query_weight_ptr + column, eps, cos, sin, HEAD_DIM)
         queries = queries_ptr + token * (QUERY_HEADS * HEAD_DIM) + place
         tl.store(queries, first, mask=mask)
         tl.store(queries + HEAD_DIM // 2, second, mask=mask)
     else:
-        head = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
-        mask = (head < KV_HEADS)[:, None] & inside[None, :]
-        place = head[:, None] * HEAD_DIM + column[None, :]
+        head = (block - query_blocks) * HEADS + member
+        mask = (head < KV_HEADS) & inside
+        place = head * HEAD_DIM + column
         slot = tl.load(slots_ptr + token) * (KV_HEADS * HEAD_DIM) + place
         keys = row + QUERY_HEADS * HEAD_DIM + place
         values = keys + KV_HEADS * HEAD_DIM
         # Asked for before the keys are worked on, so that both reads are under way together.
         value_first = tl.load(values, mask=mask, other=0.0)
         value_second = tl.load(values + HEAD_DIM // 2, mask=mask, other=0.0)
-        first, second = _norm_and_rotate(keys, mask, key_weight_ptr, eps, cos, sin, column, inside, HEAD_DIM)
+        first, second = _norm_and_rotate(keys, mask, key_weight_ptr + column, eps, cos, sin, HEAD_DIM)
         tl.store(key_cache_ptr + slot, first, mask=mask)
         tl.store(key_cache_ptr + slot + HEAD_DIM // 2, second, mask=mask)
         tl.store(value_cache_ptr + slot, value_first, mask=mask)
