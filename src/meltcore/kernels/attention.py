@@ -234,7 +234,7 @@ def _decode_triton(
             HEAD_DIM=head_dim,
             PAGE_SIZE=page_size,
             SPLITS=launch.splits,
-            num_warps=2,
+            num_warps=4,
         )
 
 
