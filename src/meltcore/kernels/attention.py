@@ -5,6 +5,8 @@ A cache is [pages, page_size, kv_heads, head_dim], contiguous. The page table is
 computed online in float32 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import math
