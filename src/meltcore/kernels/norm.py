@@ -46,11 +46,23 @@ def _add_rms_norm_torch(
 
 
 @triton.jit
-def _normalise(wide, weight_ptr, columns, inside, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
+def _normalise(wide, weight_ptr, columns, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
     """[ROWS, BLOCK] float32 -> the same, normalised, rounded where the torch body rounds and scaled by the weight."""
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    return (wide * scale[:, None]).to(dtype).to(tl.float32) * weight[None, :]
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    return (wide * scale[:, None]).to(dtype).to(tl.float32) * weight
+
+
+@triton.jit
+def _tile(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """This program's row numbers [ROWS, 1], its columns and which elements exist.
+
+    Columns come as a whole [ROWS, BLOCK]: weights are then read as the data is laid out over the threads, where a
+    single row of them would have to be exchanged through shared memory.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+    return row, columns, (row < rows) & (columns < SIZE)
 
 
 @triton.jit
@@ -68,14 +80,11 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
 ):
     """Rows come as [outer, inner], each of the two with a stride of its own; the output is contiguous."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    mask = (row < rows)[:, None] & inside[None, :]
-    start = row // inner_rows * outer_stride + row % inner_rows * inner_stride
-    wide = tl.load(hidden_ptr + start[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    normalised = _normalise(wide, weight_ptr, columns, inside, eps, output_ptr.dtype.element_ty, SIZE)
-    tl.store(output_ptr + row[:, None] * SIZE + columns[None, :], normalised, mask=mask)
+    row, columns, mask = _tile(rows, SIZE, BLOCK, ROWS)
+    start = (row // inner_rows).to(tl.int64) * outer_stride + row % inner_rows * inner_stride
+    wide = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+    normalised = _normalise(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
+    tl.store(output_ptr + row.to(tl.int64) * SIZE + columns, normalised, mask=mask)
 
 
 @triton.jit
@@ -93,17 +102,14 @@ def _add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    mask = (row < rows)[:, None] & inside[None, :]
-    hidden = tl.load(hidden_ptr + row[:, None] * hidden_stride + columns[None, :], mask=mask, other=0.0)
-    residual = tl.load(residual_ptr + row[:, None] * residual_stride + columns[None, :], mask=mask, other=0.0)
-    total = (residual.to(tl.float32) + hidden.to(tl.float32)).to(sum_ptr.dtype.element_ty)
-    place = row[:, None] * SIZE + columns[None, :]
-    tl.store(sum_ptr + place, total, mask=mask)
-    normalised = _normalise(total.to(tl.float32), weight_ptr, columns, inside, eps, output_ptr.dtype.element_ty, SIZE)
-    tl.store(output_ptr + place, normalised, mask=mask)
+    row, columns, mask = _tile(rows, SIZE, BLOCK, ROWS)
+    row = row.to(tl.int64)
+    hidden = tl.load(hidden_ptr + row * hidden_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    total = (residual + hidden).to(sum_ptr.dtype.element_ty)
+    normalised = _normalise(total.to(tl.float32), weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
+    tl.store(sum_ptr + row * SIZE + columns, total, mask=mask)
+    tl.store(output_ptr + row * SIZE + columns, normalised, mask=mask)
 
 
 class _Tile(NamedTuple):
@@ -115,7 +121,7 @@ class _Tile(NamedTuple):
 
     @classmethod
     def of(cls, size: int) -> _Tile:
-        block = 1 << (size - 1).bit_length()
+        block = triton.next_power_of_2(size)
         rows = max(1, 1024 // block)
         return cls(rows, block, min(16, rows * block // 256))
 
@@ -129,7 +135,7 @@ def _rms_norm_triton(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> 
     grouped = hidden.reshape(-1, hidden.shape[-2] if hidden.dim() > 1 else 1, size)
     grouped = grouped if grouped.stride(-1) == 1 else grouped.contiguous()
     rows, tile = output.numel() // size, _Tile.of(size)
-    _rms_norm_kernel[(-(-rows // tile.rows),)](
+    _rms_norm_kernel[(triton.cdiv(rows, tile.rows),)](
         grouped,
         weight,
         output,
@@ -155,7 +161,7 @@ def _add_rms_norm_triton(
     if rows == 0:
         return output, total
     tile = _Tile.of(size)
-    _add_rms_norm_kernel[(-(-rows // tile.rows),)](
+    _add_rms_norm_kernel[(triton.cdiv(rows, tile.rows),)](
         hidden,
         residual,
         weight,

@@ -41,7 +41,7 @@ def _swiglu_triton(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        grid = (tokens, -(-size // _BLOCK))
+        grid = (tokens, triton.cdiv(size, _BLOCK))
         _swiglu_kernel[grid](gate_up, output, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=_WARPS)
     return output
 

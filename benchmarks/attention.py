@@ -1,0 +1,267 @@
+"""Attention over pages against the device's limits: decode by measured read bandwidth, prefill by a matrix product.
+
+Qwen3-0.6B's shapes (16 query heads, 8 key heads of 128), bf16, random data, pages in random order. Every number is the
+median of CUDA graph replays, with inputs larger than the L2 cache; every result is compared with the torch body first.
+
+    python benchmarks/attention.py             # the table and benchmarks/results/attention.json
+    python benchmarks/attention.py --sweep     # other launch parameters, printed only
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from bench_output import Row, write_result
+
+from meltcore.kernels import attention
+from meltcore.kernels.attention import DecodeLaunch, PrefillLaunch
+from meltcore.kernels.dispatch import force_reference
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 16, 8, 128, 64
+SCALE = HEAD_DIM**-0.5
+TYPE = torch.bfloat16
+MAX_PAGES = 640  # of Qwen3-0.6B's 40,960 positions: the table is as wide as in the engine
+REPLAYS = 15
+CACHE_BYTES = 2**28  # inputs of a graph's launches together: several times any L2
+DISTANCE = 1e-2  # of two bf16 bodies
+DECODE_REACH = 0.85
+
+
+class Cache(NamedTuple):
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+
+
+def make_cache(lengths: list[int]) -> Cache:
+    """Row i of the table holds sequence i, on pages drawn without order."""
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    shape = (sum(counts) + 1, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    order = np.random.default_rng(0).permutation(sum(counts)) + 1
+    table = np.zeros((len(lengths), MAX_PAGES), dtype=np.int64)
+    for row, (end, count) in enumerate(zip(np.cumsum(counts), counts, strict=True)):
+        table[row, :count] = order[end - count : end]
+    keys, values = (torch.randn(shape, dtype=TYPE, device="cuda") for _ in range(2))
+    return Cache(keys, values, torch.from_numpy(table).cuda())
+
+
+def median_us(launches: list[Callable[[], object]]) -> float:
+    """Microseconds a launch, from replays of one graph that holds them all."""
+    launches[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    graph.replay()
+    times_us = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times_us.append(begin.elapsed_time(end) * 1e3 / len(launches))
+    return statistics.median(times_us)
+
+
+def read_bytes_per_us() -> float:
+    data = torch.randn(2**30, device="cuda")
+    return data.nbytes / median_us([data.sum] * 3)
+
+
+def matmul_flops_per_us() -> float:
+    left, right = (torch.randn(8192, 8192, dtype=TYPE, device="cuda") for _ in range(2))
+    return 2 * 8192**3 / median_us([lambda: left @ right] * 10)
+
+
+def check(work: str, compute: Callable[[], torch.Tensor]) -> None:
+    ours = compute().double()
+    force_reference(True)
+    expected = compute().double()
+    force_reference(False)
+    distance = float((ours - expected).norm() / expected.norm())
+    if not distance <= DISTANCE:
+        raise SystemExit(f"{work}: relative distance {distance:.2e} from the reference")
+
+
+class Decode:
+    """One batch shape. Launches take turns over copies of the batch, enough of them to miss the L2 cache."""
+
+    def __init__(self, work: str, lengths: list[int]) -> None:
+        self.work = work
+        sequences = len(lengths)
+        self.kv_bytes = sum(lengths) * KV_HEADS * HEAD_DIM * 2 * TYPE.itemsize
+        copies = min(64, max(4, CACHE_BYTES // self.kv_bytes))
+        self.kept = copies if self.kv_bytes < CACHE_BYTES else 1
+        self.cache = make_cache(lengths * self.kept)
+        self.queries = torch.randn(sequences, HEADS, HEAD_DIM, dtype=TYPE, device="cuda")
+        self.lengths = torch.tensor(lengths, device="cuda")
+        self.rows = [torch.arange(sequences, device="cuda") + sequences * (i % self.kept) for i in range(copies)]
+        # Each key and value, query and output once.
+        self.bytes = self.kv_bytes + 2 * self.queries.nbytes
+
+    def call(self, rows: torch.Tensor) -> torch.Tensor:
+        return attention.decode_attention(self.queries, *self.cache, rows, self.lengths, SCALE)
+
+    def measure_us(self) -> float:
+        check(self.work, lambda: self.call(self.rows[0]))
+        return median_us([partial(self.call, rows) for rows in self.rows])
+
+    def measure_launch_us(self, launch: DecodeLaunch) -> float:
+        out = torch.empty_like(self.queries)
+
+        def call(rows: torch.Tensor) -> None:
+            attention._decode_triton(self.queries, *self.cache, rows, self.lengths, SCALE, out, launch.splits, launch)
+
+        return median_us([partial(call, rows) for rows in self.rows])
+
+
+class Prefill:
+    """Sequences of one length from their first token on, as the only chunks of a step."""
+
+    def __init__(self, sequences: int, length: int) -> None:
+        self.work = f"prefill, {sequences} x {length:,} tokens"
+        self.sequences, self.length = sequences, length
+        self.cache = make_cache([length] * sequences)
+        self.queries = torch.randn(sequences * length, HEADS, HEAD_DIM, dtype=TYPE, device="cuda")
+        chunks = [(row, row * length, length, 0) for row in range(sequences)]
+        self.tiles = torch.from_numpy(attention.query_tiles(chunks)).cuda()
+        # Two products of every visible pair of query and key.
+        self.flops = 4 * HEADS * HEAD_DIM * sequences * length * (length + 1) // 2
+
+    def call(self) -> torch.Tensor:
+        return attention.prefill_attention(self.queries, *self.cache, self.tiles, SCALE)
+
+    def measure_us(self) -> float:
+        check(self.work, self.call)
+        return median_us([self.call] * 5)
+
+    def measure_launch_us(self, launch: PrefillLaunch) -> float:
+        out = torch.empty_like(self.queries)
+        return median_us(
+            [lambda: attention._prefill_triton(self.queries, *self.cache, self.tiles, SCALE, out, launch)] * 5
+        )
+
+    def measure_torch_us(self) -> float:
+        """torch's own attention on the same work, its keys and values not in pages."""
+        shape = (self.sequences, self.length, -1, HEAD_DIM)
+        queries = self.queries.view(shape).transpose(1, 2)
+        keys, values = (
+            part[1:].view(-1, KV_HEADS, HEAD_DIM)[: len(self.queries)].view(shape).transpose(1, 2)
+            for part in (self.cache.keys, self.cache.values)
+        )
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return median_us([lambda: attend(queries, keys, values, is_causal=True, scale=SCALE, enable_gqa=True)] * 5)
+
+
+def decode_works() -> list[Decode]:
+    mixed = np.random.default_rng(1).integers(512, 2561, 256).tolist()
+    return [
+        Decode("decode, 256 sequences of 512 to 2,560 tokens", mixed),
+        Decode("decode, 1 sequence of 1,024 tokens", [1024]),
+        Decode("decode, 64 sequences of 1,536 tokens", [1536] * 64),
+    ]
+
+
+def prefill_works() -> list[Prefill]:
+    return [Prefill(8, 1024), Prefill(1, 8192)]
+
+
+def measure() -> list[Row]:
+    bandwidth, rate = read_bytes_per_us(), matmul_flops_per_us()
+    rows = [
+        Row(work="read only: sum of 4 GiB of float32", unit="TB/s", value=bandwidth / 1e6),
+        Row(work="bf16 product of 8192^3", unit="TFLOP/s", value=rate / 1e6),
+    ]
+    for index, decode in enumerate(decode_works()):
+        time_us = decode.measure_us()
+        floor_us = decode.bytes / bandwidth
+        rows.append(
+            Row(
+                work=decode.work,
+                unit="us",
+                value=time_us,
+                peer=f"{decode.bytes / 1e6:,.1f} MB at read bandwidth",
+                peer_value=floor_us,
+                ratio=floor_us / time_us,
+                reach=DECODE_REACH if index == 0 else None,
+                limit_share=floor_us / time_us,
+            )
+        )
+    for prefill in prefill_works():
+        time_us, peer_us = prefill.measure_us(), prefill.measure_torch_us()
+        rows.append(
+            Row(
+                work=prefill.work,
+                unit="TFLOP/s",
+                value=prefill.flops / time_us / 1e6,
+                peer="torch, without pages",
+                peer_value=prefill.flops / peer_us / 1e6,
+                ratio=peer_us / time_us,
+                limit_share=prefill.flops / time_us / rate,
+            )
+        )
+    return rows
+
+
+def decode_launches() -> Iterator[DecodeLaunch]:
+    shapes = [
+        (64, 4, 2),
+        (64, 4, 3),
+        (64, 4, 4),
+        (64, 8, 3),
+        (64, 2, 3),
+        (32, 4, 3),
+        (32, 4, 4),
+        (32, 2, 3),
+        (32, 2, 4),
+    ]
+    for (block_keys, warps, stages), share_pages, splits in itertools.product(shapes, (4, 8, 16), (1, 4, 16)):
+        yield DecodeLaunch(splits, share_pages, block_keys, warps, stages)
+
+
+def prefill_launches() -> Iterator[PrefillLaunch]:
+    for packed, warps in ((1, 4), (2, 4), (2, 8)):
+        for block_keys, stages in ((64, 2), (64, 3), (64, 4), (32, 3)):
+            yield PrefillLaunch(packed, block_keys, warps, stages)
+
+
+def sweep() -> None:
+    """Best first, ten of each work."""
+    bandwidth = read_bytes_per_us()
+    for decode in decode_works():
+        print(f"{decode.work}; chosen {decode.measure_us():.1f} us, floor {decode.bytes / bandwidth:.1f} us")
+        found = [(decode.measure_launch_us(launch), launch) for launch in decode_launches()]
+        print(*(f"  {time_us:8.1f} us  {launch}" for time_us, launch in sorted(found)[:10]), sep="\n")
+    for prefill in prefill_works():
+        print(f"{prefill.work}; chosen {prefill.flops / prefill.measure_us() / 1e6:.0f} TFLOP/s")
+        found_prefill = [(prefill.measure_launch_us(launch), launch) for launch in prefill_launches()]
+        print(*(f"  {prefill.flops / us / 1e6:6.0f} TFLOP/s  {it}" for us, it in sorted(found_prefill)), sep="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="try other launch parameters instead")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs an NVIDIA GPU")
+    torch.manual_seed(0)
+    if arguments.sweep:
+        sweep()
+    else:
+        rows = measure()
+        versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+        write_result("attention", rows, versions)
+
+
+if __name__ == "__main__":
+    main()

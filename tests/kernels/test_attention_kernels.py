@@ -1,0 +1,270 @@
+"""Attention over pages, decode and prefill: both bodies against a dense softmax, on shuffled page tables."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from meltcore.kernels import attention
+from meltcore.kernels.attention import BLOCK_QUERIES, decode_attention, prefill_attention, query_tiles
+
+PAGE_SIZE = 64
+POISON = 7e4
+# ||out - dense|| / ||dense||, by type: rounding of the inputs of the second product and of the output.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+class Sequences(NamedTuple):
+    """A paged cache, and the same keys and values as plain [length, kv_heads, head_dim] tensors."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    page_table: torch.Tensor
+    rows: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+def make_sequences(
+    lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Sequences:
+    """Pages and rows in random order. What no sequence owns is NaN, so reading past an end shows."""
+    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    total = sum(counts) + 1
+    caches = torch.full((2, total, PAGE_SIZE, kv_heads, head_dim), float("nan"), dtype=dtype, device=device)
+    table = torch.zeros(len(lengths) + 1, max(counts) + 3, dtype=torch.int64, device=device)
+    rows = torch.randperm(len(lengths) + 1, device=device)[: len(lengths)]
+    free = (torch.randperm(total - 1, device=device) + 1).tolist()
+    keys, values = [], []
+    for length, count, row in zip(lengths, counts, rows.tolist(), strict=True):
+        pages = [free.pop() for _ in range(count)]
+        table[row, :count] = torch.tensor(pages, dtype=torch.int64, device=device)
+        both = torch.randn(2, length, kv_heads, head_dim, device=device).to(dtype)
+        for index, page in enumerate(pages):
+            part = both[:, index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
+            caches[:, page, : part.shape[1]] = part
+        keys.append(both[0])
+        values.append(both[1])
+    return Sequences(caches[0], caches[1], table, rows, keys, values)
+
+
+def dense_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float
+) -> torch.Tensor:
+    """Written anew, head by head, in float64."""
+    group = queries.shape[1] // keys.shape[1]
+    out = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
+    for query in range(queries.shape[0]):
+        seen = start + query + 1
+        for head in range(queries.shape[1]):
+            scores = keys[:seen, head // group].double() @ queries[query, head].double() * scale
+            out[query, head] = scores.softmax(0) @ values[:seen, head // group].double()
+    return out
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert out.dtype == dtype
+    distance = (out.double() - expected).norm() / expected.norm()
+    assert distance <= TOLERANCE[dtype], f"relative distance {distance:.2e}"
+
+
+@pytest.fixture(autouse=True)
+def interpreter_of_loops_and_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two gaps in the interpreter of Triton 3.6.
+
+    It takes a loop's bounds by int() of a [1] array, which NumPy 2.4 no longer allows, and multiplies the bit patterns
+    of bfloat16 matrices.
+    """
+    patch_tensor = interpreter._patch_lang_tensor
+    create_dot = InterpreterBuilder.create_dot
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return create_dot(self, _widened(left), _widened(right), *rest)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+def _widened(matrix: TensorHandle) -> TensorHandle:
+    if matrix.dtype.scalar != tl.bfloat16:
+        return matrix
+    wide = torch.from_numpy(matrix.data.view(np.int16)).view(torch.bfloat16).float()
+    return TensorHandle(wide.numpy(), tl.float32)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> str:
+    monkeypatch.setattr(attention, "use_triton", lambda tensor: request.param == "triton")
+    return request.param
+
+
+DECODE_SHAPES = [
+    # group, kv_heads, head_dim, splits, dtype, lengths
+    (1, 2, 64, 1, torch.float32, [1, 63, 64, 65]),
+    (2, 2, 128, 4, torch.float32, [1, 129, 700]),
+    (2, 1, 128, 4, torch.bfloat16, [64, 257, 2]),
+    (4, 1, 64, None, torch.float16, [200, 5]),
+    (8, 1, 64, 2, torch.bfloat16, [130, 1]),
+    (2, 1, 256, 2, torch.bfloat16, [70]),
+    (32, 1, 64, 2, torch.float32, [70]),
+]
+
+
+@pytest.mark.parametrize("seed", [11])
+@pytest.mark.parametrize(("group", "kv_heads", "head_dim", "splits", "dtype", "lengths"), DECODE_SHAPES)
+def test_decode_equals_dense_softmax(
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    splits: int | None,
+    dtype: torch.dtype,
+    lengths: list[int],
+    seed: int,
+    body: str,
+    device: torch.device,
+) -> None:
+    torch.manual_seed(seed)
+    made = make_sequences(lengths, kv_heads, head_dim, dtype, device)
+    queries = torch.randn(len(lengths), group * kv_heads, head_dim, device=device).to(dtype)
+    out = torch.full_like(queries, POISON if dtype != torch.float16 else 6e4)
+    scale = head_dim**-0.5
+    returned = decode_attention(
+        queries,
+        made.key_cache,
+        made.value_cache,
+        made.page_table,
+        made.rows,
+        torch.tensor(lengths, device=device),
+        scale,
+        splits,
+        out,
+    )
+    assert returned is out
+    expected = [
+        dense_attention(queries[i : i + 1], made.keys[i], made.values[i], length - 1, scale)
+        for i, length in enumerate(lengths)
+    ]
+    assert_close(out, torch.cat(expected), dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_padding_rows_come_out_as_zeros_and_read_nothing(splits: int, body: str, device: torch.device) -> None:
+    torch.manual_seed(12)
+    made = make_sequences([100], 2, 64, torch.float32, device)
+    queries = torch.randn(3, 4, 64, device=device)
+    # Were a padding row's page read, its number would lead far outside the cache.
+    made.page_table[made.page_table.shape[0] - 1 - made.rows[0]] = 2**40
+    spare = (made.page_table.shape[0] - 1 - made.rows[:1]).expand(2)
+    out = decode_attention(
+        queries,
+        made.key_cache,
+        made.value_cache,
+        made.page_table,
+        torch.cat((made.rows, spare)),
+        torch.tensor([100, 0, 0], device=device),
+        0.125,
+        splits,
+    )
+    assert (out[1:] == 0).all()
+    assert_close(out[:1], dense_attention(queries[:1], made.keys[0], made.values[0], 99, 0.125), torch.float32)
+
+
+PREFILL_SHAPES = [
+    # group, kv_heads, head_dim, dtype, chunks as (start, tokens)
+    (1, 2, 64, torch.float32, [(0, 1), (0, 65), (63, 2)]),
+    (2, 1, 128, torch.float32, [(5, 70), (64, 64)]),
+    (2, 2, 128, torch.bfloat16, [(0, 130), (127, 3)]),
+    (4, 1, 64, torch.float16, [(70, 33), (0, 64)]),
+    (8, 1, 64, torch.bfloat16, [(128, 10)]),
+    (2, 1, 256, torch.bfloat16, [(3, 66)]),
+]
+
+
+@pytest.mark.parametrize("seed", [21])
+@pytest.mark.parametrize(("group", "kv_heads", "head_dim", "dtype", "chunks"), PREFILL_SHAPES)
+def test_prefill_equals_dense_causal_softmax(
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    chunks: list[tuple[int, int]],
+    seed: int,
+    body: str,
+    device: torch.device,
+) -> None:
+    torch.manual_seed(seed)
+    made = make_sequences([start + count for start, count in chunks], kv_heads, head_dim, dtype, device)
+    # Decode tokens of another call lie before, between and after; the queries are part of a fused projection.
+    ends = np.cumsum([count + 1 for _, count in chunks]).tolist()
+    heads = group * kv_heads
+    projected = torch.randn(ends[-1] + 1, heads + 2, head_dim, device=device).to(dtype)
+    queries = projected[:, :heads]
+    firsts = [end - count for end, (_, count) in zip(ends, chunks, strict=True)]
+    rows = made.rows.tolist()
+    tiles = query_tiles((row, f, n, s) for row, f, (s, n) in zip(rows, firsts, chunks, strict=True))
+    out = torch.full((ends[-1] + 1, heads, head_dim), 6e4, dtype=dtype, device=device)
+    poison = out[0].clone()
+    prefill_attention(
+        queries,
+        made.key_cache,
+        made.value_cache,
+        made.page_table,
+        torch.from_numpy(tiles).to(device),
+        head_dim**-0.5,
+        out,
+    )
+    covered = torch.zeros(len(out), dtype=torch.bool)
+    for i, (first, (start, count)) in enumerate(zip(firsts, chunks, strict=True)):
+        span = slice(first, first + count)
+        expected = dense_attention(queries[span], made.keys[i], made.values[i], start, head_dim**-0.5)
+        assert_close(out[span], expected, dtype)
+        covered[span] = True
+    assert (out[~covered] == poison).all()
+
+
+def test_query_tiles_cover_every_token_once_and_start_with_most_keys() -> None:
+    chunks = [(3, 0, 1, 500), (1, 1, BLOCK_QUERIES, 0), (4, 1 + BLOCK_QUERIES, 2 * BLOCK_QUERIES + 5, 7)]
+    tiles = query_tiles(chunks)
+    assert tiles.dtype == np.int32
+    assert tiles[:, 2].max() == BLOCK_QUERIES
+    ends = tiles[:, 2] + tiles[:, 3]
+    assert (np.diff(ends) <= 0).all()
+    found = sorted((row, first + i, start + i) for row, first, count, start in tiles.tolist() for i in range(count))
+    assert found == sorted((row, first + i, start + i) for row, first, count, start in chunks for i in range(count))
+
+
+def test_query_tiles_of_nothing() -> None:
+    assert query_tiles([]).shape == (0, 4)
+
+
+def test_prefill_without_tiles_and_decode_without_sequences(body: str, device: torch.device) -> None:
+    made = make_sequences([1], 1, 64, torch.float32, device)
+    queries = torch.randn(0, 2, 64, device=device)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    caches = (made.key_cache, made.value_cache, made.page_table)
+    assert decode_attention(queries, *caches, none, none, 1.0).shape == (0, 2, 64)
+    tiles = torch.empty(0, 4, dtype=torch.int32, device=device)
+    assert prefill_attention(queries, *caches, tiles, 1.0).shape == (0, 2, 64)
+
+
+@pytest.mark.parametrize("processors", [1, 46, 132, 170])
+@pytest.mark.parametrize("sequences", [1, 2, 10, 64, 256, 1000, 4096])
+def test_decode_grid_is_bounded_and_a_power_of_two(sequences: int, processors: int) -> None:
+    launch = attention.decode_launch(sequences, 8, 128, 2, 640, processors)
+    assert launch.splits & (launch.splits - 1) == 0
+    assert launch.splits * sequences * 8 <= max(64 * processors, sequences * 8)
+    assert 1 <= launch.share_pages <= 8
+
+
+def test_a_short_table_is_not_split_below_a_share() -> None:
+    assert attention.decode_launch(1, 8, 128, 2, 3, 132).splits == 2

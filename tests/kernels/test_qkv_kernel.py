@@ -1,0 +1,90 @@
+"""Norm, rotation and cache writing in one kernel, against the three torch ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from meltcore.kernels import qkv
+from meltcore.kernels.rotary import rotary_table
+
+EPS = 1e-6
+PAGE_SIZE, PAGES, POSITIONS = 4, 6, 300
+
+
+class Shape(NamedTuple):
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SHAPES = [
+    Shape(tokens=5, heads=16, kv_heads=8, head_dim=128),  # Qwen3-0.6B
+    Shape(tokens=7, heads=4, kv_heads=2, head_dim=64),  # the bundled model
+    Shape(tokens=1, heads=40, kv_heads=8, head_dim=128),
+    Shape(tokens=3, heads=7, kv_heads=1, head_dim=80),  # nothing a power of two
+    Shape(tokens=2, heads=6, kv_heads=3, head_dim=256),
+    Shape(tokens=0, heads=4, kv_heads=2, head_dim=64),
+]
+
+
+def arguments(shape: Shape, dtype: torch.dtype, seed: int) -> list[torch.Tensor | float]:
+    torch.manual_seed(seed)
+    tokens, heads, kv_heads, head_dim = shape
+    width = (heads + 2 * kv_heads) * head_dim
+    cache = (PAGES, PAGE_SIZE, kv_heads, head_dim)
+    return [
+        (torch.randn(tokens, width) * torch.rand(tokens, 1).mul(8)).to(dtype),
+        torch.randn(head_dim).to(dtype),
+        torch.randn(head_dim).to(dtype),
+        EPS,
+        rotary_table(head_dim, POSITIONS, 10_000.0, torch.device("cpu")),
+        torch.randint(POSITIONS, (tokens,)),
+        torch.randperm(PAGES * PAGE_SIZE)[:tokens],
+        torch.randn(cache).to(dtype),
+        torch.randn(cache).to(dtype),
+    ]
+
+
+def on(device: torch.device, values: list[torch.Tensor | float]) -> list[torch.Tensor | float]:
+    return [value.to(device, copy=True) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("seed", "shape"), list(enumerate(SHAPES)), ids=str)
+def test_prepare_qkv_agrees_with_its_reference(
+    seed: int, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> None:
+    given = arguments(shape, dtype, seed)
+    ours, theirs = on(device, given), on(torch.device("cpu"), given)
+    queries = qkv._prepare_qkv_triton(*ours)
+    expected = qkv._prepare_qkv_torch(*theirs)
+    # A rotation may cancel: what is left is judged by the size of what was rotated, as the reference itself rounds.
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(queries.cpu(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours[-2].cpu(), theirs[-2], rtol=tolerance, atol=tolerance)
+    assert torch.equal(ours[-1].cpu(), theirs[-1]), "values are stored as they are"
+    untouched = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)
+    untouched[given[6]] = False
+    for changed, before in zip(ours[-2:], given[-2:], strict=True):
+        assert torch.equal(changed.cpu().flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
+
+
+@pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
+def test_prepare_qkv_reads_strided_rows(seed: int, device: torch.device) -> None:
+    given = arguments(SHAPES[1], torch.float32, seed)
+    expected = qkv._prepare_qkv_torch(*on(torch.device("cpu"), given))
+    ours = on(device, given)
+    width = ours[0].shape[1]
+    ours[0] = torch.cat((ours[0], torch.full_like(ours[0], 7.0)), dim=1)[:, :width]
+    torch.testing.assert_close(qkv._prepare_qkv_triton(*ours).cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_prepare_qkv_refuses_a_cache_with_gaps(device: torch.device) -> None:
+    given = on(device, arguments(SHAPES[1], torch.float32, 0))
+    given[-2] = given[-2][:, :-1]
+    with pytest.raises(RuntimeError, match="view"):
+        qkv._prepare_qkv_triton(*given)
