@@ -21,9 +21,12 @@ import torch
 import triton
 from bench_output import Row, write_result
 
-from meltcore.kernels import attention
-from meltcore.kernels.attention import DecodeLaunch, PrefillLaunch
+from meltcore.kernels import decode_attention as decode_file
+from meltcore.kernels import prefill_attention as prefill_file
+from meltcore.kernels.attention import decode_attention, prefill_attention, query_tiles
+from meltcore.kernels.decode_attention import DecodeLaunch
 from meltcore.kernels.dispatch import force_reference
+from meltcore.kernels.prefill_attention import PrefillLaunch
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 16, 8, 128, 64
 SCALE = HEAD_DIM**-0.5
@@ -110,7 +113,7 @@ class Decode:
         self.bytes = self.kv_bytes + 2 * self.queries.nbytes
 
     def call(self, rows: torch.Tensor) -> torch.Tensor:
-        return attention.decode_attention(self.queries, *self.cache, rows, self.lengths, SCALE)
+        return decode_attention(self.queries, *self.cache, rows, self.lengths, SCALE)
 
     def measure_us(self) -> float:
         check(self.work, lambda: self.call(self.rows[0]))
@@ -120,7 +123,7 @@ class Decode:
         out = torch.empty_like(self.queries)
 
         def call(rows: torch.Tensor) -> None:
-            attention._decode_triton(self.queries, *self.cache, rows, self.lengths, SCALE, out, launch.splits, launch)
+            decode_file._decode_triton(self.queries, *self.cache, rows, self.lengths, SCALE, out, launch.splits, launch)
 
         return median_us([partial(call, rows) for rows in self.rows])
 
@@ -134,12 +137,12 @@ class Prefill:
         self.cache = make_cache([length] * sequences)
         self.queries = torch.randn(sequences * length, HEADS, HEAD_DIM, dtype=TYPE, device="cuda")
         chunks = [(row, row * length, length, 0) for row in range(sequences)]
-        self.tiles = torch.from_numpy(attention.query_tiles(chunks)).cuda()
+        self.tiles = torch.from_numpy(query_tiles(chunks)).cuda()
         # Two products of every visible pair of query and key.
         self.flops = 4 * HEADS * HEAD_DIM * sequences * length * (length + 1) // 2
 
     def call(self) -> torch.Tensor:
-        return attention.prefill_attention(self.queries, *self.cache, self.tiles, SCALE)
+        return prefill_attention(self.queries, *self.cache, self.tiles, SCALE)
 
     def measure_us(self) -> float:
         check(self.work, self.call)
@@ -148,7 +151,7 @@ class Prefill:
     def measure_launch_us(self, launch: PrefillLaunch) -> float:
         out = torch.empty_like(self.queries)
         return median_us(
-            [lambda: attention._prefill_triton(self.queries, *self.cache, self.tiles, SCALE, out, launch)] * 5
+            [lambda: prefill_file._prefill_triton(self.queries, *self.cache, self.tiles, SCALE, out, launch)] * 5
         )
 
     def measure_torch_us(self) -> float:

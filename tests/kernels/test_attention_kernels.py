@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from meltcore.kernels import attention
+from meltcore.kernels import decode_attention as decode_file
+from meltcore.kernels import prefill_attention as prefill_file
 from meltcore.kernels.attention import BLOCK_QUERIES, decode_attention, prefill_attention, query_tiles
 
 PAGE_SIZE = 64
@@ -104,7 +105,8 @@ def _widened(matrix: TensorHandle) -> TensorHandle:
 
 @pytest.fixture(params=["torch", "triton"])
 def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> str:
-    monkeypatch.setattr(attention, "use_triton", lambda tensor: request.param == "triton")
+    for module in (decode_file, prefill_file):
+        monkeypatch.setattr(module, "use_triton", lambda tensor: request.param == "triton")
     return request.param
 
 
@@ -260,11 +262,11 @@ def test_prefill_without_tiles_and_decode_without_sequences(body: str, device: t
 @pytest.mark.parametrize("processors", [1, 46, 132, 170])
 @pytest.mark.parametrize("sequences", [1, 2, 10, 64, 256, 1000, 4096])
 def test_decode_grid_is_bounded_and_a_power_of_two(sequences: int, processors: int) -> None:
-    launch = attention.decode_launch(sequences, 8, 128, 2, 640, processors)
+    launch = decode_file.decode_launch(sequences, 8, 128, 2, 640, processors)
     assert launch.splits & (launch.splits - 1) == 0
     assert launch.splits * sequences * 8 <= max(64 * processors, sequences * 8)
     assert 1 <= launch.share_pages <= 8
 
 
 def test_a_short_table_is_not_split_below_a_share() -> None:
-    assert attention.decode_launch(1, 8, 128, 2, 3, 132).splits == 2
+    assert decode_file.decode_launch(1, 8, 128, 2, 3, 132).splits == 2

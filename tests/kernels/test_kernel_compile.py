@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ from kernel_tools import jit_functions, kernel_modules
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from meltcore.kernels import norm, qkv, swiglu
 from meltcore.kernels.jit import ModelShape
 
 MODELS = {
@@ -89,3 +91,37 @@ def test_a_file_with_kernels_declares_what_to_compile(module: ModuleType) -> Non
     assert bool(kernels_of(module)) == hasattr(module, "compile_cases")
     if jit_functions(module):
         assert kernels_of(module), "name what is launched ..._kernel"
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def norm_launches(tokens: int) -> None:
+    norm._rms_norm_triton(meta(tokens, 1024), meta(1024), 1e-6)
+    norm._add_rms_norm_triton(meta(tokens, 1024), meta(tokens, 1024), meta(1024), 1e-6)
+
+
+def swiglu_launches(tokens: int) -> None:
+    swiglu._swiglu_triton(meta(tokens, 6144))
+
+
+def qkv_launches(tokens: int) -> None:
+    indices = meta(tokens + 1, dtype=torch.int64)[tokens % 2 :]  # a slice, at times unaligned
+    cache, weight = meta(9, 64, 8, 128), meta(128)
+    table = meta(4096, 128, dtype=torch.float32)
+    qkv._prepare_qkv_triton(meta(tokens, 4096), weight, weight, 1e-6, table, indices, indices, cache, cache)
+
+
+@pytest.mark.parametrize("launch", [norm_launches, swiglu_launches, qkv_launches])
+def test_the_number_of_tokens_compiles_nothing_again(
+    launch: Callable[[int], None], compiled: list[tuple[JITFunction, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel compiled in the middle of serving would stop everyone for half a second."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", AbsentGPU(90))
+    for tokens in (1, 2, 3, 16, 1000, 4096):
+        launch(tokens)
+    binaries: dict[str, set[str]] = {}
+    for function, binary in compiled:
+        binaries.setdefault(function.__name__, set()).add(binary.hash)
+    assert {name: len(found) for name, found in binaries.items()} == dict.fromkeys(binaries, 1)

@@ -65,7 +65,12 @@ def _tile(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     return row, columns, (row < rows) & (columns < SIZE)
 
 
-@triton.jit
+# Counts of rows change from step to step. Triton would compile again, in the middle of serving, for 1 and for multiples
+# of 16.
+_COUNTS = ["rows", "inner_rows"]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
 def _rms_norm_kernel(
     hidden_ptr,
     weight_ptr,
@@ -81,13 +86,13 @@ def _rms_norm_kernel(
 ):
     """Rows come as [outer, inner], each of the two with a stride of its own; the output is contiguous."""
     row, columns, mask = _tile(rows, SIZE, BLOCK, ROWS)
-    start = (row // inner_rows).to(tl.int64) * outer_stride + row % inner_rows * inner_stride
+    start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
     wide = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
     normalised = _normalise(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
     tl.store(output_ptr + row.to(tl.int64) * SIZE + columns, normalised, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def _add_rms_norm_kernel(
     hidden_ptr,
     residual_ptr,

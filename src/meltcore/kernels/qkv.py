@@ -78,7 +78,8 @@ def _norm_and_rotate(source, mask, weight_ptr, eps, cos, sin, HEAD_DIM: tl.const
     return normed_first * cos - normed_second * sin, normed_second * cos + normed_first * sin
 
 
-@triton.jit
+# Slices of a step's positions and slots start anywhere: without this, each new alignment would be compiled for anew.
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
 def _prepare_qkv_kernel(
     qkv_ptr,
     query_weight_ptr,

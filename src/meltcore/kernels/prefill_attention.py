@@ -1,0 +1,206 @@
+"""Attention over a paged cache of chunks of prompts (prefill): causal, and ragged by tiles of queries."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from meltcore.kernels.decode_attention import attend_block, attend_torch, gather_pages, require_layout
+from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+
+# Most queries in a tile: with two heads of a group packed, 128 rows of a matrix instruction.
+BLOCK_QUERIES = 64
+
+
+def prefill_attention(
+    queries: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of chunks of prompts. The chunks' own keys and values are in the cache already.
+
+    queries: [tokens, heads, head_dim]; tiles: [tiles, 4] int32 from `query_tiles`, on the device. Returns
+    [tokens, heads, head_dim], in `out` where it is given. Tokens that no tile covers are left as they are.
+    """
+    if out is None:
+        out = queries.new_empty(queries.shape)
+    body = _prefill_triton if use_triton(queries) else _prefill_torch
+    body(queries, key_cache, value_cache, page_table, tiles, scale, out)
+    return out
+
+
+def query_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
+    """Cut chunks (row in the page table, index of the first token, tokens, position of the first token) into tiles.
+
+    Returns [tiles, 4] int32 of the same form, at most BLOCK_QUERIES tokens each, those with most keys first: the
+    device starts them in this order, and short ones fill the gaps at the end.
+    """
+    table = np.array(list(chunks), dtype=np.int32).reshape(-1, 4)
+    counts = -(-table[:, 2] // BLOCK_QUERIES)
+    tiles = table.repeat(counts, axis=0)
+    within = (np.arange(len(tiles)) - (counts.cumsum() - counts).repeat(counts)).astype(np.int32) * BLOCK_QUERIES
+    tiles[:, 1] += within
+    tiles[:, 2] = np.minimum(tiles[:, 2] - within, BLOCK_QUERIES)
+    tiles[:, 3] += within
+    return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 3]), kind="stable")]
+
+
+def _prefill_torch(
+    queries: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    for row, first, count, start in tiles.tolist():
+        keys, values = gather_pages(key_cache, value_cache, page_table[row], start + count)
+        out[first : first + count] = attend_torch(queries[first : first + count], keys, values, start, scale)
+
+
+class PrefillLaunch(NamedTuple):
+    """How a tile is computed: heads of a group beside each other, keys a block, warps, stages of the key pipeline."""
+
+    packed: int
+    block_keys: int
+    warps: int
+    stages: int
+
+
+def prefill_launch(group: int, head_dim: int, element_bytes: int) -> PrefillLaunch:
+    """Two heads of a group share a tile where registers allow: each block of keys then serves 128 rows.
+
+    A block of keys and one of values take 32 KiB; with three stages (two of them ahead) and the queries that is
+    128 KiB on Hopper, which keeps a third block for its asynchronous matrix instructions, and 96 KiB elsewhere, just
+    within consumer GPUs. Wider heads and float32 (a path for checking, without matrix units) do with two stages.
+    """
+    if head_dim > 128 or element_bytes > 2:
+        return PrefillLaunch(1, max(16, 2**13 // (head_dim * element_bytes)), warps=8, stages=2)
+    packed = 2 if group % 2 == 0 else 1
+    return PrefillLaunch(packed, 64, warps=4 * packed, stages=3)
+
+
+def _prefill_triton(
+    queries: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    launch: PrefillLaunch | None = None,
+) -> None:
+    _, heads, head_dim = queries.shape
+    _, page_size, kv_heads, _ = key_cache.shape
+    require_layout(queries, key_cache, value_cache, page_table, out)
+    if len(tiles) == 0:
+        return
+    launch = launch or prefill_launch(heads // kv_heads, head_dim, queries.element_size())
+    # Heads vary fastest, so that the tiles start in their order, most keys first.
+    _prefill_kernel[(heads // launch.packed, len(tiles))](
+        queries,
+        key_cache,
+        value_cache,
+        page_table,
+        tiles,
+        out,
+        scale * math.log2(math.e),
+        queries.stride(0),
+        page_table.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        PACKED=launch.packed,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        BLOCK_QUERIES=BLOCK_QUERIES,
+        BLOCK_KEYS=launch.block_keys,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+@triton.jit
+def _prefill_kernel(
+    queries,
+    key_cache,
+    value_cache,
+    page_table,
+    tiles,
+    out,
+    scale_log2,
+    query_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """One tile of queries for PACKED heads of one group; a query's heads are neighbouring rows."""
+    head = tl.program_id(0) * PACKED
+    kv_head = head // (HEADS // KV_HEADS)
+    tile = tiles + tl.program_id(1) * 4
+    table_row = tl.load(tile).to(tl.int64)
+    first_token = tl.load(tile + 1).to(tl.int64)
+    count = tl.load(tile + 2)
+    start = tl.load(tile + 3)
+
+    member = tl.arange(0, BLOCK_QUERIES * PACKED)
+    dims = tl.arange(0, HEAD_DIM)
+    token = first_token + member // PACKED
+    inside = (member // PACKED < count)[:, None]
+    column = (head + member % PACKED)[:, None] * HEAD_DIM + dims[None, :]
+    query = tl.load(queries + token[:, None] * query_stride + column, inside, other=0.0)
+    mixed = tl.zeros((BLOCK_QUERIES * PACKED, HEAD_DIM), tl.float32)
+    total = tl.zeros((BLOCK_QUERIES * PACKED,), tl.float32)
+    highest = tl.full((BLOCK_QUERIES * PACKED,), float("-inf"), tl.float32)
+
+    pages = page_table + table_row * table_stride
+    block = tl.arange(0, BLOCK_KEYS)
+    within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+    # Blocks that every query sees whole, without a mask.
+    seen = (start + 1) // BLOCK_KEYS * BLOCK_KEYS
+    page = tl.load(pages)
+    for position in range(0, seen, BLOCK_KEYS):
+        next_page = tl.load(
+            pages + (position + BLOCK_KEYS) // PAGE_SIZE, position + BLOCK_KEYS < start + count, other=0
+        )
+        base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+        keys = tl.load(key_cache + base + within)
+        values = tl.load(value_cache + base + within)
+        mixed, total, highest = attend_block(query, keys, values, None, mixed, total, highest, scale_log2, MASKED=False)
+        page = next_page
+    for position in range(seen, start + count, BLOCK_KEYS):
+        page = tl.load(pages + position // PAGE_SIZE)
+        base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+        exists = (position + block < start + count)[:, None]
+        keys = tl.load(key_cache + base + within, exists, other=0.0)
+        values = tl.load(value_cache + base + within, exists, other=0.0)
+        visible = position + block[None, :] <= start + member[:, None] // PACKED
+        mixed, total, highest = attend_block(
+            query, keys, values, visible, mixed, total, highest, scale_log2, MASKED=True
+        )
+    places = token[:, None] * (HEADS * HEAD_DIM) + column
+    tl.store(out + places, (mixed / total[:, None]).to(out.dtype.element_ty), inside)
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    queries = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
+    cache = torch.empty(128, model.page_size, model.kv_heads, model.head_dim, dtype=dtype, device="meta")
+    table = torch.empty(64, 640, dtype=torch.int64, device="meta")
+    tiles = torch.empty(4, 4, dtype=torch.int32, device="meta")
+    return [lambda: _prefill_triton(queries, cache, cache, table, tiles, 1.0, queries)]
