@@ -29,7 +29,7 @@ class Segments(NamedTuple):
     """The sequences of one step, as the attention sees them. The queries of a segment are neighbours.
 
     page_table: [rows, max_pages] int64, the engine's table; rows: [segments] int64, which row each segment has;
-    starts: [segments] int64, position of the first query;
+    starts: [segments] int64, position of the first query; lengths: [segments] int64, keys a single query sees;
     slots: [tokens] int64, where each token's key and value go (page * page_size + offset);
     decodes: how many segments, the first ones, have a single query.
 
@@ -41,6 +41,7 @@ class Segments(NamedTuple):
     page_table: torch.Tensor
     rows: torch.Tensor
     starts: torch.Tensor
+    lengths: torch.Tensor
     slots: torch.Tensor
     decodes: int
     tiles: torch.Tensor
@@ -82,7 +83,7 @@ def _paged_attention_triton(
             value_cache,
             segments.page_table,
             segments.rows[:decodes],
-            segments.starts[:decodes] + 1,
+            segments.lengths[:decodes],
             scale,
             out=output[:decodes],
         )
