@@ -40,8 +40,9 @@ class Decoded(NamedTuple):
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: close together where padding would cost most, up to `max_num_seqs` itself."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, max_num_seqs + 64, 64)]
+    """Batch sizes to capture, ascending: closer together where padding would cost more, up to `max_num_seqs` itself."""
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *range(96, 256, 32), *range(256, 1024, 64)]
+    sizes += range(1024, max_num_seqs, 256)
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
@@ -69,9 +70,6 @@ class GraphPool:
                 hidden, token_ids = self._decode(size)
             self._captured[size] = _Captured(graph, hidden, token_ids)
             progress("capturing graphs", (number + 1) / len(self._sizes))
-
-    def fits(self, sequences: int) -> bool:
-        return sequences <= self._sizes[-1]
 
     def replay(self, rows: list[int], positions: list[int]) -> Decoded:
         """Run a decode step for these table rows, each at its position."""
