@@ -31,7 +31,7 @@ def process_age_s() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default=str(Path(__file__).parent / "models" / "qwen3-0.6b"))
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--levels", default="1,10,100,400,1000")
     parser.add_argument("--inlen", default="128:1024", help="LOW:HIGH prompt tokens, uniform")
     parser.add_argument("--out", type=int, default=128, help="output tokens")

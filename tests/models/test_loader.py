@@ -157,6 +157,15 @@ def test_hub_id_is_downloaded_with_what_is_needed_and_no_more(folder: Path, monk
     assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in everything)
 
 
+def test_published_configuration_is_carried_for_dummy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes and parameter count of Qwen3-0.6B, as its publisher states them (0.6 B, 0.44 B without the embedding)."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("no download is needed"))
+    model = build_model(open_checkpoint("Qwen/Qwen3-0.6B", files="config"), torch.bfloat16, torch.device("meta"))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters == 596_049_920
+    assert len(model.checkpoint_tensors()) == 310
+
+
 def test_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(repository: str, **_: object) -> str:
         raise OSError("no network\nand more")

@@ -52,7 +52,7 @@ class Engine:
         started = time.monotonic()
         progress = progress or (lambda stage, fraction: None)
         self.config = config
-        self.checkpoint = open_checkpoint(config.model, files="text" if config.load_format == "dummy" else "all")
+        self.checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")
         device = choose_device(config.device)
         model = _load(self.checkpoint, config, device, progress)
         self.max_model_len = _context_limit(config, model)

@@ -15,6 +15,10 @@ from meltcore.errors import ConfigError
 
 BUNDLED_MODEL = "meltcore/sums"
 _BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled" / "sums"
+# Published configurations that travel with us, so that random weights of these shapes need no download.
+_PUBLISHED = {"Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b"}
+
+Files = Literal["config", "text", "all"]
 _TEXT_FILES = ["*.json", "*.jinja"]
 _WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 
@@ -49,8 +53,11 @@ class Checkpoint:
         return [self.folder / name for name in names]
 
 
-def open_checkpoint(model: str, *, files: Literal["text", "all"]) -> Checkpoint:
-    """Find `model` and read its configuration; download a hub id first ("text": everything but the weights).
+def open_checkpoint(model: str, *, files: Files) -> Checkpoint:
+    """Find `model` and read its configuration.
+
+    A hub id is downloaded first, with what `files` asks for: "all", "text" (everything but the weights), or "config",
+    which takes the published configuration we carry where there is one.
 
     Raises ConfigError where there is no such folder, hub repository or config.json.
     """
@@ -75,9 +82,11 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _find(model: str, files: Literal["text", "all"]) -> Path:
+def _find(model: str, files: Files) -> Path:
     if model == BUNDLED_MODEL:
         return _BUNDLED_FOLDER
+    if files == "config" and model in _PUBLISHED:
+        return _PUBLISHED[model]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -89,7 +98,7 @@ def _find(model: str, files: Literal["text", "all"]) -> Path:
     # Imported here: it costs 0.2 s and a local folder does not need it.
     from huggingface_hub import snapshot_download
 
-    patterns = _TEXT_FILES if files == "text" else _TEXT_FILES + _WEIGHT_FILES
+    patterns = _TEXT_FILES + _WEIGHT_FILES if files == "all" else _TEXT_FILES
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many unrelated types; each means "not to be had"

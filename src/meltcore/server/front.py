@@ -61,9 +61,10 @@ class Front:
     async def load(self) -> Model:
         """Read the text side, start the engine, and become ready. Raises ConfigError or EngineDeadError."""
         engine_config = self.config.engine
-        checkpoint = await asyncio.to_thread(open_checkpoint, engine_config.model, files="text")
+        dummy = engine_config.load_format == "dummy"
+        checkpoint = await asyncio.to_thread(open_checkpoint, engine_config.model, files="config" if dummy else "text")
         starting = asyncio.create_task(self.replica.start())
-        reading = asyncio.to_thread(_load_text, checkpoint, engine_config.load_format == "dummy")
+        reading = asyncio.to_thread(_load_text, checkpoint, dummy)
         try:
             (tokenizer, template), engine = await asyncio.gather(reading, starting)
         except BaseException:
