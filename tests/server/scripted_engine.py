@@ -76,6 +76,7 @@ class ScriptedEngine:
     def __init__(self, options: argparse.Namespace, config: EngineConfig) -> None:
         self.options = options
         self.config = config
+        self.max_num_seqs = config.max_num_seqs or 256
         self.waiting: list[AddRequest] = []
         self.running: dict[str, Running] = {}
         self.generated = 0
@@ -100,9 +101,7 @@ class ScriptedEngine:
             return 3
         length = self.config.max_model_len or MAX_MODEL_LEN
         memory = [MemoryRow("weights", 0, "none"), MemoryRow("KV pages", 2**20)]
-        self.send(
-            EngineReady("CPU", "float32", length, self.config.max_num_seqs, VOCAB_SIZE, 64, 64, "dummy", memory, 0.0)
-        )
+        self.send(EngineReady("CPU", "float32", length, self.max_num_seqs, VOCAB_SIZE, 64, 64, "dummy", memory, 0.0))
         while self.receive():
             if self.running or self.waiting:
                 self.step()
@@ -131,7 +130,7 @@ class ScriptedEngine:
         self.send(StepOutputs(outputs, self.stats(), time.monotonic()))
 
     def step(self) -> None:
-        while self.waiting and len(self.running) < self.config.max_num_seqs:
+        while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting.pop(0)
             self.running[request.request_id] = Running(request)
         time.sleep(self.options.step_s)

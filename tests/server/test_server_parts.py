@@ -13,6 +13,8 @@ import pytest
 
 from meltcore.cli import serve as serve_cli
 from meltcore.cli import stop as stop_cli
+from meltcore.config import EngineConfig
+from meltcore.engine.messages import EngineFailed
 from meltcore.errors import ConfigError, RequestError
 from meltcore.server.admission import Admission
 from meltcore.server.banner import size_text
@@ -20,6 +22,7 @@ from meltcore.server.health import Health
 from meltcore.server.log import LINES_A_WRITE, MAX_LINES_WAITING, Log
 from meltcore.server.metrics import Histogram, Metrics
 from meltcore.server.protocol import ChatRequest, decode_request
+from meltcore.server.replica import Replica
 from meltcore.server.sampling import checkpoint_defaults, sampling_params
 
 
@@ -212,3 +215,10 @@ def test_a_dead_servers_record_is_not_taken_for_a_running_one(monkeypatch: pytes
 
 def test_size_text() -> None:
     assert [size_text(n) for n in (12, 1536, 5 * 2**20, 3 * 2**30)] == ["12 B", "1.50 KiB", "5.00 MiB", "3.00 GiB"]
+
+
+def test_a_message_that_cannot_be_read_is_an_engine_failure() -> None:
+    replica = Replica(EngineConfig(model="none"), ("true",), lambda message: None)
+    message = replica._read(b"\x93\x01\x02")
+    assert isinstance(message, EngineFailed)
+    assert "cannot read" in message.message

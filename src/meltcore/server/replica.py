@@ -132,13 +132,21 @@ class Replica:
             except zmq.Again:
                 return
             try:
-                message = self._decode(data)
+                message = self._read(data)
                 self._note_start(message)
                 self._on_message(message)
             except Exception:
                 # The loop reports it. The descriptor will not signal again for what is still in the socket.
                 asyncio.get_running_loop().call_soon(self._receive)
                 raise
+
+    def _read(self, data: bytes) -> FromEngine:
+        """The message in `data`. One that cannot be read ends the engine: nothing it says later can be trusted."""
+        try:
+            return self._decode(data)
+        except msgspec.DecodeError as error:
+            self.kill()
+            return EngineFailed(f"the engine sent a message that the front cannot read: {error}")
 
     def _note_start(self, message: FromEngine) -> None:
         if self._ready is None or self._ready.done():
