@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meltcore.errors import ConfigError
+from meltcore.kernels.linear import linear
 from meltcore.kernels.paged_attention import Segments
 from meltcore.kernels.rotary import rotary_table
 from meltcore.layers.attention import Attention
@@ -134,7 +135,7 @@ class Qwen3(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden_size] -> [rows, vocab_size] float32."""
-        return torch.nn.functional.linear(hidden, self.head).float()
+        return linear(hidden, self.head).float()
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Where each tensor of a published checkpoint goes: its name to our (view of a) parameter."""
