@@ -142,8 +142,16 @@ def _wait_for(look, limit_s: float = 30.0):  # type: ignore[no-untyped-def]
 
 def _has_streams(pid: int) -> bool:
     """Whether the process holds the connections of the level."""
-    folder = f"/proc/{pid}/fd"
-    return sum(os.readlink(f"{folder}/{name}").startswith("socket:") for name in os.listdir(folder)) >= LEVEL
+    folder = Path(f"/proc/{pid}/fd")
+    return sum(_target(link).startswith("socket:") for link in folder.iterdir()) >= LEVEL
+
+
+def _target(link: Path) -> str:
+    """What a descriptor refers to; nothing where it was closed since it was listed."""
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:
+        return ""
 
 
 def _answers(address: str) -> bool:
