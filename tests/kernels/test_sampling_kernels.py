@@ -7,7 +7,55 @@ import math
 import pytest
 import torch
 
+from meltcore.kernels import sampling
 from meltcore.kernels.sampling import gumbel_noise, keep_likeliest, penalise
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 9000), (3, 4096), (5, 517), (2, 4097), (1, 1), (0, 64)])
+def test_greedy_takes_the_first_of_the_largest(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Logits drawn from few values, so that the largest stands in many places."""
+    torch.manual_seed(rows * vocab)
+    logits = torch.randint(-3, 3, (rows, vocab)).to(dtype)
+    expected = torch.tensor([row.index(max(row)) for row in logits.tolist()], dtype=torch.int64)
+    assert torch.equal(sampling._greedy_torch(logits), expected)
+    assert torch.equal(sampling._greedy_triton(logits.to(device)).cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    "placed",
+    [
+        {0: float("nan"), 9: float("nan")},
+        {5000: float("nan"), 8999: float("nan"), 3: float("inf")},
+        {4096: float("inf"), 4097: float("inf")},
+        {7000: 20.0, 7001: -20.0},
+    ],
+)
+def test_greedy_sees_a_single_logit_as_torch_does(placed: dict[int, float], device: torch.device) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(2, 9000)
+    for token, value in placed.items():
+        logits[1, token] = value
+    result = sampling._greedy_triton(logits.to(device)).cpu()
+    assert result.tolist() == logits.argmax(-1).tolist()
+    assert result[1] == next(iter(placed))
+
+
+def test_greedy_of_extreme_rows_stays_inside_the_vocabulary(device: torch.device) -> None:
+    """Nothing allowed, zeros of both signs, and a row that ends where another array might begin."""
+    logits = torch.full((3, 6000), float("-inf"))
+    logits[1] = -0.0
+    logits[1, 4500:] = 0.0
+    logits[2, 5999] = torch.finfo(torch.float32).min
+    strided = torch.full((3, 7000), float("inf"))
+    strided[:, :6000] = logits
+    result = sampling._greedy_triton(strided.to(device)[:, :6000]).cpu()
+    assert result.tolist() == logits.argmax(-1).tolist() == [0, 0, 5999]
+
+
+def test_greedy_refuses_logits_whose_rows_are_scattered(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        sampling._greedy_triton(torch.zeros(8, 4, device=device).T)
 
 
 def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:

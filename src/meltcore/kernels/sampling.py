@@ -1,10 +1,85 @@
-"""Choosing tokens from logits: penalties, filters and counter-based noise, all row by row and without the host.
+"""Choosing tokens from logits: argmax, penalties, filters and counter-based noise, row by row and without the host.
 
-Logits are [rows, vocab] float32; per-row settings are [rows] tensors. Nothing here depends on which other rows share
-the batch, so a seeded request draws the same tokens alone and in company.
+Logits are [rows, vocab]; per-row settings are [rows] tensors. Nothing here depends on which other rows share the batch,
+so a seeded request draws the same tokens alone and in company.
 """
 
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
 import torch
+
+from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+
+# Logits of one program of the argmax: enough programs for a single row, and few enough maxima for one program to read.
+_CHUNK, _WARPS = 4096, 4
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The id of each row's largest logit, the lowest of equals; the first NaN counts as larger than any number.
+
+    logits: [rows, vocab] of any floating type, read as they are. Returns [rows] int64.
+    """
+    return _greedy_triton(logits) if use_triton(logits) else _greedy_torch(logits)
+
+
+def _greedy_torch(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+@triton.jit
+def _chunk_maximum_kernel(logits_ptr, maxima_ptr, vocab, row_stride, CHUNK: tl.constexpr):
+    """One program: the largest of CHUNK logits of one row, or NaN if there is one. Where it stands is found later,
+    in one chunk a row, so that the pass over all logits spends two instructions on each."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    has_nan = tl.max((values != values).to(tl.int32), axis=0) > 0
+    maximum = tl.where(has_nan, float("nan"), tl.max(values, axis=0))
+    tl.store(maxima_ptr + row * tl.num_programs(1) + chunk, maximum)
+
+
+@triton.jit
+def _first_maximum_kernel(
+    logits_ptr, maxima_ptr, output_ptr, vocab, row_stride, chunks, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """One program: one row's first chunk with the largest maximum, and in it the first logit that equals it."""
+    row = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, CHUNKS)
+    maxima = tl.load(maxima_ptr + row * chunks + each, mask=each < chunks, other=float("-inf"))
+    has_nan = tl.max((maxima != maxima).to(tl.int32), axis=0) > 0
+    maximum = tl.max(maxima, axis=0)
+    found = tl.where(has_nan, maxima != maxima, maxima == maximum)
+    token = tl.min(tl.where(found, each, CHUNKS), axis=0) * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    found = tl.where(has_nan, values != values, values == maximum)
+    tl.store(output_ptr + row, tl.min(tl.where(found, token, vocab), axis=0).to(tl.int64))
+
+
+def _greedy_triton(logits: torch.Tensor) -> torch.Tensor:
+    (rows, vocab), device = logits.shape, logits.device
+    output = torch.empty(rows, dtype=torch.int64, device=device)
+    if rows == 0:
+        return output
+    if logits.stride(1) != 1:
+        raise ValueError(f"logits of strides {logits.stride()}: the last dimension must be contiguous")
+    chunks = triton.cdiv(vocab, _CHUNK)
+    maxima = torch.empty(rows, chunks, dtype=torch.float32, device=device)
+    _chunk_maximum_kernel[(rows, chunks)](logits, maxima, vocab, logits.stride(0), CHUNK=_CHUNK, num_warps=_WARPS)
+    _first_maximum_kernel[(rows,)](
+        logits,
+        maxima,
+        output,
+        vocab,
+        logits.stride(0),
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNK=_CHUNK,
+        num_warps=_WARPS,
+    )
+    return output
 
 
 def penalise(
@@ -81,3 +156,8 @@ def _signed(value: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    logits = torch.empty(64, 151936, dtype=dtype, device="meta")
+    return [lambda: _greedy_triton(logits)]
