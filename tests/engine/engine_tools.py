@@ -10,7 +10,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from meltcore.config import EngineConfig
 from meltcore.engine.engine import Engine
@@ -40,17 +40,22 @@ def make_reference(seed: int = 0, **overrides: object) -> Qwen3ForCausalLM:
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    torch.manual_seed(seed)
     model = Qwen3ForCausalLM(Qwen3Config(**(settings | overrides))).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                parameter.uniform_(1.5, 2.5)
-            elif parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    randomise(model, seed)
     return model
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Weights that keep the size of what they multiply, and scores of a spread of 4, of which softmax keeps a few."""
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.uniform_(1.5, 2.5)
+        elif parameter.dim() == 1:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
 
 
 @dataclass
@@ -108,16 +113,27 @@ def open_engine(
     return SeenEngine(Engine(config, overlap=overlap, pages=pages))
 
 
-def random_prompt(length: int, seed: int) -> list[int]:
+def random_prompt(length: int, seed: int, vocab: int = VOCAB) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+    return torch.randint(2, vocab, (length,), generator=generator).tolist()
 
 
 @torch.no_grad()
-def reference_logits(reference: Qwen3ForCausalLM, prompt: list[int], generated: list[int]) -> torch.Tensor:
+def reference_logits(reference: PreTrainedModel, prompt: list[int], generated: list[int]) -> torch.Tensor:
     """The logits that chose each generated token, from one whole pass: [generated, vocab]."""
-    ids = torch.tensor([prompt + generated])
-    return reference(ids).logits[0, len(prompt) - 1 : -1]
+    ids = torch.tensor([prompt + generated], device=reference.device)
+    return reference(ids, logits_to_keep=len(generated) + 1).logits[0, :-1]
+
+
+@torch.no_grad()
+def attention_peak(reference: PreTrainedModel, prompt: list[int]) -> float:
+    """The largest weight of a query's attention, averaged over heads and the prompt's later half; the worst layer's."""
+    implementation = reference.config._attn_implementation
+    reference.set_attn_implementation("eager")
+    ids = torch.tensor([prompt], device=reference.device)
+    weights = reference(ids, output_attentions=True).attentions
+    reference.set_attn_implementation(implementation)
+    return min(float(layer[0, :, len(prompt) // 2 :].amax(-1).mean()) for layer in weights)
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -1,0 +1,133 @@
+"""A checkpoint of a published shape, transformers' answers to it in two precisions, and ours beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import engine_tools as tools
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from meltcore.models.checkpoint import open_checkpoint
+
+PUBLISHED = "Qwen/Qwen3-0.6B"
+
+
+def write_checkpoint(folder: Path, **changes: object) -> None:
+    """Random bfloat16 weights of Qwen3-0.6B's published configuration, as transformers saves them.
+
+    Made on the CPU, so that they are the same on every machine.
+    """
+    config = Qwen3Config(**(open_checkpoint(PUBLISHED, files="config").config | changes))
+    with torch.device("meta"):  # transformers' own random weights would take longer to draw than ours
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    tools.randomise(model, seed=0)
+    _calm(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+@torch.no_grad()
+def _calm(model: PreTrainedModel) -> None:
+    """Make a deep random network keep its input in sight, as a trained one does.
+
+    Left alone, 28 blocks that each outweigh what came before blow bfloat16's rounding up to the size of the logits
+    themselves, and nothing could be told from it. So all blocks together add as much as the embedding holds. A tied
+    head would then always answer with the token it just read: the last norm's signs keep it from recognising it.
+    """
+    embedding = model.get_input_embeddings().weight
+    blocks_share = (2 * model.config.num_hidden_layers) ** -0.5 * embedding.shape[1] ** -0.5
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.mul_(blocks_share)
+        elif name == "model.norm.weight":
+            parameter.mul_(torch.randint(0, 2, parameter.shape) * 2 - 1)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One checkpoint on one device: `exact` and `rounded` are transformers in float32 and bfloat16."""
+
+    folder: Path
+    device: str
+    answer_tokens: int
+    exact: PreTrainedModel
+    rounded: PreTrainedModel
+
+    @classmethod
+    def load(cls, folder: Path, device: str, answer_tokens: int) -> Subject:
+        torch.set_float32_matmul_precision("highest")  # no TF32, neither there nor in our engine's products
+        exact, rounded = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        return cls(folder, device, answer_tokens, exact, rounded)
+
+    def prompts(self) -> dict[str, list[int]]:
+        """Sixteen of unlike lengths, around and across the edges of pages and tiles."""
+        lengths = [1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 200, 255, 300, 384, 500, 641]
+        return {f"r{length}": tools.random_prompt(length, length, self.exact.config.vocab_size) for length in lengths}
+
+    def open_engine(self, dtype: str, **settings: object) -> tools.SeenEngine:
+        defaults: dict[str, object] = {
+            "pages": 200,
+            "max_num_seqs": 16,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 4096,
+            "memory_bytes": 8 * 2**30,
+        }
+        return tools.open_engine(self.folder, device=self.device, dtype=dtype, **(defaults | settings))  # type: ignore[arg-type]
+
+    def compare(self, seen: tools.SeenEngine, prompts: dict[str, list[int]]) -> Comparison:
+        """Run what was added; then the same tokens through transformers, each answer in one whole pass."""
+        tokens = seen.run()
+        exact, rounded = [], []
+        # The plain form of attention: float32 inside in either precision, so the noise is no larger than it must be.
+        with sdpa_kernel(SDPBackend.MATH):
+            for request_id, prompt in prompts.items():
+                exact.append(tools.reference_logits(self.exact, prompt, tokens[request_id]))
+                rounded.append(tools.reference_logits(self.rounded, prompt, tokens[request_id]).float())
+        return Comparison(
+            chosen=torch.tensor([token for request_id in prompts for token in tokens[request_id]], device=self.device),
+            ours=torch.stack([row for request_id in prompts for row in seen.logits[request_id]]),
+            exact=torch.cat(exact),
+            rounded=torch.cat(rounded),
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every generated token's choice [tokens], and the logits it was taken from, [tokens, vocab] float32 each:
+    `ours`, and transformers' in float32 (`exact`) and bfloat16 (`rounded`) after the very same tokens."""
+
+    chosen: torch.Tensor
+    ours: torch.Tensor
+    exact: torch.Tensor
+    rounded: torch.Tensor
+
+    def relative_error(self) -> float:
+        """Our largest difference against the largest logit."""
+        return tools.relative_error(self.ours, self.exact)
+
+    def error(self) -> tuple[float, float]:
+        """Our differences: root mean square, and the largest."""
+        return _size(self.ours - self.exact)
+
+    def noise(self) -> tuple[float, float]:
+        """The same of transformers in bfloat16: what this precision costs on this input."""
+        return _size(self.rounded - self.exact)
+
+    def expected(self) -> torch.Tensor:
+        return self.exact.argmax(-1)
+
+    def gaps(self) -> torch.Tensor:
+        """How far the likeliest token's logit is above the next one's: [tokens]."""
+        first, second = self.exact.topk(2, dim=-1).values.unbind(-1)
+        return first - second
+
+
+def _size(difference: torch.Tensor) -> tuple[float, float]:
+    return float(difference.square().mean().sqrt()), float(difference.abs().max())

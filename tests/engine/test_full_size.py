@@ -1,0 +1,130 @@
+"""Qwen3-0.6B's published shape against transformers, through every way the engine can take to the same tokens.
+
+On a GPU at full size; on a CPU the same tests run with a small network of the same form.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import engine_tools as tools
+import pytest
+import torch
+from full_size_tools import Comparison, Subject, write_checkpoint
+
+FLOAT32_TOLERANCE = 1e-4  # the largest difference against the largest logit
+DECIDED = 500  # tokens whose top-two gap exceeds the noise, in every run
+# How far our bfloat16 may be from float32, in units of how far transformers' is: another order of sums has another
+# largest outlier, but the same spread.
+RMS_SLACK, LARGEST_SLACK = 1.1, 1.5
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 1000,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+SIZES: dict[str, tuple[str, int, dict[str, Any]]] = {"small": ("cpu", 40, SMALL), "full": ("cuda", 64, {})}
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "alone": {"max_num_seqs": 1},
+    "threes": {"max_num_seqs": 3},
+    "chunked": {"max_num_batched_tokens": 100},
+    "one step ahead": {"overlap": True},
+    "preempted": {"pages": 40, "overlap": True},
+    "cached": {"overlap": True},
+}
+
+
+@pytest.fixture(scope="module", params=["small", pytest.param("full", marks=pytest.mark.gpu)])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    device, answer_tokens, changes = SIZES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(folder, **changes)
+    return Subject.load(folder, device, answer_tokens)
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def run(subject: Subject, dtype: str, way: str) -> Comparison:
+    prompts = subject.prompts()
+    seen = subject.open_engine(dtype, **WAYS[way])
+    if way == "cached":
+        for request_id, prompt in prompts.items():
+            seen.add(f"before {request_id}", prompt, max_tokens=1)
+        seen.run()
+    for request_id, prompt in prompts.items():
+        seen.add(request_id, prompt, max_tokens=subject.answer_tokens)
+    comparison = subject.compare(seen, prompts)
+    stats = seen.engine.stats()
+    assert (stats.preemptions_total > 0) == (way == "preempted")
+    if way == "cached":
+        assert stats.prefix_hit_tokens_total == sum((len(prompt) - 1) // 64 * 64 for prompt in prompts.values())
+    return comparison
+
+
+def test_attention_is_peaked(subject: Subject) -> None:
+    peak = tools.attention_peak(subject.exact, subject.prompts()["r641"])
+    assert peak > 0.2, "uniform attention over 320 keys or more would put 0.003 on each"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_float32_logits_and_tokens_are_those_of_transformers(subject: Subject, way: str) -> None:
+    seen = run(subject, "float32", way)
+    assert seen.relative_error() <= FLOAT32_TOLERANCE
+    wrong = (seen.chosen != seen.expected()).nonzero()[:, 0]
+    assert len(wrong) == 0, f"top-two gaps of the wrong ones: {seen.gaps()[wrong].tolist()}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bfloat16_differs_by_no_more_than_its_own_noise(subject: Subject, way: str) -> None:
+    seen = run(subject, "bfloat16", way)
+    (rms, largest), (noise_rms, noise) = seen.error(), seen.noise()
+    decided = seen.gaps() > noise
+    wrong = (seen.chosen != seen.expected()) & decided
+    print(
+        f"{way}: rms {rms:.4f} of {noise_rms:.4f}, largest {largest:.4f} of {noise:.4f}, {int(decided.sum())} decided"
+    )
+    assert rms <= RMS_SLACK * noise_rms
+    assert largest <= LARGEST_SLACK * noise
+    assert int(decided.sum()) >= DECIDED
+    assert int(wrong.sum()) == 0
+
+
+def logits_of(subject: Subject, dtype: str, **settings: object) -> dict[str, torch.Tensor]:
+    seen = subject.open_engine(dtype, **settings)
+    for request_id, prompt in subject.prompts().items():
+        seen.add(request_id, prompt, max_tokens=subject.answer_tokens)
+    seen.run()
+    return {request_id: torch.stack(rows) for request_id, rows in seen.logits.items()}
+
+
+def assert_same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for request_id, logits in first.items():
+        assert torch.equal(logits, second[request_id]), request_id
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_step_ahead_changes_no_bit(subject: Subject, dtype: str) -> None:
+    assert_same_bits(logits_of(subject, dtype, overlap=False), logits_of(subject, dtype, overlap=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("subject", ["full"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_change_no_bit_at_the_same_padded_batch(subject: Subject, dtype: str) -> None:
+    """All sixteen decode in every step after the first: a captured size, so that eager steps have the same shapes."""
+    assert_same_bits(logits_of(subject, dtype), logits_of(subject, dtype, debug=("no-graphs",)))
