@@ -1,0 +1,118 @@
+"""Qwen3's real tokenizer: ids, text, chat prompts and streamed pieces are those of transformers."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meltcore.engine.sampling_params import SamplingParams
+from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.detokenizer import REPLACEMENT, Detokenizer
+from meltcore.text.tokenizer import Tokenizer
+
+FOLDER = Path(__file__).parents[2].parent / "shared" / "data" / "qwen3-tokenizer"
+VOCAB = 151_936  # rows of the published embedding: more than the tokenizer has ids
+END = 151_645  # <|im_end|>
+TEXTS = [
+    "",
+    "Hello  world,\tit's DON'T \r\n\r\n  123 4567.89\n",
+    "def f(x):\n    return x  # nothing\n" * 40,
+    "日本語とかなカナ, 한국어, Ελληνικά, עברית, हिन्दी, ಕನ್ನಡ",
+    "e\u0301 and \u00e9, \u1e9b\u0323, 👩‍👩‍👧 🏳️‍🌈, \u200b\ufeff\x00\x7f",
+    "<|im_start|>user\nhi<|im_end|>\n<think>\n\n</think><|endoftext|> <tool_call>{}</tool_call>",
+    "<|im_start> <|im_end|",  # nearly special
+]
+CHATS = [
+    [{"role": "user", "content": "What is 7 * 8?"}],
+    [
+        {"role": "system", "content": "Be brief.\n"},
+        {"role": "user", "content": "<b>Grüße</b> & 你好 <|im_end|>"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "  \n"},
+    ],
+]
+
+pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="needs Qwen3's tokenizer beside the repository")
+
+
+@pytest.fixture(scope="module")
+def ours() -> Tokenizer:
+    return Tokenizer.from_folder(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+def streamed(tokenizer: Tokenizer, token_ids: list[int], **sampling: Any) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, SamplingParams(**sampling))
+    return [*(detokenizer.add([token_id])[0] for token_id in token_ids), detokenizer.flush()]
+
+
+def assert_encoded_alike(ours: Tokenizer, theirs: Any, text: str) -> None:
+    for add_special_tokens in (True, False):
+        found = ours.encode(text, add_special_tokens=add_special_tokens)
+        assert found == theirs.encode(text, add_special_tokens=add_special_tokens)
+    assert ours.decode(found, skip_special_tokens=False) == unicodedata.normalize("NFC", text)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_written_text_is_encoded_as_transformers_does(ours: Tokenizer, theirs: Any, text: str) -> None:
+    assert_encoded_alike(ours, theirs, text)
+
+
+@given(text=st.text())
+def test_any_text_is_encoded_as_transformers_does(ours: Tokenizer, theirs: Any, text: str) -> None:
+    assert_encoded_alike(ours, theirs, text)
+
+
+def test_every_id_stands_for_the_same_text(ours: Tokenizer, theirs: Any) -> None:
+    assert ours.vocab_size == len(theirs) == 151_669
+    assert END in ours.special_ids
+    assert theirs.eos_token_id == END
+    for token_id in range(VOCAB):
+        text = theirs.decode([token_id])
+        assert ours.decode([token_id], skip_special_tokens=False) == text, token_id
+        assert ours.piece(token_id).decode(errors="replace") == text, token_id
+
+
+@given(token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=60), skip=st.booleans())
+def test_any_ids_are_decoded_and_streamed_as_transformers_does(
+    ours: Tokenizer, theirs: Any, token_ids: list[int], skip: bool
+) -> None:
+    whole = theirs.decode(token_ids, skip_special_tokens=skip)
+    assert ours.decode(token_ids, skip_special_tokens=skip) == whole
+    assert "".join(streamed(ours, token_ids, skip_special_tokens=skip)) == whole
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_written_text_is_streamed_in_whole_characters(ours: Tokenizer, theirs: Any, text: str) -> None:
+    token_ids = theirs.encode(text)
+    pieces = streamed(ours, token_ids, skip_special_tokens=False)
+    assert not any(REPLACEMENT in piece for piece in pieces)
+    assert "".join(pieces) == theirs.decode(token_ids)
+
+
+@pytest.mark.parametrize("messages", CHATS)
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_chat_prompts_are_those_of_transformers(
+    ours: Tokenizer, theirs: Any, messages: list[dict[str, str]], kwargs: dict[str, bool]
+) -> None:
+    template = ChatTemplate.from_folder(FOLDER)
+    assert template is not None
+    text = template.render(messages, kwargs)
+    settings = {"add_generation_prompt": True, **kwargs}
+    assert text == theirs.apply_chat_template(messages, tokenize=False, **settings)
+    expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **settings)
+    assert ours.encode(text, add_special_tokens=False) == expected
