@@ -14,6 +14,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from meltcore.kernels import decode_attention as decode_file
 from meltcore.kernels import prefill_attention as prefill_file
 from meltcore.kernels.attention import BLOCK_QUERIES, decode_attention, prefill_attention, query_tiles
+from meltcore.kernels.qkv import HeadNorms
+from meltcore.kernels.rotary import rotary_table
 
 PAGE_SIZE = 64
 POISON = 7e4
@@ -111,7 +113,7 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device
 
 
 DECODE_SHAPES = [
-    # group, kv_heads, head_dim, splits, dtype, lengths
+    # group, kv_heads, head_dim, splits, dtype, lengths with the new token
     (1, 2, 64, 1, torch.float32, [1, 63, 64, 65]),
     (2, 2, 128, 4, torch.float32, [1, 129, 700]),
     (2, 1, 128, 4, torch.bfloat16, [64, 257, 2]),
@@ -119,9 +121,58 @@ DECODE_SHAPES = [
     (8, 1, 64, 2, torch.bfloat16, [130, 1]),
     (2, 1, 256, 2, torch.bfloat16, [70]),
     (32, 1, 64, 2, torch.float32, [70]),
+    (2, 1, 64, 32, torch.float32, [64 * 20 + 1]),
 ]
+EPS = 1e-6
 
 
+class NewTokens(NamedTuple):
+    """What a decode step is given, and the same queries, keys and values as plain [sequences, heads, head_dim]."""
+
+    qkv: torch.Tensor
+    norms: HeadNorms | None
+    rotary: torch.Tensor
+    positions: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def make_new_tokens(made: Sequences, group: int, normed: bool) -> NewTokens:
+    """The last token of each sequence comes as a product, a part of a wider one; its place in the cache is NaN."""
+    dtype, device = made.key_cache.dtype, made.key_cache.device
+    _, _, kv_heads, head_dim = made.key_cache.shape
+    positions = torch.tensor([len(keys) - 1 for keys in made.keys], device=device)
+    heads = group * kv_heads
+    product = torch.randn(len(positions), heads + 2 * kv_heads + 1, head_dim, device=device).to(dtype)
+    split = product[:, :-1]
+    rotary = rotary_table(head_dim, int(positions.max()) + 1, 10_000.0, device)
+    weights = torch.randn(2, head_dim, device=device).to(dtype)
+    norms = HeadNorms(weights[0], weights[1], EPS) if normed else None
+    queries = turned(split[:, :heads], norms and norms.query, rotary, positions)
+    keys = turned(split[:, heads:-kv_heads], norms and norms.key, rotary, positions)
+    values = split[:, -kv_heads:]
+    for i, position in enumerate(positions.tolist()):
+        made.keys[i][position], made.values[i][position] = keys[i], values[i]
+        page = made.page_table[made.rows[i], position // PAGE_SIZE]
+        made.key_cache[page, position % PAGE_SIZE] = made.value_cache[page, position % PAGE_SIZE] = float("nan")
+    return NewTokens(split.flatten(1), norms, rotary, positions, queries, keys, values)
+
+
+def turned(
+    heads: torch.Tensor, weight: torch.Tensor | None, rotary: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Norm and rotation, written anew with complex numbers in float64, rounded once."""
+    wide = heads.double()
+    if weight is not None:
+        wide = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    half = heads.shape[-1] // 2
+    angles = torch.complex(rotary[:, :half].double(), rotary[:, half:].double())[positions][:, None]
+    both = torch.complex(wide[..., :half], wide[..., half:]) * angles
+    return torch.cat((both.real, both.imag), -1).to(heads.dtype)
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize("seed", [11])
 @pytest.mark.parametrize(("group", "kv_heads", "head_dim", "splits", "dtype", "lengths"), DECODE_SHAPES)
 def test_decode_equals_dense_softmax(
@@ -131,54 +182,55 @@ def test_decode_equals_dense_softmax(
     splits: int | None,
     dtype: torch.dtype,
     lengths: list[int],
+    normed: bool,
     seed: int,
     body: str,
     device: torch.device,
 ) -> None:
     torch.manual_seed(seed)
     made = make_sequences(lengths, kv_heads, head_dim, dtype, device)
-    queries = torch.randn(len(lengths), group * kv_heads, head_dim, device=device).to(dtype)
-    out = torch.full_like(queries, POISON if dtype != torch.float16 else 6e4)
+    given = make_new_tokens(made, group, normed)
+    out = torch.full_like(given.queries, POISON if dtype != torch.float16 else 6e4)
     scale = head_dim**-0.5
-    returned = decode_attention(
-        queries,
-        made.key_cache,
-        made.value_cache,
-        made.page_table,
-        made.rows,
-        torch.tensor(lengths, device=device),
-        scale,
-        splits,
-        out,
-    )
+    before = made.key_cache.clone(), made.value_cache.clone()
+    for _ in range(2):  # the second launch finds the counters of arrivals as the first one did
+        returned = decode_attention(*given[:4], *made[:4], scale, splits, out)
     assert returned is out
     expected = [
-        dense_attention(queries[i : i + 1], made.keys[i], made.values[i], length - 1, scale)
+        dense_attention(given.queries[i : i + 1], made.keys[i], made.values[i], length - 1, scale)
         for i, length in enumerate(lengths)
     ]
     assert_close(out, torch.cat(expected), dtype)
+    stored = torch.zeros(before[0].shape[:2], dtype=torch.bool)
+    for i, position in enumerate(given.positions.tolist()):
+        place = made.page_table[made.rows[i], position // PAGE_SIZE], position % PAGE_SIZE
+        assert_close(made.key_cache[place], given.keys[i].double(), dtype)
+        assert torch.equal(made.value_cache[place], given.values[i])
+        stored[place] = True
+    for cache, earlier in zip(made[:2], before, strict=True):
+        torch.testing.assert_close(cache.cpu()[~stored], earlier.cpu()[~stored], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_padding_rows_come_out_as_zeros_and_read_nothing(splits: int, body: str, device: torch.device) -> None:
+def test_padding_rows_come_out_as_zeros_and_touch_nothing(splits: int, body: str, device: torch.device) -> None:
     torch.manual_seed(12)
     made = make_sequences([100], 2, 64, torch.float32, device)
-    queries = torch.randn(3, 4, 64, device=device)
-    # Were a padding row's page read, its number would lead far outside the cache.
+    given = make_new_tokens(made, group=2, normed=True)
+    # Were a padding row's page looked up, its number would lead far outside the cache.
     made.page_table[made.page_table.shape[0] - 1 - made.rows[0]] = 2**40
     spare = (made.page_table.shape[0] - 1 - made.rows[:1]).expand(2)
     out = decode_attention(
-        queries,
-        made.key_cache,
-        made.value_cache,
-        made.page_table,
+        given.qkv.repeat(3, 1),
+        given.norms,
+        given.rotary,
+        torch.tensor([99, -1, -1], device=device),
+        *made[:3],
         torch.cat((made.rows, spare)),
-        torch.tensor([100, 0, 0], device=device),
         0.125,
         splits,
     )
     assert (out[1:] == 0).all()
-    assert_close(out[:1], dense_attention(queries[:1], made.keys[0], made.values[0], 99, 0.125), torch.float32)
+    assert_close(out[:1], dense_attention(given.queries[:1], made.keys[0], made.values[0], 99, 0.125), torch.float32)
 
 
 PREFILL_SHAPES = [
@@ -254,7 +306,9 @@ def test_prefill_without_tiles_and_decode_without_sequences(body: str, device: t
     queries = torch.randn(0, 2, 64, device=device)
     none = torch.empty(0, dtype=torch.int64, device=device)
     caches = (made.key_cache, made.value_cache, made.page_table)
-    assert decode_attention(queries, *caches, none, none, 1.0).shape == (0, 2, 64)
+    rotary = rotary_table(64, 1, 10_000.0, device)
+    empty = torch.randn(0, 4 * 64, device=device)
+    assert decode_attention(empty, None, rotary, none, *caches, none, 1.0).shape == (0, 2, 64)
     tiles = torch.empty(0, 4, dtype=torch.int32, device=device)
     assert prefill_attention(queries, *caches, tiles, 1.0).shape == (0, 2, 64)
 

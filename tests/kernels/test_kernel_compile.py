@@ -110,7 +110,8 @@ def qkv_launches(tokens: int) -> None:
     indices = meta(tokens + 1, dtype=torch.int64)[tokens % 2 :]  # a slice, at times unaligned
     cache, weight = meta(9, 64, 8, 128), meta(128)
     table = meta(4096, 128, dtype=torch.float32)
-    qkv._prepare_qkv_triton(meta(tokens, 4096), weight, weight, 1e-6, table, indices, indices, cache, cache)
+    norms = qkv.HeadNorms(weight, weight, 1e-6)
+    qkv._prepare_qkv_triton(meta(tokens, 4096), norms, table, indices, indices, cache, cache)
 
 
 @pytest.mark.parametrize("launch", [norm_launches, swiglu_launches, qkv_launches])

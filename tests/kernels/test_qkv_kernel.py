@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,16 +32,14 @@ SHAPES = [
 ]
 
 
-def arguments(shape: Shape, dtype: torch.dtype, seed: int) -> list[torch.Tensor | float]:
+def arguments(shape: Shape, dtype: torch.dtype, seed: int, normed: bool = True) -> list[Any]:
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape
     width = (heads + 2 * kv_heads) * head_dim
     cache = (PAGES, PAGE_SIZE, kv_heads, head_dim)
     return [
         (torch.randn(tokens, width) * torch.rand(tokens, 1).mul(8)).to(dtype),
-        torch.randn(head_dim).to(dtype),
-        torch.randn(head_dim).to(dtype),
-        EPS,
+        qkv.HeadNorms(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), EPS) if normed else None,
         rotary_table(head_dim, POSITIONS, 10_000.0, torch.device("cpu")),
         torch.randint(POSITIONS, (tokens,)),
         torch.randperm(PAGES * PAGE_SIZE)[:tokens],
@@ -49,16 +48,24 @@ def arguments(shape: Shape, dtype: torch.dtype, seed: int) -> list[torch.Tensor 
     ]
 
 
-def on(device: torch.device, values: list[torch.Tensor | float]) -> list[torch.Tensor | float]:
-    return [value.to(device, copy=True) if isinstance(value, torch.Tensor) else value for value in values]
+def on(device: torch.device, values: Sequence[Any]) -> list[Any]:
+    """Copies of the tensors, those of the norms too."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, qkv.HeadNorms):
+            return qkv.HeadNorms(*on(device, value))
+        return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+    return [copy(value) for value in values]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize(("seed", "shape"), list(enumerate(SHAPES)), ids=str)
 def test_prepare_qkv_agrees_with_its_reference(
-    seed: int, shape: Shape, dtype: torch.dtype, device: torch.device
+    seed: int, shape: Shape, normed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    given = arguments(shape, dtype, seed)
+    given = arguments(shape, dtype, seed, normed)
     ours, theirs = on(device, given), on(torch.device("cpu"), given)
     queries = qkv._prepare_qkv_triton(*ours)
     expected = qkv._prepare_qkv_torch(*theirs)
@@ -68,7 +75,7 @@ def test_prepare_qkv_agrees_with_its_reference(
     torch.testing.assert_close(ours[-2].cpu(), theirs[-2], rtol=tolerance, atol=tolerance)
     assert torch.equal(ours[-1].cpu(), theirs[-1]), "values are stored as they are"
     untouched = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)
-    untouched[given[6]] = False
+    untouched[given[4]] = False
     for changed, before in zip(ours[-2:], given[-2:], strict=True):
         assert torch.equal(changed.cpu().flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
 

@@ -18,7 +18,8 @@ _MASK_LIMIT = 2**24
 class Batch(NamedTuple):
     """One step, flat. `chunks` are sorted so that neighbours pad together; token arrays follow their order.
 
-    decodes: how many chunks, the first ones, are of one token; tiles: the queries of the others (`query_tiles`).
+    decodes: how many chunks, the first ones, are of one token; tiles: the queries of the others
+    (`query_tiles`), counted from the first of them.
     token_ids: known ids, 0 where the token is still on the device; unread_tokens / unread_rows: where those sit and
     which row's last token they are; last_tokens / sample_rows: for each chunk that samples, its last token's index
     and its row.
@@ -75,7 +76,7 @@ def build_batch(plan: list[Chunk]) -> Batch:
         decodes=decodes,
         tiles=query_tiles(
             [
-                (chunk.request.row, end - chunk.size, chunk.size, chunk.start)
+                (chunk.request.row, end - chunk.size - decodes, chunk.size, chunk.start)
                 for chunk, end in zip(chunks[decodes:], ends.tolist()[decodes:], strict=True)
             ]
         ),

@@ -117,12 +117,10 @@ class ModelRunner:
         if batch.unread_tokens:
             token_ids[self._tensor(batch.unread_tokens)] = self._last_token[self._tensor(batch.unread_rows)]
         positions = self._tensor(batch.positions)
-        starts = self._tensor(batch.starts)
         segments = Segments(
             page_table=self._page_table,
             rows=self._tensor(batch.rows),
-            starts=starts,
-            lengths=starts + 1,
+            starts=self._tensor(batch.starts),
             slots=self._slots(self._tensor(batch.token_rows), positions),
             decodes=batch.decodes,
             tiles=self._tensor(batch.tiles, torch.int32),
@@ -141,8 +139,7 @@ class ModelRunner:
             page_table=self._page_table,
             rows=rows,
             starts=positions,
-            lengths=positions + 1,
-            slots=self._slots(rows, positions),
+            slots=nothing,
             decodes=rows.shape[0],
             tiles=nothing,
             places=nothing,

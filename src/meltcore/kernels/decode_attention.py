@@ -3,6 +3,9 @@
 A cache is [pages, page_size, kv_heads, head_dim], contiguous. The page table is the engine's persistent one,
 [rows, max_pages] int64: entry p of a row is the cache page of that sequence's tokens p * page_size and on. Softmax is
 computed online in float32 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
+
+One kernel takes a token from the fused product to its attention: whichever program holds the end of a sequence stores
+the new key and value, and whichever ends last merges the sequence's shares. Three launches a layer become one.
 """
 
 # mypy: allow-untyped-defs
@@ -17,50 +20,66 @@ import torch
 
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.qkv import HeadNorms, prepare_qkv
 
 # tl.dot takes no fewer rows; a group of query heads is padded to it.
 _LEAST_ROWS = 16
+# Pairs of a sequence and a key head that can be split; more of them fill any GPU unsplit.
+_MOST_SPLIT_PAIRS = 2**16
 
 
 def decode_attention(
-    queries: torch.Tensor,
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotary_table: torch.Tensor,
+    positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     page_table: torch.Tensor,
     rows: torch.Tensor,
-    lengths: torch.Tensor,
     scale: float,
     splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query a sequence to the sequence's first `lengths` tokens, itself included.
+    """Prepare one new token a sequence as `prepare_qkv` does, store its key and value, and attend to the sequence.
 
-    queries: [sequences, heads, head_dim]; heads is a multiple of kv_heads; rows: [sequences] int64, each sequence's
-    row in the page table; lengths: [sequences] int64, 0 for the padding of a CUDA graph: zeros come out and neither
-    the table nor the caches are read. splits: into how many shares at most a sequence's keys are divided, a power of
-    two; None to choose. Returns [sequences, heads, head_dim], in `out` where it is given.
+    qkv: [sequences, (heads + 2 * kv_heads) * head_dim]; heads is a multiple of kv_heads; norms: of the heads, or None;
+    rotary_table: [max_positions, head_dim] float32; positions: [sequences] int64, the new token's, which sees all
+    tokens before it and itself. It is -1 for the padding of a CUDA graph: zeros come out, and neither the table nor
+    the caches are touched. rows: [sequences] int64, each sequence's row in the page table. splits: into how many
+    shares at most a sequence's keys are divided, a power of two; None to choose. Returns
+    [sequences, heads, head_dim], in `out` where it is given.
     """
+    kv_heads, head_dim = key_cache.shape[2:]
     if out is None:
-        out = queries.new_empty(queries.shape)
-    body = _decode_triton if use_triton(queries) else _decode_torch
-    body(queries, key_cache, value_cache, page_table, rows, lengths, scale, out, splits)
+        out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads, head_dim)
+    body = _decode_triton if use_triton(qkv) else _decode_torch
+    body(qkv, norms, rotary_table, positions, key_cache, value_cache, page_table, rows, scale, out, splits)
     return out
 
 
 def _decode_torch(
-    queries: torch.Tensor,
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotary_table: torch.Tensor,
+    positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     page_table: torch.Tensor,
     rows: torch.Tensor,
-    lengths: torch.Tensor,
     scale: float,
     out: torch.Tensor,
     splits: int | None,
 ) -> None:
-    for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-        keys, values = gather_pages(key_cache, value_cache, page_table[row], length)
-        out[i] = attend_torch(queries[i : i + 1], keys, values, length - 1, scale)[0]
+    out.zero_()
+    real = (positions >= 0).nonzero()[:, 0]
+    positions, rows = positions[real], rows[real]
+    page_size = key_cache.shape[1]
+    slots = page_table[rows, positions // page_size] * page_size + positions % page_size
+    queries = prepare_qkv(qkv[real], norms, rotary_table, positions, slots, key_cache, value_cache)
+    for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        keys, values = gather_pages(key_cache, value_cache, page_table[row], position + 1)
+        out[real[i]] = attend_torch(queries[i : i + 1], keys, values, position, scale)[0]
 
 
 def gather_pages(
@@ -118,86 +137,93 @@ def decode_launch(
 
 
 def _decode_triton(
-    queries: torch.Tensor,
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotary_table: torch.Tensor,
+    positions: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     page_table: torch.Tensor,
     rows: torch.Tensor,
-    lengths: torch.Tensor,
     scale: float,
     out: torch.Tensor,
     splits: int | None,
     launch: DecodeLaunch | None = None,
 ) -> None:
-    sequences, heads, head_dim = queries.shape
+    sequences, heads, head_dim = out.shape
     _, page_size, kv_heads, _ = key_cache.shape
-    require_layout(queries, key_cache, value_cache, page_table, out)
+    require_layout(qkv, key_cache, value_cache, page_table, out)
     if sequences == 0:
         return
     if launch is None:
-        processors = _processors(queries.device)
-        launch = decode_launch(sequences, kv_heads, head_dim, queries.element_size(), page_table.shape[1], processors)
+        processors = _processors(qkv.device)
+        launch = decode_launch(sequences, kv_heads, head_dim, qkv.element_size(), page_table.shape[1], processors)
     if splits is not None:
         launch = launch._replace(splits=splits)
-    # In tokens: a multiple of 16 and never 1, so that one compiled kernel serves every value.
-    least_share = launch.share_pages * page_size
-    partial, weights = out, out  # unused where there is nothing to merge
+    partial = weights = arrivals = out  # unused where there is nothing to merge
     if launch.splits > 1:
+        if sequences * kv_heads > _MOST_SPLIT_PAIRS:
+            raise ValueError(f"{sequences} sequences of {kv_heads} key heads cannot be split")
         partial = torch.empty(sequences, heads, launch.splits, head_dim, dtype=torch.float32, device=out.device)
         weights = torch.empty(sequences, heads, launch.splits, dtype=torch.float32, device=out.device)
+        arrivals = _arrivals(out.device)
     # Key heads vary fastest: programs that run together read neighbouring parts of the same pages. Splits vary
     # slowest: the programs without work are the last.
     _decode_kernel[(kv_heads, sequences, launch.splits)](
-        queries,
+        qkv,
+        norms.query if norms else qkv,
+        norms.key if norms else qkv,
+        rotary_table,
+        positions,
         key_cache,
         value_cache,
         page_table,
         rows,
-        lengths,
         out,
         partial,
         weights,
+        arrivals,
+        norms.eps if norms else 0.0,
         scale * math.log2(math.e),
-        least_share,
-        queries.stride(0),
+        launch.share_pages * page_size,  # a multiple of 16 and never 1, so that one compiled kernel serves every value
+        qkv.stride(0),
         page_table.stride(0),
+        NORMED=norms is not None,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         ROWS=max(_LEAST_ROWS, triton.next_power_of_2(heads // kv_heads)),
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         BLOCK_KEYS=launch.block_keys,
-        MERGED=launch.splits > 1,
+        SPLITS=launch.splits,
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
-    if launch.splits > 1:
-        _merge_kernel[(heads, sequences)](
-            partial,
-            weights,
-            lengths,
-            out,
-            least_share,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            PAGE_SIZE=page_size,
-            SPLITS=launch.splits,
-            num_warps=4,
-        )
+
+
+@lru_cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """How many shares of each sequence and key head are done: zeros before and after every launch.
+
+    One for the device, since launches follow each other on one stream. Made once: captured graphs keep its address.
+    """
+    return torch.zeros(_MOST_SPLIT_PAIRS, dtype=torch.int32, device=device)
 
 
 def require_layout(
-    queries: torch.Tensor,
+    tokens: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     page_table: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Queries may be a part of a fused projection's output; the rest must be plain."""
+    """The rows of `tokens` may be a part of a fused projection's output; the rest must be plain."""
     if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
         raise ValueError("caches and output must be contiguous")
-    if queries.stride()[1:] != (queries.shape[2], 1) or page_table.stride(1) != 1:
-        raise ValueError("a query's heads and a sequence's page numbers must be contiguous")
+    if len(tokens) and not tokens[0].is_contiguous():
+        raise ValueError("a token's heads must be contiguous")
+    if page_table.stride(1) != 1:
+        raise ValueError("a sequence's page numbers must be contiguous")
 
 
 @lru_cache
@@ -220,62 +246,117 @@ def attend_block(queries, keys, values, visible, mixed, total, highest, scale_lo
 
 
 @triton.jit
-def _share(length, splits, least_share, PAGE_SIZE: tl.constexpr):
-    """Tokens in a split's share of a sequence: whole pages."""
-    return tl.maximum(tl.cdiv(tl.cdiv(length, PAGE_SIZE), splits) * PAGE_SIZE, least_share)
+def _rotated(heads, weight_ptr, cos, sin, eps, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The heads at `heads`, pointers of [ROWS, 1], normalised and rotated, [ROWS, HEAD_DIM] in the cache's type.
+
+    Each element is read with the one that it turns with. Values are rounded where the torch body rounds them.
+    """
+    column = tl.arange(0, HEAD_DIM)[None, :]
+    partner = (column + HEAD_DIM // 2) % HEAD_DIM
+    own = tl.load(heads + column)
+    dtype = own.dtype
+    own = own.to(tl.float32)
+    other = tl.load(heads + partner).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
+        own = (own * scale).to(dtype).to(tl.float32) * tl.load(weight_ptr + column).to(tl.float32)
+        other = (other * scale).to(dtype).to(tl.float32) * tl.load(weight_ptr + partner).to(tl.float32)
+        own, other = own.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+    return (own * cos + other * sin).to(dtype)
+
+
+@triton.jit
+def _merge(partial, weights, place, shares, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """One head: its shares' outputs, weighted by the sums of their exponentials, always added in the same order.
+
+    Other processors wrote them during this launch: reads go past the L1 cache, which may hold older neighbours.
+    """
+    split = tl.arange(0, SPLITS)
+    logs = tl.load(weights + place * SPLITS + split, split < shares, other=float("-inf"), cache_modifier=".cg")
+    highest = tl.max(logs, 0)
+    total = tl.sum(tl.exp2(logs - highest), 0)
+    mixed = tl.zeros((HEAD_DIM,), tl.float32)
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    for first in range(0, shares, BLOCK):
+        part = first + tl.arange(0, BLOCK)
+        exists = part < shares
+        log = tl.load(weights + place * SPLITS + part, exists, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            partial + (place * SPLITS + part)[:, None] * HEAD_DIM + dims,
+            exists[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        mixed += tl.sum(values * tl.exp2(log - highest)[:, None], 0)
+    return mixed / total
 
 
 @triton.jit
 def _decode_kernel(
-    queries,
+    qkv,
+    query_weight,
+    key_weight,
+    rotary_table,
+    positions,
     key_cache,
     value_cache,
     page_table,
     rows,
-    lengths,
     out,
     partial,
     weights,
+    arrivals,
+    eps,
     scale_log2,
     least_share,
-    query_stride,
+    qkv_stride,
     table_stride,
+    NORMED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    MERGED: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """One share of one sequence for one key head: its query heads are the rows of a tile."""
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    splits = tl.num_programs(2)
-    length = tl.load(lengths + sequence).to(tl.int32)
-    share = _share(length, splits, least_share, PAGE_SIZE)
+    position = tl.load(positions + sequence).to(tl.int32)
+    # Whole pages; the new token, which is not in the cache yet, counts as the last key.
+    share = tl.maximum(tl.cdiv(tl.cdiv(position + 1, PAGE_SIZE), SPLITS) * PAGE_SIZE, least_share)
     first = split * share
-    last = tl.minimum(first + share, length)
-    if MERGED and first >= length:
+    if first > tl.maximum(position, 0):  # the first share of a padding row goes on, and writes zeros
         return
 
-    member = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    head = kv_head * GROUP + member
+    member = tl.arange(0, ROWS)
     in_group = member < GROUP
-    query = tl.load(
-        queries + sequence * query_stride + head[:, None] * HEAD_DIM + dims[None, :], in_group[:, None], other=0.0
-    )
+    place = sequence * (KV_HEADS * GROUP) + kv_head * GROUP + member  # of each head's row in the output
+    result = out + place[:, None] * HEAD_DIM + dims[None, :]
+    if position < 0:
+        tl.store(result, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group[:, None])
+        return
+
+    pages = page_table + tl.load(rows + sequence) * table_stride
+    last = tl.minimum(first + share, position)
+    page = tl.load(pages + first // PAGE_SIZE)
+    turn = rotary_table + position.to(tl.int64) * HEAD_DIM + dims[None, :] % (HEAD_DIM // 2)
+    cos = tl.load(turn)
+    sin = tl.where(dims[None, :] < HEAD_DIM // 2, -1.0, 1.0) * tl.load(turn + HEAD_DIM // 2)
+    token = qkv + sequence * qkv_stride
+    # Rows past the group repeat its last head: cheaper than a mask on every load.
+    head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
+    query = _rotated(token + head[:, None] * HEAD_DIM, query_weight, cos, sin, eps, NORMED, HEAD_DIM)
+
     mixed = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
-
-    pages = page_table + tl.load(rows + sequence) * table_stride
     block = tl.arange(0, BLOCK_KEYS)
     within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
     # A page's number is loaded one block ahead of its keys, whose addresses wait for it.
-    page = tl.load(pages + first // PAGE_SIZE, first < last, other=0)
     for start in range(first, last, BLOCK_KEYS):
         following = start + BLOCK_KEYS
         next_page = tl.load(pages + following // PAGE_SIZE, following < last, other=0)
@@ -288,48 +369,54 @@ def _decode_kernel(
         )
         page = next_page
 
-    place = sequence * KV_HEADS * GROUP + head
-    if MERGED:
-        place = place * splits + split
-        tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], mixed / total[:, None], in_group[:, None])
-        tl.store(weights + place, highest + tl.log2(total), in_group)
+    if position < first + share:
+        # This share ends with the new token: every row of these tiles is its key and its value.
+        own = token + (KV_HEADS * GROUP + kv_head + tl.zeros((ROWS, 1), tl.int32)) * HEAD_DIM
+        key = _rotated(own, key_weight, cos, sin, eps, NORMED, HEAD_DIM)
+        value = tl.load(own + KV_HEADS * HEAD_DIM + dims[None, :])
+        page = tl.load(pages + position // PAGE_SIZE)
+        slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+        once = (member == 0)[:, None]
+        tl.store(key_cache + slot + tl.zeros((ROWS, 1), tl.int32), key, once)
+        tl.store(value_cache + slot + tl.zeros((ROWS, 1), tl.int32), value, once)
+        score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale_log2
+        raised = tl.maximum(highest, score)
+        shrink = tl.exp2(highest - raised)
+        weight = tl.exp2(score - raised)
+        total = total * shrink + weight
+        mixed = mixed * shrink[:, None] + weight[:, None] * value.to(tl.float32)
+        highest = raised
+
+    shares = tl.cdiv(position + 1, share)
+    if SPLITS == 1:  # noqa: SIM114, known when compiled: what merges is left out
+        tl.store(result, (mixed / total[:, None]).to(out.dtype.element_ty), in_group[:, None])
+    elif shares == 1:
+        tl.store(result, (mixed / total[:, None]).to(out.dtype.element_ty), in_group[:, None])
     else:
-        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + place[:, None] * HEAD_DIM + dims[None, :], mixed.to(out.dtype.element_ty), in_group[:, None])
-
-
-@triton.jit
-def _merge_kernel(
-    partial,
-    weights,
-    lengths,
-    out,
-    least_share,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """One head of one sequence: its shares' outputs, weighted by the sums of their exponentials."""
-    place = tl.program_id(1).to(tl.int64) * HEADS + tl.program_id(0)
-    length = tl.load(lengths + tl.program_id(1)).to(tl.int32)
-    splits = tl.arange(0, SPLITS)
-    dims = tl.arange(0, HEAD_DIM)
-    exists = splits * _share(length, SPLITS, least_share, PAGE_SIZE) < length
-    weight = tl.load(weights + place * SPLITS + splits, exists, other=float("-inf"))
-    # A finite floor, so that a sequence without shares gives zeros, not NaN.
-    weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e38))
-    parts = tl.load(partial + (place * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :], exists[:, None], other=0.0)
-    total = tl.sum(weight, 0)
-    mixed = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + place * HEAD_DIM + dims, mixed.to(out.dtype.element_ty))
+        part = place * SPLITS + split
+        tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], mixed / total[:, None], in_group[:, None])
+        tl.store(weights + part, highest + tl.log2(total), in_group)
+        tl.debug_barrier()  # all of this program's shares are written before it is counted
+        counter = arrivals + sequence * KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == shares - 1:
+            tl.store(counter, 0)
+            for group_member in tl.static_range(GROUP):
+                merged_place = sequence * (KV_HEADS * GROUP) + kv_head * GROUP + group_member
+                merged = _merge(partial, weights, merged_place, shares, SPLITS, HEAD_DIM, BLOCK=min(SPLITS, 16))
+                tl.store(out + merged_place * HEAD_DIM + dims, merged.to(out.dtype.element_ty))
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
-    queries = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
+    width = (model.heads + 2 * model.kv_heads) * model.head_dim
+    qkv = torch.empty(64, width, dtype=dtype, device="meta")
+    out = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
     cache = torch.empty(128, model.page_size, model.kv_heads, model.head_dim, dtype=dtype, device="meta")
-    table = torch.empty(64, 640, dtype=torch.int64, device="meta")
-    return [
-        lambda: _decode_triton(queries, cache, cache, table, table[:, 0], table[:, 0], 1.0, queries, 1),
-        lambda: _decode_triton(queries, cache, cache, table, table[:, 0], table[:, 0], 1.0, queries, 16),
-    ]
+    page_table = torch.empty(64, 640, dtype=torch.int64, device="meta")
+    rotary = torch.empty(4096, model.head_dim, device="meta")
+    column = page_table[:, 0]
+
+    def case(norms: HeadNorms | None, splits: int) -> CompileCase:
+        return lambda: _decode_triton(qkv, norms, rotary, column, cache, cache, page_table, column, 1.0, out, splits)
+
+    norms = HeadNorms(qkv[0], qkv[0], 1e-6)
+    return [case(norms, 1), case(norms, 16), case(None, 16)]

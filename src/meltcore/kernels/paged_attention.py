@@ -9,6 +9,7 @@ import torch
 
 from meltcore.kernels.attention import decode_attention, prefill_attention
 from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.qkv import HeadNorms, prepare_qkv
 
 
 class SegmentGroup(NamedTuple):
@@ -29,11 +30,13 @@ class Segments(NamedTuple):
     """The sequences of one step, as the attention sees them. The queries of a segment are neighbours.
 
     page_table: [rows, max_pages] int64, the engine's table; rows: [segments] int64, which row each segment has;
-    starts: [segments] int64, position of the first query; lengths: [segments] int64, keys a single query sees;
-    slots: [tokens] int64, where each token's key and value go (page * page_size + offset);
+    starts: [segments] int64, position of the first query;
+    slots: [tokens] int64, where each token's key and value go (page * page_size + offset), empty where all decode on
+    CUDA, whose kernel finds its own;
     decodes: how many segments, the first ones, have a single query.
 
-    For the Triton body, tiles: [tiles, 4] int32, the queries of the other segments (see `query_tiles`).
+    For the Triton body, tiles: [tiles, 4] int32, the queries of the other segments (see `query_tiles`), counted from
+    the first of them.
     For the torch body, places: [tokens] int64, where each token sits in the padded form of its group;
     groups: how segments are padded together, covering all of them in order.
     """
@@ -41,7 +44,6 @@ class Segments(NamedTuple):
     page_table: torch.Tensor
     rows: torch.Tensor
     starts: torch.Tensor
-    lengths: torch.Tensor
     slots: torch.Tensor
     decodes: int
     tiles: torch.Tensor
@@ -49,52 +51,77 @@ class Segments(NamedTuple):
     groups: list[SegmentGroup]
 
 
-def write_kv(
-    keys: torch.Tensor, values: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    """Store the new tokens' keys and values: [tokens, kv_heads, head_dim] into the caches at `slots` [tokens]."""
-    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
-    value_cache.flatten(0, 1).index_copy_(0, slots, values)
-
-
 def paged_attention(
-    queries: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, segments: Segments, scale: float
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotary_table: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    segments: Segments,
+    scale: float,
 ) -> torch.Tensor:
-    """Causal attention of every query to its own sequence's keys, itself included.
+    """Store the new tokens' keys and values, and attend causally to each token's own sequence, itself included.
 
-    queries: [tokens, heads, head_dim]; heads is a multiple of kv_heads (grouped-query attention).
-    The tokens' own keys and values are in the cache already. Returns [tokens, heads, head_dim].
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], heads a multiple of kv_heads (grouped-query attention); norms,
+    rotary_table, positions and the caches: see `prepare_qkv`. Returns [tokens, heads, head_dim].
     """
-    if use_triton(queries):
-        return _paged_attention_triton(queries, key_cache, value_cache, segments, scale)
-    return _paged_attention_torch(queries, key_cache, value_cache, segments, scale)
+    body = _paged_attention_triton if use_triton(qkv) else _paged_attention_torch
+    return body(qkv, norms, rotary_table, positions, key_cache, value_cache, segments, scale)
 
 
 def _paged_attention_triton(
-    queries: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, segments: Segments, scale: float
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotary_table: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    segments: Segments,
+    scale: float,
 ) -> torch.Tensor:
-    """Single queries and longer chunks have a kernel each; both write their part of one output."""
-    output = torch.empty_like(queries)
-    decodes = segments.decodes
+    """Single tokens and longer chunks have kernels of their own; both write their part of one output."""
+    (tokens, width), (kv_heads, head_dim) = qkv.shape, key_cache.shape[2:]
+    output = qkv.new_empty(tokens, width // head_dim - 2 * kv_heads, head_dim)
+    decodes, page_table = segments.decodes, segments.page_table
     if decodes:
         decode_attention(
-            queries[:decodes],
+            qkv[:decodes],
+            norms,
+            rotary_table,
+            segments.starts[:decodes],
             key_cache,
             value_cache,
-            segments.page_table,
+            page_table,
             segments.rows[:decodes],
-            segments.lengths[:decodes],
             scale,
             out=output[:decodes],
         )
-    if decodes < queries.shape[0]:
-        prefill_attention(queries, key_cache, value_cache, segments.page_table, segments.tiles, scale, out=output)
+    if decodes < tokens:
+        queries = prepare_qkv(
+            qkv[decodes:],
+            norms,
+            rotary_table,
+            positions[decodes:],
+            segments.slots[decodes:],
+            key_cache,
+            value_cache,
+        )
+        prefill_attention(queries, key_cache, value_cache, page_table, segments.tiles, scale, out=output[decodes:])
     return output
 
 
 def _paged_attention_torch(
-    queries: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, segments: Segments, scale: float
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotary_table: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    segments: Segments,
+    scale: float,
 ) -> torch.Tensor:
+    queries = prepare_qkv(qkv, norms, rotary_table, positions, segments.slots, key_cache, value_cache)
     output = torch.empty_like(queries)
     for group in segments.groups:
         rows = slice(group.first, group.last)

@@ -7,12 +7,13 @@ One pass over memory in place of two norms, two rotations and two scattered writ
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.norm import rms_norm
-from meltcore.kernels.paged_attention import write_kv
 from meltcore.kernels.rotary import apply_rotary
 
 # Elements of the heads that one program rotates. A thread then holds 8 of each half of a head: 16-byte accesses in
@@ -20,11 +21,17 @@ from meltcore.kernels.rotary import apply_rotary
 _BLOCK = 1024
 
 
+class HeadNorms(NamedTuple):
+    """Root-mean-square norms of single heads. query, key: [head_dim], their scales."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
 def prepare_qkv(
     qkv: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
-    eps: float,
+    norms: HeadNorms | None,
     rotary_table: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
@@ -33,20 +40,18 @@ def prepare_qkv(
 ) -> torch.Tensor:
     """Normalise queries and keys head by head, rotate them, and store keys and values at the tokens' slots.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], in that order; query_weight, key_weight: [head_dim];
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], in that order; norms: None where heads are not normalised;
     rotary_table: [max_positions, head_dim] float32, see `rotary_table`; positions, slots: [tokens] int64, a slot is
     page * page_size + offset; the caches: [pages, page_size, kv_heads, head_dim], contiguous, changed in place.
     Returns the queries: [tokens, heads, head_dim].
     """
     body = _prepare_qkv_triton if use_triton(qkv) else _prepare_qkv_torch
-    return body(qkv, query_weight, key_weight, eps, rotary_table, positions, slots, key_cache, value_cache)
+    return body(qkv, norms, rotary_table, positions, slots, key_cache, value_cache)
 
 
 def _prepare_qkv_torch(
     qkv: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
-    eps: float,
+    norms: HeadNorms | None,
     rotary_table: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
@@ -56,26 +61,30 @@ def _prepare_qkv_torch(
     kv_heads, head_dim = key_cache.shape[2:]
     split = qkv.unflatten(-1, (-1, head_dim))
     queries, keys, values = split.split((split.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    queries = apply_rotary(rms_norm(queries, query_weight, eps), rotary_table, positions)
-    keys = apply_rotary(rms_norm(keys, key_weight, eps), rotary_table, positions)
-    write_kv(keys, values, key_cache, value_cache, slots)
+    if norms is not None:
+        queries, keys = rms_norm(queries, norms.query, norms.eps), rms_norm(keys, norms.key, norms.eps)
+    queries = apply_rotary(queries, rotary_table, positions)
+    keys = apply_rotary(keys, rotary_table, positions)
+    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
+    value_cache.flatten(0, 1).index_copy_(0, slots, values)
     return queries
 
 
 @triton.jit
-def _norm_and_rotate(source, mask, weight_ptr, eps, cos, sin, HEAD_DIM: tl.constexpr):
+def _norm_and_rotate(source, mask, weight_ptr, eps, cos, sin, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The halves of the heads at `source`, [HEADS, HALF] each; values are rounded where the torch body rounds them."""
     first = tl.load(source, mask=mask, other=0.0)
-    second = tl.load(source + HEAD_DIM // 2, mask=mask, other=0.0)
-    weight_first = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
-    weight_second = tl.load(weight_ptr + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     dtype = first.dtype
-    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
-    scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    normed_first = ((wide_first * scale).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
-    normed_second = ((wide_second * scale).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
-    return normed_first * cos - normed_second * sin, normed_second * cos + normed_first * sin
+    first = first.to(tl.float32)
+    second = tl.load(source + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        weight_first = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
+        weight_second = tl.load(weight_ptr + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+        squares = tl.sum(first * first + second * second, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        first = ((first * scale).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
 
 
 # Slices of a step's positions and slots start anywhere: without this, each new alignment would be compiled for anew.
@@ -92,6 +101,7 @@ def _prepare_qkv_kernel(
     value_cache_ptr,
     eps,
     qkv_stride,
+    NORMED: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -117,7 +127,7 @@ def _prepare_qkv_kernel(
         head = block * HEADS + member
         mask = (head < QUERY_HEADS) & inside
         place = head * HEAD_DIM + column
-        first, second = _norm_and_rotate(row + place, mask, query_weight_ptr + column, eps, cos, sin, HEAD_DIM)
+        first, second = _norm_and_rotate(row + place, mask, query_weight_ptr + column, eps, cos, sin, NORMED, HEAD_DIM)
         queries = queries_ptr + token * (QUERY_HEADS * HEAD_DIM) + place
         tl.store(queries, first, mask=mask)
         tl.store(queries + HEAD_DIM // 2, second, mask=mask)
@@ -131,7 +141,7 @@ def _prepare_qkv_kernel(
         # Asked for before the keys are worked on, so that both reads are under way together.
         value_first = tl.load(values, mask=mask, other=0.0)
         value_second = tl.load(values + HEAD_DIM // 2, mask=mask, other=0.0)
-        first, second = _norm_and_rotate(keys, mask, key_weight_ptr + column, eps, cos, sin, HEAD_DIM)
+        first, second = _norm_and_rotate(keys, mask, key_weight_ptr + column, eps, cos, sin, NORMED, HEAD_DIM)
         tl.store(key_cache_ptr + slot, first, mask=mask)
         tl.store(key_cache_ptr + slot + HEAD_DIM // 2, second, mask=mask)
         tl.store(value_cache_ptr + slot, value_first, mask=mask)
@@ -140,9 +150,7 @@ def _prepare_qkv_kernel(
 
 def _prepare_qkv_triton(
     qkv: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
-    eps: float,
+    norms: HeadNorms | None,
     rotary_table: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
@@ -159,16 +167,17 @@ def _prepare_qkv_triton(
     grid = (tokens, triton.cdiv(query_heads, heads) + triton.cdiv(kv_heads, heads))
     _prepare_qkv_kernel[grid](
         qkv,
-        query_weight,
-        key_weight,
+        norms.query if norms else qkv,
+        norms.key if norms else qkv,
         rotary_table,
         positions,
         slots,
         queries,
         key_cache.view(-1, kv_heads, head_dim),  # refuses a cache whose slots are not evenly spaced
         value_cache.view(-1, kv_heads, head_dim),
-        eps,
+        norms.eps if norms else 0.0,
         qkv.stride(0),
+        NORMED=norms is not None,
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -185,5 +194,9 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     table = torch.empty(4096, model.head_dim, device="meta")
     indices = torch.empty(tokens, dtype=torch.int64, device="meta")
     cache = torch.empty(16, model.page_size, model.kv_heads, model.head_dim, dtype=dtype, device="meta")
-    weight = cache[0, 0, 0]
-    return [lambda: _prepare_qkv_triton(qkv, weight, weight, 1e-6, table, indices, indices, cache, cache)]
+    norms = HeadNorms(cache[0, 0, 0], cache[0, 0, 0], 1e-6)
+
+    def case(norms: HeadNorms | None) -> CompileCase:
+        return lambda: _prepare_qkv_triton(qkv, norms, table, indices, indices, cache, cache)
+
+    return [case(norms), case(None)]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from meltcore.kernels.paged_attention import Segments, paged_attention
-from meltcore.kernels.qkv import prepare_qkv
+from meltcore.kernels.qkv import HeadNorms
 from meltcore.layers.linear import Linear
 from meltcore.layers.norm import RMSNorm
 
@@ -30,15 +30,6 @@ class Attention(nn.Module):
         segments: Segments,
     ) -> torch.Tensor:
         """hidden: [tokens, hidden_size]; positions: [tokens]; cache: this layer's keys and values (paged)."""
-        queries = prepare_qkv(
-            self.qkv(hidden),
-            self.query_norm.weight,
-            self.key_norm.weight,
-            self.query_norm.eps,
-            rotary,
-            positions,
-            segments.slots,
-            *cache,
-        )
-        mixed = paged_attention(queries, *cache, segments, self.scale)
+        norms = HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.eps)
+        mixed = paged_attention(self.qkv(hidden), norms, rotary, positions, *cache, segments, self.scale)
         return self.output(mixed.flatten(1))
