@@ -18,7 +18,7 @@ FLOAT32_TOLERANCE = 1e-4  # the largest difference against the largest logit
 DECIDED = 500  # tokens whose top-two gap exceeds the noise, in every run
 # How far our bfloat16 may be from float32, in units of how far transformers' is: another order of sums has another
 # largest outlier, but the same spread.
-RMS_SLACK, LARGEST_SLACK = 1.1, 1.5
+RMS_SLACK, LARGEST_SLACK = 1.05, 1.5
 
 SMALL = {
     "hidden_size": 64,
@@ -83,7 +83,9 @@ def test_attention_is_peaked(subject: Subject) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_float32_logits_and_tokens_are_those_of_transformers(subject: Subject, way: str) -> None:
     seen = run(subject, "float32", way)
-    assert seen.relative_error() <= FLOAT32_TOLERANCE
+    error = seen.relative_error()
+    print(f"{way}: relative error {error:.1e}")
+    assert error <= FLOAT32_TOLERANCE
     wrong = (seen.chosen != seen.expected()).nonzero()[:, 0]
     assert len(wrong) == 0, f"top-two gaps of the wrong ones: {seen.gaps()[wrong].tolist()}"
 
