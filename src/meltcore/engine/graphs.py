@@ -1,22 +1,22 @@
 """Decode steps as CUDA graphs: one for each padded number of sequences, all in one memory pool.
 
 A decode step is hundreds of short kernels. Launched one by one from Python they cost the host milliseconds; replayed
-as a graph, microseconds. Nothing a graph reads depends on the host but two small arrays.
+as a graph, microseconds. Nothing a graph reads depends on the host but one small array.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from meltcore.engine.transfer import to_device
 from meltcore.models.loader import Progress
 
-# Rows and positions of a padded batch: [sequences] int64 each. Returns hidden states [sequences, hidden_size].
-DecodeStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Logits = Callable[[torch.Tensor], torch.Tensor]
+# Rows and positions of a padded batch: [sequences] int64 each. Returns the hidden states [sequences, hidden_size] and
+# the greedy tokens [sequences] int64, which it also wrote into the table of last tokens.
+DecodeStep = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 PADDING_ROW = 0
 PADDING_POSITION = -1  # a length of nothing: attention reads no key for it, and its own goes to page 0
@@ -47,15 +47,12 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
 
 
 class GraphPool:
-    def __init__(self, step: DecodeStep, logits: Logits, last_token: torch.Tensor, sizes: list[int]) -> None:
-        """`step` and `logits` compute eagerly; `last_token` [rows] int64 is updated by each replay."""
+    def __init__(self, step: DecodeStep, sizes: list[int], device: torch.device) -> None:
+        """`step` computes eagerly what a replay will."""
         self._step = step
-        self._logits = logits
-        self._last_token = last_token
         self._sizes = sizes
-        device = last_token.device
-        self._rows = torch.full((sizes[-1],), PADDING_ROW, dtype=torch.int64, device=device)
-        self._positions = torch.full((sizes[-1],), PADDING_POSITION, dtype=torch.int64, device=device)
+        # What the host sends, for every size from the start: its rows, then its positions (see `_views`).
+        self._inputs = torch.zeros(2 * _aligned(sizes[-1]), dtype=torch.int64, device=device)
         self._captured: dict[int, _Captured] = {}
 
     @torch.inference_mode()
@@ -63,31 +60,36 @@ class GraphPool:
         """Record every size, the largest first, so that the smaller ones fit into the memory it took."""
         pool = torch.cuda.graph_pool_handle()
         for number, size in enumerate(reversed(self._sizes)):
-            self._decode(size)  # compiles what this size needs, outside of the recording
+            rows, positions = _views(self._inputs, size)
+            rows.fill_(PADDING_ROW)
+            positions.fill_(PADDING_POSITION)
+            self._step(rows, positions)  # compiles what this size needs, outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                hidden, token_ids = self._decode(size)
+                hidden, token_ids = self._step(rows, positions)
             self._captured[size] = _Captured(graph, hidden, token_ids)
             progress("capturing graphs", (number + 1) / len(self._sizes))
 
     def replay(self, rows: list[int], positions: list[int]) -> Decoded:
         """Run a decode step for these table rows, each at its position."""
         count = len(rows)
-        size = next(size for size in self._sizes if size >= count)
-        padding = size - count
-        self._rows[:size].copy_(self._sent(rows + [PADDING_ROW] * padding), non_blocking=True)
-        self._positions[:size].copy_(self._sent(positions + [PADDING_POSITION] * padding), non_blocking=True)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        sent = torch.empty(2 * _aligned(size), dtype=torch.int64, pin_memory=True)
+        rows_sent, positions_sent = (view.numpy() for view in _views(sent, size))
+        rows_sent[:count], rows_sent[count:] = rows, PADDING_ROW
+        positions_sent[:count], positions_sent[count:] = positions, PADDING_POSITION
+        self._inputs[: len(sent)].copy_(sent, non_blocking=True)
         captured = self._captured[size]
         captured.graph.replay()
         return Decoded(captured.hidden[:count], captured.token_ids[:count])
 
-    def _decode(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, positions = self._rows[:size], self._positions[:size]
-        hidden = self._step(rows, positions)
-        token_ids = self._logits(hidden).argmax(-1)
-        self._last_token.index_copy_(0, rows, token_ids)
-        return hidden, token_ids
 
-    def _sent(self, values: list[int]) -> torch.Tensor:
-        return to_device(values, torch.int64, self._last_token.device)
+def _aligned(size: int) -> int:
+    """Entries that `size` int64 take up to the next 16 bytes: kernels are compiled for aligned arrays."""
+    return size + size % 2
+
+
+def _views(inputs: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows and the positions of a batch of `size` within an array of inputs."""
+    return inputs[:size], inputs[_aligned(size) : _aligned(size) + size]

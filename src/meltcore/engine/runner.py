@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from meltcore.engine.batch import Batch, build_batch
@@ -14,8 +13,9 @@ from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.request import Request, Sampled
 from meltcore.engine.sampler import Sampler, SampleResult
 from meltcore.engine.scheduler import Chunk, pages_for
-from meltcore.engine.transfer import to_device
+from meltcore.engine.transfer import to_device, to_device_together
 from meltcore.kernels.paged_attention import Segments
+from meltcore.kernels.sampling import greedy
 from meltcore.models.loader import Progress
 from meltcore.models.qwen3 import Qwen3
 
@@ -61,7 +61,7 @@ class ModelRunner:
 
     def capture_graphs(self, progress: Progress) -> None:
         """Make pure decode steps replay CUDA graphs from now on."""
-        graphs = GraphPool(self._decode_step, self.model.logits, self._last_token, padded_sizes(self._max_num_seqs))
+        graphs = GraphPool(self._decode_step, padded_sizes(self._max_num_seqs), self.device)
         graphs.capture(progress)
         self._graphs = graphs
 
@@ -98,41 +98,53 @@ class ModelRunner:
         """A step in which every sequence decodes a token that is on the device already."""
         requests = [chunk.request for chunk in plan]
         decoded = graphs.replay([request.row for request in requests], [chunk.start for chunk in plan])
-        return self.choose(lambda at: self.model.logits(decoded.hidden[at]), decoded.token_ids, requests)
+        return self.choose(lambda at: self.model.logits(decoded.hidden[at]).float(), decoded.token_ids, requests)
 
     def _run(self, plan: list[Chunk]) -> tuple[list[Chunk], SampleResult]:
         """Any step, launched kernel by kernel. Returns its chunks in the order of the result."""
         batch = build_batch(plan)
         requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        logits = self.model.logits(self._forward(batch)[self._tensor(batch.last_tokens)])
-        token_ids = logits.argmax(-1)
-        self._last_token.index_copy_(0, self._tensor(batch.sample_rows), token_ids)
+        last_tokens, sample_rows = to_device_together([batch.last_tokens, batch.sample_rows], self.device)
+        logits = self.model.logits(self._forward(batch)[last_tokens])
+        token_ids = greedy(logits)
+        self._last_token.index_copy_(0, sample_rows, token_ids)
         for request in requests:
             request.on_device = True
-        return batch.chunks, self.choose(lambda at: logits[at], token_ids, requests)
+        return batch.chunks, self.choose(lambda at: logits[at].float(), token_ids, requests)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """[tokens, hidden_size] of a step. Slots and page tables are built on the device from the rows."""
-        token_ids = self._tensor(batch.token_ids)
+        token_ids, positions, token_rows, places, rows, starts, unread_tokens, unread_rows = to_device_together(
+            [
+                batch.token_ids,
+                batch.positions,
+                batch.token_rows,
+                batch.places,
+                batch.rows,
+                batch.starts,
+                batch.unread_tokens,
+                batch.unread_rows,
+            ],
+            self.device,
+        )
         if batch.unread_tokens:
-            token_ids[self._tensor(batch.unread_tokens)] = self._last_token[self._tensor(batch.unread_rows)]
-        positions = self._tensor(batch.positions)
+            token_ids[unread_tokens] = self._last_token[unread_rows]
         segments = Segments(
             page_table=self._page_table,
-            rows=self._tensor(batch.rows),
-            starts=self._tensor(batch.starts),
-            slots=self._slots(self._tensor(batch.token_rows), positions),
+            rows=rows,
+            starts=starts,
+            slots=self._slots(token_rows, positions),
             decodes=batch.decodes,
-            tiles=self._tensor(batch.tiles, torch.int32),
-            places=self._tensor(batch.places),
+            tiles=to_device(batch.tiles, torch.int32, self.device),
+            places=places,
             groups=batch.groups,
         )
         return self.model(token_ids, positions, self.caches, segments)
 
-    def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[sequences, hidden_size] of one new token for each row, from the device's tables alone.
+    def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One new token for each row, from the device's tables alone: hidden states and greedy tokens.
 
-        Padding has position -1: it attends to nothing, and its key goes to page 0.
+        Padding has position -1: it attends to nothing and stores nothing.
         """
         nothing = positions.new_empty(0)
         segments = Segments(
@@ -145,7 +157,10 @@ class ModelRunner:
             places=nothing,
             groups=[],
         )
-        return self.model(self._last_token[rows], positions.clamp(min=0), self.caches, segments)
+        hidden = self.model(self._last_token[rows], positions, self.caches, segments)
+        token_ids = greedy(self.model.logits(hidden))
+        self._last_token.index_copy_(0, rows, token_ids)
+        return hidden, token_ids
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._page_table[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
@@ -164,7 +179,8 @@ class ModelRunner:
                 pages += request.pages[sent:]
                 request.sent_pages = held
         if rows:
-            self._page_table[self._tensor(rows), self._tensor(columns)] = self._tensor(pages)
+            at_rows, at_columns, values = to_device_together([rows, columns, pages], self.device)
+            self._page_table[at_rows, at_columns] = values
 
-    def _tensor(self, values: list[int] | np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return to_device(values, dtype, self.device)
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return to_device(values, torch.int64, self.device)

@@ -134,8 +134,8 @@ class Qwen3(nn.Module):
         return self.norm.add(hidden, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] -> [rows, vocab_size] float32."""
-        return linear(hidden, self.head).float()
+        """[rows, hidden_size] -> [rows, vocab_size] in the type of the weights."""
+        return linear(hidden, self.head)
 
     def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
         """Where each tensor of a published checkpoint goes: its name to our (view of a) parameter."""
