@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_tools import make_reference
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +20,12 @@ def _two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def reference() -> Qwen3ForCausalLM:
+def reference() -> PreTrainedModel:
     return make_reference()
 
 
 @pytest.fixture(scope="session")
-def checkpoint(reference: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     reference.save_pretrained(folder)
     return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meltcore.config import EngineConfig
 from meltcore.engine.engine import Engine
@@ -23,16 +23,19 @@ from meltcore.engine.sampling_params import SamplingParams
 VOCAB = 320
 
 
-def make_reference(seed: int = 0, **overrides: object) -> Qwen3ForCausalLM:
-    """A random float32 Qwen3 where most of each head's attention falls on a few keys: an error in masks, positions
+# Small networks of each family. Qwen2's query heads for a key head are no power of two, as in Qwen2.5-1.5B.
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "qwen2": {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2},
+}
+
+
+def make_reference(seed: int = 0, family: str = "qwen3", **overrides: object) -> PreTrainedModel:
+    """A random float32 network where most of each head's attention falls on a few keys: an error in masks, positions
     or pages then changes the logits by far more than rounding does."""
     settings: dict[str, object] = {
-        "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
         "vocab_size": VOCAB,
         "max_position_embeddings": 1024,
         "rope_theta": 10_000.0,
@@ -40,7 +43,8 @@ def make_reference(seed: int = 0, **overrides: object) -> Qwen3ForCausalLM:
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**(settings | overrides))).float().eval()
+    config = AutoConfig.for_model(family, **(settings | FAMILIES[family] | overrides))
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     randomise(model, seed)
     return model
 
@@ -49,13 +53,19 @@ def make_reference(seed: int = 0, **overrides: object) -> Qwen3ForCausalLM:
 def randomise(model: PreTrainedModel, seed: int) -> None:
     """Weights that keep the size of what they multiply, and scores of a spread of 4, of which softmax keeps a few."""
     torch.manual_seed(seed)
+    names = [name for name, _ in model.named_parameters()]
+    heads_normed = any(name.endswith("q_norm.weight") for name in names)
     for name, parameter in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.uniform_(1.5, 2.5)
+        elif name.endswith("bias"):
+            parameter.normal_()
         elif parameter.dim() == 1:
             parameter.uniform_(0.5, 1.5)
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        if not heads_normed and name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.mul_(2)
 
 
 @dataclass

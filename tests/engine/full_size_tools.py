@@ -8,19 +8,18 @@ from pathlib import Path
 import engine_tools as tools
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meltcore.models.checkpoint import open_checkpoint
 
-PUBLISHED = "Qwen/Qwen3-0.6B"
 
-
-def write_checkpoint(folder: Path, **changes: object) -> None:
-    """Random bfloat16 weights of Qwen3-0.6B's published configuration, as transformers saves them.
+def write_checkpoint(folder: Path, published: str, **changes: object) -> None:
+    """Random bfloat16 weights of a published configuration, as transformers saves them.
 
     Made on the CPU, so that they are the same on every machine.
     """
-    config = Qwen3Config(**(open_checkpoint(PUBLISHED, files="config").config | changes))
+    settings = open_checkpoint(published, files="config").config | changes
+    config = AutoConfig.for_model(**settings)
     with torch.device("meta"):  # transformers' own random weights would take longer to draw than ours
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = model.to_empty(device="cpu")

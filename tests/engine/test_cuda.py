@@ -7,7 +7,7 @@ from pathlib import Path
 import engine_tools as tools
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from meltcore.engine.scheduler import Chunk
 
@@ -26,7 +26,7 @@ EVERY_PATH: tuple[dict[str, object], ...] = (
 @pytest.mark.parametrize("pages", [None, 8])
 @pytest.mark.parametrize("debug", [(), ("no-graphs",), ("reference-kernels",)])
 def test_parity_on_cuda(
-    reference: Qwen3ForCausalLM, checkpoint: Path, overlap: bool, pages: int | None, debug: tuple[str, ...]
+    reference: PreTrainedModel, checkpoint: Path, overlap: bool, pages: int | None, debug: tuple[str, ...]
 ) -> None:
     seen = tools.open_engine(
         checkpoint,

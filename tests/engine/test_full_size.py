@@ -47,7 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     device, answer_tokens, changes = SIZES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(folder, **changes)
+    write_checkpoint(folder, "Qwen/Qwen3-0.6B", **changes)
     return Subject.load(folder, device, answer_tokens)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import engine_tools as tools
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from meltcore.engine import runner as runner_module
 from meltcore.kernels import paged_attention as attention_kernel
@@ -18,7 +18,7 @@ from meltcore.layers import attention as attention_layer
 NOTICED = 1e-3
 
 
-def error_of(reference: Qwen3ForCausalLM, seen: tools.SeenEngine) -> float:
+def error_of(reference: PreTrainedModel, seen: tools.SeenEngine) -> float:
     prompt = tools.random_prompt(150, 1)
     seen.add("one", prompt, max_tokens=4)
     tokens = seen.run()
@@ -26,7 +26,7 @@ def error_of(reference: Qwen3ForCausalLM, seen: tools.SeenEngine) -> float:
     return tools.relative_error(torch.stack(seen.logits["one"]), theirs)
 
 
-def test_nothing_broken_is_below_the_threshold(reference: Qwen3ForCausalLM, checkpoint: Path) -> None:
+def test_nothing_broken_is_below_the_threshold(reference: PreTrainedModel, checkpoint: Path) -> None:
     assert error_of(reference, tools.open_engine(checkpoint, max_num_batched_tokens=64)) < NOTICED / 10
 
 
@@ -87,7 +87,7 @@ def one_page_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     [rotary_off_by_one, mask_off_by_one, mask_sees_the_future, query_norm_skipped, scale_wrong, one_page_swapped],
 )
 def test_mutation_fails_parity(
-    reference: Qwen3ForCausalLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mutation: object
+    reference: PreTrainedModel, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mutation: object
 ) -> None:
     mutation(monkeypatch)  # type: ignore[operator]
     assert error_of(reference, tools.open_engine(checkpoint, max_num_batched_tokens=64)) > NOTICED

@@ -7,12 +7,29 @@ from pathlib import Path
 import engine_tools as tools
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 TOLERANCE = 1e-4
 
 
-def assert_parity(seen: tools.SeenEngine, reference: Qwen3ForCausalLM, prompts: dict[str, list[int]]) -> None:
+@pytest.fixture(scope="module", params=["qwen3"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reference(family: str) -> PreTrainedModel:
+    return tools.make_reference(family=family)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    reference.save_pretrained(folder)
+    return folder
+
+
+def assert_parity(seen: tools.SeenEngine, reference: PreTrainedModel, prompts: dict[str, list[int]]) -> None:
     tokens = seen.run()
     for request_id, prompt in prompts.items():
         ours = torch.stack(seen.logits[request_id])
@@ -22,13 +39,13 @@ def assert_parity(seen: tools.SeenEngine, reference: Qwen3ForCausalLM, prompts: 
         assert tokens[request_id] == theirs.argmax(-1).tolist()
 
 
-def test_attention_of_the_test_checkpoint_is_peaked(reference: Qwen3ForCausalLM) -> None:
+def test_attention_of_the_test_checkpoint_is_peaked(reference: PreTrainedModel) -> None:
     peak = tools.attention_peak(reference, tools.random_prompt(200, 0))
     assert peak > 0.2, "uniform attention over 100 keys or more would put 0.01 on each"
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
-def test_whole_prefill_then_decode(reference: Qwen3ForCausalLM, checkpoint: Path, length: int) -> None:
+def test_whole_prefill_then_decode(reference: PreTrainedModel, checkpoint: Path, length: int) -> None:
     seen = tools.open_engine(checkpoint)
     prompt = tools.random_prompt(length, length)
     seen.add("one", prompt, max_tokens=70)
@@ -36,7 +53,7 @@ def test_whole_prefill_then_decode(reference: Qwen3ForCausalLM, checkpoint: Path
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64, 100])
-def test_chunked_prefill(reference: Qwen3ForCausalLM, checkpoint: Path, budget: int) -> None:
+def test_chunked_prefill(reference: PreTrainedModel, checkpoint: Path, budget: int) -> None:
     seen = tools.open_engine(checkpoint, max_num_batched_tokens=budget)
     prompts = {"a": tools.random_prompt(150, 1), "b": tools.random_prompt(90, 2)}
     for request_id, prompt in prompts.items():
@@ -45,7 +62,7 @@ def test_chunked_prefill(reference: Qwen3ForCausalLM, checkpoint: Path, budget: 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_many_sequences_of_unlike_lengths(reference: Qwen3ForCausalLM, checkpoint: Path, overlap: bool) -> None:
+def test_many_sequences_of_unlike_lengths(reference: PreTrainedModel, checkpoint: Path, overlap: bool) -> None:
     seen = tools.open_engine(checkpoint, overlap=overlap, max_num_batched_tokens=96)
     prompts = {f"r{index}": tools.random_prompt(1 + 37 * index, index) for index in range(12)}
     for index, (request_id, prompt) in enumerate(prompts.items()):
@@ -53,7 +70,7 @@ def test_many_sequences_of_unlike_lengths(reference: Qwen3ForCausalLM, checkpoin
     assert_parity(seen, reference, prompts)
 
 
-def test_cached_prefix(reference: Qwen3ForCausalLM, checkpoint: Path) -> None:
+def test_cached_prefix(reference: PreTrainedModel, checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint)
     shared = tools.random_prompt(130, 3)
     seen.add("first", [*shared, 5, 6, 7])
@@ -68,7 +85,7 @@ def test_cached_prefix(reference: Qwen3ForCausalLM, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_request_resumes_with_same_logits(
-    reference: Qwen3ForCausalLM, checkpoint: Path, overlap: bool
+    reference: PreTrainedModel, checkpoint: Path, overlap: bool
 ) -> None:
     prompts = {f"r{index}": tools.random_prompt(100, 50 + index) for index in range(4)}
     seen = tools.open_engine(checkpoint, overlap=overlap, pages=8, max_model_len=300)
@@ -78,8 +95,8 @@ def test_preempted_request_resumes_with_same_logits(
     assert seen.engine.stats().preemptions_total > 0
 
 
-def test_tied_embeddings(tmp_path: Path) -> None:
-    tied = tools.make_reference(seed=9, tie_word_embeddings=True)
+def test_tied_embeddings(family: str, tmp_path: Path) -> None:
+    tied = tools.make_reference(seed=9, family=family, tie_word_embeddings=True)
     tied.save_pretrained(tmp_path)
     seen = tools.open_engine(tmp_path)
     prompt = tools.random_prompt(80, 9)
@@ -87,7 +104,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     assert_parity(seen, tied, {"one": prompt})
 
 
-def test_sharded_checkpoint(reference: Qwen3ForCausalLM, tmp_path: Path) -> None:
+def test_sharded_checkpoint(reference: PreTrainedModel, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     seen = tools.open_engine(tmp_path)
