@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # An import points down its own half's list or to the ground floor; the halves never meet.
 RUN = ("server", "engine", "models", "layers", "kernels", "text")
-MEASURE = ("demo", "report", "evals", "load", "hardware")
+MEASURE = ("demo", "bench", "report", "evals", "load", "hardware")
 GROUND = ("results", "problems", "errors", "config")
 ALLOWED = {
     "llm": ("engine", "models", "text"),
@@ -26,6 +26,7 @@ ALLOWED = {
     "kernels": (),
     "text": ("engine.sampling_params", "models.checkpoint"),
     "demo": ("report", "evals", "load"),
+    "bench": ("report", "hardware"),
     "report": ("evals", "load"),
     "evals": ("load",),
     "load": (),
@@ -118,7 +119,9 @@ def test_importing_meltcore_is_quick_and_brings_no_torch() -> None:
     assert min(times) < IMPORT_LIMIT_S
 
 
-@pytest.mark.parametrize("name", ["report", "evals", "load", "demo", "results.fingerprint", "results.tables"])
+@pytest.mark.parametrize(
+    "name", ["report", "evals", "load", "demo", "bench.run", "results.fingerprint", "results.tables"]
+)
 def test_measuring_modules_load_without_torch(name: str) -> None:
     code = f"import sys, meltcore.{name}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

@@ -34,6 +34,7 @@ VERBS: dict[str, Verb] = {
     "report": Verb("meltcore.cli.report", "draw the HTML report of a run folder again"),
     "compare": Verb("meltcore.cli.compare", "two runs' levels side by side"),
     "monitor": Verb("meltcore.cli.monitor", "log the GPUs' temperature, power, clocks, errors and activity"),
+    "bench": Verb("meltcore.cli.bench", "the GPU score: what this GPU sustains, and how it is", needs_engine=True),
     "snapshot": Verb("meltcore.cli.snapshot", "print what this machine is: hardware, driver, versions"),
 }
 

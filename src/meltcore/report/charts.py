@@ -40,7 +40,7 @@ def against_load(
     ticks = log_ticks(min(values), max(values)) if log_y else linear_ticks(max(values))
     y = Scale(ticks[0], ticks[-1], BOTTOM, TOP, log=log_y)
     kind = "Requests per second offered" if levels[0].load_kind == "open" else "Concurrent requests"
-    parts = [*_y_axis(y, ticks, unit), *_x_axis(x, loads, kind)]
+    parts = [*y_axis(y, ticks, unit), *x_axis(x, loads, kind)]
     for line in series:
         parts += _draw(line, levels, x, y, unit)
     return svg.picture(WIDTH, HEIGHT, label, parts)
@@ -68,7 +68,8 @@ def _load(level: LevelResult) -> float:
     return level.rate_per_s or 0.0 if level.load_kind == "open" else float(level.concurrency)
 
 
-def _y_axis(y: Scale, ticks: Sequence[float], unit: str) -> list[Markup]:
+def y_axis(y: Scale, ticks: Sequence[float], unit: str) -> list[Markup]:
+    """Grid lines over the width of a chart and their labels."""
     parts: list[Markup] = []
     for tick in ticks:
         parts.append(svg.line((LEFT, y(tick)), (RIGHT, y(tick)), "grid"))
@@ -76,7 +77,8 @@ def _y_axis(y: Scale, ticks: Sequence[float], unit: str) -> list[Markup]:
     return parts
 
 
-def _x_axis(x: Scale, loads: Sequence[float], kind: str) -> list[Markup]:
+def x_axis(x: Scale, loads: Sequence[float], kind: str) -> list[Markup]:
+    """The floor of a chart with a mark for each load; labels where they fit, `kind` below."""
     positions = sorted({x(load): load for load in loads}.items())
     kept = spaced([position for position, _ in positions], LABEL_GAP)
     parts = [svg.line((LEFT, BOTTOM), (RIGHT, BOTTOM), "frame")]

@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from meltcore.report.charts import Series, against_load, timeline
+from meltcore.report.score_page import render_score
+from meltcore.report.template import fill
 from meltcore.results import wording
 from meltcore.results.definitions import DEFINITIONS, define
 from meltcore.results.percentiles import QUANTILES, SAMPLES_NEEDED, TOO_SMALL
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import Distribution, LevelResult, RunResult
+from meltcore.results.score import ScoredRun
 
 _DISTRIBUTIONS = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_delay_ms")
 
@@ -29,14 +29,9 @@ class Chart:
 
 def render(result: RunResult) -> str:
     """One HTML page for `result`: style and drawings inside, no script, nothing fetched."""
-    folder = resources.files("meltcore.report")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(
-        number=wording.number, percent=wording.percent, duration=wording.duration, load_of=wording.load_of
-    )
-    template = environment.from_string((folder / "report.html").read_text(encoding="utf-8"))
-    style = Markup((folder / "report.css").read_text(encoding="utf-8"))
-    return template.render(style=style, result=result, **_context(result))
+    if isinstance(result, ScoredRun):
+        return render_score(result)
+    return fill("report.html", result=result, **_context(result))
 
 
 def save(folder: RunFolder, result: RunResult) -> None:
@@ -49,7 +44,7 @@ def _context(result: RunResult) -> dict[str, Any]:
     closed = [level for level in result.levels if level.load_kind == "closed"]
     opened = [level for level in result.levels if level.load_kind == "open"]
     return {
-        "started": _moment(result.started),
+        "started": wording.moment(result.started),
         "tiles": _tiles(result),
         "distrust": wording.reasons_to_distrust(result),
         "charts": [chart for levels in (closed, opened) if len(levels) > 1 for chart in _charts(levels)],
@@ -62,7 +57,7 @@ def _context(result: RunResult) -> dict[str, Any]:
         "percentile_names": ["p" + f"{100 * share:g}" for share in QUANTILES.values()],
         "samples_needed": SAMPLES_NEEDED,
         "fingerprint": wording.fingerprint_rows(result.fingerprint),
-        "settings": [(name, _setting(value)) for name, value in result.settings.items()],
+        "settings": [(name, wording.setting(value)) for name, value in result.settings.items()],
         "definitions": DEFINITIONS,
     }
 
@@ -139,15 +134,3 @@ def _percentile(distribution: Distribution, name: str) -> Markup | str:
     """As wording.percentile, with "n too small" set back so that the numbers stand out."""
     found = wording.percentile(distribution, name)
     return Markup('<span class="faint">{}</span>').format(found) if found == TOO_SMALL else found
-
-
-def _moment(started: str) -> str:
-    return datetime.fromisoformat(started).astimezone(UTC).strftime("%d %B %Y, %H:%M:%S UTC")
-
-
-def _setting(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {_setting(inner)}" for name, inner in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(_setting(inner) for inner in value) or "none"
-    return "none" if value is None else str(value)

@@ -9,10 +9,12 @@ import msgspec
 
 from meltcore.errors import ConfigError
 from meltcore.results.schema import SCHEMA_VERSION, RunResult
+from meltcore.results.score import ScoredRun
 
 REQUESTS_FILE = "requests.jsonl"
 RESULT_FILE = "result.json"
 REPORT_FILE = "report.html"
+SCORING_COMMAND = "bench"  # its results are ScoredRun
 _NAMES_TO_TRY = 100  # runs of one verb within one second
 
 
@@ -60,7 +62,7 @@ class RunFolder:
 
 
 def read_result(folder: Path | str) -> RunResult:
-    """The result of a run folder (or of a path to its result.json).
+    """The result of a run folder (or of a path to its result.json); a ScoredRun where `meltcore bench` wrote it.
 
     Raises ConfigError for no result, one that is not ours, or one of another schema version.
     """
@@ -77,22 +79,24 @@ def read_result(folder: Path | str) -> RunResult:
 
 def _decode(text: bytes, path: Path) -> RunResult:
     try:
-        version = msgspec.json.decode(text, type=_Versioned).schema_version
+        head = msgspec.json.decode(text, type=_Head)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is no meltcore result: {error}") from error
+    version = head.schema_version
     if version != SCHEMA_VERSION:
         raise ConfigError(
             f"{path} has result schema version {version}; this meltcore reads version {SCHEMA_VERSION}. "
             f"Read it with the meltcore that wrote it"
         )
     try:
-        return msgspec.json.decode(text, type=RunResult)
+        return msgspec.json.decode(text, type=ScoredRun if head.command == SCORING_COMMAND else RunResult)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} breaks result schema version {version}: {error}") from error
 
 
-class _Versioned(msgspec.Struct):
+class _Head(msgspec.Struct):
     schema_version: int
+    command: str = ""
 
 
 def write_whole(path: Path, content: bytes) -> None:

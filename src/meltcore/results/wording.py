@@ -1,5 +1,7 @@
 """How numbers and facts of a result are written for people: the console tables and the HTML report use these."""
 
+from datetime import UTC, datetime
+
 from meltcore.results.percentiles import TOO_SMALL
 from meltcore.results.schema import Distribution, Evaluation, Fingerprint, LevelResult, RunResult
 
@@ -39,6 +41,20 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def moment(started: str) -> str:
+    """A run's ISO time for people."""
+    return datetime.fromisoformat(started).astimezone(UTC).strftime("%d %B %Y, %H:%M:%S UTC")
+
+
+def setting(value: object) -> str:
+    """The value of a setting, nested ones in one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {setting(inner)}" for name, inner in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(setting(inner) for inner in value) or "none"
+    return "none" if value is None else str(value)
 
 
 def gibibytes(size_bytes: int) -> str:

@@ -1,0 +1,206 @@
+"""The page of a GPU score: the number, what it is a number of, and whether to believe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from meltcore.report.score_charts import Curve, against_concurrency, time_lines
+from meltcore.report.template import fill
+from meltcore.results import wording
+from meltcore.results.percentiles import SAMPLES_NEEDED, TOO_SMALL
+from meltcore.results.schema import Distribution
+from meltcore.results.score import GpuScore, MetricRow, Score, ScoredRun, ScoreLevel
+
+HEALTH_STYLE = {"HEALTHY": "good", "DEGRADED": "bad", "UNKNOWN": "unsure"}
+_COLOURS = 4
+_GIB = 2**30
+
+SCORE_WORDS = (
+    (
+        "The score",
+        "Output tokens per second over the window of the sustained run, counted by the measuring process from the "
+        "token ids it received. The window begins when as many requests have ended as run at once, and both its ends "
+        "are ends of steps.",
+    ),
+    (
+        "TTFT",
+        "From the sending of a request to its first token, for requests whose first token came within the window. "
+        "Where more are in flight than run at once, this is mostly waiting.",
+    ),
+    (
+        "ITL",
+        "Gaps between the tokens of one request, pooled over all tokens of the window.",
+    ),
+    (
+        "Tokens per joule",
+        "Output tokens over the growth of the GPU's own energy counter in the same window. The host's energy is not "
+        "in it.",
+    ),
+    (
+        "Health",
+        "DEGRADED: something happened that does not happen on a healthy GPU (a slowdown by heat or power brake, a new "
+        "ECC or XID error, clocks that drift under load). UNKNOWN: nothing did as far as could be seen, and not all "
+        "could be seen. A value that the product does not have is neutral.",
+    ),
+    (
+        "NVML utilization",
+        "The share of its last window with at least one kernel resident: a single thread on a single SM makes it "
+        "100 %. It is shown because people look for it, and no verdict uses it; SM activity is what it is taken for.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    picture: Markup
+    legend: list[Curve]
+
+
+def render_score(result: ScoredRun) -> str:
+    """One HTML page: style and drawings inside, no script, nothing fetched."""
+    score = result.score
+    return fill(
+        "score.html",
+        result=result,
+        score=score,
+        started=wording.moment(result.started),
+        names=_names(score.devices),
+        badge=_badge(result),
+        tiles=_tiles(score),
+        charts=_charts(score.devices),
+        time_lines=time_lines,
+        metric_cells=_metric_cells,
+        rate_range=_rate_range,
+        percentile=_percentile,
+        health_style=HEALTH_STYLE,
+        words=SCORE_WORDS,
+        samples_needed=SAMPLES_NEEDED,
+        fingerprint=wording.fingerprint_rows(result.fingerprint),
+        settings=_settings(score),
+    )
+
+
+def _badge(result: ScoredRun) -> tuple[str, str]:
+    """(text, style): what went wrong with the run, else the GPUs' health."""
+    if result.verdict != "OK":
+        return result.verdict, "bad"
+    if all(device.health is None for device in result.score.devices):
+        return "NOT COMPARABLE", "unsure"
+    return result.score.health, HEALTH_STYLE[result.score.health]
+
+
+def _names(devices: Sequence[GpuScore]) -> str:
+    counts = {device.name: sum(other.name == device.name for other in devices) for device in devices}
+    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
+
+
+def _tiles(score: Score) -> list[tuple[str, str, str]]:
+    """(label, figure, small print) of the sustained run; latencies of the slowest device."""
+    runs = [device.sustained for device in score.devices if device.sustained is not None]
+    if not runs:
+        return []
+    slowest = min(runs, key=lambda run: run.output_tokens_per_s)
+    at_once = " and ".join(sorted({f"{run.concurrency:,}" for run in runs}))
+    whose = "" if len(runs) == 1 else ", of the slowest"
+    tiles = [
+        ("Requests per second", wording.number(sum(run.requests_per_s for run in runs)), f"{at_once} in flight"),
+        ("Total tokens/s", wording.number(sum(run.total_tokens_per_s for run in runs)), "prompt and output"),
+        ("TTFT p50", _milliseconds(slowest.ttft_ms, "p50"), f"p99 {_milliseconds(slowest.ttft_ms, 'p99')}{whose}"),
+        ("ITL p50", _milliseconds(slowest.itl_ms, "p50"), f"p99 {_milliseconds(slowest.itl_ms, 'p99')}{whose}"),
+    ]
+    powers = [run.power_w for run in runs if run.power_w is not None]
+    if score.tokens_per_joule is not None and powers:
+        tiles.append(("Tokens per joule", wording.number(score.tokens_per_joule), f"at {sum(powers):,.0f} W"))
+    spreads = [device.spread for device in score.devices if device.spread is not None]
+    if spreads:
+        worst = max(spreads, key=lambda spread: spread.variation)
+        change = "too short for a trend" if worst.change is None else f"last third {100 * worst.change:+.1f} %"
+        tiles.append(("Varies over time by", f"{100 * worst.variation:.1f} %", change))
+    return tiles
+
+
+def _charts(devices: Sequence[GpuScore]) -> list[Chart]:
+    measured = [device for device in devices if len(device.levels) > 1]
+    if not measured:
+        return []
+    rates = [
+        Curve(device.label, place % _COLOURS + 1, _points(device, lambda level: level.output_tokens_per_s))
+        for place, device in enumerate(measured)
+    ]
+    first = measured[0]
+    whose = "" if len(devices) == 1 else f", {first.label}"
+    wanted = [
+        ("Output tokens per second", "tok/s", False, rates),
+        (f"Time to first token{whose}", "ms", True, _latencies(first, "ttft_ms")),
+        (f"Inter-token latency{whose}", "ms", True, _latencies(first, "itl_ms")),
+        (
+            f"Tokens per joule{whose}",
+            "tok/J",
+            False,
+            [Curve("tokens per joule", 3, _points(first, lambda level: level.tokens_per_joule))],
+        ),
+    ]
+    charts = []
+    for title, unit, log_y, curves in wanted:
+        drawn = against_concurrency(curves, unit=unit, log_y=log_y, label=f"{title} against concurrency")
+        if drawn is not None:
+            charts.append(Chart(title, drawn, [curve for curve in curves if curve.points] if len(curves) > 1 else []))
+    return charts
+
+
+def _points(device: GpuScore, value: Callable[[ScoreLevel], float | None]) -> list[tuple[int, float]]:
+    return [(level.concurrency, found) for level in device.levels if (found := value(level)) is not None]
+
+
+def _latencies(device: GpuScore, field: str) -> list[Curve]:
+    return [
+        Curve("p50", 1, _points(device, lambda level: getattr(level, field).p50)),
+        Curve("p99", 2, _points(device, lambda level: getattr(level, field).p99)),
+    ]
+
+
+def _milliseconds(distribution: Distribution, name: str) -> str:
+    found = wording.percentile(distribution, name)
+    return found if found in (TOO_SMALL, wording.NOT_MEASURED) else f"{found} ms"
+
+
+def _percentile(distribution: Distribution, name: str) -> Markup | str:
+    """As wording.percentile, with "n too small" set back so that the numbers stand out."""
+    found = wording.percentile(distribution, name)
+    return Markup('<span class="faint">n&lt;</span>') if found == TOO_SMALL else found
+
+
+def _metric_cells(row: MetricRow) -> tuple[str, str, str]:
+    """(mean, maximum, unit) of one metric; a counter's growth stands as the mean with a plus."""
+    scale, unit = (1 / _GIB, "GiB") if row.unit == "bytes" else (1.0, row.unit)
+    if row.absent is not None:
+        return row.absent, "", ""
+    if row.increase is not None:
+        return f"+{wording.number(row.increase * scale)}", "", unit
+    mean, maximum = (None if value is None else value * scale for value in (row.mean, row.maximum))
+    return wording.number(mean), wording.number(maximum), unit
+
+
+def _rate_range(device: GpuScore) -> str:
+    if device.spread is None:
+        return ""
+    rates = device.spread.rates
+    return (
+        f"{len(rates)} pieces of {device.spread.bucket_s:.0f} s: {wording.number(min(rates))} to "
+        f"{wording.number(max(rates))} output tokens/s"
+    )
+
+
+def _settings(score: Score) -> list[tuple[str, str]]:
+    first = score.devices[0]
+    rows = [
+        ("Workload", score.workload),
+        ("Model", f"{score.model}, {score.weights} weights, {score.dtype}"),
+        ("Engine", f"meltcore {score.engine}"),
+        ("Asked for", wording.duration(score.duration_s)),
+    ]
+    return rows + [(name, wording.setting(value)) for name, value in first.engine_settings.items()]
