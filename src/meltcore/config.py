@@ -32,6 +32,7 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()  # every name is accepted; the first is the one answered with
     host: str = "127.0.0.1"
     port: int = 8000  # 0: the system picks one, and the banner says which
+    fronts: int | None = None  # front processes behind the one port; None: from the cores
     max_queue: int = 16_384  # requests waiting for a place in the engine; past it 429
     max_queue_tokens: int = 16_777_216  # their prompt tokens together
     request_timeout_s: float = 600.0  # from arrival to the last token

@@ -25,6 +25,7 @@ from meltcore.engine.messages import (
     SequenceOutput,
     Shutdown,
     StepOutputs,
+    socket_address,
 )
 from meltcore.engine.sampling_params import SamplingParams
 
@@ -38,8 +39,8 @@ class Front:
         context = zmq.Context.instance()
         self.to_engine = context.socket(zmq.PUSH)
         self.from_engine = context.socket(zmq.PULL)
-        self.to_engine.bind(f"ipc://{folder}/to-engine.sock")
-        self.from_engine.bind(f"ipc://{folder}/from-engine.sock")
+        self.to_engine.bind(socket_address(folder, "to-engine", 0))
+        self.from_engine.bind(socket_address(folder, "from-engine", 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "meltcore.engine.process", str(folder)], stdin=subprocess.PIPE
         )

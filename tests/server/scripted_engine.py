@@ -1,7 +1,7 @@
 """An engine without a model: it speaks the real protocol and answers with the prompt's own tokens, over and over.
 
-`scripted_engine.py [options] SOCKET_DIR`. Options set the times and the faults of a test. A prompt that begins with
-`ERROR_TOKEN` is refused, as the engine refuses a request that it cannot run.
+`scripted_engine.py [options] SOCKET_DIR FRONTS`. Options set the times and the faults of a test. A prompt
+that begins with `ERROR_TOKEN` is refused, as the engine refuses a request that it cannot run.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -20,6 +21,7 @@ from meltcore.engine.messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    ForgetFront,
     FromEngine,
     Loading,
     MemoryRow,
@@ -31,6 +33,7 @@ from meltcore.engine.messages import (
     StepOutputs,
     ToEngine,
     TokenLogprobs,
+    socket_address,
 )
 
 ERROR_TOKEN = 0
@@ -82,14 +85,26 @@ class ScriptedEngine:
         self.generated = 0
         self.steps = 0
         context = zmq.Context()
-        self.inbox = context.socket(zmq.PULL)
-        self.outbox = context.socket(zmq.PUSH)
-        self.inbox.connect(f"ipc://{options.directory}/to-engine.sock")
-        self.outbox.connect(f"ipc://{options.directory}/from-engine.sock")
+        self.inboxes = [context.socket(zmq.PULL) for _ in range(options.fronts)]
+        self.outboxes = [context.socket(zmq.PUSH) for _ in range(options.fronts)]
+        self.poller = zmq.Poller()
+        for front, (inbox, outbox) in enumerate(zip(self.inboxes, self.outboxes, strict=True)):
+            inbox.connect(socket_address(Path(options.directory), "to-engine", front))
+            outbox.connect(socket_address(Path(options.directory), "from-engine", front))
+            self.poller.register(inbox, zmq.POLLIN)
+        self.front_of: dict[str, int] = {}
         self.decode = msgspec.msgpack.Decoder(list[ToEngine]).decode
 
-    def send(self, message: FromEngine) -> None:
-        self.outbox.send(msgspec.msgpack.encode(message))
+    def send(self, message: FromEngine, front: int = 0) -> None:
+        self.outboxes[front].send(msgspec.msgpack.encode(message))
+
+    def send_outputs(self, outputs: list[SequenceOutput]) -> None:
+        parts: list[list[SequenceOutput]] = [[] for _ in self.outboxes]
+        for output in outputs:
+            parts[self.front_of[output.request_id]].append(output)
+        for front, part in enumerate(parts):
+            if part or (front == 0 and not outputs):
+                self.send(StepOutputs(part, self.stats(), time.monotonic()), front)
 
     def serve(self) -> int:
         self.send(Loading("scripted", 0.5))
@@ -109,25 +124,34 @@ class ScriptedEngine:
 
     def receive(self) -> bool:
         if not (self.running or self.waiting):
-            self.inbox.poll(1000)
-        while self.inbox.poll(0):
-            for message in self.decode(self.inbox.recv()):
-                if isinstance(message, Shutdown):
-                    return False
-                if isinstance(message, AddRequest):
-                    self.waiting.append(message)
-                elif isinstance(message, AbortRequests):
-                    self.abort(message.request_ids)
-                elif isinstance(message, Profile):
-                    self.send(ProfileDone(message.directory))
-        return True
+            self.poller.poll(1000)
+        return all(self.handle(message, front) for front in range(len(self.inboxes)) for message in self.take(front))
+
+    def take(self, front: int) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        while self.inboxes[front].poll(0):
+            messages += self.decode(self.inboxes[front].recv())
+        return messages
+
+    def handle(self, message: ToEngine, front: int) -> bool:
+        if isinstance(message, AddRequest):
+            self.waiting.append(message)
+            self.front_of[message.request_id] = front
+        elif isinstance(message, AbortRequests):
+            self.abort(message.request_ids)
+        elif isinstance(message, ForgetFront):
+            orphans = [request_id for request_id, owner in self.front_of.items() if owner == message.front]
+            self.front_of.update(dict.fromkeys(orphans, front))
+            self.abort(orphans)
+        elif isinstance(message, Profile):
+            self.send(ProfileDone(message.directory), front)
+        return not isinstance(message, Shutdown)
 
     def abort(self, request_ids: list[str]) -> None:
         ended = [request_id for request_id in request_ids if self.running.pop(request_id, None)]
         ended += [request.request_id for request in self.waiting if request.request_id in request_ids]
         self.waiting = [request for request in self.waiting if request.request_id not in request_ids]
-        outputs = [SequenceOutput(request_id, [], finish_reason="abort") for request_id in ended]
-        self.send(StepOutputs(outputs, self.stats(), time.monotonic()))
+        self.send_outputs([SequenceOutput(request_id, [], finish_reason="abort") for request_id in ended])
 
     def step(self) -> None:
         while self.waiting and len(self.running) < self.max_num_seqs:
@@ -143,7 +167,7 @@ class ScriptedEngine:
             if output.finish_reason is not None:
                 del self.running[output.request_id]
         self.steps += 1
-        self.send(StepOutputs(outputs, self.stats(), time.monotonic()))
+        self.send_outputs(outputs)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -171,6 +195,7 @@ def main() -> int:
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--silent-steps", type=int, default=0, help="steps without any output at the start")
     parser.add_argument("directory")
+    parser.add_argument("fronts", type=int)
     options = parser.parse_args()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=leave_with_front, daemon=True).start()

@@ -127,10 +127,16 @@ class RunningServer:
         return self.process.wait(timeout_s)
 
     def engine_pid(self) -> int:
-        """The engine is the server's only child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1
-        return int(children[0])
+        (engine,) = [pid for pid, command in self._children() if "engine" in command]
+        return engine
+
+    def front_pids(self) -> list[int]:
+        """The front processes beyond the first, which is the server's own."""
+        return [pid for pid, command in self._children() if "front_process" in command]
+
+    def _children(self) -> list[tuple[int, str]]:
+        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [(int(pid), Path(f"/proc/{pid}/cmdline").read_bytes().decode()) for pid in found]
 
 
 class Answer(msgspec.Struct):

@@ -6,8 +6,8 @@ from typing import Any
 from meltcore.engine.messages import AbortRequests, AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import RequestError
+from meltcore.server.counts import Counts
 from meltcore.server.generation import Generation
-from meltcore.server.metrics import Metrics
 from meltcore.server.open_requests import OpenRequests, client_gone
 from meltcore.text.tokenizer import Tokenizer
 
@@ -16,9 +16,9 @@ TOKENIZER = Tokenizer.synthetic_bytes(300)
 
 class Table:
     def __init__(self) -> None:
-        self.metrics = Metrics("m")
+        self.counts = Counts()
         self.sent: list[ToEngine] = []
-        self.requests = OpenRequests(self.metrics, self.sent.append)
+        self.requests = OpenRequests(self.counts, self.sent.append)
 
     def add(self, *prompts: list[int], **fields: Any) -> Generation:
         generation = Generation("id", arrived_s=0.0, streaming=True)
@@ -32,9 +32,10 @@ class Table:
 
     def check_idle(self, **outcomes: int) -> None:
         assert len(self.requests) == 0
-        assert self.requests.waiting_prompt_tokens == 0
-        assert self.metrics.outcomes == {"finished": 0, "aborted": 0, "failed": 0} | outcomes
-        assert self.metrics.accepted == sum(outcomes.values())
+        assert (self.counts.own("in_flight"), self.counts.own("waiting_prompt_tokens")) == (0, 0)
+        ended = {outcome: self.counts.own(outcome) for outcome in ("finished", "aborted", "failed")}
+        assert ended == {"finished": 0, "aborted": 0, "failed": 0} | outcomes
+        assert self.counts.own("accepted") == sum(outcomes.values())
 
 
 def output(generation: Generation, text: str, index: int = 0, **fields: Any) -> SequenceOutput:

@@ -1,10 +1,13 @@
 """The server's small parts, each alone: admission, health, metrics, log, sampling defaults, sizes and flags."""
 
 import argparse
+import asyncio
 import io
 import os
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +17,15 @@ import pytest
 from meltcore.cli import serve as serve_cli
 from meltcore.cli import stop as stop_cli
 from meltcore.config import EngineConfig
-from meltcore.engine.messages import EngineFailed
+from meltcore.engine.messages import EngineFailed, EngineStats, FromEngine
 from meltcore.errors import ConfigError, RequestError
 from meltcore.server.admission import Admission
 from meltcore.server.banner import size_text
+from meltcore.server.board import Board
+from meltcore.server.counts import NAMES, Counts
 from meltcore.server.health import Health
 from meltcore.server.log import LINES_A_WRITE, MAX_LINES_WAITING, Log
-from meltcore.server.metrics import Histogram, Metrics
+from meltcore.server.metrics import Metrics
 from meltcore.server.protocol import ChatRequest, decode_request
 from meltcore.server.replica import Replica
 from meltcore.server.sampling import checkpoint_defaults, sampling_params
@@ -37,49 +42,45 @@ def test_admission_counts_what_waits_beyond_the_seats() -> None:
 
 
 def test_health_knows_a_stuck_engine_from_an_idle_one() -> None:
-    health = Health(stuck_after_s=0.02)
-    assert health.problem(busy=False) == "loading: starting"
+    counts = Counts(Board(NAMES, 2), 0)
+    health = Health(counts, stuck_after_s=0.02)
+    assert health.problem() == "loading: starting"
     health.set("ready", "ready")
     time.sleep(0.03)
-    assert health.problem(busy=False) is None
-    assert "no step has finished" in (health.problem(busy=True) or "")
+    assert health.problem() is None
+    counts.note_in_flight(1)
+    assert "no step has finished" in (health.problem() or "")
     health.note_work(was_idle=True)
-    assert health.problem(busy=True) is None
+    assert health.problem() is None
     time.sleep(0.03)
     health.note_work(was_idle=False)  # more work is no sign of life
-    assert health.problem(busy=True) is not None
-    health.note_step()
-    assert health.problem(busy=True) is None
+    assert health.problem() is not None
+    Counts(counts.board, 1).note_step(EngineStats(), 1.0)  # another front has seen a step
+    assert health.problem() is None
 
 
 def test_a_dead_engine_stays_dead() -> None:
-    health = Health()
+    health = Health(Counts())
     health.set("dead", "died")
     health.set("draining", "going down")
-    assert (health.state, health.problem(busy=False)) == ("dead", "died")
+    assert (health.state, health.problem()) == ("dead", "died")
 
 
-def test_histogram_buckets_are_cumulative() -> None:
-    histogram = Histogram("x_seconds", "x", (1.0, 2.0))
-    for value_s, times in ((0.5, 1), (1.0, 2), (5.0, 1)):
-        histogram.observe(value_s, times)
-    samples = {
-        sample.labels.get("le", sample.name): sample.value
-        for metric in [histogram.family("m")]
-        for sample in metric.samples
-    }
-    assert samples == {"1.0": 3, "2.0": 3, "+Inf": 4, "meltcore:x_seconds_count": 4, "meltcore:x_seconds_sum": 7.5}
+def test_histogram_buckets_are_cumulative_and_of_all_fronts() -> None:
+    counts = [Counts(board := Board(NAMES, 2), 0), Counts(board, 1)]
+    for front, value_s, times in ((0, 0.0005, 1), (1, 0.001, 2), (0, 11.0, 1)):
+        counts[front].inter_token_latency.observe(value_s, times)
+    for each in counts:
+        buckets, total = each.inter_token_latency.totals()
+        assert (buckets[0], buckets[-2], buckets[-1]) == (("0.001", 3), ("10.0", 3), ("+Inf", 4))
+        assert total == pytest.approx(11.0025)
 
 
 def test_every_metric_is_in_the_mapping_table() -> None:
-    from pathlib import Path
-
     import meltcore.server
 
     table = (Path(meltcore.server.__file__).parent / "METRICS.md").read_text()
-    metrics = Metrics("m")
-    metrics.reject("queue_full")
-    for family in metrics.collect():
+    for family in Metrics("m", Counts()).collect():
         assert f"`{family.name.removeprefix('meltcore:')}`" in table
 
 
@@ -96,23 +97,23 @@ class _StuckStream(io.StringIO):
 
 
 def test_a_log_that_nobody_reads_does_not_stop_its_writer() -> None:
-    stream, metrics = _StuckStream(), Metrics("m")
-    log = Log("json", metrics, stream)
+    stream, counts = _StuckStream(), Counts()
+    log = Log("json", counts, stream)
     started_s = time.monotonic()
     for number in range(MAX_LINES_WAITING + 1000):
         log.write("request", number=number)
     assert time.monotonic() - started_s < 8
-    assert 1000 - LINES_A_WRITE <= metrics.log_lines_dropped <= 1000
+    assert 1000 - LINES_A_WRITE <= counts.own("log_lines_dropped") <= 1000
     stream.go_on.set()
     log.close(wait_s=5)
     lines = stream.getvalue().splitlines()
-    assert len(lines) == MAX_LINES_WAITING + 1000 - metrics.log_lines_dropped
+    assert len(lines) == MAX_LINES_WAITING + 1000 - counts.own("log_lines_dropped")
     assert msgspec.json.decode(lines[0])["number"] == 0
 
 
 def test_text_log_lines_are_key_value_pairs() -> None:
     stream = io.StringIO()
-    log = Log("text", Metrics("m"), stream)
+    log = Log("text", Counts(), stream)
     log.write("request", status=200, error=None, user="a b")
     log.close()
     assert stream.getvalue().endswith('event=request status=200 user="a b"\n')
@@ -217,8 +218,22 @@ def test_size_text() -> None:
     assert [size_text(n) for n in (12, 1536, 5 * 2**20, 3 * 2**30)] == ["12 B", "1.50 KiB", "5.00 MiB", "3.00 GiB"]
 
 
-def test_a_message_that_cannot_be_read_is_an_engine_failure() -> None:
-    replica = Replica(EngineConfig(model="none"), ("true",), lambda message: None)
-    message = replica._read(b"\x93\x01\x02")
-    assert isinstance(message, EngineFailed)
-    assert "cannot read" in message.message
+_FAKE_ENGINE = (
+    sys.executable,
+    "-c",
+    "import sys, zmq; socket = zmq.Context().socket(zmq.PUSH); "
+    "socket.connect(f'ipc://{sys.argv[1]}/from-engine-0.sock'); socket.send(bytes([0x93, 1, 2]))",
+)
+
+
+def test_a_message_that_cannot_be_read_is_an_engine_failure(tmp_path: Path) -> None:
+    heard: list[FromEngine] = []
+
+    async def run() -> None:
+        replica = Replica(EngineConfig(model="none"), _FAKE_ENGINE, heard.append, directory=tmp_path)
+        with pytest.raises(ConfigError, match="cannot read"):
+            await replica.start()
+        await replica.stop()
+
+    asyncio.run(run())
+    assert [type(message) for message in heard] == [EngineFailed]

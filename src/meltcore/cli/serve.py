@@ -98,6 +98,9 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--host", default="127.0.0.1")
     group.add_argument("--port", type=port_number, default=8000, help="0 lets the system pick one (8000)")
+    group.add_argument(
+        "--fronts", type=positive, metavar="N", help="front processes on the port (1 for every 4 cores, at most 4)"
+    )
     group.add_argument("--api-key", metavar="KEY", help="asked for everywhere but at /health, /live and /metrics")
     group.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web origin to allow; several times"
@@ -144,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         served_model_names=tuple(args.served_model_name),
         host=args.host,
         port=args.port,
+        fronts=args.fronts,
         max_queue=args.max_queue,
         max_queue_tokens=args.max_queue_tokens,
         request_timeout_s=args.request_timeout,

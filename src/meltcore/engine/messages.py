@@ -1,9 +1,12 @@
-"""What the front and an engine process say to each other (msgpack over ZeroMQ). No torch: the front imports this.
+"""What the fronts and an engine process say to each other (msgpack over ZeroMQ). No torch: a front imports this.
 
 Front to engine: a list of `ToEngine` messages a send. Engine to front: one `FromEngine` message a send; all outputs of
-a step travel in one `StepOutputs`. All times are `time.monotonic()` seconds, one clock for every process of a machine.
+a step that are for one front travel in one `StepOutputs`. Each front has two sockets of its own, and gets what belongs
+to what it has sent; the rest (loading, failures) goes to the first. All times are `time.monotonic()` seconds, one clock
+for every process of a machine.
 """
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -11,6 +14,11 @@ import msgspec
 from meltcore.engine.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def socket_address(directory: Path, way: Literal["to-engine", "from-engine"], front: int) -> str:
+    """Where `front` (counted from 0) binds its PUSH ("to-engine") or PULL ("from-engine") and the engine connects."""
+    return f"ipc://{directory}/{way}-{front}.sock"
 
 
 # --- front to engine ---------------------------------------------------------------------------------------------
@@ -39,11 +47,17 @@ class Profile(msgspec.Struct, tag="profile", array_like=True, frozen=True):
     directory: str
 
 
+class ForgetFront(msgspec.Struct, tag="forget", array_like=True, frozen=True):
+    """A front has died: stop all it has asked for. Their ends are reported to the first front, which sends this."""
+
+    front: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Leave at once; the front has drained already."""
 
 
-ToEngine = AddRequest | AbortRequests | Profile | Shutdown
+ToEngine = AddRequest | AbortRequests | Profile | ForgetFront | Shutdown
 
 
 # --- engine to front ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The engine as a process of its own: `python -m meltcore.engine.process SOCKET_DIR`.
+"""The engine as a process of its own: `python -m meltcore.engine.process SOCKET_DIR [FRONTS]`.
 
-The front binds `to-engine.sock` and `from-engine.sock` in that folder, writes the EngineConfig as one JSON line to our
-standard input and keeps it open. Its end means the front is gone, however it went, and so do we go.
+Each front binds two sockets in that folder (`messages.socket_address`). The first one writes the EngineConfig as one
+JSON line to our standard input and keeps it open. Its end means the server is gone, however it went, and so do we go.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from meltcore.engine.messages import (
     AbortRequests,
     AddRequest,
     EngineFailed,
+    ForgetFront,
     FromEngine,
     Loading,
     Profile,
@@ -33,6 +34,7 @@ from meltcore.engine.messages import (
     Shutdown,
     StepOutputs,
     ToEngine,
+    socket_address,
 )
 from meltcore.engine.profiler import Profiler
 from meltcore.errors import MeltcoreError, RequestError
@@ -46,18 +48,25 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class EngineProcess:
-    """Moves messages between the sockets and an engine."""
+    """Moves messages between the fronts' sockets and an engine."""
 
-    def __init__(self, socket_dir: Path) -> None:
+    def __init__(self, socket_dir: Path, fronts: int = 1) -> None:
         context = zmq.Context()
-        self._inbox = context.socket(zmq.PULL)
-        self._outbox = context.socket(zmq.PUSH)
-        for socket in (self._inbox, self._outbox):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 1000)
-        self._outbox.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
-        self._inbox.connect(f"ipc://{socket_dir}/to-engine.sock")
-        self._outbox.connect(f"ipc://{socket_dir}/from-engine.sock")
+        self._inboxes: list[zmq.Socket[bytes]] = []
+        self._outboxes: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
+        for front in range(fronts):
+            inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+            for socket in (inbox, outbox):
+                socket.set_hwm(0)
+                socket.setsockopt(zmq.LINGER, 1000)
+            outbox.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+            inbox.connect(socket_address(socket_dir, "to-engine", front))
+            outbox.connect(socket_address(socket_dir, "from-engine", front))
+            self._inboxes.append(inbox)
+            self._outboxes.append(outbox)
+            self._poller.register(inbox, zmq.POLLIN)
+        self._front_of: dict[str, int] = {}  # by request id; one ends with its last output
         self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
         self._encoder = msgspec.msgpack.Encoder()
         self._profiler: Profiler | None = None
@@ -77,37 +86,67 @@ class EngineProcess:
         try:
             while self._receive(engine):
                 if engine.has_work:
-                    self.send(engine.step())
+                    self.send_outputs(engine.step())
         except Exception as error:
             self._fail(f"a step failed: {type(error).__name__}: {error}")
             raise
         return 0
 
-    def send(self, message: FromEngine) -> None:
-        self._outbox.send(self._encoder.encode(message))
+    def send(self, message: FromEngine, front: int = 0) -> None:
+        self._outboxes[front].send(self._encoder.encode(message))
+
+    def send_outputs(self, step: StepOutputs) -> None:
+        """Give each front the outputs of its own requests, in one message; a front that has none is not woken.
+
+        A step without any goes to the first front all the same: it is a sign of life.
+        """
+        front_of = self._front_of
+        parts: list[list[SequenceOutput]] = [[] for _ in self._outboxes]
+        for output in step.outputs:
+            request_id = output.request_id
+            parts[front_of[request_id]].append(output)
+            if output.finish_reason is not None:
+                del front_of[request_id]
+        for front, outputs in enumerate(parts):
+            if outputs or (front == 0 and not step.outputs):
+                self.send(StepOutputs(outputs, step.stats, step.step_ended_s), front)
 
     def _receive(self, engine: Engine) -> bool:
         """Take in every message that has come; wait for one where there is nothing else to do. False: leave."""
         if not engine.has_work:
-            self._inbox.poll(_IDLE_POLL_MS)
-        while self._inbox.poll(0):
-            for message in self._decoder.decode(self._inbox.recv()):
+            self._poller.poll(_IDLE_POLL_MS)
+        return all(self._receive_from(front, engine) for front in range(len(self._inboxes)))
+
+    def _receive_from(self, front: int, engine: Engine) -> bool:
+        inbox = self._inboxes[front]
+        while inbox.poll(0):
+            for message in self._decoder.decode(inbox.recv()):
                 if isinstance(message, Shutdown):
                     return False
-                self._handle(engine, message)
+                self._handle(engine, message, front)
         return True
 
-    def _handle(self, engine: Engine, message: AddRequest | AbortRequests | Profile) -> None:
+    def _handle(self, engine: Engine, message: AddRequest | AbortRequests | Profile | ForgetFront, front: int) -> None:
         if isinstance(message, AddRequest):
-            try:
-                engine.add(message)
-            except RequestError as error:
-                refused = SequenceOutput(message.request_id, [], finish_reason="error", error=error.message)
-                self.send(StepOutputs([refused], engine.stats(), time.monotonic()))
+            self._add(engine, message, front)
         elif isinstance(message, AbortRequests):
             engine.abort(message.request_ids)
+        elif isinstance(message, ForgetFront):
+            self._receive_from(message.front, engine)  # what it still said; or that would come to life after this
+            orphans = [request_id for request_id, owner in self._front_of.items() if owner == message.front]
+            self._front_of.update(dict.fromkeys(orphans, front))
+            engine.abort(orphans)
         else:
-            self.send(self._profile(message))
+            self.send(self._profile(message), front)
+
+    def _add(self, engine: Engine, request: AddRequest, front: int) -> None:
+        try:
+            engine.add(request)
+        except RequestError as error:
+            refused = SequenceOutput(request.request_id, [], finish_reason="error", error=error.message)
+            self.send(StepOutputs([refused], engine.stats(), time.monotonic()), front)
+        else:
+            self._front_of[request.request_id] = front
 
     def _profile(self, message: Profile) -> ProfileDone:
         try:
@@ -138,7 +177,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_leave_with_front, daemon=True).start()
-    return EngineProcess(Path(sys.argv[1])).serve(config)
+    return EngineProcess(Path(sys.argv[1]), *map(int, sys.argv[2:])).serve(config)
 
 
 def keep_freed_memory() -> None:

@@ -77,9 +77,9 @@ class AnswerEndpoint:
             exchange.request_id, arrived_s=exchange.arrived_s, streaming=streaming, every_token=continuous
         )
         for prompt, settings in zip(prompts, params, strict=True):
-            generation.add_choice(prompt, settings, model.tokenizer)
+            generation.add_choice(prompt, settings, model.text.tokenizer)
         front.admit(generation, priority)
-        reply = self._reply_form(generation, request.model, model.tokenizer, usage_in_events=continuous)
+        reply = self._reply_form(generation, request.model, model.text.tokenizer, usage_in_events=continuous)
         return generation, reply, options is not None and bool(options.include_usage)
 
 

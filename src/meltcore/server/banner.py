@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meltcore.config import ServerConfig
-from meltcore.server.front import Model
+from meltcore.server.model import Model
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -38,18 +38,19 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def print_ready(config: ServerConfig, model: Model) -> None:
+def print_ready(config: ServerConfig, model: Model, fronts: int) -> None:
     """What is served, its limits, and the memory table."""
     engine = model.engine
     console = Console(highlight=False, soft_wrap=True)
     marks = [f"{engine.weights} weights"] if engine.weights == "dummy" else []
-    marks += ["synthetic tokenizer"] if model.tokenizer.synthetic else []
+    marks += ["synthetic tokenizer"] if model.text.tokenizer.synthetic else []
     marks += [f"debug {switch}" for switch in config.engine.debug]
     note = f" [{', '.join(marks)}]" if marks else ""
     console.print(f"meltcore: ready: {', '.join(model.names)} on {engine.device} in {engine.dtype}{note}", markup=False)
     console.print(
         f"  context {engine.max_model_len} tokens, {engine.max_num_seqs} sequences a step, "
-        f"{engine.pages_total} KV pages of {engine.page_size} tokens, loaded in {engine.load_s:.1f} s",
+        f"{engine.pages_total} KV pages of {engine.page_size} tokens, loaded in {engine.load_s:.1f} s, "
+        f"{fronts} front process{'es' if fronts > 1 else ''}",
         markup=False,
     )
     table = Table(title="memory", title_justify="left", show_edge=False, pad_edge=False)

@@ -1,84 +1,61 @@
-"""The front: one server's state, and the way of a request through it. Routes call it; `run` starts and ends it."""
+"""A front: one process's state, and the way of a request through it. Routes call it; `run` starts and ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from meltcore.config import ServerConfig
-from meltcore.engine.messages import EngineFailed, EngineReady, FromEngine, Loading, Profile, ProfileDone, StepOutputs
+from meltcore.engine.messages import (
+    EngineFailed,
+    EngineReady,
+    FromEngine,
+    Loading,
+    Profile,
+    ProfileDone,
+    StepOutputs,
+    ToEngine,
+)
 from meltcore.engine.sampling_params import SamplingParams
-from meltcore.errors import ConfigError, EngineDeadError, RequestError
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.errors import EngineDeadError, RequestError
 from meltcore.server.admission import Admission
+from meltcore.server.counts import Counts
 from meltcore.server.generation import Generation
 from meltcore.server.health import Health
 from meltcore.server.log import Log
 from meltcore.server.metrics import Metrics
+from meltcore.server.model import Model, TextSide
 from meltcore.server.open_requests import OpenRequests
 from meltcore.server.prompts import chat_prompt, completion_prompts
 from meltcore.server.protocol import ChatRequest, CompletionRequest
-from meltcore.server.replica import ENGINE_COMMAND, Replica
-from meltcore.server.sampling import checkpoint_defaults, sampling_params
-from meltcore.text.chat_template import ChatTemplate
-from meltcore.text.tokenizer import Tokenizer
+from meltcore.server.sampling import sampling_params
 
 ENGINE_GONE = "the engine has died; the server is going down"
 
 
-@dataclass(frozen=True)
-class Model:
-    """What is served, once it is loaded."""
-
-    names: tuple[str, ...]  # every one is accepted, the first is answered with
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    sampling_defaults: dict[str, Any]
-    engine: EngineReady
-    created: int  # Unix seconds
-
-
 class Front:
-    """Holds the model, the engine and the open requests of one server."""
+    """Holds the model and the open requests of one front process; health and limits are those of the whole server."""
 
-    def __init__(self, config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(self, config: ServerConfig, counts: Counts, send: Callable[[ToEngine], None]) -> None:
+        """`send` takes messages to the engine; what it answers to this front goes to `on_message`."""
         self.config = config
         self.names = config.served_model_names or (config.engine.model,)
-        self.metrics = Metrics(self.names[0])
-        self.health = Health()
-        self.log = Log(config.log_format, self.metrics)
-        self.replica = Replica(config.engine, engine_command, self._on_message)
-        self.requests = OpenRequests(self.metrics, self.replica.send)
+        self.counts = counts
+        self.metrics = Metrics(self.names[0], counts)
+        self.health = Health(counts)
+        self.log = Log(config.log_format, counts)
+        self.requests = OpenRequests(counts, send)
         self.model: Model | None = None
+        self._send = send
         self._admission: Admission | None = None
         self._last_words: str | None = None  # what the engine said of its own failure
         self._profiles: list[asyncio.Future[ProfileDone]] = []
 
-    async def load(self) -> Model:
-        """Read the text side, start the engine, and become ready. Raises ConfigError or EngineDeadError."""
-        engine_config = self.config.engine
-        dummy = engine_config.load_format == "dummy"
-        checkpoint = await asyncio.to_thread(open_checkpoint, engine_config.model, files="config" if dummy else "text")
-        starting = asyncio.create_task(self.replica.start())
-        reading = asyncio.to_thread(_load_text, checkpoint, dummy)
-        try:
-            (tokenizer, template), engine = await asyncio.gather(reading, starting)
-        except BaseException:
-            starting.cancel()  # the text side failed, or we are told to stop: nobody waits for the engine any more
-            raise
-        greedy = self.config.generation_config == "greedy"
-        self.model = Model(
-            names=self.names,
-            tokenizer=tokenizer,
-            template=template,
-            sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config),
-            engine=engine,
-            created=int(time.time()),
-        )
+    def open(self, text: TextSide, engine: EngineReady, created: int) -> Model:
+        """Everything is loaded: take requests from now on. `created`: Unix seconds, the same for every front."""
+        self.model = Model(names=self.names, text=text, engine=engine, created=created)
         self._admission = Admission(
             max_queue=self.config.max_queue,
             max_queue_tokens=self.config.max_queue_tokens,
@@ -104,7 +81,7 @@ class Front:
         Raises RequestError: 503 while it cannot serve, 404 with the known names where there is no such model.
         """
         if self.model is None or self.health.state != "ready":
-            self.metrics.reject(self.health.state)
+            self.counts.add(f"rejected_{self.health.state}")
             raise RequestError(self.health.reason, status=503, code="not_ready")
         if name is not None and name not in self.names:
             raise RequestError(
@@ -118,9 +95,11 @@ class Front:
     async def prompts(self, model: Model, request: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Token ids of the request's prompts. Raises RequestError (400)."""
         if isinstance(request, ChatRequest):
-            chat = await chat_prompt(model.tokenizer, model.template, request.messages, request.chat_template_kwargs)
+            chat = await chat_prompt(
+                model.text.tokenizer, model.text.template, request.messages, request.chat_template_kwargs
+            )
             return [chat]
-        return await completion_prompts(model.tokenizer, model.engine.vocab_size, request)
+        return await completion_prompts(model.text.tokenizer, model.engine.vocab_size, request)
 
     def sampling(
         self, model: Model, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
@@ -132,7 +111,7 @@ class Front:
                 prompt_tokens=len(prompt),
                 max_model_len=model.engine.max_model_len,
                 vocab_size=model.engine.vocab_size,
-                defaults=model.sampling_defaults,
+                defaults=model.text.sampling_defaults,
             )
             for prompt in prompts
         ]
@@ -140,21 +119,23 @@ class Front:
     def admit(self, generation: Generation, priority: int) -> None:
         """Give the request to the engine, with its time limit. Raises RequestError (429, 503) where it cannot."""
         if self._admission is None or self.health.state != "ready":  # it may have changed while tokenising
-            self.metrics.reject(self.health.state)
+            self.counts.add(f"rejected_{self.health.state}")
             raise RequestError(self.health.reason, status=503, code="not_ready")
-        in_flight = len(self.requests)
-        try:
-            self._admission.check(
-                requests=len(generation.choices),
-                tokens=generation.prompt_tokens,
-                in_flight=in_flight,
-                waiting_tokens=self.requests.waiting_prompt_tokens,
-            )
-        except RequestError:
-            self.metrics.reject("queue_full")
-            raise
-        self.health.note_work(was_idle=in_flight == 0)
-        self.requests.add(generation, priority)
+        counts = self.counts
+        with counts.board.locked():  # the limits are of all fronts together
+            in_flight = round(counts.total("in_flight"))
+            try:
+                self._admission.check(
+                    requests=len(generation.choices),
+                    tokens=generation.prompt_tokens,
+                    in_flight=in_flight,
+                    waiting_tokens=round(counts.total("waiting_prompt_tokens")),
+                )
+            except RequestError:
+                counts.add("rejected_queue_full")
+                raise
+            self.health.note_work(was_idle=in_flight == 0)
+            self.requests.add(generation, priority)
         left_s = generation.arrived_s + self.config.request_timeout_s - time.monotonic()
         generation.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, generation)
 
@@ -164,7 +145,7 @@ class Front:
         assert directory is not None
         done: asyncio.Future[ProfileDone] = asyncio.get_running_loop().create_future()
         self._profiles.append(done)
-        self.replica.send(Profile(action, directory))
+        self._send(Profile(action, directory))
         return await done
 
     def _time_out(self, generation: Generation) -> None:
@@ -174,9 +155,9 @@ class Front:
         )
         self.requests.end(generation, error, "aborted")
 
-    def _on_message(self, message: FromEngine) -> None:
+    def on_message(self, message: FromEngine) -> None:
+        """Take in what the engine says to this front."""
         if isinstance(message, StepOutputs):
-            self.health.note_step()
             self.requests.on_step(message)
         elif isinstance(message, Loading) and self.health.state == "loading":
             self.health.set("loading", f"loading: {message.stage} ({message.fraction:.0%})")
@@ -186,13 +167,3 @@ class Front:
             waiting = self._profiles.pop(0)
             if not waiting.done():
                 waiting.set_result(message)
-
-
-def _load_text(checkpoint: Checkpoint, dummy: bool) -> tuple[Tokenizer, ChatTemplate | None]:
-    folder: Path = checkpoint.folder
-    if dummy and not (folder / "tokenizer.json").exists():
-        vocab_size = checkpoint.config.get("vocab_size")
-        if not isinstance(vocab_size, int):
-            raise ConfigError(f"{folder}/config.json has no vocab_size to make a synthetic tokenizer for")
-        return Tokenizer.synthetic_bytes(vocab_size), ChatTemplate.from_folder(folder)
-    return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)

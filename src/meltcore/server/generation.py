@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable
 from typing import Literal
 
@@ -15,7 +16,8 @@ from meltcore.text.tokenizer import Tokenizer
 
 MAX_UNSENT_CHARS = 256 * 1024  # a streaming client further behind than this is cut off; the sockets buffer more
 
-_ENGINE_IDS = itertools.count(1)
+# No two choices of a server may have the same id, whichever front process they came through.
+_ENGINE_IDS = (f"{os.getpid():x}-{number}" for number in itertools.count(1))
 
 Outcome = Literal["finished", "aborted", "failed"]
 
@@ -50,7 +52,7 @@ class Choice:
         self.generation = generation
         self.index = index
         # Not the client's x-request-id: two clients may send the same one, and the engine's ids must differ.
-        self.request_id = str(next(_ENGINE_IDS))
+        self.request_id = next(_ENGINE_IDS)
         self.prompt_token_ids = prompt
         self.prompt_tokens = len(prompt)
         self.params = params

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Literal
 
+from meltcore.server.counts import Counts
+
 State = Literal["loading", "ready", "draining", "dead"]
 
 STUCK_AFTER_S = (
@@ -15,11 +17,11 @@ STUCK_AFTER_S = (
 class Health:
     """Readiness is the age of the last finished step while work is pending; a live process alone proves little."""
 
-    def __init__(self, stuck_after_s: float = STUCK_AFTER_S) -> None:
+    def __init__(self, counts: Counts, stuck_after_s: float = STUCK_AFTER_S) -> None:
         self.state: State = "loading"
         self.reason = "loading: starting"
+        self._counts = counts
         self._stuck_after_s = stuck_after_s
-        self._last_sign_s = time.monotonic()
 
     def set(self, state: State, reason: str) -> None:
         """A dead engine stays dead, whatever else happens to the server."""
@@ -27,20 +29,16 @@ class Health:
             self.state = state
             self.reason = reason
 
-    def note_step(self) -> None:
-        """The engine finished a step."""
-        self._last_sign_s = time.monotonic()
-
     def note_work(self, *, was_idle: bool) -> None:
         """Work was given to the engine; after an idle time the waiting starts now."""
         if was_idle:
-            self._last_sign_s = time.monotonic()
+            self._counts.set("engine_sign_s", time.monotonic())
 
-    def problem(self, *, busy: bool) -> str | None:
-        """Why the server cannot be relied on now; None where it can."""
+    def problem(self) -> str | None:
+        """Why the server cannot be relied on now; None where it can. What any front has seen counts."""
         if self.state != "ready":
             return self.reason
-        age_s = time.monotonic() - self._last_sign_s
-        if busy and age_s > self._stuck_after_s:
+        age_s = time.monotonic() - self._counts.board.most("engine_sign_s")
+        if self._counts.total("in_flight") and age_s > self._stuck_after_s:
             return f"stuck: no step has finished for {age_s:.0f} s while requests are open"
         return None

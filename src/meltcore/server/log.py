@@ -10,7 +10,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from meltcore.server.metrics import Metrics
+from meltcore.server.counts import Counts
 
 MAX_LINES_WAITING = 16_384
 LINES_A_WRITE = 256
@@ -19,9 +19,9 @@ LINES_A_WRITE = 256
 class Log:
     """Lines as JSON objects or as `key=value` text. Never give it prompt or answer text."""
 
-    def __init__(self, form: Literal["text", "json"], metrics: Metrics, stream: TextIO | None = None) -> None:
+    def __init__(self, form: Literal["text", "json"], counts: Counts, stream: TextIO | None = None) -> None:
         self._form = form
-        self._metrics = metrics
+        self._counts = counts
         self._stream = stream or sys.stderr
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES_WAITING)
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -37,7 +37,7 @@ class Log:
         try:
             self._lines.put_nowait(line + "\n")
         except queue.Full:
-            self._metrics.log_lines_dropped += 1
+            self._counts.add("log_lines_dropped")
 
     def close(self, wait_s: float = 1.0) -> None:
         """Write what is queued, as far as `wait_s` allows."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from meltcore.engine.messages import AbortRequests, AddRequest, SequenceOutput, StepOutputs, ToEngine
 from meltcore.errors import RequestError
+from meltcore.server.counts import Counts
 from meltcore.server.generation import MAX_UNSENT_CHARS, Choice, Generation, Outcome
-from meltcore.server.metrics import Metrics
 
 
 def client_gone() -> RequestError:
@@ -25,33 +25,23 @@ def slow_reader() -> RequestError:
 
 
 class OpenRequests:
-    """Every choice the engine works on, by its id."""
+    """Every choice of this front that the engine works on, by its id.
 
-    def __init__(self, metrics: Metrics, send: Callable[[ToEngine], None]) -> None:
-        self._metrics = metrics
+    `waiting_prompt_tokens` of the counts are those of requests that have not had their first token.
+    """
+
+    def __init__(self, counts: Counts, send: Callable[[ToEngine], None]) -> None:
+        self._counts = counts
         self._send = send
         self._open: dict[str, Choice] = {}
-        self._first_token_pending_tokens = 0
-        self._idle: asyncio.Event = asyncio.Event()
-        self._idle.set()
 
     def __len__(self) -> int:
         return len(self._open)
-
-    @property
-    def waiting_prompt_tokens(self) -> int:
-        """Prompt tokens of the requests that have not had their first token."""
-        return self._first_token_pending_tokens
-
-    async def idle(self) -> None:
-        """Wait until nothing is open."""
-        await self._idle.wait()
 
     def add(self, generation: Generation, priority: int) -> None:
         """Hand every choice of `generation` to the engine; from here on it is accepted and will be ended."""
         for choice in generation.choices:
             self._open[choice.request_id] = choice
-            self._first_token_pending_tokens += choice.prompt_tokens
             self._send(
                 AddRequest(
                     request_id=choice.request_id,
@@ -62,13 +52,13 @@ class OpenRequests:
                 )
             )
             choice.prompt_token_ids = []  # the engine has them now; at 10,000 requests a second copy is real memory
-        self._metrics.accepted += len(generation.choices)
-        self._metrics.note_in_flight(len(self._open))
-        self._idle.clear()
+        self._counts.add("waiting_prompt_tokens", generation.prompt_tokens)
+        self._counts.add("accepted", len(generation.choices))
+        self._counts.note_in_flight(len(self._open))
 
     def on_step(self, step: StepOutputs) -> None:
         """Give each choice its new tokens. Outputs of requests that have ended here already are dropped."""
-        self._metrics.engine = step.stats
+        self._counts.note_step(step.stats, step.step_ended_s)
         for output in step.outputs:
             choice = self._open.get(output.request_id)
             if choice is None:
@@ -94,7 +84,7 @@ class OpenRequests:
         if choice.finish_reason is not None:
             if output.finish_reason is None:  # a stop string: the engine does not know yet
                 self._send(AbortRequests([choice.request_id]))
-            self._metrics.finish(choice, output.times, now_s)
+            self._counts.finish(choice, output.times, now_s)
             self._end(choice, "finished")
             if generation.streaming or not generation.open_choices:
                 generation.wake()
@@ -107,12 +97,12 @@ class OpenRequests:
     def _note_tokens(self, choice: Choice, counted: int, now_s: float) -> None:
         if choice.first_token_s is None:
             choice.first_token_s = now_s
-            self._first_token_pending_tokens -= choice.prompt_tokens
-            self._metrics.time_to_first_token.observe(now_s - choice.generation.arrived_s)
+            self._counts.add("waiting_prompt_tokens", -choice.prompt_tokens)
+            self._counts.time_to_first_token.observe(now_s - choice.generation.arrived_s)
         else:
-            self._metrics.inter_token_latency.observe((now_s - choice.last_token_s) / counted, counted)
+            self._counts.inter_token_latency.observe((now_s - choice.last_token_s) / counted, counted)
         choice.last_token_s = now_s
-        self._metrics.generation_tokens += counted
+        self._counts.add("generation_tokens", counted)
 
     def end(self, generation: Generation, error: RequestError, outcome: Outcome) -> None:
         """End what is still open of `generation` with an error; nothing happens where it has ended already."""
@@ -139,8 +129,6 @@ class OpenRequests:
             return
         choice.generation.open_choices -= 1
         if choice.first_token_s is None:
-            self._first_token_pending_tokens -= choice.prompt_tokens
-        self._metrics.count_outcome(outcome)
-        self._metrics.in_flight = len(self._open)
-        if not self._open:
-            self._idle.set()
+            self._counts.add("waiting_prompt_tokens", -choice.prompt_tokens)
+        self._counts.add(outcome)
+        self._counts.set("in_flight", len(self._open))

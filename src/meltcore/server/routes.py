@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from meltcore import __version__
 from meltcore.errors import EngineDeadError, RequestError
 from meltcore.server.answer import AnswerEndpoint
-from meltcore.server.front import Front, Model
+from meltcore.server.front import Front
 from meltcore.server.http import (
     ClientDisconnectedError,
     check_api_key,
@@ -28,6 +28,7 @@ from meltcore.server.http import (
     send_bytes,
     send_error,
 )
+from meltcore.server.model import Model
 from meltcore.server.prompts import chat_prompt, encode
 from meltcore.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, decode_request
 
@@ -93,7 +94,7 @@ class _Pages:
         self._front = front
 
     async def health(self, scope: Scope, receive: Receive) -> dict[str, str]:
-        problem = self._front.health.problem(busy=len(self._front.requests) > 0)
+        problem = self._front.health.problem()
         if problem is not None:
             raise RequestError(problem, status=503, code="not_ready")
         return {"status": "ready"}
@@ -118,10 +119,12 @@ class _Pages:
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         if request.messages is not None:
-            tokens = await chat_prompt(model.tokenizer, model.template, request.messages, request.chat_template_kwargs)
+            tokens = await chat_prompt(
+                model.text.tokenizer, model.text.template, request.messages, request.chat_template_kwargs
+            )
         else:
             text = request.prompt or ""
-            tokens = await encode(model.tokenizer, text, add_special_tokens=request.add_special_tokens)
+            tokens = await encode(model.text.tokenizer, text, add_special_tokens=request.add_special_tokens)
         return {"count": len(tokens), "max_model_len": model.engine.max_model_len, "tokens": tokens}
 
     async def detokenize(self, scope: Scope, receive: Receive) -> dict[str, str]:
@@ -132,7 +135,7 @@ class _Pages:
                 raise RequestError(
                     f"token id {token_id} is outside the vocabulary of {model.engine.vocab_size} ids", param="tokens"
                 )
-        return {"prompt": model.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+        return {"prompt": model.text.tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
     async def start_profile(self, scope: Scope, receive: Receive) -> dict[str, str]:
         return await self._profile("start")
@@ -162,7 +165,7 @@ class _Pages:
             "owned_by": "meltcore",
             "max_model_len": model.engine.max_model_len,
             "weights": model.engine.weights,
-            "tokenizer": "synthetic" if model.tokenizer.synthetic else "real",
+            "tokenizer": "synthetic" if model.text.tokenizer.synthetic else "real",
             "device": model.engine.device,
             "dtype": model.engine.dtype,
             "debug": list(self._front.config.engine.debug),

@@ -1,0 +1,59 @@
+"""What a front knows of the model it serves: its words, and the limits that the engine tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meltcore.config import ServerConfig
+from meltcore.engine.messages import EngineReady
+from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.server.sampling import checkpoint_defaults
+from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """All of a checkpoint that has to do with text."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    sampling_defaults: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is served, once it is loaded."""
+
+    names: tuple[str, ...]  # every one is accepted, the first is answered with
+    text: TextSide
+    engine: EngineReady
+    created: int  # Unix seconds
+
+
+def find_checkpoint(config: ServerConfig) -> Checkpoint:
+    """The checkpoint's folder and configuration, fetched where it is a hub's. Raises ConfigError."""
+    dummy = config.engine.load_format == "dummy"
+    return open_checkpoint(config.engine.model, files="config" if dummy else "text")
+
+
+def load_text(config: ServerConfig, checkpoint: Checkpoint) -> TextSide:
+    """Tokenizer, chat template and sampling defaults. Takes up to seconds. Raises ConfigError."""
+    greedy = config.generation_config == "greedy"
+    return TextSide(
+        tokenizer=_load_tokenizer(checkpoint, may_be_missing=config.engine.load_format == "dummy"),
+        template=ChatTemplate.from_folder(checkpoint.folder),
+        sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config),
+    )
+
+
+def _load_tokenizer(checkpoint: Checkpoint, *, may_be_missing: bool) -> Tokenizer:
+    folder = checkpoint.folder
+    if not may_be_missing or (folder / "tokenizer.json").exists():
+        return Tokenizer.from_folder(folder)
+    vocab_size = checkpoint.config.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ConfigError(f"{folder}/config.json has no vocab_size to make a synthetic tokenizer for")
+    return Tokenizer.synthetic_bytes(vocab_size)
