@@ -4,7 +4,7 @@ Qwen3-0.6B's shapes (16 query heads, 8 key heads of 128), bf16, random data, pag
 median of CUDA graph replays, with inputs larger than the L2 cache; every result is compared with the torch body first.
 
     python benchmarks/attention.py             # the table and benchmarks/results/attention.json
-    python benchmarks/attention.py --sweep     # other launch parameters, printed only
+    python benchmarks/attention.py --sweep decode     # other launch parameters, printed only
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from meltcore.kernels.attention import decode_attention, prefill_attention, quer
 from meltcore.kernels.decode_attention import DecodeLaunch
 from meltcore.kernels.dispatch import force_reference
 from meltcore.kernels.prefill_attention import PrefillLaunch
+from meltcore.kernels.qkv import HeadNorms
+from meltcore.kernels.rotary import rotary_table
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 16, 8, 128, 64
 SCALE = HEAD_DIM**-0.5
@@ -106,24 +108,30 @@ class Decode:
         copies = min(64, max(4, CACHE_BYTES // self.kv_bytes))
         self.kept = copies if self.kv_bytes < CACHE_BYTES else 1
         self.cache = make_cache(lengths * self.kept)
-        self.queries = torch.randn(sequences, HEADS, HEAD_DIM, dtype=TYPE, device="cuda")
-        self.lengths = torch.tensor(lengths, device="cuda")
+        self.qkv = torch.randn(sequences, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=TYPE, device="cuda")
+        self.norms = HeadNorms(*torch.randn(2, HEAD_DIM, dtype=TYPE, device="cuda"), 1e-6)
+        self.rotary = rotary_table(HEAD_DIM, max(lengths), 1e6, self.qkv.device)
+        self.positions = torch.tensor(lengths, device="cuda") - 1
         self.rows = [torch.arange(sequences, device="cuda") + sequences * (i % self.kept) for i in range(copies)]
-        # Each key and value, query and output once.
-        self.bytes = self.kv_bytes + 2 * self.queries.nbytes
+        # Each key and value once, the new ones in the product and in the cache, and the outputs.
+        self.bytes = self.kv_bytes + self.qkv.nbytes + sequences * HEADS * HEAD_DIM * TYPE.itemsize
 
     def call(self, rows: torch.Tensor) -> torch.Tensor:
-        return decode_attention(self.queries, *self.cache, rows, self.lengths, SCALE)
+        return decode_attention(self.qkv, self.norms, self.rotary, self.positions, *self.cache, rows, SCALE)
 
     def measure_us(self) -> float:
         check(self.work, lambda: self.call(self.rows[0]))
         return median_us([partial(self.call, rows) for rows in self.rows])
 
     def measure_launch_us(self, launch: DecodeLaunch) -> float:
-        out = torch.empty_like(self.queries)
+        out = torch.empty(len(self.qkv), HEADS, HEAD_DIM, dtype=TYPE, device="cuda")
 
         def call(rows: torch.Tensor) -> None:
-            decode_file._decode_triton(self.queries, *self.cache, rows, self.lengths, SCALE, out, launch.splits, launch)
+            decode_file._decode_triton(
+                *(self.qkv, self.norms, self.rotary, self.positions, *self.cache, rows, SCALE, out),
+                launch.splits,
+                launch,
+            )
 
         return median_us([partial(call, rows) for rows in self.rows])
 
@@ -170,13 +178,15 @@ def decode_works() -> list[Decode]:
     mixed = np.random.default_rng(1).integers(512, 2561, 256).tolist()
     return [
         Decode("decode, 256 sequences of 512 to 2,560 tokens", mixed),
-        Decode("decode, 1 sequence of 1,024 tokens", [1024]),
+        Decode("decode, 1 sequence of 600 tokens", [600]),
+        Decode("decode, 10 sequences of 600 tokens", [600] * 10),
         Decode("decode, 64 sequences of 1,536 tokens", [1536] * 64),
+        Decode("decode, 400 sequences of 640 tokens", [640] * 400),
     ]
 
 
 def prefill_works() -> list[Prefill]:
-    return [Prefill(8, 1024), Prefill(1, 8192)]
+    return [Prefill(8, 1024), Prefill(14, 576), Prefill(1, 8192)]
 
 
 def measure() -> list[Row]:
@@ -217,18 +227,8 @@ def measure() -> list[Row]:
 
 
 def decode_launches() -> Iterator[DecodeLaunch]:
-    shapes = [
-        (64, 4, 2),
-        (64, 4, 3),
-        (64, 4, 4),
-        (64, 8, 3),
-        (64, 2, 3),
-        (32, 4, 3),
-        (32, 4, 4),
-        (32, 2, 3),
-        (32, 2, 4),
-    ]
-    for (block_keys, warps, stages), share_pages, splits in itertools.product(shapes, (4, 8, 16), (1, 4, 16)):
+    shapes = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (32, 4, 4)]  # keys a block, warps, stages
+    for (block_keys, warps, stages), share_pages, splits in itertools.product(shapes, (1, 4, 8, 12, 16), (1, 2, 8, 64)):
         yield DecodeLaunch(splits, share_pages, block_keys, warps, stages)
 
 
@@ -238,13 +238,16 @@ def prefill_launches() -> Iterator[PrefillLaunch]:
             yield PrefillLaunch(packed, block_keys, warps, stages)
 
 
-def sweep() -> None:
+def sweep_decode() -> None:
     """Best first, ten of each work."""
     bandwidth = read_bytes_per_us()
     for decode in decode_works():
         print(f"{decode.work}; chosen {decode.measure_us():.1f} us, floor {decode.bytes / bandwidth:.1f} us")
         found = [(decode.measure_launch_us(launch), launch) for launch in decode_launches()]
         print(*(f"  {time_us:8.1f} us  {launch}" for time_us, launch in sorted(found)[:10]), sep="\n")
+
+
+def sweep_prefill() -> None:
     for prefill in prefill_works():
         print(f"{prefill.work}; chosen {prefill.flops / prefill.measure_us() / 1e6:.0f} TFLOP/s")
         found_prefill = [(prefill.measure_launch_us(launch), launch) for launch in prefill_launches()]
@@ -253,16 +256,18 @@ def sweep() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="try other launch parameters instead")
+    parser.add_argument("--sweep", choices=("decode", "prefill"), help="try other launch parameters instead")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs an NVIDIA GPU")
     torch.manual_seed(0)
-    if arguments.sweep:
-        sweep()
+    if arguments.sweep == "decode":
+        sweep_decode()
+    elif arguments.sweep == "prefill":
+        sweep_prefill()
     else:
         rows = measure()
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+        versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
         write_result("attention", rows, versions)
 
 

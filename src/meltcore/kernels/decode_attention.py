@@ -120,16 +120,16 @@ def decode_launch(
 ) -> DecodeLaunch:
     """Fixed by the shapes alone, so that a graph can capture it; lengths are known to the device only.
 
-    A share is `share_pages` pages, or more where a sequence has more than `splits` such shares: long sequences get
-    more programs, and all programs are of about one length. Few sequences are cut finely, so that every processor
-    has work; with many, a share is long enough (8 pages) to repay its start and its place in the merge. Programs past a
-    sequence's end still cost their start, so the grid is held to 64 a processor, and only up to 64 pages (4,096
-    tokens) is a sequence cut as finely as this.
+    A share is about `share_pages` pages, or more where a sequence has more than `splits` such shares; the shares of a
+    sequence are of about one length. Few sequences are cut finely, so that every processor has work. Many are best
+    left whole (400 sequences of 640 tokens: 97 % of read bandwidth, in two shares each 89 %; H200, 2026-11-21), but
+    for the long ones among them, which would hold up the rest. Programs past a sequence's end still cost their start:
+    the grid is held to 32 a processor.
     """
     pairs = sequences * kv_heads
-    share_pages = min(8, max(1, 4 * pairs // processors))
-    most = min(64 // share_pages, max(1, 64 * processors // pairs), -(-max_pages // share_pages))
-    splits = 1 << (most.bit_length() - 1)
+    share_pages = min(32, max(1, 8 * pairs // processors))
+    most = min(max(1, 128 // share_pages), max(1, 32 * processors // pairs), -(-max_pages // share_pages))
+    splits = 1 << (min(64, most).bit_length() - 1)
     # A block of keys and one of values take at most 32 KiB: two in flight and three programs a processor keep 192 KiB
     # on the way on Hopper (about 40 KiB would hide 1 us at 4.4 TB/s), and 64 KiB still fits consumer GPUs.
     block_keys = min(64, max(16, 2**14 // (head_dim * element_bytes)))
@@ -185,7 +185,7 @@ def _decode_triton(
         arrivals,
         norms.eps if norms else 0.0,
         scale * math.log2(math.e),
-        launch.share_pages * page_size,  # a multiple of 16 and never 1, so that one compiled kernel serves every value
+        launch.share_pages,
         qkv.stride(0),
         page_table.stride(0),
         NORMED=norms is not None,
@@ -246,17 +246,13 @@ def attend_block(queries, keys, values, visible, mixed, total, highest, scale_lo
 
 
 @triton.jit
-def _rotated(heads, weight_ptr, cos, sin, eps, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The heads at `heads`, pointers of [ROWS, 1], normalised and rotated, [ROWS, HEAD_DIM] in the cache's type.
+def _rotated(own, other, weight_ptr, column, partner, cos, sin, eps, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Heads, one a row, normalised and rotated. own: [ROWS, HEAD_DIM] as loaded; other: what each element turns with.
 
-    Each element is read with the one that it turns with. Values are rounded where the torch body rounds them.
+    Values are rounded where the torch body rounds them.
     """
-    column = tl.arange(0, HEAD_DIM)[None, :]
-    partner = (column + HEAD_DIM // 2) % HEAD_DIM
-    own = tl.load(heads + column)
     dtype = own.dtype
-    own = own.to(tl.float32)
-    other = tl.load(heads + partner).to(tl.float32)
+    own, other = own.to(tl.float32), other.to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
         own = (own * scale).to(dtype).to(tl.float32) * tl.load(weight_ptr + column).to(tl.float32)
@@ -272,26 +268,22 @@ def _merge(partial, weights, place, shares, SPLITS: tl.constexpr, HEAD_DIM: tl.c
     Other processors wrote them during this launch: reads go past the L1 cache, which may hold older neighbours.
     """
     split = tl.arange(0, SPLITS)
+    dims = tl.arange(0, HEAD_DIM)[None, :]
     logs = tl.load(weights + place * SPLITS + split, split < shares, other=float("-inf"), cache_modifier=".cg")
     highest = tl.max(logs, 0)
     total = tl.sum(tl.exp2(logs - highest), 0)
     mixed = tl.zeros((HEAD_DIM,), tl.float32)
-    dims = tl.arange(0, HEAD_DIM)[None, :]
     for first in range(0, shares, BLOCK):
         part = first + tl.arange(0, BLOCK)
         exists = part < shares
-        log = tl.load(weights + place * SPLITS + part, exists, other=float("-inf"), cache_modifier=".cg")
-        values = tl.load(
-            partial + (place * SPLITS + part)[:, None] * HEAD_DIM + dims,
-            exists[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        mixed += tl.sum(values * tl.exp2(log - highest)[:, None], 0)
+        rows = (place * SPLITS + part)[:, None]
+        values = tl.load(partial + rows * HEAD_DIM + dims, exists[:, None], other=0.0, cache_modifier=".cg")
+        log = tl.load(weights + rows, exists[:, None], other=float("-inf"), cache_modifier=".cg")
+        mixed += tl.sum(values * tl.exp2(log - highest), 0)
     return mixed / total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["least_pages"])
 def _decode_kernel(
     qkv,
     query_weight,
@@ -308,7 +300,7 @@ def _decode_kernel(
     arrivals,
     eps,
     scale_log2,
-    least_share,
+    least_pages,
     qkv_stride,
     table_stride,
     NORMED: tl.constexpr,
@@ -325,8 +317,10 @@ def _decode_kernel(
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     position = tl.load(positions + sequence).to(tl.int32)
-    # Whole pages; the new token, which is not in the cache yet, counts as the last key.
-    share = tl.maximum(tl.cdiv(tl.cdiv(position + 1, PAGE_SIZE), SPLITS) * PAGE_SIZE, least_share)
+    pages = page_table + tl.load(rows + sequence) * table_stride
+    # Shares are of whole pages and of about one length. The new token, not in the cache yet, counts as the last key.
+    held = tl.maximum(tl.cdiv(position + 1, PAGE_SIZE), 1)
+    share = tl.cdiv(held, tl.minimum(tl.cdiv(held, least_pages), SPLITS)) * PAGE_SIZE
     first = split * share
     if first > tl.maximum(position, 0):  # the first share of a padding row goes on, and writes zeros
         return
@@ -340,20 +334,40 @@ def _decode_kernel(
         tl.store(result, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group[:, None])
         return
 
-    pages = page_table + tl.load(rows + sequence) * table_stride
+    # Everything that depends on the position alone is asked for before anything is waited for.
     last = tl.minimum(first + share, position)
     page = tl.load(pages + first // PAGE_SIZE)
-    turn = rotary_table + position.to(tl.int64) * HEAD_DIM + dims[None, :] % (HEAD_DIM // 2)
-    cos = tl.load(turn)
-    sin = tl.where(dims[None, :] < HEAD_DIM // 2, -1.0, 1.0) * tl.load(turn + HEAD_DIM // 2)
+    newest_page = tl.load(pages + position // PAGE_SIZE)
+    column = tl.broadcast_to(dims[None, :], (ROWS, HEAD_DIM))
+    partner = (column + HEAD_DIM // 2) % HEAD_DIM
     token = qkv + sequence * qkv_stride
     # Rows past the group repeat its last head: cheaper than a mask on every load.
-    head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
-    query = _rotated(token + head[:, None] * HEAD_DIM, query_weight, cos, sin, eps, NORMED, HEAD_DIM)
+    own = token + (kv_head * GROUP + tl.minimum(member, GROUP - 1))[:, None] * HEAD_DIM
+    query, query_partner = tl.load(own + column), tl.load(own + partner)
+    # Every row of the new key's and value's tiles is the same.
+    own = token + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
+    key, key_partner = tl.load(own + column), tl.load(own + partner)
+    value = tl.load(own + KV_HEADS * HEAD_DIM + column)
+    turn = rotary_table + position.to(tl.int64) * HEAD_DIM + column % (HEAD_DIM // 2)
+    cos = tl.load(turn)
+    sin = tl.load(turn + HEAD_DIM // 2)
+    sin = tl.where(column < HEAD_DIM // 2, -sin, sin)
 
+    query = _rotated(query, query_partner, query_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
     mixed = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    if position < first + share:
+        # The last share begins with the new token, straight from the product.
+        key = _rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
+        slot = ((newest_page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + column
+        once = (member == 0)[:, None]
+        tl.store(key_cache + slot, key, once)
+        tl.store(value_cache + slot, value, once)
+        highest = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale_log2
+        total = tl.full((ROWS,), 1.0, tl.float32)
+        mixed = value.to(tl.float32)
+
     block = tl.arange(0, BLOCK_KEYS)
     within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
     # A page's number is loaded one block ahead of its keys, whose addresses wait for it.
@@ -368,24 +382,6 @@ def _decode_kernel(
             query, keys, values, exists[None, :], mixed, total, highest, scale_log2, MASKED=True
         )
         page = next_page
-
-    if position < first + share:
-        # This share ends with the new token: every row of these tiles is its key and its value.
-        own = token + (KV_HEADS * GROUP + kv_head + tl.zeros((ROWS, 1), tl.int32)) * HEAD_DIM
-        key = _rotated(own, key_weight, cos, sin, eps, NORMED, HEAD_DIM)
-        value = tl.load(own + KV_HEADS * HEAD_DIM + dims[None, :])
-        page = tl.load(pages + position // PAGE_SIZE)
-        slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-        once = (member == 0)[:, None]
-        tl.store(key_cache + slot + tl.zeros((ROWS, 1), tl.int32), key, once)
-        tl.store(value_cache + slot + tl.zeros((ROWS, 1), tl.int32), value, once)
-        score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale_log2
-        raised = tl.maximum(highest, score)
-        shrink = tl.exp2(highest - raised)
-        weight = tl.exp2(score - raised)
-        total = total * shrink + weight
-        mixed = mixed * shrink[:, None] + weight[:, None] * value.to(tl.float32)
-        highest = raised
 
     shares = tl.cdiv(position + 1, share)
     if SPLITS == 1:  # noqa: SIM114, known when compiled: what merges is left out
