@@ -1,4 +1,4 @@
-"""The few-token product's Triton body against the torch one, and which products it takes."""
+"""Products with their neighbours: the few-token Triton body against float64, and which products it takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,26 @@ import pytest
 import torch
 from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, applies here too
 
-from meltcore.kernels import linear
+from meltcore.kernels import few_tokens as few_file
+from meltcore.kernels import linear as linear_file
+from meltcore.kernels.few_tokens import MAX_TOKENS, few_tokens, suits_few_tokens
+from meltcore.kernels.linear import gated_linear, linear, linear_add
+from meltcore.kernels.norm import Norm
+
+EPS = 1e-6
+TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+SHAPES = pytest.mark.parametrize(
+    ("seed", "tokens", "output_size", "input_size"),
+    [
+        (0, 1, 40, 1024),
+        (1, 1, 37, 192),
+        (2, 2, 24, 1024),
+        (3, 5, 133, 64),
+        (4, 7, 19, 3072),
+        (5, 13, 1, 128),
+        (6, 16, 17, 512),
+    ],
+)
 
 
 def random_product(
@@ -18,73 +37,130 @@ def random_product(
     return hidden, (torch.randn(output_size, input_size) * input_size**-0.5).to(dtype)
 
 
-def assert_rounded_once(result: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """Both bodies lie within one rounding of the float64 product: one step of the type, and the float32 sum's error."""
-    exact = hidden.double() @ weight.double().T
-    step = torch.finfo(hidden.dtype).eps
-    for body in (result.cpu(), linear._linear_torch(hidden, weight)):
-        assert body.dtype == hidden.dtype
-        torch.testing.assert_close(body.double(), exact, rtol=step, atol=1e-5)
+def random_norm(size: int, dtype: torch.dtype) -> Norm:
+    return Norm((torch.rand(size) + 0.5).to(dtype), EPS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize(
-    ("seed", "tokens", "output_size", "input_size"),
-    [
-        (0, 1, 40, 1024),
-        (1, 1, 37, 192),
-        (2, 1, 2051, 64),
-        (3, 2, 24, 1024),
-        (4, 3, 37, 192),
-        (5, 5, 2051, 64),
-        (6, 7, 19, 3072),
-        (7, 13, 1, 128),
-        (8, 15, 33, 512),
-        (9, 16, 64, 2048),
-        (10, 4, 32801, 64),
-    ],
-)
-def test_linear_agrees_with_its_reference(
+def exact(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+    """In float64."""
+    wide = hidden.double()
+    if norm:
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+    return wide @ weight.double().T
+
+
+def exact_gated(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+    gate, up = exact(hidden, weight, norm).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def moved(norm: Norm | None, device: torch.device) -> Norm | None:
+    return norm and Norm(norm.weight.to(device), norm.eps)
+
+
+def assert_rounded_once(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Within one step of the type, and the float32 sum's error."""
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.cpu().double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+def assert_near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, steps: float) -> None:
+    """For sums of rounded terms: their errors together, and the largest, by what the results are like."""
+    error = result.cpu().double() - expected
+    step = torch.finfo(dtype).eps
+    assert result.dtype == dtype
+    assert error.norm() <= step * expected.norm()
+    assert error.abs().max() <= steps * step * expected.pow(2).mean().sqrt()
+
+
+@TYPES
+@SHAPES
+def test_a_product_is_rounded_once(
     seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     hidden, weight = random_product(seed, tokens, output_size, input_size, dtype)
-    result = linear._linear_triton(hidden.to(device), weight.to(device))
+    result = few_tokens(hidden.to(device), weight.to(device))
     assert result.shape == (tokens, output_size)
-    assert_rounded_once(result, hidden, weight)
+    assert_rounded_once(result, exact(hidden, weight), dtype)
+    assert_rounded_once(linear_file._linear_torch(hidden, weight), exact(hidden, weight), dtype)
+
+
+@TYPES
+@SHAPES
+def test_a_product_is_added_to_the_residual_and_rounded_once(
+    seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    hidden, weight = random_product(seed, tokens, output_size, input_size, dtype)
+    before = torch.randn(tokens, output_size).to(dtype)
+    residual = before.to(device, copy=True)
+    result = few_tokens(hidden.to(device), weight.to(device), residual=residual)
+    assert result is residual
+    assert_rounded_once(result, before.double() + exact(hidden, weight), dtype)
+
+
+@TYPES
+@SHAPES
+def test_a_row_is_normalised_on_the_way(
+    seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rows of unlike size, so that a factor taken from another row, or from too few columns, shows."""
+    hidden, weight = random_product(seed, tokens, output_size, input_size, dtype)
+    hidden = hidden * torch.arange(1, tokens + 1)[:, None].to(dtype)
+    norm = random_norm(input_size, dtype)
+    result = few_tokens(hidden.to(device), weight.to(device), moved(norm, device))
+    assert_near(result, exact(hidden, weight, norm), dtype, steps=4)
+
+
+@TYPES
+@pytest.mark.parametrize("normed", [True, False], ids=["norm", "plain"])
+@pytest.mark.parametrize(
+    ("seed", "tokens", "size", "input_size"), [(0, 1, 40, 1024), (1, 1, 37, 192), (2, 3, 37, 192), (3, 16, 64, 1024)]
+)
+def test_the_halves_of_a_product_gate_each_other(
+    seed: int, tokens: int, size: int, input_size: int, normed: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    hidden, weight = random_product(seed, tokens, 2 * size, input_size, dtype)
+    norm = random_norm(input_size, dtype) if normed else None
+    result = few_tokens(hidden.to(device), weight.to(device), moved(norm, device), gated=True)
+    assert result.shape == (tokens, size)
+    assert_near(result, exact_gated(hidden, weight, norm), dtype, steps=10)
 
 
 @pytest.mark.parametrize("tokens", [*range(1, 18)])
-def test_the_public_function_serves_every_count_of_tokens(
+def test_the_public_functions_serve_every_count_of_tokens(
     tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(linear_file, "use_triton", lambda tensor: True)
     taken: list[int] = []
-    body = linear._linear_triton
-    monkeypatch.setattr(linear, "_linear_triton", lambda *args: taken.append(tokens) or body(*args))
-    hidden, weight = random_product(tokens, tokens, 21, 256, torch.bfloat16)
-    assert_rounded_once(linear.linear(hidden.to(device), weight.to(device)), hidden, weight)
-    assert taken == ([tokens] if tokens <= linear.MAX_TOKENS else [])
+    body = few_file.few_tokens
+    monkeypatch.setattr(linear_file, "few_tokens", lambda *args, **more: taken.append(tokens) or body(*args, **more))
+    hidden, weight = random_product(tokens, tokens, 22, 256, torch.bfloat16)
+    norm = random_norm(256, torch.bfloat16)
+    there, weight_there, norm_there = hidden.to(device), weight.to(device), moved(norm, device)
+    before = torch.randn(tokens, 22).bfloat16()
+    assert_near(linear(there, weight_there, norm_there), exact(hidden, weight, norm), torch.bfloat16, steps=4)
+    gated = gated_linear(there, weight_there, norm_there)
+    assert_near(gated, exact_gated(hidden, weight, norm), torch.bfloat16, steps=10)
+    added = linear_add(before.to(device, copy=True), there, weight_there)
+    assert_near(added, before.double() + exact(hidden, weight), torch.bfloat16, steps=4)
+    assert taken == ([tokens] * 3 if tokens <= MAX_TOKENS else [])
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_rows_past_the_end_are_not_written(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_past_the_end_are_not_written(tokens: int, device: torch.device) -> None:
     """Tokens and outputs are both padded inside; what lies behind the result must survive."""
     hidden, weight = random_product(0, tokens, 21, 64, torch.bfloat16)
     kept = torch.full((tokens * 21 + 64,), 7.0, dtype=torch.bfloat16, device=device)
-    monkeypatch.setattr(torch, "empty", lambda *shape, **_: kept[: tokens * 21].view(tokens, 21))
-    linear._linear_triton(hidden.to(device), weight.to(device))
+    few_tokens(hidden.to(device), weight.to(device), residual=kept[: tokens * 21].view(tokens, 21))
     assert (kept[tokens * 21 :] == 7.0).all()
 
 
 def test_what_does_not_suit_goes_to_torch() -> None:
     hidden, weight = random_product(0, 4, 8, 128, torch.bfloat16)
-    assert linear._suits(hidden, weight)
-    assert not linear._suits(hidden[:0], weight)
-    wide = weight.repeat(linear.FEW_OUTPUTS // 8 + 1, 1)
-    assert linear._suits(hidden[:1], wide)
-    assert not linear._suits(hidden, wide)
-    assert not linear._suits(hidden.repeat(5, 1), weight)
-    assert not linear._suits(hidden.float(), weight.float())
-    assert not linear._suits(hidden[:, :96].contiguous(), weight[:, :96].contiguous())
-    assert not linear._suits(hidden[:, :64], weight[:, :64].contiguous())
-    assert not linear._suits(hidden[:, :64].contiguous(), weight[:, :64])
+    assert suits_few_tokens(hidden, weight)
+    assert not suits_few_tokens(hidden[:0], weight)
+    assert not suits_few_tokens(hidden.repeat(5, 1), weight)
+    assert not suits_few_tokens(hidden.float(), weight.float())
+    assert not suits_few_tokens(hidden[:, :96].contiguous(), weight[:, :96].contiguous())
+    assert not suits_few_tokens(hidden[:, :64], weight[:, :64].contiguous())
+    assert not suits_few_tokens(hidden[:, :64].contiguous(), weight[:, :64])

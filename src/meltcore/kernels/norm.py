@@ -12,6 +12,13 @@ from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 
 
+class Norm(NamedTuple):
+    """What normalises a row. weight: [size]."""
+
+    weight: torch.Tensor
+    eps: float
+
+
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each last-dimension row to unit mean square, then by `weight`.
 
@@ -21,28 +28,10 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return body(hidden, weight, eps)
 
 
-def add_rms_norm(
-    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `hidden` to the residual stream and normalise the sum, in one pass over memory.
-
-    hidden, residual: [tokens, size]. Returns (normalised, new residual).
-    """
-    body = _add_rms_norm_triton if use_triton(hidden) else _add_rms_norm_torch
-    return body(hidden, residual, weight, eps)
-
-
 def _rms_norm_torch(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = hidden.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * scale).to(hidden.dtype) * weight
-
-
-def _add_rms_norm_torch(
-    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    residual = residual + hidden
-    return _rms_norm_torch(residual, weight, eps), residual
 
 
 @triton.jit
@@ -67,10 +56,7 @@ def _tile(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 # Counts of rows change from step to step. Triton would compile again, in the middle of serving, for 1 and for multiples
 # of 16.
-_COUNTS = ["rows", "inner_rows"]
-
-
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=["rows", "inner_rows"])
 def _rms_norm_kernel(
     hidden_ptr,
     weight_ptr,
@@ -90,31 +76,6 @@ def _rms_norm_kernel(
     wide = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
     normalised = _normalise(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
     tl.store(output_ptr + row.to(tl.int64) * SIZE + columns, normalised, mask=mask)
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def _add_rms_norm_kernel(
-    hidden_ptr,
-    residual_ptr,
-    weight_ptr,
-    output_ptr,
-    sum_ptr,
-    eps,
-    rows,
-    hidden_stride,
-    residual_stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row, columns, mask = _tile(rows, SIZE, BLOCK, ROWS)
-    row = row.to(tl.int64)
-    hidden = tl.load(hidden_ptr + row * hidden_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    total = (residual + hidden).to(sum_ptr.dtype.element_ty)
-    normalised = _normalise(total.to(tl.float32), weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
-    tl.store(sum_ptr + row * SIZE + columns, total, mask=mask)
-    tl.store(output_ptr + row * SIZE + columns, normalised, mask=mask)
 
 
 class _Tile(NamedTuple):
@@ -157,38 +118,10 @@ def _rms_norm_triton(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> 
     return output
 
 
-def _add_rms_norm_triton(
-    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, size = hidden.shape
-    output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    total = torch.empty_like(output)
-    if rows == 0:
-        return output, total
-    tile = _Tile.of(size)
-    _add_rms_norm_kernel[(triton.cdiv(rows, tile.rows),)](
-        hidden,
-        residual,
-        weight,
-        output,
-        total,
-        eps,
-        rows,
-        hidden.stride(0),
-        residual.stride(0),
-        SIZE=size,
-        BLOCK=tile.block,
-        ROWS=tile.rows,
-        num_warps=tile.warps,
-    )
-    return output, total
-
-
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     hidden = torch.empty(64, model.hidden_size, dtype=dtype, device="meta")
     heads = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
     return [
         lambda: _rms_norm_triton(hidden, hidden[0], 1e-6),
         lambda: _rms_norm_triton(heads, heads[0, 0], 1e-6),
-        lambda: _add_rms_norm_triton(hidden, hidden, hidden[0], 1e-6),
     ]

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from meltcore.kernels.linear import linear
+from meltcore.kernels.linear import gated_linear, linear, linear_add
+from meltcore.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
@@ -18,5 +19,14 @@ class Linear(nn.Module):
         start = sum(self.output_sizes[:index])
         return self.weight[start : start + self.output_sizes[index]]
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, self.weight)
+    def forward(self, hidden: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """Of norm(hidden) where a norm is given."""
+        return linear(hidden, self.weight, norm.parts() if norm else None)
+
+    def gated(self, hidden: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        """silu(gate) * up, where the two halves of the product are gate and up."""
+        return gated_linear(hidden, self.weight, norm.parts() if norm else None)
+
+    def add_to(self, residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """residual + forward(hidden), in the memory of `residual`."""
+        return linear_add(residual, hidden, self.weight)

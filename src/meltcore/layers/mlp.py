@@ -3,17 +3,19 @@
 import torch
 from torch import nn
 
-from meltcore.kernels.swiglu import swiglu
 from meltcore.layers.linear import Linear
+from meltcore.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """residual + down(silu(gate(x)) * up(x)), x = norm(residual); gate and up in one product."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, eps: float) -> None:
         super().__init__()
+        self.norm = RMSNorm(hidden_size, eps)
         self.gate_up = Linear(hidden_size, intermediate_size, intermediate_size)
         self.down = Linear(intermediate_size, hidden_size)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(swiglu(self.gate_up(hidden)))
+    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+        """residual: [tokens, hidden_size], changed in place and returned."""
+        return self.down.add_to(residual, self.gate_up.gated(residual, self.norm))

@@ -7,7 +7,7 @@ from meltcore.kernels import norm as kernels
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale; given a residual it adds first and returns both."""
+    """Root-mean-square norm with a learned scale."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -17,5 +17,6 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return kernels.rms_norm(hidden, self.weight, self.eps)
 
-    def add(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.add_rms_norm(hidden, residual, self.weight, self.eps)
+    def parts(self) -> kernels.Norm:
+        """For kernels that normalise on the way."""
+        return kernels.Norm(self.weight, self.eps)

@@ -66,7 +66,6 @@ class Qwen3Config:
 class Block(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(
             config.hidden_size,
             config.num_attention_heads,
@@ -74,22 +73,17 @@ class Block(nn.Module):
             config.head_dim,
             config.rms_norm_eps,
         )
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.rms_norm_eps)
 
     def forward(
         self,
-        hidden: torch.Tensor,
         residual: torch.Tensor,
         positions: torch.Tensor,
         rotary: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
         segments: Segments,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.attention(hidden, positions, rotary, cache, segments)
-        hidden, residual = self.mlp_norm.add(hidden, residual)
-        return self.mlp(hidden), residual
+    ) -> torch.Tensor:
+        return self.mlp(self.attention(residual, positions, rotary, cache, segments))
 
 
 class Qwen3(nn.Module):
@@ -127,11 +121,10 @@ class Qwen3(nn.Module):
         segments: Segments,
     ) -> torch.Tensor:
         """token_ids, positions: [tokens] int64; caches: keys and values per layer. Returns [tokens, hidden_size]."""
-        hidden = self.embedding[token_ids]
-        residual = torch.zeros_like(hidden)
+        residual = self.embedding[token_ids]
         for block, cache in zip(self.blocks, caches, strict=True):
-            hidden, residual = block(hidden, residual, positions, self.rotary, cache, segments)
-        return self.norm.add(hidden, residual)[0]
+            residual = block(residual, positions, self.rotary, cache, segments)
+        return self.norm(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden_size] -> [rows, vocab_size] in the type of the weights."""
@@ -149,14 +142,14 @@ class Qwen3(nn.Module):
             assert isinstance(block, Block)
             attention, mlp = block.attention, block.mlp
             layer = {
-                "input_layernorm": block.attention_norm.weight,
+                "input_layernorm": attention.norm.weight,
                 "self_attn.q_proj": attention.qkv.part(0),
                 "self_attn.k_proj": attention.qkv.part(1),
                 "self_attn.v_proj": attention.qkv.part(2),
                 "self_attn.o_proj": attention.output.weight,
                 "self_attn.q_norm": attention.query_norm.weight,
                 "self_attn.k_norm": attention.key_norm.weight,
-                "post_attention_layernorm": block.mlp_norm.weight,
+                "post_attention_layernorm": mlp.norm.weight,
                 "mlp.gate_proj": mlp.gate_up.part(0),
                 "mlp.up_proj": mlp.gate_up.part(1),
                 "mlp.down_proj": mlp.down.weight,

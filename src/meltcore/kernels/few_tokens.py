@@ -1,0 +1,276 @@
+"""Products of a few tokens with a weight matrix, in Triton: they take as long as the weights take to be read.
+
+For a handful of tokens a general matrix product spends most of its time waiting: it has too few programs, splits the
+sum over launches, or asks for too little at once. Here a program owns a few rows of the weight and holds all of them in
+registers. It asks for them before the kernel in front has ended (see overlap.py), and what stands around a product in a
+block, the norm before it and the activation or the addition after it, is done on the way. Sums are float32, in a fixed
+order.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.norm import Norm
+from meltcore.kernels.overlap import overlaps
+
+# One side of a tensor core's product: more tokens would need a second pass.
+MAX_TOKENS = 16
+# Divides input_size, so that no load needs a mask on columns and every row starts on a cache line.
+COLUMN_MULTIPLE = 64
+
+
+def suits_few_tokens(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Up to MAX_TOKENS tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
+    return (
+        1 <= hidden.shape[0] <= MAX_TOKENS
+        and hidden.dtype == weight.dtype
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and weight.shape[1] % COLUMN_MULTIPLE == 0
+        and hidden.is_contiguous()
+        and weight.is_contiguous()
+    )
+
+
+@triton.jit
+def _read(start_ptr, INPUT: tl.constexpr, STEP: tl.constexpr):
+    """What lies at `start_ptr` and every STEP columns on: a tuple, so that all of it is asked for at once."""
+    blocks = ()
+    for start in tl.static_range(0, INPUT, STEP):
+        blocks += (tl.load(start_ptr + start),)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
+def _silu(gate):
+    return gate / (1.0 + tl.exp(-gate))
+
+
+@triton.jit(do_not_specialize=["output_size"])
+def _one_token_kernel(
+    hidden_ptr,
+    norm_ptr,
+    weight_ptr,
+    output_ptr,
+    output_size,
+    eps,
+    INPUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program: ROWS outputs of the one token. The norm's factor is taken with the sum and applied after it."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    # Rows past the end repeat the last one: cheaper than a mask on every load.
+    rows_ptr = weight_ptr + tl.minimum(row, output_size - 1).to(tl.int64)[:, None] * INPUT + column
+    weights = _read(rows_ptr, INPUT, COLUMNS)
+    if GATED:
+        up_weights = _read(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, COLUMNS)
+    if NORMED:
+        norms = _read(norm_ptr + column, INPUT, COLUMNS)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    hiddens = _read(hidden_ptr + column, INPUT, COLUMNS)
+    if ADDED:
+        residual = tl.load(output_ptr + row, mask=row < output_size, other=0.0)
+    totals = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    ups = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    squares = tl.zeros((1, COLUMNS), dtype=tl.float32)
+    for step in tl.static_range(INPUT // COLUMNS):
+        hidden = hiddens[step].to(tl.float32)
+        if NORMED:
+            squares += hidden * hidden
+            hidden *= norms[step].to(tl.float32)
+        totals += weights[step].to(tl.float32) * hidden
+        if GATED:
+            ups += up_weights[step].to(tl.float32) * hidden
+    result = tl.sum(totals, axis=1)
+    if NORMED:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / INPUT + eps)
+        result *= factor
+        if GATED:
+            result = _silu(result) * (tl.sum(ups, axis=1) * factor)
+    elif GATED:
+        result = _silu(result) * tl.sum(ups, axis=1)
+    if ADDED:
+        result += residual.to(tl.float32)
+    tl.store(output_ptr + row, result, mask=row < output_size)
+
+
+@triton.jit
+def _products(hiddens, weights, STEPS: tl.constexpr, SHARES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """[TOKENS, ROWS] float32. Each warp sums its own share of the columns, by batched products."""
+    totals = tl.zeros((SHARES, TOKENS, ROWS), dtype=tl.float32)
+    for step in tl.static_range(STEPS):
+        totals = tl.dot(hiddens[step], tl.permute(weights[step], (0, 2, 1)), totals)
+    return tl.sum(totals, axis=0)
+
+
+@triton.jit(do_not_specialize=["tokens", "output_size"])
+def _few_tokens_kernel(
+    hidden_ptr,
+    norm_ptr,
+    weight_ptr,
+    output_ptr,
+    tokens,
+    output_size,
+    eps,
+    INPUT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHARES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program: ROWS outputs of every token.
+
+    Tokens are the side of the product that the hardware pads to 16, so that ROWS can be as few as 8.
+    """
+    STEP: tl.constexpr = SHARES * COLUMNS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.arange(0, TOKENS)
+    column = (tl.arange(0, SHARES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])[:, None, :]
+    rows_ptr = weight_ptr + tl.minimum(row, output_size - 1).to(tl.int64)[None, :, None] * INPUT + column
+    weights = _read(rows_ptr, INPUT, STEP)
+    if GATED:
+        up_weights = _read(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, STEP)
+    if NORMED:
+        norms = _read(norm_ptr + column, INPUT, STEP)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # Tokens past the end repeat the last one, as rows do, and are not stored.
+    hiddens = _read(hidden_ptr + tl.minimum(token, tokens - 1)[None, :, None] * INPUT + column, INPUT, STEP)
+    output = output_ptr + token[:, None].to(tl.int64) * output_size + row[None, :]
+    inside = (token < tokens)[:, None] & (row < output_size)[None, :]
+    if ADDED:
+        residual = tl.load(output, mask=inside, other=0.0)
+    if NORMED:
+        squares = tl.zeros((SHARES, TOKENS, COLUMNS), dtype=tl.float32)
+        for step in tl.static_range(INPUT // STEP):
+            wide = hiddens[step].to(tl.float32)
+            squares += wide * wide
+        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=2), axis=0) / INPUT + eps)[None, :, None]
+        normalised = ()
+        for step in tl.static_range(INPUT // STEP):
+            scaled = hiddens[step].to(tl.float32) * factor * norms[step].to(tl.float32)
+            normalised += (scaled.to(hidden_ptr.dtype.element_ty),)  # type: ignore[assignment]
+        hiddens = normalised
+    result = _products(hiddens, weights, INPUT // STEP, SHARES, TOKENS, ROWS)
+    if GATED:
+        result = _silu(result) * _products(hiddens, up_weights, INPUT // STEP, SHARES, TOKENS, ROWS)
+    if ADDED:
+        result += residual.to(tl.float32)
+    tl.store(output, result, mask=inside)
+
+
+class FewTokensLaunch(NamedTuple):
+    """What one program covers. columns: read in one piece, over all warps; a power of two that divides input_size."""
+
+    rows: int
+    columns: int
+    warps: int
+
+    @classmethod
+    def of(cls, tokens: int, output_size: int, input_size: int) -> FewTokensLaunch:
+        """For a program a multiprocessor or more, whose threads hold 4 to 8 loads of 16 bytes each."""
+        rows = (4 if output_size <= 2048 else 8) if tokens == 1 else 8
+        return cls(rows, min(1024, input_size & -input_size), 4)
+
+
+def few_tokens(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    launch: FewTokensLaunch | None = None,
+) -> torch.Tensor:
+    """hidden [tokens, input_size], normalised if `norm` is given, times weight transposed: [tokens, output_size].
+
+    gated: weight is that of the gate above that of what it gates, and the result silu(gate) * up, half as wide.
+    residual: [tokens, output_size], contiguous; the product is added to it, and it is what is returned.
+    The weight is read before earlier kernels have ended: it must not be what the one just before wrote.
+    """
+    tokens, input_size = hidden.shape
+    output_size = weight.shape[0] // 2 if gated else weight.shape[0]
+    output = residual
+    if output is None:
+        output = torch.empty(tokens, output_size, dtype=hidden.dtype, device=hidden.device)
+    launch = launch or FewTokensLaunch.of(tokens, output_size, input_size)
+    overlap = overlaps(hidden.device)
+    forms = {"NORMED": norm is not None, "GATED": gated, "ADDED": residual is not None, "OVERLAP": overlap}
+    options = {"num_warps": launch.warps} | ({"launch_pdl": True} if overlap else {})
+    norm_weight, eps = norm or (weight, 0.0)
+    grid = (triton.cdiv(output_size, launch.rows),)
+    if tokens == 1:
+        _one_token_kernel[grid](
+            hidden,
+            norm_weight,
+            weight,
+            output,
+            output_size,
+            eps,
+            INPUT=input_size,
+            ROWS=launch.rows,
+            COLUMNS=launch.columns,
+            **forms,
+            **options,
+        )
+    else:
+        _few_tokens_kernel[grid](
+            hidden,
+            norm_weight,
+            weight,
+            output,
+            tokens,
+            output_size,
+            eps,
+            INPUT=input_size,
+            TOKENS=MAX_TOKENS,
+            ROWS=launch.rows,
+            SHARES=launch.warps,
+            COLUMNS=launch.columns // launch.warps,
+            **forms,
+            **options,
+        )
+    return output
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    kind = dtype if dtype.itemsize == 2 else torch.float16  # float32 goes to torch
+    attention_size = model.heads * model.head_dim
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    def cases(tokens: int) -> list[CompileCase]:
+        hidden, mixed = empty(tokens, model.hidden_size), empty(tokens, attention_size)
+        gated = empty(tokens, model.intermediate_size)
+        norm = Norm(empty(model.hidden_size), 1e-6)
+        qkv = empty(attention_size + 2 * model.kv_heads * model.head_dim, model.hidden_size)
+        output, down = empty(model.hidden_size, attention_size), empty(model.hidden_size, model.intermediate_size)
+        gate_up, head = empty(2 * model.intermediate_size, model.hidden_size), empty(151936, model.hidden_size)
+        return [
+            lambda: few_tokens(hidden, qkv, norm),
+            lambda: few_tokens(mixed, output, residual=hidden),
+            lambda: few_tokens(hidden, gate_up, norm, gated=True),
+            lambda: few_tokens(gated, down, residual=hidden),
+            lambda: few_tokens(hidden, head),
+        ]
+
+    return cases(1) + cases(MAX_TOKENS)
