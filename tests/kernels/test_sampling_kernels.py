@@ -1,4 +1,4 @@
-"""The sampling kernels against plain definitions, on random inputs."""
+"""Choosing a token, greedily or by a draw: both bodies against plain definitions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from meltcore.kernels import sampling
-from meltcore.kernels.sampling import gumbel_noise, keep_likeliest, penalise
+from meltcore.kernels.likeliest import KEEP_ALL
+from meltcore.kernels.sampling import gumbel_noise
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
@@ -58,49 +59,6 @@ def test_greedy_refuses_logits_whose_rows_are_scattered(device: torch.device) ->
         sampling._greedy_triton(torch.zeros(8, 4, device=device).T)
 
 
-def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
-    result = keep_likeliest(logits[None], torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))[0]
-    finite = result.isfinite()
-    assert torch.equal(result[finite], logits[finite])
-    return set(finite.nonzero()[:, 0].tolist())
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_filters_keep_what_their_definitions_keep(seed: int) -> None:
-    torch.manual_seed(seed)
-    logits = torch.randn(50) * 3
-    probabilities = logits.softmax(-1)
-    order = probabilities.argsort(descending=True).tolist()
-
-    assert kept(logits, top_k=7) == set(order[:7])
-
-    nucleus, mass = set(), 0.0
-    for token in order:
-        if mass >= 0.8:
-            break
-        nucleus.add(token)
-        mass += float(probabilities[token])
-    assert kept(logits, top_p=0.8) == nucleus
-
-    threshold = 0.1 * float(probabilities.max())
-    assert kept(logits, min_p=0.1) == {token for token in range(50) if probabilities[token] >= threshold}
-
-
-def test_filters_apply_one_after_the_other() -> None:
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    # Top-k leaves 0.4 and 0.3, which become 0.57 and 0.43: the first alone has the nucleus of 0.5.
-    assert kept(logits, top_k=2, top_p=0.5) == {0}
-    assert kept(logits, top_p=0.5) == {0, 1}
-
-
-def test_everything_off_keeps_everything_and_the_likeliest_always_stays() -> None:
-    logits = torch.randn(30)
-    assert kept(logits) == set(range(30))
-    assert kept(logits, top_p=1e-9) == {int(logits.argmax())}
-    assert kept(logits, min_p=1.0) == {int(logits.argmax())}
-    assert kept(logits, top_k=1000) == set(range(30))
-
-
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     seeds, positions = torch.tensor([1, 1, 2, -5]), torch.tensor([7, 8, 7, 7])
     together = gumbel_noise(seeds, positions, 1000)
@@ -130,19 +88,65 @@ def test_draws_follow_the_softmax() -> None:
     assert (counts - logits.softmax(-1)).abs().max() < 0.01
 
 
-def test_penalties_follow_their_definitions() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(3, 6)
-    counts = torch.tensor([[0, 1, 3, 0, 0, 0]] * 3, dtype=torch.int32)
-    in_prompt = torch.tensor([[False, False, True, True, False, False]] * 3)
-    presence, frequency, repetition = [0.5, 0.0, 0.0], [0.0, 0.25, 0.0], [1.0, 1.0, 1.5]
-    result = penalise(
-        logits, counts, in_prompt, torch.tensor(presence), torch.tensor(frequency), torch.tensor(repetition)
-    )
-    for row in range(3):
-        for token in range(6):
-            expected = float(logits[row, token])
-            if counts[row, token] > 0 or in_prompt[row, token]:
-                expected = expected / repetition[row] if expected > 0 else expected * repetition[row]
-            expected -= frequency[row] * int(counts[row, token]) + presence[row] * (int(counts[row, token]) > 0)
-            assert float(result[row, token]) == pytest.approx(expected, abs=1e-6)
+def test_the_largest_noise_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers of all ones and all zeros: infinite noise would draw a token whatever its logit."""
+    for bits, expected in ((-1, 16.6), (0, -2.8)):
+        monkeypatch.setattr(sampling, "_mix", lambda state, bits=bits: torch.full_like(state, bits))
+        noise = gumbel_noise(torch.tensor([1]), torch.tensor([1]), 4)
+        assert noise[0].tolist() == pytest.approx([expected] * 4, abs=0.1)
+
+
+def random_draws(rows: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Logits and settings; every third row is greedy, seeds and positions have many bits."""
+    torch.manual_seed(vocab)
+    logits = (torch.randn(rows, vocab) * 3).to(dtype)
+    temperatures = torch.tensor([(0.0, 0.7, 1.5)[row % 3] for row in range(rows)])
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,))
+    return logits, temperatures, seeds, torch.randint(0, 2**20, (rows,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 2500), (3, 1024), (6, 517), (9, 1025), (0, 64)])
+def test_both_bodies_draw_the_same_tokens(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    case = random_draws(rows, vocab, dtype)
+    last_kept = torch.randint(0, vocab, (rows,))
+    last_kept[1::3] = KEEP_ALL
+    for last in (None, last_kept):
+        expected = sampling._draw_torch(*case, last)
+        on_device = [None if part is None else part.to(device) for part in (*case, last)]
+        assert torch.equal(sampling._draw_triton(*on_device).cpu(), expected)
+        greedy_rows = case[1] == 0
+        assert torch.equal(expected[greedy_rows], case[0][greedy_rows].argmax(-1))
+
+
+def same_row(row: torch.Tensor, draws: int, last: int) -> tuple[torch.Tensor, ...]:
+    """One row, drawn from at `draws` positions."""
+    heats, seeds = torch.full((draws,), 2.0), torch.full((draws,), 3)
+    return row.repeat(draws, 1), heats, seeds, torch.arange(draws), torch.full((draws,), last)
+
+
+def test_a_draw_keeps_to_what_comes_up_to_the_last_token(device: torch.device) -> None:
+    """Falling logits, and among equals rising ids: 3, 1, 4, 0, 2."""
+    row = torch.tensor([1.0, 2.0, 0.0, 3.0, 2.0])
+    for last, allowed in ((3, {3}), (1, {3, 1}), (4, {3, 1, 4}), (2, {0, 1, 2, 3, 4}), (KEEP_ALL, {0, 1, 2, 3, 4})):
+        tokens = sampling._draw_torch(*same_row(row, 300, last))
+        assert set(tokens.tolist()) == allowed
+        some = sampling._draw_triton(*(part.to(device) for part in same_row(row, 12, last)))
+        assert torch.equal(some.cpu(), tokens[:12])
+
+
+def test_a_forbidden_token_is_never_drawn(device: torch.device) -> None:
+    row = torch.full((900,), float("-inf"))
+    row[700] = -1e30
+    assert set(sampling._draw_torch(*same_row(row, 200, KEEP_ALL)).tolist()) == {700}
+    some = sampling._draw_triton(*(part.to(device) for part in same_row(row, 8, KEEP_ALL)))
+    assert set(some.tolist()) == {700}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+def test_both_bodies_draw_the_same_tokens_from_a_whole_vocabulary(dtype: torch.dtype) -> None:
+    """Except where the two best scores differ by no more than the logarithms round."""
+    case = [part.cuda() for part in random_draws(300, 151936, dtype)]
+    expected, drawn = sampling._draw_torch(*case, None), sampling._draw_triton(*case, None)
+    assert (expected != drawn).sum() <= 1

@@ -1,7 +1,7 @@
 """Chooses each sequence's next token from its logits.
 
-The host knows from the settings which rows need what, so the common step (all greedy) is one argmax; nothing here
-waits for the device.
+The host knows from the settings which rows need what, so that a step launches what some row asks for and nothing else;
+nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import torch
 
 from meltcore.engine.messages import TokenLogprobs
 from meltcore.engine.request import Request
-from meltcore.engine.transfer import to_device, to_host
-from meltcore.kernels.sampling import gumbel_noise, keep_likeliest, penalise
+from meltcore.engine.sampling_params import SamplingParams
+from meltcore.engine.transfer import to_device, to_device_together, to_host
+from meltcore.kernels.likeliest import last_kept
+from meltcore.kernels.penalties import penalise
+from meltcore.kernels.sampling import draw, greedy
 
 
 class SampleResult(NamedTuple):
@@ -40,26 +43,21 @@ class SampleResult(NamedTuple):
 
 class Sampler:
     def __init__(self, vocab_size: int, device: torch.device, seed: int) -> None:
-        self.vocab_size = vocab_size
         self.device = device
         self._seed = seed
         self._penalties = PenaltyTable(vocab_size, device)
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
-        """logits: [rows, vocab] float32 (overwritten); requests: one for each row."""
+        """logits: [rows, vocab] of any floating type (overwritten); requests: one for each row."""
         raw = self._raw_logprobs(logits, requests)
         logits = self._penalties.apply(logits, requests)
         self._mask(logits, requests)
-        token_ids = logits.argmax(-1)
-        drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0]
-        if drawn:
-            rows = self._tensor(drawn, torch.int64)
-            token_ids[rows] = self._draw(logits[rows], [requests[row] for row in drawn])
+        token_ids = self._choose(logits, requests)
         self._penalties.count(token_ids, requests)
         if raw is None:
             return SampleResult(token_ids, [], None)
         logprob_rows, distribution, most = raw
-        chosen = distribution.gather(1, token_ids[self._tensor(logprob_rows, torch.int64)][:, None])[:, 0]
+        chosen = distribution.gather(1, token_ids[self._tensor(logprob_rows)][:, None])[:, 0]
         values, ids = distribution.topk(most, dim=-1)
         return SampleResult(token_ids, logprob_rows, (chosen, values, ids))
 
@@ -75,7 +73,7 @@ class Sampler:
         if not rows:
             return None
         most = max(requests[row].sampling.logprobs or 0 for row in rows)
-        return rows, logits[self._tensor(rows, torch.int64)].log_softmax(-1), max(1, most)
+        return rows, logits[self._tensor(rows)].float().log_softmax(-1), max(1, most)
 
     def _mask(self, logits: torch.Tensor, requests: list[Request]) -> None:
         """Forbid end tokens before min_tokens, and whatever a sequence's own mask leaves out."""
@@ -89,23 +87,34 @@ class Sampler:
             if request.token_mask is not None and (allowed := request.token_mask(request.output_ids)) is not None:
                 logits[row].masked_fill_(~allowed.to(self.device), float("-inf"))
         if rows:
-            logits[self._tensor(rows, torch.int64), self._tensor(tokens, torch.int64)] = float("-inf")
+            at_rows, at_tokens = to_device_together([rows, tokens], self.device)
+            logits[at_rows, at_tokens] = float("-inf")
 
-    def _draw(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
         settings = [request.sampling for request in requests]
-        logits = logits / self._tensor([each.temperature for each in settings], torch.float32)[:, None]
-        filtered = [row for row, each in enumerate(settings) if each.top_k > 0 or each.top_p < 1.0 or each.min_p > 0.0]
-        if filtered:
-            rows = self._tensor(filtered, torch.int64)
-            logits[rows] = keep_likeliest(
-                logits[rows],
-                self._tensor([settings[row].top_k for row in filtered], torch.int64),
-                self._tensor([settings[row].top_p for row in filtered], torch.float32),
-                self._tensor([settings[row].min_p for row in filtered], torch.float32),
-            )
-        seeds = self._tensor([self._seed_of(request) for request in requests], torch.int64)
-        positions = self._tensor([request.length for request in requests], torch.int64)
-        return (logits + gumbel_noise(seeds, positions, self.vocab_size)).argmax(-1)
+        if all(each.temperature == 0 for each in settings):
+            return greedy(logits)
+        seeds, positions, top_k = to_device_together(
+            [
+                [self._seed_of(request) for request in requests],
+                [request.length for request in requests],
+                [each.top_k if _is_filtered(each) else 0 for each in settings],
+            ],
+            self.device,
+        )
+        temperatures, top_p, min_p = to_device(
+            [
+                [each.temperature for each in settings],
+                [each.top_p if _is_filtered(each) else 1.0 for each in settings],
+                [each.min_p if _is_filtered(each) else 0.0 for each in settings],
+            ],
+            torch.float32,
+            self.device,
+        )
+        kept = None
+        if any(_is_filtered(each) for each in settings):
+            kept = last_kept(logits, temperatures, top_k, top_p, min_p)
+        return draw(logits, temperatures, seeds, positions, kept)
 
     def _seed_of(self, request: Request) -> int:
         """The request's own seed, or one that no other request of this engine shares."""
@@ -113,8 +122,8 @@ class Sampler:
             return request.sampling.seed
         return (self._seed << 40) ^ (request.order << 1) ^ 1
 
-    def _tensor(self, values: list, dtype: torch.dtype) -> torch.Tensor:
-        return to_device(values, dtype, self.device)
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return to_device(values, torch.int64, self.device)
 
 
 class PenaltyTable:
@@ -134,31 +143,35 @@ class PenaltyTable:
         rows = [row for row, request in enumerate(requests) if _has_penalties(request)]
         if not rows:
             return logits
-        slots = self._tensor([self._slot(requests[row]) for row in rows], torch.int64)
+        at, slots = self._places(rows, requests)
         settings = [requests[row].sampling for row in rows]
-        at = self._tensor(rows, torch.int64)
-        logits[at] = penalise(
-            logits[at],
-            self._output_counts[slots],
-            self._in_prompt[slots],
-            self._tensor([each.presence_penalty for each in settings], torch.float32),
-            self._tensor([each.frequency_penalty for each in settings], torch.float32),
-            self._tensor([each.repetition_penalty for each in settings], torch.float32),
+        presence, frequency, repetition = to_device(
+            [
+                [each.presence_penalty for each in settings],
+                [each.frequency_penalty for each in settings],
+                [each.repetition_penalty for each in settings],
+            ],
+            torch.float32,
+            self._device,
         )
+        logits = logits.float()
+        penalise(logits, at, slots, self._output_counts, self._in_prompt, presence, frequency, repetition)
         return logits
 
     def count(self, token_ids: torch.Tensor, requests: list[Request]) -> None:
         """Add the tokens just chosen, on the device: the host may not have read them when the next step starts."""
         rows = [row for row, request in enumerate(requests) if _has_penalties(request)]
         if rows:
-            slots = self._tensor([self._slot(requests[row]) for row in rows], torch.int64)
-            chosen = token_ids[self._tensor(rows, torch.int64)]
-            self._output_counts.index_put_((slots, chosen), slots.new_ones(len(rows), dtype=torch.int32), True)
+            at, slots = self._places(rows, requests)
+            self._output_counts.index_put_((slots, token_ids[at]), slots.new_ones(len(rows), dtype=torch.int32), True)
 
     def release(self, request: Request) -> None:
         slot = self._slot_of.pop(request.id, None)
         if slot is not None:
             self._free.append(slot)
+
+    def _places(self, rows: list[int], requests: list[Request]) -> list[torch.Tensor]:
+        return to_device_together([rows, [self._slot(requests[row]) for row in rows]], self._device)
 
     def _slot(self, request: Request) -> int:
         slot = self._slot_of.get(request.id)
@@ -173,9 +186,10 @@ class PenaltyTable:
         """Start a slot from the tokens the host knows: all of them, for only then does a sequence (re)start."""
         self._output_counts[slot].zero_()
         self._in_prompt[slot].zero_()
-        prompt = self._tensor(request.token_ids[: request.prompt_length], torch.int64)
+        prompt, output = to_device_together(
+            [request.token_ids[: request.prompt_length], request.output_ids], self._device
+        )
         self._in_prompt[slot].index_fill_(0, prompt, True)
-        output = self._tensor(request.output_ids, torch.int64)
         self._output_counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def _grow(self) -> None:
@@ -185,8 +199,10 @@ class PenaltyTable:
         self._in_prompt = _with_rows(self._in_prompt, more)
         self._free += range(slots, slots + more)
 
-    def _tensor(self, values: list, dtype: torch.dtype) -> torch.Tensor:
-        return to_device(values, dtype, self._device)
+
+def _is_filtered(sampling: SamplingParams) -> bool:
+    """Whether a drawn token comes from fewer than all; a greedy one always is among those."""
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0)
 
 
 def _has_penalties(request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits: argmax, penalties, filters and counter-based noise, row by row and without the host.
+"""Choosing tokens from logits: the largest, or a draw by noise that is counted rather than stored.
 
 Logits are [rows, vocab]; per-row settings are [rows] tensors. Nothing here depends on which other rows share the batch,
 so a seeded request draws the same tokens alone and in company.
@@ -15,6 +15,8 @@ from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 
 # Logits of one program of the argmax: enough programs for a single row, and few enough maxima for one program to read.
 _CHUNK, _WARPS = 4096, 4
+# Of one program of a draw: rows share what a token id alone contributes to the noise, a third of all the arithmetic.
+_DRAW_CHUNK, _DRAW_ROWS = 1024, 4
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -27,6 +29,15 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def _greedy_torch(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
+
+
+@triton.jit
+def _first_largest(values, tokens, limit):
+    """The largest of `values`, NaN above all, and the lowest of `tokens` where it stands; `limit` is above them all."""
+    has_nan = tl.max((values != values).to(tl.int32), axis=0) > 0
+    maximum = tl.max(values, axis=0)
+    found = tl.where(has_nan, values != values, values == maximum)
+    return tl.where(has_nan, float("nan"), maximum), tl.min(tl.where(found, tokens, limit), axis=0)
 
 
 @triton.jit
@@ -49,13 +60,11 @@ def _first_maximum_kernel(
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, CHUNKS)
     maxima = tl.load(maxima_ptr + row * chunks + each, mask=each < chunks, other=float("-inf"))
-    has_nan = tl.max((maxima != maxima).to(tl.int32), axis=0) > 0
-    maximum = tl.max(maxima, axis=0)
-    found = tl.where(has_nan, maxima != maxima, maxima == maximum)
-    token = tl.min(tl.where(found, each, CHUNKS), axis=0) * CHUNK + tl.arange(0, CHUNK)
+    _, chunk = _first_largest(maxima, each, CHUNKS)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    found = tl.where(has_nan, values != values, values == maximum)
-    tl.store(output_ptr + row, tl.min(tl.where(found, token, vocab), axis=0).to(tl.int64))
+    _, best = _first_largest(values, token, vocab)
+    tl.store(output_ptr + row, best.to(tl.int64))
 
 
 def _greedy_triton(logits: torch.Tensor) -> torch.Tensor:
@@ -63,8 +72,7 @@ def _greedy_triton(logits: torch.Tensor) -> torch.Tensor:
     output = torch.empty(rows, dtype=torch.int64, device=device)
     if rows == 0:
         return output
-    if logits.stride(1) != 1:
-        raise ValueError(f"logits of strides {logits.stride()}: the last dimension must be contiguous")
+    check_rows(logits)
     chunks = triton.cdiv(vocab, _CHUNK)
     maxima = torch.empty(rows, chunks, dtype=torch.float32, device=device)
     _chunk_maximum_kernel[(rows, chunks)](logits, maxima, vocab, logits.stride(0), CHUNK=_CHUNK, num_warps=_WARPS)
@@ -82,57 +90,54 @@ def _greedy_triton(logits: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def penalise(
+def draw(
     logits: torch.Tensor,
-    output_counts: torch.Tensor,
-    in_prompt: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    last_kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """OpenAI's presence and frequency penalties on generated tokens, and the repetition penalty (Keskar et al. 2019,
-    arXiv:1909.05858) on prompt and generated tokens.
+    """A token for each row from softmax(logits / temperature), or `greedy`'s where the temperature is 0.
 
-    output_counts: [rows, vocab] int32; in_prompt: [rows, vocab] bool; the penalties: [rows] float32.
+    The largest of logits and Gumbel noise together has that distribution (Maddison et al. 2014, arXiv:1411.0030), so
+    no probability is ever computed. logits: [rows, vocab] of any floating type; temperatures: [rows] float32; seeds,
+    positions: [rows] int64, see `gumbel_noise`; last_kept: [rows] int64 from `kernels.likeliest`, None to keep all.
+    Returns [rows] int64.
     """
-    generated = output_counts > 0
-    factor = repetition[:, None]
-    repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = torch.where(generated | in_prompt, repeated, logits)
-    return logits - frequency[:, None] * output_counts - presence[:, None] * generated
+    body = _draw_triton if use_triton(logits) else _draw_torch
+    return body(logits, temperatures, seeds, positions, last_kept)
 
 
-def keep_likeliest(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set to -inf what top-k, top-p (nucleus) and min-p leave out, in that order, each on what the last one kept.
-
-    top_k: [rows] int64, 0 for off; top_p, min_p: [rows] float32, 1 and 0 for off. Logits are scaled by temperature
-    already. The likeliest token always stays.
-    """
-    ordered, order = logits.sort(dim=-1, descending=True)
-    ranks = torch.arange(logits.shape[-1], device=logits.device)
-    limit = torch.where(top_k > 0, top_k, logits.shape[-1])
-    drop = ranks >= limit[:, None]
-    probabilities = ordered.masked_fill(drop, float("-inf")).softmax(-1)
-    # The mass before a token decides: the token that crosses top_p is kept.
-    before = probabilities.cumsum(-1) - probabilities
-    drop |= before >= top_p[:, None]
-    # Against the likeliest of what is left, whose share of the whole does not matter to the ratio.
-    drop |= probabilities < min_p[:, None] * probabilities[:, :1]
-    drop[:, 0] = False
-    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(drop, float("-inf")))
+def _draw_torch(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    last_kept: torch.Tensor | None,
+) -> torch.Tensor:
+    values, hot = logits.float(), (temperatures > 0)[:, None]
+    scores = values / torch.where(hot, temperatures[:, None], 1.0)
+    scores += torch.where(hot, gumbel_noise(seeds, positions, logits.shape[1]), 0.0)
+    if last_kept is not None:
+        last = last_kept[:, None]
+        threshold = values.gather(1, last.clamp(min=0))
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+        after = (values < threshold) | ((values == threshold) & (tokens > last))
+        scores.masked_fill_(after & (last >= 0), float("-inf"))
+    return scores.argmax(-1)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Gumbel noise from a counter: one value for each (seed, position, token id), in any batch, on any device.
 
-    seeds, positions: [rows] int64. Returns [rows, vocab_size] float32. Adding it to log-probabilities and taking the
-    argmax draws from their softmax (Maddison et al. 2014, arXiv:1411.0030).
+    seeds, positions: [rows] int64. Returns [rows, vocab_size] float32. The specification of `draw`'s noise.
     """
     rows = _mix(_mix(seeds) + positions)
     tokens = torch.arange(vocab_size, device=seeds.device)
     bits = _mix(rows[:, None] ^ _mix(tokens)[None, :])
-    # The 24 high bits make a float32 in (0, 1): half a step off zero, so that both logarithms stay finite.
-    uniform = (((bits >> 40) & 0xFFFFFF).float() + 0.5) * 2.0**-24
+    # The 23 high bits, half a step off zero, make a float32 inside (0, 1) without rounding, so that both logarithms are
+    # finite. With one bit more the largest would round to 1: infinite noise, in one of 100 draws from 150,000 tokens.
+    uniform = (_shift_right(bits, 41).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 
@@ -158,6 +163,119 @@ _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
 
+@triton.jit
+def _mixed(state):
+    """`_mix` on uint64."""
+    state = state + 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+# Settings start anywhere: without this, each new alignment would be compiled for anew.
+@triton.jit(do_not_specialize=["temperatures_ptr", "seeds_ptr", "positions_ptr", "last_kept_ptr", "rows"])
+def _draw_kernel(
+    logits_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    positions_ptr,
+    last_kept_ptr,
+    scores_ptr,
+    tokens_ptr,
+    rows,
+    vocab,
+    row_stride,
+    FILTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program: the best of CHUNK tokens, score and id, of each of ROWS rows."""
+    chunk = tl.program_id(0)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = token < vocab
+    token_bits = _mixed(token.to(tl.uint64))
+    for member in tl.static_range(ROWS):
+        row = tl.program_id(1).to(tl.int64) * ROWS + member
+        if row < rows:
+            row_ptr = logits_ptr + row * row_stride
+            values = tl.load(row_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
+            scores = values
+            temperature = tl.load(temperatures_ptr + row)
+            if temperature > 0:
+                seed = tl.load(seeds_ptr + row).to(tl.uint64)
+                position = tl.load(positions_ptr + row).to(tl.uint64)
+                bits = _mixed(_mixed(_mixed(seed) + position) ^ token_bits)
+                uniform = ((bits >> 41).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+                scores = tl.div_rn(values, temperature) - tl.log(-tl.log(uniform))
+            if FILTERED:
+                last = tl.load(last_kept_ptr + row)
+                threshold = tl.load(row_ptr + tl.maximum(last, 0)).to(tl.float32)
+                after = (values < threshold) | ((values == threshold) & (token > last))
+                scores = tl.where(after & (last >= 0), float("-inf"), scores)
+            score, best = _first_largest(scores, token, vocab)
+            place = row * tl.num_programs(0) + chunk
+            tl.store(scores_ptr + place, score)
+            tl.store(tokens_ptr + place, best)
+
+
+@triton.jit
+def _best_chunk_kernel(scores_ptr, tokens_ptr, output_ptr, chunks, CHUNKS: tl.constexpr):
+    """One program: one row's best token, from the best of each chunk. Ids rise with the chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, CHUNKS)
+    scores = tl.load(scores_ptr + row * chunks + each, mask=each < chunks, other=float("-inf"))
+    _, best = _first_largest(scores, each, CHUNKS)
+    tl.store(output_ptr + row, tl.load(tokens_ptr + row * chunks + best).to(tl.int64))
+
+
+def _draw_triton(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    last_kept: torch.Tensor | None,
+) -> torch.Tensor:
+    (rows, vocab), device = logits.shape, logits.device
+    output = torch.empty(rows, dtype=torch.int64, device=device)
+    if rows == 0:
+        return output
+    check_rows(logits)
+    chunks = triton.cdiv(vocab, _DRAW_CHUNK)
+    scores = torch.empty(rows, chunks, dtype=torch.float32, device=device)
+    tokens = torch.empty(rows, chunks, dtype=torch.int32, device=device)
+    _draw_kernel[(chunks, triton.cdiv(rows, _DRAW_ROWS))](
+        logits,
+        temperatures,
+        seeds,
+        positions,
+        positions if last_kept is None else last_kept,
+        scores,
+        tokens,
+        rows,
+        vocab,
+        logits.stride(0),
+        FILTERED=last_kept is not None,
+        ROWS=_DRAW_ROWS,
+        CHUNK=_DRAW_CHUNK,
+        num_warps=_WARPS,
+    )
+    _best_chunk_kernel[(rows,)](scores, tokens, output, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=_WARPS)
+    return output
+
+
+def check_rows(logits: torch.Tensor) -> None:
+    """Raise ValueError where a kernel could not read [rows, vocab] as rows of neighbours."""
+    if logits.stride(1) != 1:
+        raise ValueError(f"logits of strides {logits.stride()}: the last dimension must be contiguous")
+
+
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
-    logits = torch.empty(64, 151936, dtype=dtype, device="meta")
-    return [lambda: _greedy_triton(logits)]
+    rows = 64
+    logits = torch.empty(rows, 151936, dtype=dtype, device="meta")
+    temperatures = torch.empty(rows, device="meta")
+    indices = torch.empty(rows, dtype=torch.int64, device="meta")
+    return [
+        lambda: _greedy_triton(logits),
+        lambda: _draw_triton(logits, temperatures, indices, indices, None),
+        lambda: _draw_triton(logits, temperatures, indices, indices, indices),
+    ]
