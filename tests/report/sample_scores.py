@@ -90,7 +90,7 @@ def sample_device(peak: float = 32_000.0, label: str = "GPU 0", **changes: objec
         sustained=sustained,
         spread=Spread(
             bucket_s=10.1, rates=[peak * f for f in (1, 0.998, 1.001, 0.999, 1, 1)], variation=0.004, change=-0.001
-        ),  # fmt: skip
+        ),
         health=sample_health(),
         lines=Lines(
             bucket_s=1.0,

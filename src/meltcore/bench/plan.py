@@ -24,6 +24,7 @@ _USABLE_SHARE = 0.92  # the engine keeps 8 % back
 _MODEL_AND_CONTEXT = 2.25 * _GIB  # 1.1 of weights, the rest for CUDA, activations and graphs
 # Qwen3-0.6B, a request halfway through its answer: 28 layers x 2 x 8 heads x 128 x 2 bytes a token, 640 tokens.
 _REQUEST_BYTES = 114_688 * 640
+_ROOMY = 16 * _GIB  # below, the activations of a step of 8,192 tokens would be memory that requests need
 _MOST_SEQS, _FEWEST_SEQS = 1024, 16
 
 
@@ -47,6 +48,7 @@ def gpu_settings(model: str | None, memory_bytes: int) -> dict[str, Any]:
         "device": "cuda",
         "max_model_len": workload.CONTEXT,
         "max_num_seqs": sequences_at_once(memory_bytes),
+        "max_num_batched_tokens": 8192 if memory_bytes >= _ROOMY else 2048,
         "debug": ["no-prefix-cache"],
     }
 

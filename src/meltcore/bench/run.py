@@ -32,6 +32,7 @@ SAMPLES_FILE = "samples.jsonl"
 INTERVAL_S = 0.1
 _FIRST_SAMPLE_LIMIT_S = 10.0
 _LOOK_S = 0.2
+_AFTERGLOW_S = 3 * INTERVAL_S  # a sample after the end is needed to know the energy at the end
 
 OnLevel = Callable[[Device, ScoreLevel, bool], None]
 
@@ -200,5 +201,7 @@ def _each(runs: Sequence[DeviceRun], work: Callable[[DeviceRun], None], stopping
 def _stop_watching(monitor: Monitor | None, began_s: float) -> Watched | None:
     if monitor is None:
         return None
+    ended_s = time.monotonic()
+    time.sleep(_AFTERGLOW_S)
     monitor.stop()
-    return Watched(read_recording(monitor.path), (began_s, time.monotonic()))
+    return Watched(read_recording(monitor.path), (began_s, ended_s))

@@ -35,6 +35,7 @@ VERBS: dict[str, Verb] = {
     "compare": Verb("meltcore.cli.compare", "two runs' levels side by side"),
     "monitor": Verb("meltcore.cli.monitor", "log the GPUs' temperature, power, clocks, errors and activity"),
     "bench": Verb("meltcore.cli.bench", "the GPU score: what this GPU sustains, and how it is", needs_engine=True),
+    "rank": Verb("meltcore.cli.rank", "GPU scores side by side"),
     "snapshot": Verb("meltcore.cli.snapshot", "print what this machine is: hardware, driver, versions"),
 }
 

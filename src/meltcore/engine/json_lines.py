@@ -195,9 +195,11 @@ def main() -> int:
     keep_freed_memory()
     # The parent decides when we leave; a Ctrl-C in its terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    # A reader of our own: at exit the interpreter wants sys.stdin's lock, which a thread that reads it would hold.
+    lines = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    config = msgspec.json.decode(lines.readline(), type=EngineConfig)
     inbox: queue.SimpleQueue[Generate | Abort] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    threading.Thread(target=_read, args=(lines, inbox), daemon=True).start()
     return JsonLines(inbox, out).serve(config)
 
 

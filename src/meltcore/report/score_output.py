@@ -19,10 +19,10 @@ def level_line(label: str, level: ScoreLevel, sustained: bool) -> str:
     parts = [
         f"{label:<7} {level.concurrency:>7,} {kind:<10}",
         f"{number(level.output_tokens_per_s):>8} tok/s",
-        f"ITL {percentile(level.itl_ms, 'p50'):>5} ms",
-        f"TTFT {percentile(level.ttft_ms, 'p50'):>6} ms",
+        f"ITL {_short(percentile(level.itl_ms, 'p50')):>5} ms",
+        f"TTFT {_short(percentile(level.ttft_ms, 'p50')):>6} ms",
     ]
-    return "   ".join(parts) + (f"   {level.power_w:.0f} W" if level.power_w else "")
+    return "  ".join(parts)
 
 
 def print_score(result: ScoredRun, console: Console) -> None:

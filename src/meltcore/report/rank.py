@@ -1,0 +1,95 @@
+"""GPU scores side by side, best first, and why some must not stand side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meltcore.errors import ConfigError
+from meltcore.results.runfolder import RESULT_FILE, read_result
+from meltcore.results.score import Score, ScoredRun
+from meltcore.results.wording import duration
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One result and what to call it."""
+
+    name: str
+    run: ScoredRun
+
+    @property
+    def score(self) -> Score:
+        return self.run.score
+
+    @property
+    def hardware(self) -> str:
+        """ "NVIDIA H200", "8 × NVIDIA H200"; unlike ones with a plus between."""
+        names = [device.name for device in self.score.devices]
+        counted = dict.fromkeys(names)
+        return " + ".join(name if names.count(name) == 1 else f"{names.count(name)} × {name}" for name in counted)
+
+
+# What must agree between results, and the word for several unlike ones.
+_SAME: tuple[tuple[str, Callable[[Score], str]], ...] = (
+    ("workload versions", lambda score: score.workload),
+    ("engine versions", lambda score: score.engine),
+    ("precisions", lambda score: score.dtype),
+    ("weights", lambda score: score.weights),
+    ("models", lambda score: score.model),
+)
+
+
+def read_entry(path: str) -> Entry:
+    """A result by its file or its run folder. Raises ConfigError for one that is none, or no GPU score."""
+    run = read_result(path)
+    if not isinstance(run, ScoredRun):
+        raise ConfigError(f"{path} is a result of meltcore {run.command}, not of meltcore bench")
+    place = Path(path)
+    return Entry(place.resolve().parent.name if place.name == RESULT_FILE else place.stem, run)
+
+
+def ranked(entries: Sequence[Entry], *, force: bool = False) -> list[Entry]:
+    """Best first. Raises ConfigError for results that do not compare, unless `force`."""
+    against = reasons_not_to_rank(entries)
+    if against and not force:
+        raise ConfigError(
+            f"these results do not rank: {'; '.join(against)}. --force draws them all the same, and marks the chart"
+        )
+    with_score = [entry for entry in entries if entry.score.output_tokens_per_s is not None]
+    if not with_score:
+        raise ConfigError("none of these results has a score")
+    return sorted(with_score, key=lambda entry: -(entry.score.output_tokens_per_s or 0.0))
+
+
+def reasons_not_to_rank(entries: Sequence[Entry]) -> list[str]:
+    """Why these numbers say nothing about each other; empty where they do."""
+    reasons = [f"{entry.name}: {reason}" for entry in entries for reason in entry.score.not_comparable]
+    for words, fact in _SAME:
+        found: dict[str, list[str]] = {}
+        for entry in entries:
+            found.setdefault(fact(entry.score), []).append(entry.name)
+        if len(found) > 1:
+            listed = ", ".join(f"{value} ({', '.join(names)})" for value, names in found.items())
+            reasons.append(f"the {words} differ: {listed}")
+    return reasons
+
+
+def cautions(entries: Sequence[Entry]) -> list[str]:
+    """What does not forbid the ranking and may still explain a difference."""
+    notes = []
+    durations = {entry.score.duration_s for entry in entries}
+    if len(durations) > 1:
+        listed = ", ".join(f"{entry.name} {duration(entry.score.duration_s)}" for entry in entries)
+        notes.append(f"The runs were not equally long, and a short one may be over before a GPU is warm: {listed}.")
+    for package in ("torch", "triton"):
+        versions = {entry.run.fingerprint.versions.get(package, "none") for entry in entries}
+        if len(versions) > 1:
+            notes.append(f"{package} was not the same: {', '.join(sorted(versions))}.")
+    for entry in entries:
+        if entry.score.health == "DEGRADED":
+            notes.append(f"{entry.name}: a GPU was DEGRADED; its score is not that of a healthy one.")
+        if entry.run.verdict == "CLIENT_BOUND":
+            notes.append(f"{entry.name}: the measurer was too late, so its score is too low.")
+    return notes

@@ -1,0 +1,73 @@
+"""The ranking as a page: bars, best first, and a table of what else differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from markupsafe import Markup
+
+from meltcore.report import svg
+from meltcore.report.rank import Entry
+from meltcore.report.score_page import HEALTH_STYLE
+from meltcore.report.template import fill
+from meltcore.results.wording import number
+
+FORCED = "FORCED: unlike results, this is no ranking"
+
+_WIDTH, _LEFT, _RIGHT = 1120.0, 330.0, 960.0
+_ROW, _BAR, _TOP = 58.0, 30.0, 12.0
+
+
+def render_rank(entries: Sequence[Entry], reasons: Sequence[str], notes: Sequence[str]) -> str:
+    """One HTML page of results already in order. `reasons` not to rank them mark every chart."""
+    charts = [
+        ("Output tokens per second", _bars(entries, lambda entry: entry.score.output_tokens_per_s, 1, bool(reasons))),
+        ("Output tokens per joule", _bars(entries, lambda entry: entry.score.tokens_per_joule, 3, bool(reasons))),
+    ]
+    return fill(
+        "rank.html",
+        entries=entries,
+        first=entries[0].score,
+        reasons=reasons,
+        notes=notes,
+        forced=FORCED,
+        charts=[(title, drawn) for title, drawn in charts if drawn is not None],
+        health_style=HEALTH_STYLE,
+    )
+
+
+def _bars(entries: Sequence[Entry], value: Callable[[Entry], float | None], colour: int, forced: bool) -> Markup | None:
+    """A bar a result, in the order given. None where no result has a value."""
+    values = [value(entry) for entry in entries]
+    highest = max((found for found in values if found is not None), default=0.0)
+    if highest <= 0:
+        return None
+    parts: list[Markup] = []
+    for place, (entry, found) in enumerate(zip(entries, values, strict=True)):
+        parts += _row(entry, found, highest, _TOP + place * _ROW, colour, forced)
+    height = _TOP + len(entries) * _ROW
+    if forced:
+        height += 30
+        parts.append(svg.text((_LEFT, height - 12), FORCED, "forced", "start"))
+    return svg.picture(_WIDTH, height, "results, best first", parts)
+
+
+def _row(entry: Entry, found: float | None, highest: float, top: float, colour: int, forced: bool) -> list[Markup]:
+    middle = top + _BAR / 2
+    parts = [
+        svg.text((_LEFT - 16, middle - 1), entry.hardware, "name", "end"),
+        svg.element("text", entry.name, *_doubt(entry), x=_LEFT - 16, y=middle + 15, cls="axis", text_anchor="end"),
+    ]
+    if found is None:
+        return [*parts, svg.text((_LEFT, middle + 5), "not measured", "axis", "start")]
+    width = (_RIGHT - _LEFT) * found / highest
+    style = f"bar c{colour}" + (" pale" if forced else "")
+    tip = svg.element("title", f"{entry.hardware}: {number(found)}")
+    parts.append(svg.element("rect", tip, x=_LEFT, y=top, width=width, height=_BAR, rx=3.0, cls=style))
+    share = svg.element("tspan", f"{100 * found / highest:.0f} %", dx=10.0, cls="axis")
+    parts.append(svg.element("text", number(found), share, x=_LEFT + width + 12, y=middle + 5, cls="value"))
+    return parts
+
+
+def _doubt(entry: Entry) -> list[Markup]:
+    return [svg.element("tspan", "DEGRADED", dx=8.0, cls="forced")] if entry.score.health == "DEGRADED" else []

@@ -1,0 +1,97 @@
+"""The page of a GPU score: the number first, every doubt shown, nothing fetched."""
+
+import re
+
+import pytest
+from sample_scores import sample_device, sample_health, sample_scored_run
+
+from meltcore.report import render
+from meltcore.report.score_charts import time_lines
+from meltcore.results.score import ScoredRun
+
+
+def words(html: str) -> str:
+    return " ".join(re.sub(r"<[^>]+>", " ", html.split("</style>")[1]).split())
+
+
+def test_the_number_stands_with_what_it_is_a_number_of() -> None:
+    page = words(render(sample_scored_run()))
+    assert "NVIDIA H200 32,000 output tokens per second gpu-score/1" in page
+    assert "Qwen/Qwen3-0.6B · bfloat16 · dummy weights · engine 0.1.0+1f2e3d4c" in page
+    assert "HEALTHY" in page
+    assert "Tokens per joule 48.5" in page
+    assert "NOT COMPARABLE" not in page
+
+
+def test_nothing_is_fetched_and_no_script_runs() -> None:
+    html = render(sample_scored_run())
+    assert not re.search(r"<script|<link|<img|@import|url\(|https?://", html)
+
+
+def test_a_score_that_compares_with_nothing_says_so_first() -> None:
+    device = sample_device(name="Example CPU", label="CPU", uuid=None, health=None)
+    html = render(sample_scored_run([device], not_comparable=["measured on a CPU: the score is one of GPUs"]))
+    page = words(html)
+    assert page.index("NOT COMPARABLE: this number ranks with no other") < page.index("The ladder")
+    assert '<p class="badge unsure">NOT COMPARABLE</p>' in html
+
+
+@pytest.mark.parametrize(("verdict", "style"), [("DEGRADED", "bad"), ("UNKNOWN", "unsure"), ("HEALTHY", "good")])
+def test_health_and_its_reasons_are_shown(verdict: str, style: str) -> None:
+    health = sample_health(verdict=verdict, reasons=["HW_THERMAL_SLOWDOWN in 812 of 2950 samples"])
+    html = render(sample_scored_run([sample_device(health=health)]))
+    assert f'<p class="badge {style}">{verdict}</p>' in html
+    assert "HW_THERMAL_SLOWDOWN in 812 of 2950 samples" in html
+
+
+def test_utilization_is_shown_never_judged_and_the_page_says_why() -> None:
+    page = words(render(sample_scored_run()))
+    assert "NVML utilization shown, never judged 100 100 %" in page
+    assert "a single thread on a single SM makes it 100 %" in page
+    assert "NVLink sent NOT_APPLICABLE" in page
+
+
+def test_a_run_that_failed_shows_why_and_no_number() -> None:
+    device = sample_device(sustained=None, spread=None, failure="the engine ended by signal 9")
+    result = sample_scored_run([device])
+    result.verdict, result.reasons = "FAILED", ["GPU 0: the engine ended by signal 9"]
+    html = render(result)
+    assert "no score" in words(html)
+    assert '<p class="badge bad">FAILED</p>' in html
+    assert html.count("the engine ended by signal 9") == 2
+
+
+def test_devices_that_never_began_leave_a_page_too() -> None:
+    device = sample_device(levels=[], sustained=None, spread=None, health=None, lines=None, failure="no memory")
+    assert "no memory" in words(render(sample_scored_run([device])))
+
+
+def test_several_gpus_add_up_and_each_has_its_time_lines() -> None:
+    result = sample_scored_run([sample_device(30_000.0), sample_device(28_000.0, "GPU 1")])
+    html = render(result)
+    assert "2 × NVIDIA H200" in html
+    assert "57,999" in words(html)
+    assert html.count("the whole run over time") == 2
+
+
+def test_time_lines_break_where_nothing_was_read() -> None:
+    whole, holed = sample_device(), sample_device()
+    assert whole.lines is not None
+    assert holed.lines is not None
+    whole.lines.values["sm_clock_mhz"] = [1980.0] * len(whole.lines.values["sm_clock_mhz"])
+    assert str(time_lines(holed)).count("<polyline") == str(time_lines(whole)).count("<polyline") + 1
+
+
+def test_what_a_product_does_not_count_has_no_strip() -> None:
+    device = sample_device()
+    assert device.lines is not None
+    for key in [key for key in device.lines.values if key.endswith("_percent")]:
+        del device.lines.values[key]
+    drawn = str(time_lines(device))
+    assert "power, W" in drawn
+    assert "SM active" not in drawn
+
+
+def test_names_from_outside_are_escaped() -> None:
+    result: ScoredRun = sample_scored_run([sample_device(name="<b>H200</b>")])
+    assert "<b>H200" not in render(result)
