@@ -1,6 +1,6 @@
-"""Qwen3-0.6B's published shape against transformers, through every way the engine can take to the same tokens.
+"""Published shapes at full size against transformers, through every way the engine can take to the same tokens.
 
-On a GPU at full size; on a CPU the same tests run with a small network of the same form.
+On a GPU; on a CPU the same tests run with a small network of Qwen3's form.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": 1,
 }
-SIZES: dict[str, tuple[str, int, dict[str, Any]]] = {"small": ("cpu", 40, SMALL), "full": ("cuda", 64, {})}
+# For each: the published configuration, where it runs, tokens an answer, and what is changed in the configuration.
+SUBJECTS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "small": ("Qwen/Qwen3-0.6B", "cpu", 40, SMALL),
+    "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", "cuda", 64, {}),
+    "Qwen2.5-1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", "cuda", 64, {}),
+}
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
     "alone": {"max_num_seqs": 1},
@@ -43,11 +48,28 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["small", pytest.param("full", marks=pytest.mark.gpu)])
+def on_device(subject: str, *more: str) -> Any:
+    """Parameters of a test, marked where they need a GPU."""
+    return pytest.param(subject, *more, marks=pytest.mark.gpu if SUBJECTS[subject][1] == "cuda" else ())
+
+
+# The second family differs inside a layer; what the engine does around layers is the same, so two ways are enough.
+every_case = pytest.mark.parametrize(
+    ("subject", "way"),
+    [
+        *(on_device("small", way) for way in WAYS),
+        *(on_device("Qwen3-0.6B", way) for way in WAYS),
+        *(on_device("Qwen2.5-1.5B", way) for way in ("chunked", "preempted")),
+    ],
+    indirect=["subject"],
+)
+
+
+@pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    device, answer_tokens, changes = SIZES[request.param]
+    published, device, answer_tokens, changes = SUBJECTS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(folder, "Qwen/Qwen3-0.6B", **changes)
+    write_checkpoint(folder, published, **changes)
     return Subject.load(folder, device, answer_tokens)
 
 
@@ -75,12 +97,13 @@ def run(subject: Subject, dtype: str, way: str) -> Comparison:
     return comparison
 
 
+@pytest.mark.parametrize("subject", [on_device(name) for name in SUBJECTS], indirect=True)
 def test_attention_is_peaked(subject: Subject) -> None:
     peak = tools.attention_peak(subject.exact, subject.prompts()["r641"])
     assert peak > 0.2, "uniform attention over 320 keys or more would put 0.003 on each"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_case
 def test_float32_logits_and_tokens_are_those_of_transformers(subject: Subject, way: str) -> None:
     seen = run(subject, "float32", way)
     error = seen.relative_error()
@@ -90,7 +113,7 @@ def test_float32_logits_and_tokens_are_those_of_transformers(subject: Subject, w
     assert len(wrong) == 0, f"top-two gaps of the wrong ones: {seen.gaps()[wrong].tolist()}"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_case
 def test_bfloat16_differs_by_no_more_than_its_own_noise(subject: Subject, way: str) -> None:
     seen = run(subject, "bfloat16", way)
     (rms, largest), (noise_rms, noise) = seen.error(), seen.noise()
@@ -119,13 +142,13 @@ def assert_same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Ten
         assert torch.equal(logits, second[request_id]), request_id
 
 
+@pytest.mark.parametrize("subject", [on_device("small"), on_device("Qwen3-0.6B")], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_step_ahead_changes_no_bit(subject: Subject, dtype: str) -> None:
     assert_same_bits(logits_of(subject, dtype, overlap=False), logits_of(subject, dtype, overlap=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("subject", ["full"], indirect=True)
+@pytest.mark.parametrize("subject", [on_device("Qwen3-0.6B")], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_change_no_bit_at_the_same_padded_batch(subject: Subject, dtype: str) -> None:
     """All sixteen decode in every step after the first: a captured size, so that eager steps have the same shapes."""

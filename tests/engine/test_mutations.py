@@ -91,3 +91,12 @@ def test_mutation_fails_parity(
 ) -> None:
     mutation(monkeypatch)  # type: ignore[operator]
     assert error_of(reference, tools.open_engine(checkpoint, max_num_batched_tokens=64)) > NOTICED
+
+
+def test_a_dropped_bias_fails_parity(tmp_path: Path) -> None:
+    """Qwen2's, of one layer: its parity tests say that the whole engine is below the threshold."""
+    reference = tools.make_reference(family="qwen2")
+    reference.save_pretrained(tmp_path)
+    seen = tools.open_engine(tmp_path)
+    seen.engine.runner.model.blocks[1].attention.qkv.bias.zero_()
+    assert error_of(reference, seen) > NOTICED

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=["qwen3"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -106,7 +106,7 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "names LlamaForCausalLM; we have Qwen3ForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, "names LlamaForCausalLM; we have Qwen2ForCausalLM, Qwen3ForCausalLM"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -157,13 +157,18 @@ def test_hub_id_is_downloaded_with_what_is_needed_and_no_more(folder: Path, monk
     assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in everything)
 
 
-def test_published_configuration_is_carried_for_dummy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes and parameter count of Qwen3-0.6B, as its publisher states them (0.6 B, 0.44 B without the embedding)."""
+@pytest.mark.parametrize(
+    ("name", "numbers", "tensors"),
+    [("Qwen/Qwen3-0.6B", 596_049_920, 310), ("Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304, 338)],
+)
+def test_published_configuration_is_carried_for_dummy_weights(
+    monkeypatch: pytest.MonkeyPatch, name: str, numbers: int, tensors: int
+) -> None:
+    """Shapes and parameter counts, as the publisher states them (0.6 B and 1.54 B, a tied head counted once)."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("no download is needed"))
-    model = build_model(open_checkpoint("Qwen/Qwen3-0.6B", files="config"), torch.bfloat16, torch.device("meta"))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert parameters == 596_049_920
-    assert len(model.checkpoint_tensors()) == 310
+    model = build_model(open_checkpoint(name, files="config"), torch.bfloat16, torch.device("meta"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == numbers
+    assert len(model.checkpoint_tensors()) == tensors
 
 
 def test_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +188,15 @@ def test_dummy_weights_from_a_config_alone_repeat_with_the_seed(tmp_path: Path) 
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert first.ready().weights == "dummy"
+
+
+def test_dummy_biases_are_zero(tmp_path: Path) -> None:
+    write_config(tmp_path, architectures=["Qwen2ForCausalLM"])
+    engine = Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", memory_bytes=2**26))
+    tensors = engine.runner.model.checkpoint_tensors()
+    biases = [tensor for name, tensor in tensors.items() if name.endswith("bias")]
+    assert len(biases) == 6
+    assert not any(bias.any() for bias in biases)
 
 
 def test_too_little_memory_is_refused_with_the_largest_context_that_fits(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from meltcore.engine.scheduler import Scheduler
 from meltcore.errors import ConfigError, RequestError
 from meltcore.kernels.dispatch import force_reference
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.decoder import Decoder
 from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights
-from meltcore.models.qwen3 import Qwen3
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -263,7 +263,7 @@ def _or_default(value: int | None, device: torch.device, *, cuda: int, cpu: int)
     return cuda if device.type == "cuda" else cpu
 
 
-def _load(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, progress: Progress) -> Qwen3:
+def _load(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, progress: Progress) -> Decoder:
     model = build_model(checkpoint, _choose_dtype(checkpoint, config, device), device)
     if config.load_format == "dummy":
         fill_dummy_weights(model, config.seed)
@@ -283,7 +283,7 @@ def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.de
     return _DTYPES[stored]
 
 
-def _context_limit(config: EngineConfig, model: Qwen3) -> int:
+def _context_limit(config: EngineConfig, model: Decoder) -> int:
     most = model.config.max_position_embeddings
     if config.max_model_len is None:
         return most

@@ -8,7 +8,7 @@ from meltcore.engine.messages import MemoryRow
 from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.scheduler import pages_for
 from meltcore.errors import ConfigError
-from meltcore.models.qwen3 import Qwen3
+from meltcore.models.decoder import Decoder
 
 # What a step needs beside weights and pages, until a profiled step says better: activations, workspaces, fragmentation.
 RESERVE_SHARE = 0.08
@@ -17,7 +17,7 @@ HOST_SHARE = 0.25
 
 
 def plan_pages(
-    model: Qwen3, *, memory_bytes: int | None, max_model_len: int, max_num_seqs: int
+    model: Decoder, *, memory_bytes: int | None, max_model_len: int, max_num_seqs: int
 ) -> tuple[int, list[MemoryRow]]:
     """How many pages fit, and the memory table. Raises ConfigError where one full sequence does not fit."""
     device = model.embedding.device

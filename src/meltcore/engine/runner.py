@@ -16,8 +16,8 @@ from meltcore.engine.scheduler import Chunk, pages_for
 from meltcore.engine.transfer import to_device, to_device_together
 from meltcore.kernels.paged_attention import Segments
 from meltcore.kernels.sampling import greedy
+from meltcore.models.decoder import Decoder
 from meltcore.models.loader import Progress
-from meltcore.models.qwen3 import Qwen3
 
 # The logits [rows, vocab] float32 of the rows asked for ([rows] int64 on the device).
 LogitsAt = Callable[[torch.Tensor], torch.Tensor]
@@ -41,7 +41,7 @@ class LaunchedStep(NamedTuple):
 class ModelRunner:
     """Holds the paged cache and a table row for each running sequence: its pages and its newest token."""
 
-    def __init__(self, model: Qwen3, sampler: Sampler, *, pages: int, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, model: Decoder, sampler: Sampler, *, pages: int, max_num_seqs: int, max_model_len: int) -> None:
         self.model = model
         self.sampler = sampler
         self.device = model.embedding.device

@@ -10,17 +10,31 @@ from meltcore.layers.norm import RMSNorm
 
 
 class Attention(nn.Module):
-    """residual + output(attention(qkv(norm(residual)))), with grouped queries and head norms (as in Qwen3)."""
+    """residual + output(attention(qkv(norm(residual)))), with grouped queries.
 
-    def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+    qkv_bias: queries, keys and values have a bias (Qwen2's form); head_norms: each head's query and key are normalised
+    (Qwen3's form).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        qkv_bias: bool,
+        head_norms: bool,
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scale = head_dim**-0.5
         self.norm = RMSNorm(hidden_size, eps)
-        self.qkv = Linear(hidden_size, heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        self.qkv = Linear(hidden_size, heads * head_dim, kv_heads * head_dim, kv_heads * head_dim, bias=qkv_bias)
         self.output = Linear(heads * head_dim, hidden_size)
-        self.query_norm = RMSNorm(head_dim, eps)
-        self.key_norm = RMSNorm(head_dim, eps)
+        self.query_norm = RMSNorm(head_dim, eps) if head_norms else None
+        self.key_norm = RMSNorm(head_dim, eps) if head_norms else None
 
     def forward(
         self,
@@ -31,7 +45,11 @@ class Attention(nn.Module):
         segments: Segments,
     ) -> torch.Tensor:
         """residual: [tokens, hidden_size], changed in place and returned; positions: [tokens]; cache: this layer's."""
-        norms = HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.eps)
         qkv = self.qkv(residual, self.norm)
-        mixed = paged_attention(qkv, norms, rotary, positions, *cache, segments, self.scale)
+        mixed = paged_attention(qkv, self._head_norms(), rotary, positions, *cache, segments, self.scale)
         return self.output.add_to(residual, mixed.flatten(1))
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        return HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.eps)

@@ -16,7 +16,10 @@ from meltcore.errors import ConfigError
 BUNDLED_MODEL = "meltcore/sums"
 _BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled" / "sums"
 # Published configurations that travel with us, so that random weights of these shapes need no download.
-_PUBLISHED = {"Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b"}
+_PUBLISHED = {
+    "Qwen/Qwen2.5-1.5B-Instruct": Path(__file__).parent / "published" / "qwen2.5-1.5b-instruct",
+    "Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b",
+}
 
 Files = Literal["config", "text", "all"]
 _TEXT_FILES = ["*.json", "*.jinja"]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import Checkpoint
+from meltcore.models.decoder import Decoder
+from meltcore.models.qwen2 import Qwen2
 from meltcore.models.qwen3 import Qwen3
 
 Progress = Callable[[str, float], None]
-ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3}
+ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], Decoder]] = {
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+}
 # The spread that published models are initialised with (initializer_range in their configurations).
 DUMMY_WEIGHT_STD = 0.02
 _NAMES_SHOWN = 5
 
 
-def build_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen3:
+def build_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
     """The network that config.json names, its weights allocated on `device` and not yet filled."""
     names = checkpoint.config.get("architectures") or []
     known = [name for name in names if name in ARCHITECTURES]
@@ -30,7 +36,7 @@ def build_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
     return model.to(dtype).to_empty(device=device)
 
 
-def load_weights(model: Qwen3, checkpoint: Checkpoint, progress: Progress) -> None:
+def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
     """Copy every tensor of the safetensors shards into the model, converting types on the way.
 
     Raises ConfigError naming the missing, unexpected or mis-shaped tensors, or the unreadable shard.
@@ -58,12 +64,12 @@ def load_weights(model: Qwen3, checkpoint: Checkpoint, progress: Progress) -> No
         raise ConfigError(f"{checkpoint.folder}: {'; '.join(filter(None, problems))}")
 
 
-def fill_dummy_weights(model: Qwen3, seed: int) -> None:
+def fill_dummy_weights(model: Decoder, seed: int) -> None:
     """Random weights of the configured shapes: the speed of the real ones, and answers that mean nothing."""
     generator = torch.Generator(device=model.embedding.device).manual_seed(seed)
-    for tensor in model.checkpoint_tensors().values():
+    for name, tensor in model.checkpoint_tensors().items():
         if tensor.dim() == 1:
-            tensor.fill_(1.0)
+            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
             tensor.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator)
 

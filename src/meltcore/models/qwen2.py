@@ -1,0 +1,21 @@
+"""Qwen2 and Qwen2.5, the dense families (Qwen2ForCausalLM; Qwen2 and Qwen2.5 Technical Reports, arXiv:2407.10671 and
+arXiv:2412.15115).
+
+The shared decoder with a bias on queries, keys and values, and no norm of theirs. Heads divide the hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meltcore.models.decoder import Decoder, DecoderConfig
+
+
+class Qwen2(Decoder):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """From a parsed config.json. Raises ConfigError for a missing field or a variant that we do not compute."""
+        hidden_size, heads = config.get("hidden_size"), config.get("num_attention_heads")
+        if hidden_size and heads:
+            config = {"head_dim": hidden_size // heads, **config}
+        super().__init__(DecoderConfig.read(config, qkv_bias=True, head_norms=False))
