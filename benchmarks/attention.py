@@ -229,12 +229,12 @@ def measure() -> list[Row]:
 def decode_launches() -> Iterator[DecodeLaunch]:
     shapes = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (32, 4, 4)]  # keys a block, warps, stages
     for (block_keys, warps, stages), share_pages, splits in itertools.product(shapes, (1, 4, 8, 12, 16), (1, 2, 8, 64)):
-        yield DecodeLaunch(splits, share_pages, block_keys, warps, stages)
+        yield DecodeLaunch(splits, share_pages, block_keys, warps, stages, ahead=share_pages == 1)
 
 
 def prefill_launches() -> Iterator[PrefillLaunch]:
     for packed, warps in ((1, 4), (2, 4), (2, 8)):
-        for block_keys, stages in ((64, 2), (64, 3), (64, 4), (32, 3)):
+        for block_keys, stages in ((64, 2), (64, 3), (64, 4), (32, 3), (32, 4), (128, 2)):
             yield PrefillLaunch(packed, block_keys, warps, stages)
 
 

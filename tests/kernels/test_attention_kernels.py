@@ -211,6 +211,19 @@ def test_decode_equals_dense_softmax(
         torch.testing.assert_close(cache.cpu()[~stored], earlier.cpu()[~stored], rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_share_asked_for_ahead_gives_the_same(device: torch.device) -> None:
+    """Shares that end within, at and after their first block; one holds the new token alone."""
+    torch.manual_seed(13)
+    made = make_sequences([20, 64, 65, 129, 700], 2, 64, torch.float32, device)
+    given = make_new_tokens(made, group=2, normed=True)
+    out = torch.full_like(given.queries, POISON)
+    launch = decode_file.decode_launch(5, 2, 64, 4, made.page_table.shape[1], 132)._replace(ahead=True)
+    decode_file._decode_triton(*given[:4], *made[:4], 0.125, out, 4, launch)
+    for i, keys in enumerate(made.keys):
+        expected = dense_attention(given.queries[i : i + 1], keys, made.values[i], len(keys) - 1, 0.125)
+        assert_close(out[i : i + 1], expected, torch.float32)
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_padding_rows_come_out_as_zeros_and_touch_nothing(splits: int, body: str, device: torch.device) -> None:
     torch.manual_seed(12)

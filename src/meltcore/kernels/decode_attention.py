@@ -20,6 +20,7 @@ import torch
 
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.qkv import HeadNorms, prepare_qkv
 
 # tl.dot takes no fewer rows; a group of query heads is padded to it.
@@ -113,6 +114,7 @@ class DecodeLaunch(NamedTuple):
     block_keys: int
     warps: int
     stages: int
+    ahead: bool  # whether a share's first block is asked for before the kernel in front has ended
 
 
 def decode_launch(
@@ -133,7 +135,8 @@ def decode_launch(
     # A block of keys and one of values take at most 32 KiB: two in flight and three programs a processor keep 192 KiB
     # on the way on Hopper (about 40 KiB would hide 1 us at 4.4 TB/s), and 64 KiB still fits consumer GPUs.
     block_keys = min(64, max(16, 2**14 // (head_dim * element_bytes)))
-    return DecodeLaunch(splits, share_pages, block_keys, warps=4, stages=3)
+    # A block held in registers: worth them where it is a good part of the share.
+    return DecodeLaunch(splits, share_pages, block_keys, warps=4, stages=3, ahead=share_pages <= 2)
 
 
 def _decode_triton(
@@ -160,6 +163,7 @@ def _decode_triton(
         launch = decode_launch(sequences, kv_heads, head_dim, qkv.element_size(), page_table.shape[1], processors)
     if splits is not None:
         launch = launch._replace(splits=splits)
+    overlap = overlaps(qkv.device)
     partial = weights = arrivals = out  # unused where there is nothing to merge
     if launch.splits > 1:
         if sequences * kv_heads > _MOST_SPLIT_PAIRS:
@@ -196,8 +200,11 @@ def _decode_triton(
         PAGE_SIZE=page_size,
         BLOCK_KEYS=launch.block_keys,
         SPLITS=launch.splits,
+        AHEAD=launch.ahead,
+        OVERLAP=overlap,
         num_warps=launch.warps,
         num_stages=launch.stages,
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 
@@ -311,6 +318,8 @@ def _decode_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One share of one sequence for one key head: its query heads are the rows of a tile."""
     kv_head = tl.program_id(0)
@@ -322,24 +331,39 @@ def _decode_kernel(
     held = tl.maximum(tl.cdiv(position + 1, PAGE_SIZE), 1)
     share = tl.cdiv(held, tl.minimum(tl.cdiv(held, least_pages), SPLITS)) * PAGE_SIZE
     first = split * share
-    if first > tl.maximum(position, 0):  # the first share of a padding row goes on, and writes zeros
-        return
-
+    last = tl.minimum(first + share, position)
     dims = tl.arange(0, HEAD_DIM)
+    column = tl.broadcast_to(dims[None, :], (ROWS, HEAD_DIM))
+    partner = (column + HEAD_DIM // 2) % HEAD_DIM
+    block = tl.arange(0, BLOCK_KEYS)
+    within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+
+    # What no recent kernel wrote is asked for before the one in front has ended: all but the product.
+    page = tl.load(pages + first // PAGE_SIZE, first <= position, other=0)
+    newest_page = tl.load(pages + position // PAGE_SIZE, position >= 0, other=0)
+    turn = rotary_table + tl.maximum(position, 0).to(tl.int64) * HEAD_DIM + column % (HEAD_DIM // 2)
+    cos = tl.load(turn)
+    sin = tl.load(turn + HEAD_DIM // 2)
+    sin = tl.where(column < HEAD_DIM // 2, -sin, sin)
+    if AHEAD:
+        exists = first + block < last
+        base = page * (PAGE_SIZE * KV_HEADS * HEAD_DIM)
+        keys = tl.load(key_cache + base + within, exists[:, None], other=0.0)
+        values = tl.load(value_cache + base + within, exists[:, None], other=0.0)
+    if OVERLAP:
+        # Before any program may end, or this launch could be over before the one in front.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
     member = tl.arange(0, ROWS)
     in_group = member < GROUP
     place = sequence * (KV_HEADS * GROUP) + kv_head * GROUP + member  # of each head's row in the output
     result = out + place[:, None] * HEAD_DIM + dims[None, :]
-    if position < 0:
-        tl.store(result, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group[:, None])
+    if first > position:
+        if position < 0 and split == 0:
+            tl.store(result, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group[:, None])
         return
 
-    # Everything that depends on the position alone is asked for before anything is waited for.
-    last = tl.minimum(first + share, position)
-    page = tl.load(pages + first // PAGE_SIZE)
-    newest_page = tl.load(pages + position // PAGE_SIZE)
-    column = tl.broadcast_to(dims[None, :], (ROWS, HEAD_DIM))
-    partner = (column + HEAD_DIM // 2) % HEAD_DIM
     token = qkv + sequence * qkv_stride
     # Rows past the group repeat its last head: cheaper than a mask on every load.
     own = token + (kv_head * GROUP + tl.minimum(member, GROUP - 1))[:, None] * HEAD_DIM
@@ -348,11 +372,6 @@ def _decode_kernel(
     own = token + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
     key, key_partner = tl.load(own + column), tl.load(own + partner)
     value = tl.load(own + KV_HEADS * HEAD_DIM + column)
-    turn = rotary_table + position.to(tl.int64) * HEAD_DIM + column % (HEAD_DIM // 2)
-    cos = tl.load(turn)
-    sin = tl.load(turn + HEAD_DIM // 2)
-    sin = tl.where(column < HEAD_DIM // 2, -sin, sin)
-
     query = _rotated(query, query_partner, query_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
     mixed = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -368,8 +387,12 @@ def _decode_kernel(
         total = tl.full((ROWS,), 1.0, tl.float32)
         mixed = value.to(tl.float32)
 
-    block = tl.arange(0, BLOCK_KEYS)
-    within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+    if AHEAD:
+        mixed, total, highest = attend_block(
+            query, keys, values, exists[None, :], mixed, total, highest, scale_log2, MASKED=True
+        )
+        first += BLOCK_KEYS
+        page = tl.load(pages + first // PAGE_SIZE, first < last, other=0)
     # A page's number is loaded one block ahead of its keys, whose addresses wait for it.
     for start in range(first, last, BLOCK_KEYS):
         following = start + BLOCK_KEYS
@@ -411,8 +434,11 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     rotary = torch.empty(4096, model.head_dim, device="meta")
     column = page_table[:, 0]
 
-    def case(norms: HeadNorms | None, splits: int) -> CompileCase:
-        return lambda: _decode_triton(qkv, norms, rotary, column, cache, cache, page_table, column, 1.0, out, splits)
-
     norms = HeadNorms(qkv[0], qkv[0], 1e-6)
-    return [case(norms, 1), case(norms, 16), case(None, 16)]
+
+    def case(norms: HeadNorms | None, splits: int, ahead: bool = False) -> CompileCase:
+        launch = decode_launch(64, model.kv_heads, model.head_dim, dtype.itemsize, 640, 132)._replace(ahead=ahead)
+        given = qkv, norms, rotary, column, cache, cache, page_table, column
+        return lambda: _decode_triton(*given, 1.0, out, splits, launch)
+
+    return [case(norms, 1), case(norms, 16), case(norms, 16, ahead=True), case(None, 16)]
