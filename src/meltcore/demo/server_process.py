@@ -68,6 +68,13 @@ class ServerProcess:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Of the server's own process; its other processes are children of it."""
+        if self._process is None:
+            raise ServerError("the server has not been started")
+        return self._process.pid
+
     def wait_ready(self, *, listen_limit_s: float = LISTEN_LIMIT_S, ready_limit_s: float = READY_LIMIT_S) -> str:
         """The server's address, once /health answers 200. Raises ServerError past the limits or where it ends first."""
         address = self._wait(self._banner, listen_limit_s, "print its address")

@@ -51,6 +51,10 @@ class AnswerEndpoint:
         except ClientDisconnectedError:
             exchange.log(status=499)
             return
+        except Exception as error:  # a fault of ours: the client gets the form it knows, uvicorn reports the error
+            failure = RequestError(f"the server failed: {type(error).__name__}", status=500)
+            await send_error(send, failure, headers=exchange.headers)
+            raise
         await exchange.answer(generation, reply, usage_event=usage_event)
 
     async def _admit(self, exchange: _Exchange) -> tuple[Generation, Reply, bool]:

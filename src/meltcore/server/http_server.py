@@ -26,6 +26,7 @@ class HttpServer:
     def __init__(self, app: ASGIApp, counts: Counts) -> None:
         self._config = uvicorn.Config(
             app,
+            interface="asgi3",
             http=_Protocol,
             lifespan="off",
             ws="none",

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meltcore import __version__
 from meltcore.errors import EngineDeadError, RequestError
@@ -37,12 +37,33 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Scope, Receive], Awaitable[Any]]
 
 
-def build_app(front: Front) -> Starlette:
+def build_app(front: Front) -> ASGIApp:
     """The ASGI application. /health, /live and /metrics need no key: they hold counts and no user's text."""
+    answers = {
+        "/v1/chat/completions": AnswerEndpoint(front, ChatRequest),
+        "/v1/completions": AnswerEndpoint(front, CompletionRequest),
+    }
+    app = _build_starlette(front, answers)
+    # Web pages' requests need Starlette's headers; for all others its layers would be a fifth of the cost of a token.
+    return app if front.config.cors_origins else _Shortcut(app, answers)
+
+
+class _Shortcut:
+    """Sends what asks for an answer straight to its endpoint, and all else through `app`."""
+
+    def __init__(self, app: ASGIApp, answers: dict[str, AnswerEndpoint]) -> None:
+        self._app = app
+        self._answers = answers
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        endpoint = self._answers.get(scope["path"]) if scope["method"] == "POST" else None
+        return self._app(scope, receive, send) if endpoint is None else endpoint(scope, receive, send)
+
+
+def _build_starlette(front: Front, answers: dict[str, AnswerEndpoint]) -> Starlette:
     pages = _Pages(front)
     routes = [
-        Route("/v1/chat/completions", AnswerEndpoint(front, ChatRequest), methods=["POST"]),
-        Route("/v1/completions", AnswerEndpoint(front, CompletionRequest), methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answers.items()),
         Route("/v1/models", _Endpoint(front, pages.models), methods=["GET"]),
         Route("/v1/models/{name:path}", _Endpoint(front, pages.model), methods=["GET"]),
         Route("/tokenize", _Endpoint(front, pages.tokenize), methods=["POST"]),

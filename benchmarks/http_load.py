@@ -1,0 +1,211 @@
+"""Output tokens per second over HTTP: streamed answers under a closed loop of users, one server at a time.
+
+Without --url it starts our own server (random weights, prefix cache off, prompts as token ids, greedy, EOS ignored).
+With --url it loads any server that speaks OpenAI's completions, with the same client and the same requests, and writes
+http_NAME.json; a later run of ours puts that beside its own numbers with --peer.
+
+    python benchmarks/http_load.py --url http://127.0.0.1:8000 --name vllm
+    python benchmarks/http_load.py --peer benchmarks/results/http_vllm.json
+
+Two rates a level: in the steady window (the longest span with 90 % of the users in flight), and of the whole level,
+its ramp and its last answers included. The server's own count of generated tokens has to agree with the client's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+
+from bench_output import Row, write_result
+
+from meltcore.demo.server_process import ServerProcess
+from meltcore.load.config import LoadConfig
+from meltcore.load.probe import read_gauges
+from meltcore.load.runner import run_levels
+from meltcore.results.schema import LevelResult
+
+# What is asked of us on one H200 with Qwen3-0.6B, by users.
+REACH = {400: 27_100.0, 1_000: 30_750.0, 10_000: 29_850.0}
+OFFLINE_REACH = 0.95
+CALIBRATION_REQUESTS = 1_000
+SPARE = 1.2  # requests beyond those that the calibrated rate asks for: --seconds is a floor
+COUNTER_TOLERANCE = 0.005
+MAX_MODEL_LEN = 2048
+
+
+def metrics(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+        return read_gauges(reply.read().decode())
+
+
+def load(url: str, users: int, requests: int, seed: int, args: argparse.Namespace) -> LevelResult:
+    config = LoadConfig(
+        url=url,
+        model=args.served,
+        concurrency=(users,),
+        requests=requests,
+        warmup=0,
+        workload=f"random:in={args.inlen},out={args.out},vocab={args.vocab}",
+        continuous_usage=False,
+        processes=min(args.processes, users),
+        seed=seed,
+    )
+    (level,) = run_levels(config)
+    if level.failed or level.output_tokens != requests * args.out:
+        raise RuntimeError(f"{users} users: {level.failures or 'wrong count'}: {level.output_tokens} tokens")
+    return level
+
+
+def measure(url: str, users: int, args: argparse.Namespace) -> tuple[LevelResult, float]:
+    """One level of at least `args.seconds`, and the CPU microseconds that our front spent a token (0: not said)."""
+    probe = load(url, min(users, CALIBRATION_REQUESTS), min(2 * users, CALIBRATION_REQUESTS), 1, args)
+    rate = probe.output_tokens_per_s / args.out
+    requests = max(2 * users, round(SPARE * rate * args.seconds))
+    print(f"{users:,} users: {requests:,} requests", flush=True)
+    before = metrics(url)
+    level = load(url, users, requests, 2, args)
+    after = metrics(url)
+    counted = after["generation_tokens_total"] - before["generation_tokens_total"]
+    if abs(counted / level.output_tokens - 1) > COUNTER_TOLERANCE:
+        raise RuntimeError(f"the server counted {counted:,.0f} tokens, the client {level.output_tokens:,}")
+    front_s = after.get("front_cpu_seconds_total", 0.0) - before.get("front_cpu_seconds_total", 0.0)
+    return level, front_s * 1e6 / level.output_tokens
+
+
+def level_rows(users: int, level: LevelResult, front_us: float, peer: dict[str, float]) -> list[Row]:
+    work = f"{users:,} users, {level.requests:,} requests in {level.duration_s:.0f} s"
+    steady = level.steady
+    found = [("whole level", "output tokens/s", level.output_tokens_per_s)]
+    if steady is not None:
+        found.insert(0, ("steady", "output tokens/s", steady.output_tokens_per_s))
+    for name, value in (
+        ("TTFT mean", level.ttft_ms.mean),
+        ("gap between events p50", level.itl_ms.p50),
+        ("gap between events p99", level.itl_ms.p99),
+    ):
+        if value is not None:
+            found.append((name, "ms", value))
+    found.append(("events a token", "ratio", level.chunk_to_token_ratio or 0.0))
+    if front_us:
+        found.append(("front processes", "CPU us a token", front_us))
+    if level.client is not None:
+        found.append(("busiest client process", "share of a core", level.client.cpu_share))
+    rows = []
+    for name, unit, value in found:
+        row = Row(work=f"{work}: {name} [{level.verdict}]", unit=unit, value=value)
+        if name == "steady":
+            row.reach = REACH.get(users)
+        other = peer.get(f"{users:,} users: {name}")
+        if other:
+            row.peer, row.peer_value = "peer", other
+            row.ratio = value / other if unit == "output tokens/s" else other / value if value else None
+        rows.append(row)
+    for reason in level.reasons:
+        print(f"{users:,} users: {reason}", flush=True)
+    return rows
+
+
+def read_peer(path: Path | None) -> dict[str, float]:
+    """A peer's values by "USERS users: NAME"."""
+    if path is None:
+        return {}
+    found = {}
+    for row in json.loads(path.read_text())["rows"]:
+        users, _, rest = row["work"].partition(" users, ")
+        found[f"{users} users: {rest.partition(': ')[2].rpartition(' [')[0]}"] = row["value"]
+    return found
+
+
+def offline_tokens_per_s(requests: int, args: argparse.Namespace) -> float:
+    """Our offline API on as many requests of the same lengths, in a process of its own."""
+    command = [sys.executable, __file__, "--offline", str(requests), "--model", args.model]
+    command += ["--inlen", args.inlen, "--out", str(args.out), "--vocab", str(args.vocab)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True)
+    return float(result.stdout.splitlines()[-1])
+
+
+def measure_offline(requests: int, args: argparse.Namespace) -> float:
+    from meltcore import LLM, SamplingParams
+
+    llm = LLM(args.model, load_format="dummy", max_model_len=MAX_MODEL_LEN, debug=("no-prefix-cache",))
+    low, _, high = args.inlen.partition("-")
+    draw = random.Random(0)
+    prompts = [
+        [draw.randrange(100, args.vocab) for _ in range(draw.randint(int(low), int(high or low)))]
+        for _ in range(requests)
+    ]
+    sampling = SamplingParams(max_tokens=args.out, ignore_eos=True)
+    llm.generate(prompts[:64], sampling)
+    started = time.perf_counter()
+    answers = llm.generate(prompts, sampling)
+    elapsed = time.perf_counter() - started
+    assert all(len(answer.token_ids) == args.out for answer in answers)
+    return requests * args.out / elapsed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--url", help="of a running server, instead of our own")
+    parser.add_argument("--served", help="the model's name there; the first it lists")
+    parser.add_argument("--name", default="peer", help="with --url: the result is http_NAME.json")
+    parser.add_argument("--peer", type=Path, help="an earlier http_NAME.json to compare with")
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="for our own server")
+    parser.add_argument("--users", default="400,1000,10000")
+    parser.add_argument("--seconds", type=float, default=30.0, help="the least a level lasts")
+    parser.add_argument("--inlen", default="576", help="prompt tokens: N or LOW-HIGH")
+    parser.add_argument("--out", type=int, default=128, help="output tokens")
+    parser.add_argument("--vocab", type=int, default=30_000, help="prompt ids stay below it")
+    parser.add_argument("--fronts", type=int, help="front processes of our server")
+    parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), help="of clients")
+    parser.add_argument("--no-offline", action="store_true", help="leave the offline API out")
+    parser.add_argument("--serve-flags", default="", help="more flags for our server, in one string")
+    parser.add_argument("--offline", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.offline:
+        print(measure_offline(args.offline, args))
+        return
+    flags = ["--load-format", "dummy", "--debug", "no-prefix-cache", "--max-model-len", str(MAX_MODEL_LEN)]
+    flags += ["--fronts", str(args.fronts)] if args.fronts else []
+    peer = read_peer(args.peer)
+    rows: list[Row] = []
+    thousand: LevelResult | None = None
+    with ExitStack() as stack:
+        url = args.url
+        if url is None:
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+            command = [args.model, *flags, *args.serve_flags.split()]
+            url = stack.enter_context(ServerProcess(command, log, say=print)).wait_ready()
+        for users in map(int, args.users.split(",")):
+            level, front_us = measure(url, users, args)
+            rows += level_rows(users, level, front_us, peer)
+            thousand = level if users == 1_000 else thousand
+    if args.url is None and thousand is not None and not args.no_offline:
+        alone = offline_tokens_per_s(thousand.requests, args)
+        http = thousand.output_tokens_per_s
+        rows.append(
+            Row(
+                work=f"1,000 users, {thousand.requests:,} requests: through HTTP against offline",
+                unit="output tokens/s",
+                value=http,
+                peer="own offline API",
+                peer_value=alone,
+                ratio=http / alone,
+                reach=OFFLINE_REACH,
+            )
+        )
+    versions = {} if args.url else {name: metadata.version(name) for name in ("torch", "uvicorn", "uvloop")}
+    write_result("http" if args.url is None else f"http_{args.name}", rows, versions)
+
+
+if __name__ == "__main__":
+    main()
