@@ -31,8 +31,11 @@ class Row:
     limit_share: float | None = None
 
 
-def write_result(name: str, rows: Sequence[Row], versions: dict[str, str]) -> None:
-    """Write benchmarks/results/NAME.json and print the table. `versions`: of the packages that matter and the peers."""
+def write_result(name: str, rows: Sequence[Row], versions: dict[str, str], notes: Sequence[str] = ()) -> None:
+    """Write benchmarks/results/NAME.json and print the table. `versions`: of the packages that matter and the peers.
+
+    `notes`: what a reader must know beside the rows, such as what was skipped and why.
+    """
     fingerprint = take_fingerprint()
     result = {
         "machine": {
@@ -45,6 +48,7 @@ def write_result(name: str, rows: Sequence[Row], versions: dict[str, str]) -> No
         "versions": {"python": fingerprint.python, "meltcore": fingerprint.versions["meltcore"], **versions},
         "command": " ".join(["python", f"benchmarks/{name}.py", *clean_arguments(sys.argv[1:])]),
         "date": datetime.now(UTC).date().isoformat(),
+        **({"notes": list(notes)} if notes else {}),
         "rows": [{key: value for key, value in asdict(row).items() if value is not None} for row in rows],
     }
     RESULTS.mkdir(exist_ok=True)
@@ -56,7 +60,10 @@ def write_result(name: str, rows: Sequence[Row], versions: dict[str, str]) -> No
     for row in rows:
         numbers = (row.peer_value, row.ratio, row.reach)
         table.add_row(row.work, row.unit, f"{row.value:,.4g}", row.peer or "", *map(_number, numbers))
-    Console(width=140).print(table)
+    console = Console(width=140)
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
 
 
 def _number(value: float | None) -> str:

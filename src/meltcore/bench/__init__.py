@@ -1,1 +1,1 @@
-"""The GPU score: one number that ranks GPUs, how it came about, and how the GPU was meanwhile. See bench/README.md."""
+"""The GPU score: one number that ranks GPUs, how it came about, and how the GPU was meanwhile."""

@@ -74,7 +74,9 @@ def run_bench(config: BenchConfig, say: Callable[[str], None], on_level: OnLevel
     stopping = threading.Event()
     with ExitStack() as stack:
         monitor = _watch(config, folder, stack)
-        devices = [_cpu(config, fingerprint.cpu)] if monitor is None else _gpus(config, monitor)
+        devices = (
+            [_cpu(config, fingerprint.cpu)] if monitor is None else _gpus(config, monitor, fingerprint.memory_bytes)
+        )
         levels = config.levels or (CPU_LEVELS if monitor is None else workload.LEVELS)
         runs = [
             stack.enter_context(_device_run(config, device, levels, folder, stopping, on_level)) for device in devices
@@ -116,11 +118,11 @@ def _watch(config: BenchConfig, folder: RunFolder, stack: ExitStack) -> Monitor 
         return None
 
 
-def _gpus(config: BenchConfig, monitor: Monitor) -> list[Device]:
+def _gpus(config: BenchConfig, monitor: Monitor, host_bytes: int) -> list[Device]:
     first = _first_samples(monitor)
     devices = []
     for position, info in enumerate(monitor.start.gpus):
-        memory_bytes = total_memory_bytes([sample for sample in first if sample.gpu == position])
+        memory_bytes = total_memory_bytes([sample for sample in first if sample.gpu == position], host_bytes)
         if memory_bytes is None:
             raise ConfigError(f"{info.label}: NVML does not say how much memory it has, and the engine needs to know")
         devices.append(

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from meltcore.hardware.health import judge_summary
-from meltcore.hardware.metrics import BY_KEY, UTILIZATION_NOTE
+from meltcore.hardware.metrics import BY_KEY, NOT_APPLICABLE, UTILIZATION_NOTE
 from meltcore.hardware.recording import GpuInfo, Recording, Sample
 from meltcore.hardware.summary import GpuSummary, numbers, summarise
 from meltcore.results.score import Health, MetricRow
@@ -78,9 +78,13 @@ def lines(samples: Sequence[Sample], start_s: float, buckets: int, bucket_s: flo
     return found
 
 
-def total_memory_bytes(samples: Sequence[Sample]) -> int | None:
+def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None:
+    """A GPU's memory: the host's where the two share one; None where NVML should say and does not."""
     found = numbers(samples, "memory_total_bytes")
-    return int(found[0]) if found else None
+    if found:
+        return int(found[0])
+    shared = any(sample.values["memory_total_bytes"] == NOT_APPLICABLE for sample in samples)
+    return host_bytes if shared else None
 
 
 def _rows(summary: GpuSummary) -> list[MetricRow]:

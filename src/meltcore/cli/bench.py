@@ -17,7 +17,6 @@ EXAMPLES = """\
 
 exit status: 0 a score, 1 none (an engine failed), 2 could not start, 130 interrupted
 """
-METRICS = ("ttft_ms", "itl_ms")
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 

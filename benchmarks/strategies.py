@@ -1,0 +1,195 @@
+"""What people try with a small model on one GPU, on the same prompts (those of the GPU score): output tokens a second.
+
+Batch 1 with transformers, its `generate` on batches, several processes of it, vLLM, and ours. Random weights, prompts
+of 128 to 1,024 tokens, 128 output tokens, greedy, end tokens ignored, prefill in the wall time. Each strategy has its
+own process and the GPU to itself, is warmed up with one batch, and gets whole batches until its time is over.
+
+    python benchmarks/strategies.py --vllm-site SITE     SITE: a folder that holds an installed vLLM
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TextIO
+
+from bench_output import Row, write_result
+
+WORKER = Path(__file__).parent / "strategy_worker.py"
+OURS = "meltcore, all at once"
+WARM_LIMIT_S, WORK_LIMIT_S = 600.0, 300.0
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`batch` requests are given to each of `processes` at a time."""
+
+    name: str
+    worker: str
+    batch: int
+    processes: int = 1
+    site: str | None = None
+
+
+class Failed(Exception):
+    """A strategy did not work here; the reason stands in the table."""
+
+
+def strategies(args: argparse.Namespace) -> list[Strategy]:
+    many = args.processes
+    return [
+        Strategy("transformers, one request at a time", "transformers", 1),
+        Strategy(f"transformers, generate on batches of {args.batch}", "transformers", args.batch),
+        Strategy(f"transformers, {many} processes, one request each", "transformers", 1, many),
+        Strategy(f"vLLM, {args.requests:,} requests at once", "vllm", args.requests, site=args.vllm_site),
+        Strategy(f"{OURS}, {args.requests:,} requests", "meltcore", args.requests),
+    ]
+
+
+def measure(strategy: Strategy, args: argparse.Namespace) -> float:
+    """Output tokens a second from the first start to the last end. Raises Failed."""
+    with tempfile.TemporaryFile("w+") as log:
+        workers = [start(strategy, process, args, log) for process in range(strategy.processes)]
+        try:
+            for worker in workers:
+                expect(worker, "warm", WARM_LIMIT_S, log)
+            for worker in workers:
+                assert worker.stdin is not None
+                worker.stdin.write("go\n")
+                worker.stdin.flush()
+            done = [json.loads(expect(worker, "done ", WORK_LIMIT_S, log)) for worker in workers]
+        finally:
+            for worker in workers:
+                end(worker)
+    took_s = max(each["ended_s"] for each in done) - min(each["started_s"] for each in done)
+    return float(sum(each["tokens"] for each in done) / took_s)
+
+
+def start(strategy: Strategy, process: int, args: argparse.Namespace, log: TextIO) -> subprocess.Popen[str]:
+    command = [sys.executable, str(WORKER), strategy.worker, "--model", args.model, "--device", args.device]
+    command += ["--dtype", args.dtype, "--batch", str(strategy.batch), "--seconds", str(args.seconds)]
+    command += ["--process", str(process), "--processes", str(strategy.processes)]
+    path = os.pathsep.join(filter(None, [strategy.site, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,  # vLLM starts processes of its own, which have to end with it
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )
+
+
+def expect(worker: subprocess.Popen[str], beginning: str, limit_s: float, log: TextIO) -> str:
+    """What follows `beginning` in the worker's next line that has it; libraries print others.
+
+    Raises Failed where it ends first, or is ended because it took longer than `limit_s`.
+    """
+    assert worker.stdout is not None
+    watchdog = threading.Timer(limit_s, end, (worker,))
+    watchdog.start()
+    try:
+        for line in worker.stdout:
+            if line.startswith(beginning):
+                return line.removeprefix(beginning)
+    finally:
+        watchdog.cancel()
+    log.seek(0)
+    last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
+    raise Failed(f"ended with status {worker.wait()} within {limit_s:.0f} s: {last}")
+
+
+def end(worker: subprocess.Popen[str]) -> None:
+    """The worker and all it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+
+
+def missing(strategy: Strategy) -> str | None:
+    """Why a strategy cannot even be tried here."""
+    if strategy.worker == "vllm":
+        if strategy.site is None and find_spec("vllm") is None:
+            return "vLLM is not installed; name a folder that holds it with --vllm-site"
+        if strategy.site is not None and not Path(strategy.site, "vllm").is_dir():
+            return f"{Path(strategy.site).name} holds no vllm package"
+    return None
+
+
+def site_version(package: str, site: str | None) -> str | None:
+    found = metadata.distributions(name=package, path=[site] if site else sys.path)
+    return next((each.version for each in found), None)
+
+
+def run_all(wanted: Sequence[Strategy], args: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]:
+    """(rates, reasons) by name: what was measured, and why the rest was not."""
+    rates: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    for strategy in wanted:
+        reason = missing(strategy)
+        if reason is None:
+            try:
+                rates[strategy.name] = measure(strategy, args)
+                print(f"{strategy.name}: {rates[strategy.name]:,.0f} output tokens/s", flush=True)
+                continue
+            except Failed as error:
+                reason = str(error)
+        reasons[strategy.name] = reason
+        print(f"{strategy.name}: skipped: {reason}", flush=True)
+    return rates, reasons
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each strategy, after its warm-up")
+    parser.add_argument("--batch", type=int, default=64, help="of transformers' generate")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=1000, help="at once, for vLLM and ours")
+    parser.add_argument("--vllm-site", help="a folder with vLLM and what it needs, put first on the path")
+    parser.add_argument("--only", default="", help="strategies whose worker is one of these, with commas")
+    parser.add_argument("--name", default="strategies", help="of the result file")
+    args = parser.parse_args()
+
+    only = set(filter(None, args.only.split(",")))
+    wanted = [strategy for strategy in strategies(args) if not only or strategy.worker in only]
+    rates, reasons = run_all(wanted, args)
+    ours = next((rate for name, rate in rates.items() if name.startswith(OURS)), None)
+    rows = [
+        Row(
+            work=name,
+            unit="output tokens/s",
+            value=rate,
+            peer=None if ours is None or rate is ours else "meltcore",
+            peer_value=None if rate is ours else ours,
+            ratio=None if ours is None or rate is ours else ours / rate,
+        )
+        for name, rate in rates.items()
+    ]
+    versions = {name: site_version(name, None) for name in ("torch", "triton", "transformers")}
+    versions["vllm"] = site_version("vllm", args.vllm_site)
+    write_result(
+        args.name,
+        rows,
+        {name: version for name, version in versions.items() if version},
+        notes=[f"{name}: skipped: {reason}" for name, reason in reasons.items()],
+    )
+
+
+if __name__ == "__main__":
+    main()
