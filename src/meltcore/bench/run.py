@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ class BenchConfig:
     stall_limit_s: float = STALL_LIMIT_S
 
     def __post_init__(self) -> None:
-        if self.duration_s < SHORTEST_S:
+        if not SHORTEST_S <= self.duration_s < math.inf:
             raise ConfigError(f"--duration must be at least {SHORTEST_S:g} s; got {self.duration_s:g}")
         if self.cpu and self.gpus is not None:
             raise ConfigError("--cpu and --gpu exclude each other")

@@ -18,6 +18,8 @@ EXAMPLES = """\
 exit status: 0 a score, 1 none (an engine failed), 2 could not start, 130 interrupted
 """
 
+METRICS = ("score", "score_ttft_ms", "score_itl_ms", "tokens_per_joule", "health", "nvml_utilization")
+
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 

@@ -10,6 +10,7 @@ from markupsafe import Markup
 from meltcore.report.score_charts import Curve, against_concurrency, time_lines
 from meltcore.report.template import fill
 from meltcore.results import wording
+from meltcore.results.definitions import SCORE_DEFINITIONS
 from meltcore.results.percentiles import SAMPLES_NEEDED, TOO_SMALL
 from meltcore.results.schema import Distribution
 from meltcore.results.score import GpuScore, MetricRow, Score, ScoredRun, ScoreLevel
@@ -17,40 +18,6 @@ from meltcore.results.score import GpuScore, MetricRow, Score, ScoredRun, ScoreL
 HEALTH_STYLE = {"HEALTHY": "good", "DEGRADED": "bad", "UNKNOWN": "unsure"}
 _COLOURS = 4
 _GIB = 2**30
-
-SCORE_WORDS = (
-    (
-        "The score",
-        "Output tokens per second over the window of the sustained run, counted by the measuring process from the "
-        "token ids it received. The window begins when as many requests have ended as run at once, and both its ends "
-        "are ends of steps.",
-    ),
-    (
-        "TTFT",
-        "From the sending of a request to its first token, for requests whose first token came within the window. "
-        "Where more are in flight than run at once, this is mostly waiting.",
-    ),
-    (
-        "ITL",
-        "Gaps between the tokens of one request, pooled over all tokens of the window.",
-    ),
-    (
-        "Tokens per joule",
-        "Output tokens over the growth of the GPU's own energy counter in the same window. The host's energy is not "
-        "in it.",
-    ),
-    (
-        "Health",
-        "DEGRADED: something happened that does not happen on a healthy GPU (a slowdown by heat or power brake, a new "
-        "ECC or XID error, clocks that drift under load). UNKNOWN: nothing did as far as could be seen, and not all "
-        "could be seen. A value that the product does not have is neutral.",
-    ),
-    (
-        "NVML utilization",
-        "The share of its last window with at least one kernel resident: a single thread on a single SM makes it "
-        "100 %. It is shown because people look for it, and no verdict uses it; SM activity is what it is taken for.",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -77,7 +44,7 @@ def render_score(result: ScoredRun) -> str:
         rate_range=_rate_range,
         percentile=_percentile,
         health_style=HEALTH_STYLE,
-        words=SCORE_WORDS,
+        words=SCORE_DEFINITIONS,
         samples_needed=SAMPLES_NEEDED,
         fingerprint=wording.fingerprint_rows(result.fingerprint),
         settings=_settings(score),

@@ -100,7 +100,54 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
 )
 
-_BY_KEY = {definition.key: definition for definition in DEFINITIONS}
+# What the GPU score's words mean: its measurer talks to an engine, not to a server, and counts token ids.
+SCORE_DEFINITIONS: tuple[Definition, ...] = (
+    Definition(
+        "score",
+        "The score",
+        "tokens/s",
+        "Output tokens over the window of the sustained run, counted by the measuring process from the token ids it "
+        "received. The window begins when as many requests have ended as run at once, and both its ends are ends of "
+        "steps.",
+    ),
+    Definition(
+        "score_ttft_ms",
+        "TTFT",
+        "ms",
+        "From the sending of a request to its first token, for requests whose first token came within the window. "
+        "Where more are in flight than run at once, this is mostly waiting.",
+    ),
+    Definition(
+        "score_itl_ms",
+        "ITL",
+        "ms",
+        "Gaps between the tokens of one request, pooled over all tokens of the window.",
+    ),
+    Definition(
+        "tokens_per_joule",
+        "Tokens per joule",
+        "tokens/J",
+        "Output tokens over the growth of the GPU's own energy counter in the same window. The host's energy is not "
+        "in it.",
+    ),
+    Definition(
+        "health",
+        "Health",
+        "verdict",
+        "DEGRADED: something happened that does not happen on a healthy GPU (a slowdown by heat or power brake, a new "
+        "ECC or XID error, clocks that drift under load). UNKNOWN: nothing did as far as could be seen, and not all "
+        "could be seen. A value that the product does not have is neutral.",
+    ),
+    Definition(
+        "nvml_utilization",
+        "NVML utilization",
+        "%",
+        "The share of NVML's last window with at least one kernel resident: a single thread on a single SM makes it "
+        "100 %. It is shown because people look for it, and no verdict uses it; SM activity is what it is taken for.",
+    ),
+)
+
+_BY_KEY = {definition.key: definition for definition in (*DEFINITIONS, *SCORE_DEFINITIONS)}
 
 
 def define(key: str) -> Definition:
