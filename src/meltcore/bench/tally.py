@@ -120,7 +120,7 @@ class Tally:
     def _take_tokens(self, step: Step) -> None:
         ids = np.array(step.ids)
         new = np.array([len(tokens) for tokens in step.tokens])
-        if len(ids) != len(new) or len(np.unique(ids)) != len(ids) or new.min() < 1:
+        if len(ids) != len(new) or len(set(step.ids)) != len(ids) or new.min() < 1:
             raise EngineError(f"the engine's step at {step.t_s:.3f} does not hold one list of tokens for each request")
         if ids.min() < 0 or ids.max() >= self._size:
             strange = next(number for number in step.ids if not 0 <= number < self._size)
