@@ -43,6 +43,8 @@ from meltcore.errors import MeltcoreError, RequestError
 _IDLE_POLL_MS = 1000
 # A message that cannot be delivered for this long means that nobody reads: the front hangs.
 _SEND_TIMEOUT_MS = 30_000
+# Requests; what fewer have left behind is not worth a look at the whole heap.
+_ENOUGH_FINISHED = 256
 # Parameter numbers of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -70,6 +72,7 @@ class EngineProcess:
         self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
         self._encoder = msgspec.msgpack.Encoder()
         self._profiler: Profiler | None = None
+        self._finished = 0  # requests, since memory was given back
 
     def serve(self, config: EngineConfig) -> int:
         """Load, then step until told to leave. Returns the exit status."""
@@ -107,14 +110,16 @@ class EngineProcess:
             parts[front_of[request_id]].append(output)
             if output.finish_reason is not None:
                 del front_of[request_id]
+                self._finished += 1
         for front, outputs in enumerate(parts):
             if outputs or (front == 0 and not step.outputs):
                 self.send(StepOutputs(outputs, step.stats, step.step_ended_s), front)
 
     def _receive(self, engine: Engine) -> bool:
         """Take in every message that has come; wait for one where there is nothing else to do. False: leave."""
-        if not engine.has_work:
-            self._poller.poll(_IDLE_POLL_MS)
+        if not engine.has_work and not self._poller.poll(_IDLE_POLL_MS) and self._finished >= _ENOUGH_FINISHED:
+            self._finished = 0
+            give_back_memory()
         return all(self._receive_from(front, engine) for front in range(len(self._inboxes)))
 
     def _receive_from(self, front: int, engine: Engine) -> bool:
@@ -189,6 +194,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None:  # glibc's; another C library has other habits
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most that glibc takes
         mallopt(_M_TRIM_THRESHOLD, 2**30)
+
+
+def give_back_memory() -> None:
+    """Undo what `keep_freed_memory` lets pile up, at a time when nothing waits for it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _leave_with_front() -> None:

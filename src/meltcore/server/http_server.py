@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from meltcore.server.counts import Counts
+from meltcore.server.idle import IdleTrim
 
 KEEP_ALIVE_S = 75
 CLOSE_S = 2  # whole seconds: uvicorn's limit for connections to close
@@ -44,6 +45,7 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Until `stop`, and then until the connections are closed, or CLOSE_S have passed."""
+        IdleTrim(self._counts)
         await self._server.serve(sockets=[])
 
     def stop(self) -> None:

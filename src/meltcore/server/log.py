@@ -13,7 +13,7 @@ import msgspec
 from meltcore.server.counts import Counts
 
 MAX_LINES_WAITING = 16_384
-LINES_A_WRITE = 256
+BYTES_A_WRITE = 4096  # a pipe takes this many whole (PIPE_BUF): the lines of several front processes do not mix
 
 
 class Log:
@@ -48,17 +48,26 @@ class Log:
         self._thread.join(wait_s)
 
     def _write(self) -> None:
-        last = False
-        while not last:
-            lines = [self._lines.get()]
-            while len(lines) < LINES_A_WRITE and not self._lines.empty():
-                lines.append(self._lines.get())
-            last = None in lines
+        block, size = "", 0
+        while True:
+            line = self._lines.get()
+            more = 0 if line is None else len(line.encode())
             try:
-                self._stream.write("".join(line for line in lines if line is not None))
-                self._stream.flush()
+                if block and (line is None or size + more > BYTES_A_WRITE):
+                    self._put(block)
+                    block, size = "", 0
+                if line is None:
+                    return
+                block, size = block + line, size + more
+                if self._lines.empty():
+                    self._put(block)
+                    block, size = "", 0
             except (OSError, ValueError):  # the reader is gone, and with it the place where this could be said
                 return
+
+    def _put(self, block: str) -> None:
+        self._stream.write(block)
+        self._stream.flush()
 
 
 def _text(value: Any) -> str:
