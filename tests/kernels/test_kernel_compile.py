@@ -20,6 +20,10 @@ MODELS = {
     "Qwen3-0.6B": ModelShape(
         hidden_size=1024, intermediate_size=3072, heads=16, kv_heads=8, head_dim=128, page_size=64
     ),
+    # Six query heads a key head, and products wider than a program of few tokens can hold.
+    "Qwen2.5-1.5B": ModelShape(
+        hidden_size=1536, intermediate_size=8960, heads=12, kv_heads=2, head_dim=128, page_size=64
+    ),
     "sums": ModelShape(hidden_size=192, intermediate_size=512, heads=4, kv_heads=2, head_dim=64, page_size=64),
 }
 # Shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities), KiB.
@@ -75,6 +79,8 @@ def test_every_kernel_compiles_within_the_shared_memory_of(
     compiled: list[tuple[JITFunction, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if capability < (least := getattr(module, "LEAST_CAPABILITY", 0)):
+        pytest.skip(f"needs sm_{least}: the engine refuses what uses it elsewhere")
     monkeypatch.setattr(triton.runtime.driver, "_active", AbsentGPU(capability))
     for case in module.compile_cases(MODELS[model], dtype):
         case()

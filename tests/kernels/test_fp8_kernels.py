@@ -1,0 +1,182 @@
+"""FP8 products: quantising, the few-token body and torch's, against float64 on what the FP8 numbers stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, applies here too
+from test_linear_kernel import assert_near, assert_rounded_once, moved, random_norm, random_product
+from triton.runtime import interpreter
+
+from meltcore.kernels import fp8_linear as fp8_file
+from meltcore.kernels import fp8_quantise
+from meltcore.kernels.fp8_few_tokens import fp8_few_tokens, suits_fp8_few_tokens
+from meltcore.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear_add
+from meltcore.kernels.fp8_quantise import FP8, LARGEST, Fp8Rows, quantise
+from meltcore.kernels.norm import Norm, rms_norm
+
+TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+SHAPES = pytest.mark.parametrize(
+    ("seed", "tokens", "output_size", "input_size"),
+    [(0, 1, 40, 1024), (1, 1, 37, 192), (2, 2, 24, 1024), (3, 5, 133, 64), (4, 7, 19, 3072), (6, 16, 17, 512)],
+)
+
+
+@pytest.fixture(autouse=True)
+def conversions_of_fp8(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Triton 3.6's interpreter rounds the mantissa without carrying into the exponent; a GPU rounds as torch does."""
+    convert = interpreter._convert_float
+
+    def convert_fp8(values: np.ndarray, source: tl.dtype, target: tl.dtype, mode: Any) -> np.ndarray:
+        if target == tl.float8e4nv and source == tl.float32:
+            return torch.from_numpy(values.astype(np.float32)).to(FP8).view(torch.uint8).numpy()
+        return convert(values, source, target, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_fp8)
+
+
+def random_fp8_product(
+    seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, Fp8Rows]:
+    """Outputs of unit variance; rows of weights and tokens of unlike size, so that a scale of another one shows."""
+    hidden, weight = random_product(seed, tokens, output_size, input_size, dtype)
+    hidden = hidden * torch.linspace(0.5, 2.0, tokens)[:, None].to(dtype)
+    weight = weight * torch.linspace(0.5, 2.0, output_size)[:, None].to(dtype)
+    return hidden, fp8_quantise._quantise_torch(weight, None)
+
+
+def there(weight: Fp8Rows, device: torch.device) -> Fp8Rows:
+    return Fp8Rows(weight.values.to(device), weight.scales.to(device))
+
+
+def exact(hidden: torch.Tensor, weight: Fp8Rows, norm: Norm | None = None) -> torch.Tensor:
+    """In float64, of what the FP8 numbers stand for."""
+    tokens = fp8_quantise._quantise_torch(hidden, norm)
+    sums = tokens.values.double() @ weight.values.double().T
+    return sums * tokens.scales.double()[:, None] * weight.scales.double()
+
+
+def exact_gated(hidden: torch.Tensor, weight: Fp8Rows, norm: Norm | None = None) -> torch.Tensor:
+    gate, up = exact(hidden, weight, norm).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("body", [fp8_quantise._quantise_torch, fp8_quantise._quantise_triton], ids=["torch", "triton"])
+def test_a_row_fills_the_range_of_its_type(body, dtype: torch.dtype, device: torch.device) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    rows = torch.randn(6, 200).to(dtype) * torch.tensor([1e-6, 1e-3, 1.0, 50.0, 1e4, 0.0])[:, None].to(dtype)
+    values, scales = body(rows.to(device), None)
+    assert values.dtype == FP8
+    assert values.float().abs().amax(-1).tolist() == [LARGEST] * 5 + [0.0]
+    back = Fp8Rows(values, scales).wide().cpu()
+    # e4m3 has 3 bits behind the point: half of the last of them, or half of the smallest step, 2^-9.
+    allowed = rows.float().abs() * 2.0**-4 + scales.cpu()[:, None] * 2.0**-10
+    assert ((back - rows.float()).abs() <= allowed * 1.0001).all()
+
+
+@TYPES
+def test_both_bodies_quantise_to_the_same_values(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(1)
+    hidden, norm = torch.randn(5, 700).to(dtype), random_norm(700, dtype)
+    for given in (None, norm):
+        expected = fp8_quantise._quantise_torch(hidden, given)
+        found = fp8_quantise._quantise_triton(hidden.to(device), moved(given, device))
+        torch.testing.assert_close(found.scales.cpu(), expected.scales, rtol=1e-2 if given else 1e-7, atol=0)
+        different = found.values.cpu().float() != expected.values.float()
+        assert different.double().mean() <= (0.002 if given else 0.0)  # the norm's factor rounds as its sum does
+
+
+@TYPES
+@SHAPES
+def test_a_product_of_few_tokens_is_rounded_once(
+    seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    hidden, weight = random_fp8_product(seed, tokens, output_size, input_size, dtype)
+    result = fp8_few_tokens(hidden.to(device), there(weight, device))
+    assert result.shape == (tokens, output_size)
+    assert_rounded_once(result, exact(hidden, weight), dtype)
+    assert_rounded_once(fp8_linear(hidden, weight), exact(hidden, weight), dtype)
+
+
+@TYPES
+@SHAPES
+def test_a_product_of_few_tokens_is_added_to_the_residual(
+    seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    hidden, weight = random_fp8_product(seed, tokens, output_size, input_size, dtype)
+    before = torch.randn(tokens, output_size).to(dtype)
+    expected = before.double() + exact(hidden, weight)
+    residual, reference = before.to(device, copy=True), before.clone()
+    assert fp8_few_tokens(hidden.to(device), there(weight, device), residual=residual) is residual
+    assert_rounded_once(residual, expected, dtype)
+    assert fp8_linear_add(reference, hidden, weight) is reference
+    assert_near(reference, expected, dtype, steps=4)
+
+
+@TYPES
+@pytest.mark.parametrize("normed", [True, False], ids=["norm", "plain"])
+@pytest.mark.parametrize(
+    ("seed", "tokens", "size", "input_size"), [(0, 1, 40, 1024), (1, 1, 37, 192), (2, 3, 37, 192), (3, 16, 64, 1024)]
+)
+def test_the_halves_of_a_product_gate_each_other(
+    seed: int, tokens: int, size: int, input_size: int, normed: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    hidden, weight = random_fp8_product(seed, tokens, 2 * size, input_size, dtype)
+    norm = random_norm(input_size, dtype) if normed else None
+    result = fp8_few_tokens(hidden.to(device), there(weight, device), moved(norm, device), gated=True)
+    assert result.shape == (tokens, size)
+    # A token's few values that the norm's factor rounds elsewhere differ by a step of e4m3.
+    assert_near(result, exact_gated(hidden, weight, norm), dtype, steps=40)
+    assert_near(fp8_gated_linear(hidden, weight, norm), exact_gated(hidden, weight, norm), dtype, steps=10)
+
+
+@TYPES
+@SHAPES
+def test_a_token_is_normalised_before_it_is_quantised(
+    seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    hidden, weight = random_fp8_product(seed, tokens, output_size, input_size, dtype)
+    norm = random_norm(input_size, dtype)
+    result = fp8_few_tokens(hidden.to(device), there(weight, device), moved(norm, device))
+    assert_near(result, exact(hidden, weight, norm), dtype, steps=40)
+    wide = rms_norm(hidden, *norm).double() @ weight.wide().double().T
+    assert (result.cpu().double() - wide).norm() <= 0.04 * wide.norm()  # what quantising a token costs
+
+
+def test_what_does_not_suit_the_few_token_kernel() -> None:
+    hidden, weight = random_fp8_product(0, 4, 8, 128, torch.bfloat16)
+    assert suits_fp8_few_tokens(hidden, weight)
+    assert not suits_fp8_few_tokens(hidden[:0], weight)
+    assert not suits_fp8_few_tokens(hidden.repeat(5, 1), weight)
+    assert not suits_fp8_few_tokens(hidden.float(), weight)
+    assert not suits_fp8_few_tokens(hidden[:, :64], weight)
+    narrow = Fp8Rows(weight.values[:, :96].contiguous(), weight.scales)
+    assert not suits_fp8_few_tokens(hidden[:, :96].contiguous(), narrow)
+
+
+@pytest.mark.gpu
+@TYPES
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 33, 500, 3000])
+def test_every_count_of_tokens_is_served_on_cuda(tokens: int, dtype: torch.dtype) -> None:
+    cuda = torch.device("cuda")
+    hidden, weight = random_fp8_product(tokens, tokens, 192, 512, dtype)
+    norm = random_norm(512, dtype)
+    on_cuda = there(weight, cuda)
+    before = torch.randn(tokens, 192).to(dtype)
+    expected, gated = exact(hidden, weight, norm), exact_gated(hidden, weight, norm)
+    assert_near(fp8_linear(hidden.cuda(), on_cuda, moved(norm, cuda)), expected, torch.bfloat16, steps=40)
+    assert_near(fp8_gated_linear(hidden.cuda(), on_cuda, moved(norm, cuda)), gated, torch.bfloat16, steps=40)
+    added = fp8_linear_add(before.cuda(), hidden.cuda(), on_cuda)
+    assert_near(added, before.double() + exact(hidden, weight), torch.bfloat16, steps=10)
+
+
+def test_quantise_refuses_scattered_rows(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        fp8_quantise._quantise_triton(torch.zeros(8, 32, device=device)[:, :16], None)
+    assert quantise(torch.zeros(0, 16)).values.shape == (0, 16)
+    assert fp8_file.SIZE_MULTIPLE == 16
