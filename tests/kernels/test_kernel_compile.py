@@ -20,10 +20,6 @@ MODELS = {
     "Qwen3-0.6B": ModelShape(
         hidden_size=1024, intermediate_size=3072, heads=16, kv_heads=8, head_dim=128, page_size=64
     ),
-    # Six query heads a key head, and products wider than a program of few tokens can hold.
-    "Qwen2.5-1.5B": ModelShape(
-        hidden_size=1536, intermediate_size=8960, heads=12, kv_heads=2, head_dim=128, page_size=64
-    ),
     "sums": ModelShape(hidden_size=192, intermediate_size=512, heads=4, kv_heads=2, head_dim=64, page_size=64),
 }
 # Shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities), KiB.

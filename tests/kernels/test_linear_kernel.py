@@ -8,7 +8,7 @@ from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, 
 
 from meltcore.kernels import few_tokens as few_file
 from meltcore.kernels import linear as linear_file
-from meltcore.kernels.few_tokens import MAX_TOKENS, few_tokens, suits_few_tokens
+from meltcore.kernels.few_tokens import MAX_INPUT, MAX_TOKENS, few_tokens, suits_few_tokens
 from meltcore.kernels.linear import gated_linear, linear, linear_add
 from meltcore.kernels.norm import Norm
 
@@ -159,6 +159,8 @@ def test_what_does_not_suit_goes_to_torch() -> None:
     hidden, weight = random_product(0, 4, 8, 128, torch.bfloat16)
     assert suits_few_tokens(hidden, weight)
     assert not suits_few_tokens(hidden[:0], weight)
+    assert suits_few_tokens(hidden.new_empty(2, MAX_INPUT), hidden.new_empty(5, MAX_INPUT))
+    assert not suits_few_tokens(hidden.new_empty(2, 2 * MAX_INPUT), hidden.new_empty(5, 2 * MAX_INPUT))
     assert not suits_few_tokens(hidden.repeat(5, 1), weight)
     assert not suits_few_tokens(hidden.float(), weight.float())
     assert not suits_few_tokens(hidden[:, :96].contiguous(), weight[:, :96].contiguous())

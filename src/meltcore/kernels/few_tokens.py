@@ -23,14 +23,18 @@ from meltcore.kernels.overlap import overlaps
 MAX_TOKENS = 16
 # Divides input_size, so that no load needs a mask on columns and every row starts on a cache line.
 COLUMN_MULTIPLE = 64
+# A program holds all the columns of its rows, and of every token, at once: 16 tokens of this many are 96 KiB of shared
+# memory, where sm_86, sm_89 and sm_120 give a program 99. Wider inputs are left to torch.
+MAX_INPUT = 3072
 
 
 def suits_few_tokens(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Up to MAX_TOKENS tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
+    """Up to MAX_TOKENS tokens of a 16-bit type, in rows that can be held at once and read 16 bytes at a time."""
     return (
         1 <= hidden.shape[0] <= MAX_TOKENS
         and hidden.dtype == weight.dtype
         and hidden.dtype in (torch.bfloat16, torch.float16)
+        and weight.shape[1] <= MAX_INPUT
         and weight.shape[1] % COLUMN_MULTIPLE == 0
         and hidden.is_contiguous()
         and weight.is_contiguous()
