@@ -180,8 +180,12 @@ def decode_works() -> list[Decode]:
         Decode("decode, 256 sequences of 512 to 2,560 tokens", mixed),
         Decode("decode, 1 sequence of 600 tokens", [600]),
         Decode("decode, 10 sequences of 600 tokens", [600] * 10),
+        Decode("decode, 32 sequences of 600 tokens", [600] * 32),
+        Decode("decode, 100 sequences of 600 tokens", [600] * 100),
         Decode("decode, 64 sequences of 1,536 tokens", [1536] * 64),
-        Decode("decode, 400 sequences of 640 tokens", [640] * 400),
+        Decode("decode, 256 sequences of 600 tokens", [600] * 256),
+        Decode("decode, 400 sequences of 600 tokens", [600] * 400),
+        Decode("decode, 1,000 sequences of 600 tokens", [600] * 1000),
     ]
 
 
@@ -227,9 +231,9 @@ def measure() -> list[Row]:
 
 
 def decode_launches() -> Iterator[DecodeLaunch]:
-    shapes = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (32, 4, 4)]  # keys a block, warps, stages
-    for (block_keys, warps, stages), share_pages, splits in itertools.product(shapes, (1, 4, 8, 12, 16), (1, 2, 8, 64)):
-        yield DecodeLaunch(splits, share_pages, block_keys, warps, stages, ahead=share_pages == 1)
+    cuts = [(1, 32), (2, 32), (4, 32), (4, 16), (2, 8), (4, 8), (4, 4), (8, 4), (8, 2), (8, 1), (16, 1), (64, 1)]
+    for (splits, share_pages), stages, ahead in itertools.product(cuts, (2, 3, 4), (False, True)):
+        yield DecodeLaunch(splits, share_pages, 64, 4, stages, ahead)
 
 
 def prefill_launches() -> Iterator[PrefillLaunch]:

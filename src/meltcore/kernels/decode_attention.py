@@ -1,8 +1,7 @@
-"""Attention over a paged cache of one new token of many sequences (decode), and what prefill shares with it.
+"""Attention over a paged cache of one new token of many sequences (decode).
 
 A cache is [pages, page_size, kv_heads, head_dim], contiguous. The page table is the engine's persistent one,
-[rows, max_pages] int64: entry p of a row is the cache page of that sequence's tokens p * page_size and on. Softmax is
-computed online in float32 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
+[rows, max_pages] int64: entry p of a row is the cache page of that sequence's tokens p * page_size and on.
 
 One kernel takes a token from the fused product to its attention: whichever program holds the end of a sequence stores
 the new key and value, and whichever ends last merges the sequence's shares. Three launches a layer become one.
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout, rotated
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
@@ -83,29 +83,6 @@ def _decode_torch(
         out[real[i]] = attend_torch(queries[i : i + 1], keys, values, position, scale)[0]
 
 
-def gather_pages(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, pages: torch.Tensor, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's keys and values: [length, kv_heads, head_dim]."""
-    used = pages[: -(-length // key_cache.shape[1])]
-    return key_cache[used].flatten(0, 1)[:length], value_cache[used].flatten(0, 1)[:length]
-
-
-def attend_torch(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float
-) -> torch.Tensor:
-    """Dense causal attention in float32. Query i sits at position start + i. Without keys, zeros."""
-    count, heads, head_dim = queries.shape
-    length, kv_heads, _ = keys.shape
-    grouped = queries.float().view(count, kv_heads, heads // kv_heads, head_dim)
-    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * scale
-    position = torch.arange(start, start + count, device=queries.device)
-    hidden = torch.arange(length, device=queries.device) > position[:, None]
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    mixed = torch.einsum("hgqk,khd->qhgd", weights, values.float())
-    return mixed.reshape(count, heads, head_dim).to(queries.dtype)
-
-
 class DecodeLaunch(NamedTuple):
     """How the work of a decode step is cut up. See `decode_launch`."""
 
@@ -114,7 +91,7 @@ class DecodeLaunch(NamedTuple):
     block_keys: int
     warps: int
     stages: int
-    ahead: bool  # whether a share's first block is asked for before the kernel in front has ended
+    ahead: bool  # whether to start, and ask for a share's first block, before the kernel in front has ended
 
 
 def decode_launch(
@@ -123,20 +100,23 @@ def decode_launch(
     """Fixed by the shapes alone, so that a graph can capture it; lengths are known to the device only.
 
     A share is about `share_pages` pages, or more where a sequence has more than `splits` such shares; the shares of a
-    sequence are of about one length. Few sequences are cut finely, so that every processor has work. Many are best
-    left whole (400 sequences of 640 tokens: 97 % of read bandwidth, in two shares each 89 %; H200, 2026-11-21), but
-    for the long ones among them, which would hold up the rest. Programs past a sequence's end still cost their start:
-    the grid is held to 32 a processor.
+    sequence are of about one length. Few sequences are cut finely, so that every processor has work, and start early.
+    Many are best left whole (400 sequences of 640 tokens: 97 % of read bandwidth, in two shares each 89 %; H200,
+    2026-11-21), but for the very long ones among them, which would hold up the rest: a second program a sequence costs
+    next to nothing where it finds no share.
     """
     pairs = sequences * kv_heads
-    share_pages = min(32, max(1, 8 * pairs // processors))
-    most = min(max(1, 128 // share_pages), max(1, 32 * processors // pairs), -(-max_pages // share_pages))
-    splits = 1 << (min(64, most).bit_length() - 1)
     # A block of keys and one of values take at most 32 KiB: two in flight and three programs a processor keep 192 KiB
     # on the way on Hopper (about 40 KiB would hide 1 us at 4.4 TB/s), and 64 KiB still fits consumer GPUs.
     block_keys = min(64, max(16, 2**14 // (head_dim * element_bytes)))
-    # A block held in registers: worth them where it is a good part of the share.
-    return DecodeLaunch(splits, share_pages, block_keys, warps=4, stages=3, ahead=share_pages <= 2)
+    if pairs < processors:
+        share_pages, most, stages, ahead = min(4, max(1, 8 * pairs // processors)), 16, 3, True
+    else:
+        share_pages, most, ahead = 32, 2 if pairs <= 32 * processors else 1, False
+        # With one block less in flight five programs share a processor on Hopper: this many are then one wave.
+        stages = 2 if 3 * processors < pairs <= 5 * processors else 3
+    splits = 1 << (min(most, -(-max_pages // share_pages)).bit_length() - 1)
+    return DecodeLaunch(splits, share_pages, block_keys, warps=4, stages=stages, ahead=ahead)
 
 
 def _decode_triton(
@@ -163,7 +143,7 @@ def _decode_triton(
         launch = decode_launch(sequences, kv_heads, head_dim, qkv.element_size(), page_table.shape[1], processors)
     if splits is not None:
         launch = launch._replace(splits=splits)
-    overlap = overlaps(qkv.device)
+    overlap = launch.ahead and overlaps(qkv.device)
     partial = weights = arrivals = out  # unused where there is nothing to merge
     if launch.splits > 1:
         if sequences * kv_heads > _MOST_SPLIT_PAIRS:
@@ -195,6 +175,7 @@ def _decode_triton(
         NORMED=norms is not None,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
+        HEADS=triton.next_power_of_2(heads // kv_heads),
         ROWS=max(_LEAST_ROWS, triton.next_power_of_2(heads // kv_heads)),
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
@@ -217,77 +198,52 @@ def _arrivals(device: torch.device) -> torch.Tensor:
     return torch.zeros(_MOST_SPLIT_PAIRS, dtype=torch.int32, device=device)
 
 
-def require_layout(
-    tokens: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """The rows of `tokens` may be a part of a fused projection's output; the rest must be plain."""
-    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
-        raise ValueError("caches and output must be contiguous")
-    if len(tokens) and not tokens[0].is_contiguous():
-        raise ValueError("a token's heads must be contiguous")
-    if page_table.stride(1) != 1:
-        raise ValueError("a sequence's page numbers must be contiguous")
-
-
 @lru_cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
-def attend_block(queries, keys, values, visible, mixed, total, highest, scale_log2, MASKED: tl.constexpr):
-    """One block of the online softmax, in powers of two. Returns the new (mixed, total, highest)."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
-    if MASKED:
-        scores = tl.where(visible, scores, float("-inf"))
-    raised = tl.maximum(highest, tl.max(scores, 1))
-    shrink = tl.exp2(highest - raised)
-    weights = tl.exp2(scores - raised[:, None])
-    total = total * shrink + tl.sum(weights, 1)
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
-    return mixed, total, raised
+def _merge(
+    partial,
+    weights,
+    places,
+    exists,
+    shares,
+    SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Heads at `places`, [GROUP]: their shares' outputs [GROUP, HEAD_DIM], weighted by the sums of their exponentials.
 
-
-@triton.jit
-def _rotated(own, other, weight_ptr, column, partner, cos, sin, eps, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Heads, one a row, normalised and rotated. own: [ROWS, HEAD_DIM] as loaded; other: what each element turns with.
-
-    Values are rounded where the torch body rounds them.
+    Shares are always added in the same order. Other processors wrote them during this launch: reads go past the L1
+    cache, which may hold older neighbours.
     """
-    dtype = own.dtype
-    own, other = own.to(tl.float32), other.to(tl.float32)
-    if NORMED:
-        scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
-        own = (own * scale).to(dtype).to(tl.float32) * tl.load(weight_ptr + column).to(tl.float32)
-        other = (other * scale).to(dtype).to(tl.float32) * tl.load(weight_ptr + partner).to(tl.float32)
-        own, other = own.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
-    return (own * cos + other * sin).to(dtype)
-
-
-@triton.jit
-def _merge(partial, weights, place, shares, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One head: its shares' outputs, weighted by the sums of their exponentials, always added in the same order.
-
-    Other processors wrote them during this launch: reads go past the L1 cache, which may hold older neighbours.
-    """
-    split = tl.arange(0, SPLITS)
-    dims = tl.arange(0, HEAD_DIM)[None, :]
-    logs = tl.load(weights + place * SPLITS + split, split < shares, other=float("-inf"), cache_modifier=".cg")
-    highest = tl.max(logs, 0)
-    total = tl.sum(tl.exp2(logs - highest), 0)
-    mixed = tl.zeros((HEAD_DIM,), tl.float32)
-    for first in range(0, shares, BLOCK):
-        part = first + tl.arange(0, BLOCK)
-        exists = part < shares
-        rows = (place * SPLITS + part)[:, None]
-        values = tl.load(partial + rows * HEAD_DIM + dims, exists[:, None], other=0.0, cache_modifier=".cg")
-        log = tl.load(weights + rows, exists[:, None], other=float("-inf"), cache_modifier=".cg")
-        mixed += tl.sum(values * tl.exp2(log - highest), 0)
-    return mixed / total
+    dims = tl.arange(0, HEAD_DIM)[None, None, :]
+    split = tl.arange(0, BLOCK)[None, :]
+    rows = places[:, None] * SPLITS + split
+    inside = exists[:, None] & (split < shares)
+    # The first shares, most often all, are on their way before the largest weight is known.
+    values = tl.load(partial + rows[:, :, None] * HEAD_DIM + dims, inside[:, :, None], other=0.0, cache_modifier=".cg")
+    log = tl.load(weights + rows, inside, other=float("-inf"), cache_modifier=".cg")
+    highest = tl.maximum(tl.max(log, 1), -1e38)  # finite in the rows that are no head
+    weight = tl.exp2(log - highest[:, None])
+    total = tl.sum(weight, 1)
+    mixed = tl.sum(values * weight[:, :, None], 1)
+    for first in range(BLOCK, shares, BLOCK):
+        rows += BLOCK
+        inside = exists[:, None] & (first + split < shares)
+        values = tl.load(
+            partial + rows[:, :, None] * HEAD_DIM + dims, inside[:, :, None], other=0.0, cache_modifier=".cg"
+        )
+        log = tl.load(weights + rows, inside, other=float("-inf"), cache_modifier=".cg")
+        raised = tl.maximum(highest, tl.max(log, 1))
+        shrink = tl.exp2(highest - raised)
+        weight = tl.exp2(log - raised[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        mixed = mixed * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
+        highest = raised
+    return mixed / tl.where(exists, total, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["least_pages"])
@@ -313,6 +269,7 @@ def _decode_kernel(
     NORMED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -339,17 +296,18 @@ def _decode_kernel(
     within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
 
     # What no recent kernel wrote is asked for before the one in front has ended: all but the product.
-    page = tl.load(pages + first // PAGE_SIZE, first <= position, other=0)
-    newest_page = tl.load(pages + position // PAGE_SIZE, position >= 0, other=0)
-    turn = rotary_table + tl.maximum(position, 0).to(tl.int64) * HEAD_DIM + column % (HEAD_DIM // 2)
-    cos = tl.load(turn)
-    sin = tl.load(turn + HEAD_DIM // 2)
+    exists = first <= position
+    page = tl.load(pages + first // PAGE_SIZE, exists, other=0)
+    newest_page = tl.load(pages + position // PAGE_SIZE, exists, other=0)
+    turn = rotary_table + position.to(tl.int64) * HEAD_DIM + column % (HEAD_DIM // 2)
+    cos = tl.load(turn, exists, other=0.0)
+    sin = tl.load(turn + HEAD_DIM // 2, exists, other=0.0)
     sin = tl.where(column < HEAD_DIM // 2, -sin, sin)
     if AHEAD:
-        exists = first + block < last
+        filled = first + block < last
         base = page * (PAGE_SIZE * KV_HEADS * HEAD_DIM)
-        keys = tl.load(key_cache + base + within, exists[:, None], other=0.0)
-        values = tl.load(value_cache + base + within, exists[:, None], other=0.0)
+        keys = tl.load(key_cache + base + within, filled[:, None], other=0.0)
+        values = tl.load(value_cache + base + within, filled[:, None], other=0.0)
     if OVERLAP:
         # Before any program may end, or this launch could be over before the one in front.
         tl.extra.cuda.gdc_launch_dependents()
@@ -359,7 +317,7 @@ def _decode_kernel(
     in_group = member < GROUP
     place = sequence * (KV_HEADS * GROUP) + kv_head * GROUP + member  # of each head's row in the output
     result = out + place[:, None] * HEAD_DIM + dims[None, :]
-    if first > position:
+    if not exists:
         if position < 0 and split == 0:
             tl.store(result, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group[:, None])
         return
@@ -372,13 +330,13 @@ def _decode_kernel(
     own = token + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
     key, key_partner = tl.load(own + column), tl.load(own + partner)
     value = tl.load(own + KV_HEADS * HEAD_DIM + column)
-    query = _rotated(query, query_partner, query_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
+    query = rotated(query, query_partner, query_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
     mixed = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     if position < first + share:
         # The last share begins with the new token, straight from the product.
-        key = _rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
+        key = rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
         slot = ((newest_page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + column
         once = (member == 0)[:, None]
         tl.store(key_cache + slot, key, once)
@@ -389,7 +347,7 @@ def _decode_kernel(
 
     if AHEAD:
         mixed, total, highest = attend_block(
-            query, keys, values, exists[None, :], mixed, total, highest, scale_log2, MASKED=True
+            query, keys, values, filled[None, :], mixed, total, highest, scale_log2, MASKED=True
         )
         first += BLOCK_KEYS
         page = tl.load(pages + first // PAGE_SIZE, first < last, other=0)
@@ -398,11 +356,11 @@ def _decode_kernel(
         following = start + BLOCK_KEYS
         next_page = tl.load(pages + following // PAGE_SIZE, following < last, other=0)
         base = (page * PAGE_SIZE + start % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
-        exists = start + block < last
-        keys = tl.load(key_cache + base + within, exists[:, None], other=0.0)
-        values = tl.load(value_cache + base + within, exists[:, None], other=0.0)
+        filled = start + block < last
+        keys = tl.load(key_cache + base + within, filled[:, None], other=0.0)
+        values = tl.load(value_cache + base + within, filled[:, None], other=0.0)
         mixed, total, highest = attend_block(
-            query, keys, values, exists[None, :], mixed, total, highest, scale_log2, MASKED=True
+            query, keys, values, filled[None, :], mixed, total, highest, scale_log2, MASKED=True
         )
         page = next_page
 
@@ -419,10 +377,11 @@ def _decode_kernel(
         counter = arrivals + sequence * KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == shares - 1:
             tl.store(counter, 0)
-            for group_member in tl.static_range(GROUP):
-                merged_place = sequence * (KV_HEADS * GROUP) + kv_head * GROUP + group_member
-                merged = _merge(partial, weights, merged_place, shares, SPLITS, HEAD_DIM, BLOCK=min(SPLITS, 16))
-                tl.store(out + merged_place * HEAD_DIM + dims, merged.to(out.dtype.element_ty))
+            of_group = tl.arange(0, HEADS)
+            places = sequence * (KV_HEADS * GROUP) + kv_head * GROUP + of_group
+            merged = _merge(partial, weights, places, of_group < GROUP, shares, SPLITS, HEAD_DIM, BLOCK=min(SPLITS, 8))
+            merged_to = out + places[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(merged_to, merged.to(out.dtype.element_ty), (of_group < GROUP)[:, None])
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from meltcore.kernels.decode_attention import attend_block, attend_torch, gather_pages, require_layout
+from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 

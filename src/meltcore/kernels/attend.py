@@ -1,0 +1,82 @@
+"""What attention of new tokens (decode) and of chunks of prompts (prefill) share.
+
+A cache is [pages, page_size, kv_heads, head_dim], contiguous. Softmax is computed online in float32 (Milakov and
+Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.jit import tl, triton
+
+
+def gather_pages(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, pages: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence's keys and values: [length, kv_heads, head_dim]."""
+    used = pages[: -(-length // key_cache.shape[1])]
+    return key_cache[used].flatten(0, 1)[:length], value_cache[used].flatten(0, 1)[:length]
+
+
+def attend_torch(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float
+) -> torch.Tensor:
+    """Dense causal attention in float32. Query i sits at position start + i. Without keys, zeros."""
+    count, heads, head_dim = queries.shape
+    length, kv_heads, _ = keys.shape
+    grouped = queries.float().view(count, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * scale
+    position = torch.arange(start, start + count, device=queries.device)
+    hidden = torch.arange(length, device=queries.device) > position[:, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    mixed = torch.einsum("hgqk,khd->qhgd", weights, values.float())
+    return mixed.reshape(count, heads, head_dim).to(queries.dtype)
+
+
+def require_layout(
+    tokens: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """The rows of `tokens` may be a part of a fused projection's output; the rest must be plain."""
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous() and out.is_contiguous()):
+        raise ValueError("caches and output must be contiguous")
+    if len(tokens) and not tokens[0].is_contiguous():
+        raise ValueError("a token's heads must be contiguous")
+    if page_table.stride(1) != 1:
+        raise ValueError("a sequence's page numbers must be contiguous")
+
+
+@triton.jit
+def attend_block(queries, keys, values, visible, mixed, total, highest, scale_log2, MASKED: tl.constexpr):
+    """One block of the online softmax, in powers of two. Returns the new (mixed, total, highest)."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    raised = tl.maximum(highest, tl.max(scores, 1))
+    shrink = tl.exp2(highest - raised)
+    weights = tl.exp2(scores - raised[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+    return mixed, total, raised
+
+
+@triton.jit
+def rotated(own, other, weight_ptr, column, partner, cos, sin, eps, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Heads, one a row, normalised and rotated. own: [ROWS, HEAD_DIM] as loaded; other: what each element turns with.
+
+    Values are rounded where the torch body rounds them.
+    """
+    dtype = own.dtype
+    own, other = own.to(tl.float32), other.to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
+        own = (own * scale).to(dtype).to(tl.float32) * tl.load(weight_ptr + column).to(tl.float32)
+        other = (other * scale).to(dtype).to(tl.float32) * tl.load(weight_ptr + partner).to(tl.float32)
+        own, other = own.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+    return (own * cos + other * sin).to(dtype)
