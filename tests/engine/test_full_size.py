@@ -6,7 +6,8 @@ On a GPU; on a CPU the same tests run with a small network of Qwen3's form.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import engine_tools as tools
@@ -35,7 +36,8 @@ SMALL = {
 SUBJECTS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "small": ("Qwen/Qwen3-0.6B", "cpu", 40, SMALL),
     "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", "cuda", 64, {}),
-    "Qwen2.5-1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", "cuda", 64, {}),
+    # At its full width; eight of its layers are as many weights as Qwen3-0.6B has.
+    "Qwen2.5-1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", "cuda", 64, {"num_hidden_layers": 8}),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
@@ -66,11 +68,22 @@ every_case = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    published, device, answer_tokens, changes = SUBJECTS[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(folder, published, **changes)
-    return Subject.load(folder, device, answer_tokens)
+def subject_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """Each is made once, whatever order the tests come in."""
+
+    @cache
+    def make(name: str) -> Subject:
+        published, device, answer_tokens, changes = SUBJECTS[name]
+        folder = tmp_path_factory.mktemp(name)
+        write_checkpoint(folder, published, **changes)
+        return Subject.load(folder, device, answer_tokens)
+
+    return make
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, subject_named: Callable[[str], Subject]) -> Subject:
+    return subject_named(request.param)
 
 
 @pytest.fixture(autouse=True)
