@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 from meltcore.kernels import fp8_linear as fp8_file
 from meltcore.kernels import fp8_quantise
-from meltcore.kernels.fp8_few_tokens import fp8_few_tokens, suits_fp8_few_tokens
+from meltcore.kernels.fp8_few_tokens import fp8_few_tokens, fp8_one_token, suits_fp8_few_tokens
 from meltcore.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear_add
 from meltcore.kernels.fp8_quantise import FP8, LARGEST, Fp8Rows, quantise
 from meltcore.kernels.norm import Norm, rms_norm
@@ -22,7 +22,15 @@ from meltcore.kernels.norm import Norm, rms_norm
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 SHAPES = pytest.mark.parametrize(
     ("seed", "tokens", "output_size", "input_size"),
-    [(0, 1, 40, 1024), (1, 1, 37, 192), (2, 2, 24, 1024), (3, 5, 133, 64), (4, 7, 19, 3072), (6, 16, 17, 512)],
+    [
+        (0, 1, 40, 1024),
+        (1, 1, 37, 192),
+        (2, 2, 24, 1024),
+        (3, 5, 133, 64),
+        (4, 7, 19, 3072),
+        (6, 16, 17, 512),
+        (7, 21, 19, 256),
+    ],
 )
 
 
@@ -51,6 +59,21 @@ def random_fp8_product(
 
 def there(weight: Fp8Rows, device: torch.device) -> Fp8Rows:
     return Fp8Rows(weight.values.to(device), weight.scales.to(device))
+
+
+def few(
+    hidden: torch.Tensor,
+    weight: Fp8Rows,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The Triton bodies for one token and for several."""
+    if hidden.shape[0] == 1:
+        return fp8_one_token(hidden, weight, norm, gated=gated, residual=residual)
+    tokens = fp8_quantise._quantise_triton(hidden, norm)
+    return fp8_few_tokens(tokens, weight, hidden.dtype, gated=gated, residual=residual)
 
 
 def exact(hidden: torch.Tensor, weight: Fp8Rows, norm: Norm | None = None) -> torch.Tensor:
@@ -86,9 +109,8 @@ def test_both_bodies_quantise_to_the_same_values(dtype: torch.dtype, device: tor
     for given in (None, norm):
         expected = fp8_quantise._quantise_torch(hidden, given)
         found = fp8_quantise._quantise_triton(hidden.to(device), moved(given, device))
-        torch.testing.assert_close(found.scales.cpu(), expected.scales, rtol=1e-2 if given else 1e-7, atol=0)
-        different = found.values.cpu().float() != expected.values.float()
-        assert different.double().mean() <= (0.002 if given else 0.0)  # the norm's factor rounds as its sum does
+        torch.testing.assert_close(found.scales.cpu(), expected.scales, rtol=1e-6, atol=0)
+        assert torch.equal(found.values.cpu().view(torch.uint8), expected.values.view(torch.uint8))
 
 
 @TYPES
@@ -97,7 +119,7 @@ def test_a_product_of_few_tokens_is_rounded_once(
     seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     hidden, weight = random_fp8_product(seed, tokens, output_size, input_size, dtype)
-    result = fp8_few_tokens(hidden.to(device), there(weight, device))
+    result = few(hidden.to(device), there(weight, device))
     assert result.shape == (tokens, output_size)
     assert_rounded_once(result, exact(hidden, weight), dtype)
     assert_rounded_once(fp8_linear(hidden, weight), exact(hidden, weight), dtype)
@@ -112,7 +134,7 @@ def test_a_product_of_few_tokens_is_added_to_the_residual(
     before = torch.randn(tokens, output_size).to(dtype)
     expected = before.double() + exact(hidden, weight)
     residual, reference = before.to(device, copy=True), before.clone()
-    assert fp8_few_tokens(hidden.to(device), there(weight, device), residual=residual) is residual
+    assert few(hidden.to(device), there(weight, device), residual=residual) is residual
     assert_rounded_once(residual, expected, dtype)
     assert fp8_linear_add(reference, hidden, weight) is reference
     assert_near(reference, expected, dtype, steps=4)
@@ -121,17 +143,17 @@ def test_a_product_of_few_tokens_is_added_to_the_residual(
 @TYPES
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "plain"])
 @pytest.mark.parametrize(
-    ("seed", "tokens", "size", "input_size"), [(0, 1, 40, 1024), (1, 1, 37, 192), (2, 3, 37, 192), (3, 16, 64, 1024)]
+    ("seed", "tokens", "size", "input_size"),
+    [(0, 1, 40, 1024), (1, 1, 37, 192), (2, 3, 37, 192), (3, 16, 64, 1024), (4, 32, 24, 512)],
 )
 def test_the_halves_of_a_product_gate_each_other(
     seed: int, tokens: int, size: int, input_size: int, normed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     hidden, weight = random_fp8_product(seed, tokens, 2 * size, input_size, dtype)
     norm = random_norm(input_size, dtype) if normed else None
-    result = fp8_few_tokens(hidden.to(device), there(weight, device), moved(norm, device), gated=True)
+    result = few(hidden.to(device), there(weight, device), moved(norm, device), gated=True)
     assert result.shape == (tokens, size)
-    # A token's few values that the norm's factor rounds elsewhere differ by a step of e4m3.
-    assert_near(result, exact_gated(hidden, weight, norm), dtype, steps=40)
+    assert_near(result, exact_gated(hidden, weight, norm), dtype, steps=10)
     assert_near(fp8_gated_linear(hidden, weight, norm), exact_gated(hidden, weight, norm), dtype, steps=10)
 
 
@@ -142,8 +164,8 @@ def test_a_token_is_normalised_before_it_is_quantised(
 ) -> None:
     hidden, weight = random_fp8_product(seed, tokens, output_size, input_size, dtype)
     norm = random_norm(input_size, dtype)
-    result = fp8_few_tokens(hidden.to(device), there(weight, device), moved(norm, device))
-    assert_near(result, exact(hidden, weight, norm), dtype, steps=40)
+    result = few(hidden.to(device), there(weight, device), moved(norm, device))
+    assert_rounded_once(result, exact(hidden, weight, norm), dtype)
     wide = rms_norm(hidden, *norm).double() @ weight.wide().double().T
     assert (result.cpu().double() - wide).norm() <= 0.04 * wide.norm()  # what quantising a token costs
 
@@ -152,7 +174,7 @@ def test_what_does_not_suit_the_few_token_kernel() -> None:
     hidden, weight = random_fp8_product(0, 4, 8, 128, torch.bfloat16)
     assert suits_fp8_few_tokens(hidden, weight)
     assert not suits_fp8_few_tokens(hidden[:0], weight)
-    assert not suits_fp8_few_tokens(hidden.repeat(5, 1), weight)
+    assert not suits_fp8_few_tokens(hidden.repeat(9, 1), weight)
     assert not suits_fp8_few_tokens(hidden.float(), weight)
     assert not suits_fp8_few_tokens(hidden[:, :64], weight)
     narrow = Fp8Rows(weight.values[:, :96].contiguous(), weight.scales)
@@ -169,10 +191,16 @@ def test_every_count_of_tokens_is_served_on_cuda(tokens: int, dtype: torch.dtype
     on_cuda = there(weight, cuda)
     before = torch.randn(tokens, 192).to(dtype)
     expected, gated = exact(hidden, weight, norm), exact_gated(hidden, weight, norm)
-    assert_near(fp8_linear(hidden.cuda(), on_cuda, moved(norm, cuda)), expected, torch.bfloat16, steps=40)
-    assert_near(fp8_gated_linear(hidden.cuda(), on_cuda, moved(norm, cuda)), gated, torch.bfloat16, steps=40)
-    added = fp8_linear_add(before.cuda(), hidden.cuda(), on_cuda)
-    assert_near(added, before.double() + exact(hidden, weight), torch.bfloat16, steps=10)
+    results = {
+        "product": (fp8_linear(hidden.cuda(), on_cuda, moved(norm, cuda)), expected),
+        "gated": (fp8_gated_linear(hidden.cuda(), on_cuda, moved(norm, cuda)), gated),
+        "added": (fp8_linear_add(before.cuda(), hidden.cuda(), on_cuda), before.double() + exact(hidden, weight)),
+    }
+    for name, (result, wanted) in results.items():
+        assert result.dtype == dtype
+        # torch's product comes out in bfloat16 whatever is asked for.
+        error = (result.cpu().double() - wanted).norm() / wanted.norm()
+        assert error <= 2 * torch.finfo(torch.bfloat16).eps, name
 
 
 def test_quantise_refuses_scattered_rows(device: torch.device) -> None:

@@ -75,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    group.add_argument(
+        "--quantization",
+        choices=("none", "fp8"),
+        default="none",
+        help="fp8: linear layers in 8 bits, quantised while loading; GPUs from compute capability 8.9 on",
+    )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--max-model-len", type=positive, metavar="TOKENS", help="prompt and answer together")
     group.add_argument("--max-num-seqs", type=positive, metavar="N", help="sequences a step (1024; CPU: 256)")
@@ -134,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         load_format=args.load_format,
         dtype=args.dtype,
+        quantization=args.quantization,
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

@@ -168,7 +168,7 @@ class Engine:
         model = self.runner.model
         return EngineReady(
             device=_describe(self.runner.device),
-            dtype=str(model.embedding.dtype).removeprefix("torch."),
+            dtype=_precision(model.embedding.dtype, self.config),
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             vocab_size=self.vocab_size,
@@ -264,7 +264,7 @@ def _or_default(value: int | None, device: torch.device, *, cuda: int, cpu: int)
 
 
 def _load(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, progress: Progress) -> Decoder:
-    model = build_model(checkpoint, _choose_dtype(checkpoint, config, device), device)
+    model = build_model(checkpoint, _choose_dtype(checkpoint, config, device), device, config.quantization)
     if config.load_format == "dummy":
         fill_dummy_weights(model, config.seed)
     else:
@@ -281,6 +281,12 @@ def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.de
     if stored not in _DTYPES:
         raise ConfigError(f"{checkpoint.name} is stored as {stored}; name one of {', '.join(_DTYPES)} with --dtype")
     return _DTYPES[stored]
+
+
+def _precision(dtype: torch.dtype, config: EngineConfig) -> str:
+    """What answers are computed in, so that results of unlike precision are told apart by name."""
+    name = str(dtype).removeprefix("torch.")
+    return name if config.quantization == "none" else f"{name}+{config.quantization}-weights"
 
 
 def _context_limit(config: EngineConfig, model: Decoder) -> int:

@@ -1,23 +1,27 @@
-"""Products of a few tokens with an FP8 weight matrix: `few_tokens`, with half as much to read.
+"""Products of a few tokens with an FP8 weight matrix, in the forms of few_tokens.py.
 
-A program quantises the tokens itself, to the same values as `quantise`, whose kernel would take as long as the product.
-The products of e4m3 numbers are exact in float16 factors and float32 sums, so that is how they are computed: reading
-is what takes the time. Scales are applied to the sums.
+One token is quantised inside, to the same values as by `quantise`, whose kernel would take as long as the product.
+Several come quantised: every program would do all of them again. The products of e4m3 numbers are exact as products of
+float16 in float32 sums, and so they are computed: reading is what takes the time. Scales are applied to the sums.
 """
 
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from meltcore.kernels.few_tokens import COLUMN_MULTIPLE, MAX_TOKENS, FewTokensLaunch, _read, _silu
-from meltcore.kernels.fp8_quantise import FP8, LARGEST, LEAST, Fp8Rows, row_scale
+from meltcore.kernels.few_tokens import COLUMN_MULTIPLE, FewTokensLaunch, _read, _silu
+from meltcore.kernels.fp8_quantise import FP8, LARGEST, LEAST, Fp8Rows
 from meltcore.kernels.fp8_quantise import LEAST_CAPABILITY as LEAST_CAPABILITY  # of this file's kernels too
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.overlap import overlaps
 
+# More would be a second pass of the tensor cores for each weight, and torch's product does well there.
+MAX_TOKENS = 32
 # A program holds all the columns of its rows, and of every token, in registers at once.
 MAX_INPUT = 3072
 
@@ -31,17 +35,6 @@ def suits_fp8_few_tokens(hidden: torch.Tensor, weight: Fp8Rows) -> bool:
         and weight.values.shape[1] % COLUMN_MULTIPLE == 0
         and hidden.is_contiguous()
     )
-
-
-@triton.jit
-def _normalised(hiddens, norms, squares_sum, eps, dtype: tl.constexpr, INPUT: tl.constexpr, STEPS: tl.constexpr):
-    """Rounded where the norm's own kernel rounds, so that the same values are quantised."""
-    factor = tl.rsqrt(squares_sum / INPUT + eps)
-    results = ()
-    for step in tl.static_range(STEPS):
-        scaled = (hiddens[step].to(tl.float32) * factor).to(dtype).to(tl.float32)
-        results += ((scaled * norms[step].to(tl.float32)).to(dtype),)  # type: ignore[assignment]
-    return results
 
 
 @triton.jit(do_not_specialize=["output_size"])
@@ -83,21 +76,26 @@ def _fp8_one_token_kernel(
     hiddens = _read(hidden_ptr + column, INPUT, COLUMNS)
     if ADDED:
         residual = tl.load(output_ptr + row, mask=row < output_size, other=0.0)
-    if NORMED:
-        squares = tl.zeros((1, COLUMNS), dtype=tl.float32)
-        for step in tl.static_range(STEPS):
-            squares += hiddens[step].to(tl.float32) * hiddens[step].to(tl.float32)
-        total = tl.sum(squares, axis=1)[:, None]
-        hiddens = _normalised(hiddens, norms, total, eps, hidden_ptr.dtype.element_ty, INPUT, STEPS)
+    squares = tl.zeros((1, COLUMNS), dtype=tl.float32)
     largest = tl.zeros((1, COLUMNS), dtype=tl.float32)
     for step in tl.static_range(STEPS):
-        largest = tl.maximum(largest, tl.abs(hiddens[step].to(tl.float32)))
-    token_scale = row_scale(tl.max(largest, axis=1), LARGEST, LEAST)
+        hidden = hiddens[step].to(tl.float32)
+        squares += hidden * hidden
+        if NORMED:
+            hidden *= norms[step].to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(hidden))
+    top = tl.maximum(tl.max(largest, axis=1), LEAST)
+    token_scale = tl.div_rn(top, LARGEST)
+    if NORMED:
+        token_scale *= tl.rsqrt(tl.sum(squares, axis=1) / INPUT + eps)
+    widen = tl.div_rn(LARGEST, top)[:, None]
     totals = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     ups = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for step in tl.static_range(STEPS):
-        hidden = tl.div_rn(hiddens[step].to(tl.float32), token_scale[:, None])
-        hidden = hidden.to(tl.float8e4nv).to(tl.float32)
+        hidden = hiddens[step].to(tl.float32)
+        if NORMED:
+            hidden *= norms[step].to(tl.float32)
+        hidden = (hidden * widen).to(tl.float8e4nv).to(tl.float32)
         totals += weights[step].to(tl.float32) * hidden
         if GATED:
             ups += up_weights[step].to(tl.float32) * hidden
@@ -123,25 +121,21 @@ def _fp8_products(
 
 @triton.jit(do_not_specialize=["tokens", "output_size"])
 def _fp8_few_tokens_kernel(
-    hidden_ptr,
-    norm_ptr,
+    values_ptr,
+    token_scales_ptr,
     weight_ptr,
     scales_ptr,
     output_ptr,
     tokens,
     output_size,
-    eps,
     INPUT: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     SHARES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    NORMED: tl.constexpr,
     GATED: tl.constexpr,
     ADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LEAST: tl.constexpr,
 ):
     """One program: ROWS outputs of every token.
 
@@ -159,49 +153,27 @@ def _fp8_few_tokens_kernel(
     if GATED:
         up_weights = _read(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, STEP)
         up_scales = tl.load(scales_ptr + output_size + existing)[None, :]
-    if NORMED:
-        norms = _read(norm_ptr + column, INPUT, STEP)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # Tokens past the end repeat the last one, as rows do, and are not stored.
-    tokens_ptr = hidden_ptr + tl.minimum(token, tokens - 1)[None, :, None] * INPUT + column
+    chosen = tl.minimum(token, tokens - 1)
+    values = _read(values_ptr + chosen[None, :, None] * INPUT + column, INPUT, STEP)
+    token_scales = tl.load(token_scales_ptr + chosen)[:, None]
     output = output_ptr + token[:, None].to(tl.int64) * output_size + row[None, :]
     inside = (token < tokens)[:, None] & (row < output_size)[None, :]
     if ADDED:
         residual = tl.load(output, mask=inside, other=0.0)
-    hiddens = _read(tokens_ptr, INPUT, STEP)
-    if NORMED:
-        squares = tl.zeros((SHARES, TOKENS), dtype=tl.float32)
-        for step in tl.static_range(STEPS):
-            squares += tl.sum(hiddens[step].to(tl.float32) * hiddens[step].to(tl.float32), axis=2)
-        total = tl.sum(squares, axis=0)[None, :, None]
-        hiddens = _normalised(hiddens, norms, total, eps, hidden_ptr.dtype.element_ty, INPUT, STEPS)
-    largest = tl.zeros((SHARES, TOKENS), dtype=tl.float32)
-    for step in tl.static_range(STEPS):
-        largest = tl.maximum(largest, tl.max(tl.abs(hiddens[step].to(tl.float32)), axis=2))
-    token_scale = row_scale(tl.max(largest, axis=0), LARGEST, LEAST)
-    quantised = ()
-    for step in tl.static_range(STEPS):
-        shared = tl.div_rn(hiddens[step].to(tl.float32), token_scale[None, :, None])
-        quantised += (shared.to(tl.float8e4nv),)  # type: ignore[assignment]
-    result = _fp8_products(quantised, weights, STEPS, SHARES, TOKENS, ROWS) * token_scale[:, None] * scales
+    result = _fp8_products(values, weights, STEPS, SHARES, TOKENS, ROWS) * token_scales * scales
     if GATED:
-        ups = _fp8_products(quantised, up_weights, STEPS, SHARES, TOKENS, ROWS)
-        result = _silu(result) * (ups * token_scale[:, None] * up_scales)
+        ups = _fp8_products(values, up_weights, STEPS, SHARES, TOKENS, ROWS)
+        result = _silu(result) * (ups * token_scales * up_scales)
     if ADDED:
         result += residual.to(tl.float32)
     tl.store(output, result, mask=inside)
 
 
-def fp8_launch(tokens: int, output_size: int, input_size: int) -> FewTokensLaunch:
-    """As FewTokensLaunch.of, for rows of half as many bytes, and tokens that have to be held twice."""
-    if tokens == 1:
-        return FewTokensLaunch.of(tokens, output_size, input_size)
-    return FewTokensLaunch(8, min(512, input_size & -input_size), 8 if input_size % 128 == 0 else 4)
-
-
-def fp8_few_tokens(
+def fp8_one_token(
     hidden: torch.Tensor,
     weight: Fp8Rows,
     norm: Norm | None = None,
@@ -210,56 +182,80 @@ def fp8_few_tokens(
     residual: torch.Tensor | None = None,
     launch: FewTokensLaunch | None = None,
 ) -> torch.Tensor:
-    """As `few_tokens`: norm before, a gate or an addition after the product, and weights that are read early."""
-    tokens, input_size = hidden.shape
-    output_size = weight.values.shape[0] // 2 if gated else weight.values.shape[0]
-    output = residual
-    if output is None:
-        output = torch.empty(tokens, output_size, dtype=hidden.dtype, device=hidden.device)
-    launch = launch or fp8_launch(tokens, output_size, input_size)
+    """As `few_tokens` of one token: norm before, a gate or an addition after the product, and weights read early."""
+    input_size = hidden.shape[1]
+    output = _output(1, weight, hidden.dtype, gated, residual)
+    launch = launch or FewTokensLaunch.of(1, output.shape[1], input_size)
     overlap = overlaps(hidden.device)
-    forms = {"NORMED": norm is not None, "GATED": gated, "ADDED": residual is not None, "OVERLAP": overlap}
     options = {"num_warps": launch.warps} | ({"launch_pdl": True} if overlap else {})
     norm_weight, eps = norm or (hidden, 0.0)
-    grid = (triton.cdiv(output_size, launch.rows),)
-    if tokens == 1:
-        _fp8_one_token_kernel[grid](
-            hidden,
-            norm_weight,
-            weight.values,
-            weight.scales,
-            output,
-            output_size,
-            eps,
-            INPUT=input_size,
-            ROWS=launch.rows,
-            COLUMNS=launch.columns,
-            LARGEST=LARGEST,
-            LEAST=LEAST,
-            **forms,
-            **options,
-        )
-    else:
-        _fp8_few_tokens_kernel[grid](
-            hidden,
-            norm_weight,
-            weight.values,
-            weight.scales,
-            output,
-            tokens,
-            output_size,
-            eps,
-            INPUT=input_size,
-            TOKENS=MAX_TOKENS,
-            ROWS=launch.rows,
-            SHARES=launch.warps,
-            COLUMNS=launch.columns // launch.warps,
-            LARGEST=LARGEST,
-            LEAST=LEAST,
-            **forms,
-            **options,
-        )
+    _fp8_one_token_kernel[(triton.cdiv(output.shape[1], launch.rows),)](
+        hidden,
+        norm_weight,
+        weight.values,
+        weight.scales,
+        output,
+        output.shape[1],
+        eps,
+        INPUT=input_size,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        NORMED=norm is not None,
+        GATED=gated,
+        ADDED=residual is not None,
+        OVERLAP=overlap,
+        LARGEST=LARGEST,
+        LEAST=LEAST,
+        **options,
+    )
     return output
+
+
+def fp8_few_tokens(
+    tokens: Fp8Rows,
+    weight: Fp8Rows,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    launch: FewTokensLaunch | None = None,
+) -> torch.Tensor:
+    """As `few_tokens`, of tokens that are quantised already; the result is of `dtype`."""
+    count, input_size = tokens.values.shape
+    output = _output(count, weight, dtype, gated, residual)
+    if launch is None:
+        launch = FewTokensLaunch(8, min(512, input_size & -input_size), 8 if input_size % 128 == 0 else 4)
+    overlap = overlaps(tokens.values.device)
+    options = {"num_warps": launch.warps} | ({"launch_pdl": True} if overlap else {})
+    _fp8_few_tokens_kernel[(triton.cdiv(output.shape[1], launch.rows),)](
+        tokens.values,
+        tokens.scales,
+        weight.values,
+        weight.scales,
+        output,
+        count,
+        output.shape[1],
+        INPUT=input_size,
+        TOKENS=16 if count <= 16 else MAX_TOKENS,
+        ROWS=launch.rows,
+        SHARES=launch.warps,
+        COLUMNS=launch.columns // launch.warps,
+        GATED=gated,
+        ADDED=residual is not None,
+        OVERLAP=overlap,
+        **options,
+    )
+    return output
+
+
+def _output(
+    tokens: int, weight: Fp8Rows, dtype: torch.dtype, gated: bool, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """The residual [tokens, output_size] where there is one, or as much new memory."""
+    if residual is not None:
+        return residual
+    output_size = weight.values.shape[0] // (2 if gated else 1)
+    return torch.empty(tokens, output_size, dtype=dtype, device=weight.values.device)
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
@@ -269,22 +265,29 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
 
-    def matrix(output_size: int, input_size: int) -> Fp8Rows:
-        values = torch.empty(output_size, input_size, dtype=FP8, device="meta")
-        return Fp8Rows(values, torch.empty(output_size, device="meta"))
+    def rows(count: int, size: int) -> Fp8Rows:
+        return Fp8Rows(torch.empty(count, size, dtype=FP8, device="meta"), torch.empty(count, device="meta"))
 
-    def cases(tokens: int) -> list[CompileCase]:
-        hidden, mixed = empty(tokens, model.hidden_size), empty(tokens, attention_size)
-        gated = empty(tokens, model.intermediate_size)
-        norm = Norm(empty(model.hidden_size), 1e-6)
-        qkv = matrix(attention_size + 2 * model.kv_heads * model.head_dim, model.hidden_size)
-        output, down = matrix(model.hidden_size, attention_size), matrix(model.hidden_size, model.intermediate_size)
-        gate_up = matrix(2 * model.intermediate_size, model.hidden_size)
+    qkv = rows(attention_size + 2 * model.kv_heads * model.head_dim, model.hidden_size)
+    output, down = rows(model.hidden_size, attention_size), rows(model.hidden_size, model.intermediate_size)
+    gate_up = rows(2 * model.intermediate_size, model.hidden_size)
+    norm = Norm(empty(model.hidden_size), 1e-6)
+    hidden, mixed, inner = empty(1, model.hidden_size), empty(1, attention_size), empty(1, model.intermediate_size)
+
+    def several(count: int) -> list[CompileCase]:
+        residual = empty(count, model.hidden_size)
         return [
-            lambda: fp8_few_tokens(hidden, qkv, norm),
-            lambda: fp8_few_tokens(mixed, output, residual=hidden),
-            lambda: fp8_few_tokens(hidden, gate_up, norm, gated=True),
-            lambda: fp8_few_tokens(gated, down, residual=hidden),
+            partial(fp8_few_tokens, rows(count, model.hidden_size), qkv, kind),
+            partial(fp8_few_tokens, rows(count, attention_size), output, kind, residual=residual),
+            partial(fp8_few_tokens, rows(count, model.hidden_size), gate_up, kind, gated=True),
+            partial(fp8_few_tokens, rows(count, model.intermediate_size), down, kind, residual=residual),
         ]
 
-    return cases(1) + cases(MAX_TOKENS)
+    return [
+        partial(fp8_one_token, hidden, qkv, norm),
+        partial(fp8_one_token, mixed, output, residual=hidden),
+        partial(fp8_one_token, hidden, gate_up, norm, gated=True),
+        partial(fp8_one_token, inner, down, residual=hidden),
+        *several(16),
+        *several(MAX_TOKENS),
+    ]

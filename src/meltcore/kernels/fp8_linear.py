@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.dispatch import use_triton
-from meltcore.kernels.fp8_few_tokens import fp8_few_tokens, suits_fp8_few_tokens
+from meltcore.kernels.fp8_few_tokens import fp8_few_tokens, fp8_one_token, suits_fp8_few_tokens
 from meltcore.kernels.fp8_quantise import Fp8Rows, quantise
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.swiglu import swiglu
@@ -24,21 +24,27 @@ def fp8_linear(hidden: torch.Tensor, weight: Fp8Rows, norm: Norm | None = None) 
     Returns [tokens, output_size] in the type of `hidden`.
     """
     if use_triton(hidden) and suits_fp8_few_tokens(hidden, weight):
-        return fp8_few_tokens(hidden, weight, norm)
+        if hidden.shape[0] == 1:
+            return fp8_one_token(hidden, weight, norm)
+        return fp8_few_tokens(quantise(hidden, norm), weight, hidden.dtype)
     return _product(hidden, weight, norm)
 
 
 def fp8_gated_linear(hidden: torch.Tensor, weight: Fp8Rows, norm: Norm | None = None) -> torch.Tensor:
     """silu(gate) * up, where gate and up are the halves of `fp8_linear(hidden, weight, norm)`."""
     if use_triton(hidden) and suits_fp8_few_tokens(hidden, weight):
-        return fp8_few_tokens(hidden, weight, norm, gated=True)
+        if hidden.shape[0] == 1:
+            return fp8_one_token(hidden, weight, norm, gated=True)
+        return fp8_few_tokens(quantise(hidden, norm), weight, hidden.dtype, gated=True)
     return swiglu(_product(hidden, weight, norm))
 
 
 def fp8_linear_add(residual: torch.Tensor, hidden: torch.Tensor, weight: Fp8Rows) -> torch.Tensor:
     """Add `fp8_linear(hidden, weight)` to residual [tokens, output_size], contiguous, in place, and return it."""
     if use_triton(hidden) and suits_fp8_few_tokens(hidden, weight):
-        return fp8_few_tokens(hidden, weight, residual=residual)
+        if hidden.shape[0] == 1:
+            return fp8_one_token(hidden, weight, residual=residual)
+        return fp8_few_tokens(quantise(hidden), weight, hidden.dtype, residual=residual)
     return residual.add_(_product(hidden, weight))
 
 

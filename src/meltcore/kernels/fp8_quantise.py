@@ -14,7 +14,8 @@ import torch
 
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
-from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.norm import Norm
+from meltcore.kernels.overlap import overlaps
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # torch.finfo(FP8).max
@@ -36,49 +37,63 @@ class Fp8Rows(NamedTuple):
 
 
 def quantise(hidden: torch.Tensor, norm: Norm | None = None) -> Fp8Rows:
-    """hidden: [rows, size] of any floating type, contiguous, normalised first if `norm` is given."""
+    """hidden: [rows, size] of any floating type, contiguous, normalised if `norm` is given.
+
+    What a norm multiplies a whole row by goes into its scale: the values need not wait for it, and are not rounded in
+    between.
+    """
     body = _quantise_triton if use_triton(hidden) else _quantise_torch
     return body(hidden, norm)
 
 
 def _quantise_torch(hidden: torch.Tensor, norm: Norm | None) -> Fp8Rows:
-    wide = (rms_norm(hidden, *norm) if norm else hidden).float()
-    scales = wide.abs().amax(-1).clamp(min=LEAST) / LARGEST
-    return Fp8Rows((wide / scales[:, None]).to(FP8), scales)
+    wide = hidden.float()
+    factor = wide.new_ones(())
+    if norm:
+        factor = torch.rsqrt(wide.pow(2).mean(-1) + norm.eps)
+        wide = wide * norm.weight.float()
+    largest = wide.abs().amax(-1).clamp(min=LEAST)
+    # Not LARGEST / largest, which torch computes by a reciprocal that rounds once more.
+    widen = torch.full_like(largest, LARGEST) / largest
+    return Fp8Rows((wide * widen[:, None]).to(FP8), largest / LARGEST * factor)
 
 
-@triton.jit
-def row_scale(largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """The scale of a row with this largest magnitude."""
-    return tl.div_rn(tl.maximum(largest, LEAST), LARGEST)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantise_kernel(
     hidden_ptr,
     norm_ptr,
     values_ptr,
     scales_ptr,
     eps,
+    rows,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     NORMED: tl.constexpr,
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One program: one row. It is rounded where the norm's own kernel rounds."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < SIZE
-    wide = tl.load(hidden_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    """One program: ROWS rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+    inside = (row < rows)[:, None] & (column < SIZE)
+    place = row.to(tl.int64)[:, None] * SIZE + column
     if NORMED:
-        dtype = hidden_ptr.dtype.element_ty
-        wide = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)).to(dtype).to(tl.float32)
-        wide *= tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        wide = wide.to(dtype).to(tl.float32)
-    scale = row_scale(tl.max(tl.abs(wide), axis=0), LARGEST, LEAST)
-    tl.store(values_ptr + row * SIZE + column, tl.div_rn(wide, scale).to(tl.float8e4nv), mask=inside)
-    tl.store(scales_ptr + row, scale)
+        weight = tl.load(norm_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    wide = tl.load(hidden_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    squares = tl.sum(wide * wide, axis=1)
+    if NORMED:
+        wide *= weight
+    largest = tl.maximum(tl.max(tl.abs(wide), axis=1), LEAST)
+    scale = tl.div_rn(largest, LARGEST)
+    if NORMED:
+        scale *= tl.rsqrt(squares / SIZE + eps)
+    tl.store(values_ptr + place, (wide * tl.div_rn(LARGEST, largest)[:, None]).to(tl.float8e4nv), mask=inside)
+    tl.store(scales_ptr + row, scale, mask=row < rows)
 
 
 def _quantise_triton(hidden: torch.Tensor, norm: Norm | None) -> Fp8Rows:
@@ -90,19 +105,26 @@ def _quantise_triton(hidden: torch.Tensor, norm: Norm | None) -> Fp8Rows:
     if not hidden.is_contiguous():
         raise ValueError(f"hidden states of strides {hidden.stride()}: must be contiguous")
     block = triton.next_power_of_2(size)
+    together = max(1, 1024 // block)
     norm_weight, eps = norm or (hidden, 0.0)
-    _quantise_kernel[(rows,)](
+    overlap = overlaps(hidden.device)
+    options = {"launch_pdl": True} if overlap else {}
+    _quantise_kernel[(triton.cdiv(rows, together),)](
         hidden,
         norm_weight,
         values,
         scales,
         eps,
+        rows,
         SIZE=size,
         BLOCK=block,
+        ROWS=together,
         NORMED=norm is not None,
         LARGEST=LARGEST,
         LEAST=LEAST,
-        num_warps=max(1, min(16, block // 512)),
+        OVERLAP=overlap,
+        num_warps=min(16, together * block // 256),
+        **options,
     )
     return Fp8Rows(values, scales)
 

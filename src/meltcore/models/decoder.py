@@ -19,6 +19,7 @@ from meltcore.kernels.rotary import rotary_table
 from meltcore.layers.attention import Attention
 from meltcore.layers.mlp import GatedMLP
 from meltcore.layers.norm import RMSNorm
+from meltcore.layers.weight import Destination
 from meltcore.models.cache import CacheGroup
 
 
@@ -92,18 +93,18 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         return self.mlp(self.attention(residual, positions, rotary, cache, segments))
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Destination]:
         attention, mlp = self.attention, self.mlp
-        table = {
+        table: dict[str, Destination] = {
             "input_layernorm.weight": attention.norm.weight,
             "self_attn.q_proj.weight": attention.qkv.part(0),
             "self_attn.k_proj.weight": attention.qkv.part(1),
             "self_attn.v_proj.weight": attention.qkv.part(2),
-            "self_attn.o_proj.weight": attention.output.weight,
+            "self_attn.o_proj.weight": attention.output.part(0),
             "post_attention_layernorm.weight": mlp.norm.weight,
             "mlp.gate_proj.weight": mlp.gate_up.part(0),
             "mlp.up_proj.weight": mlp.gate_up.part(1),
-            "mlp.down_proj.weight": mlp.down.weight,
+            "mlp.down_proj.weight": mlp.down.part(0),
         }
         if attention.qkv.bias is not None:
             names = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
@@ -158,9 +159,9 @@ class Decoder(nn.Module):
         """[rows, hidden_size] -> [rows, vocab_size] in the type of the weights."""
         return linear(hidden, self.head)
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Destination]:
         """Where each tensor of a published checkpoint goes: its name to our (view of a) parameter."""
-        table: dict[str, torch.Tensor] = {
+        table: dict[str, Destination] = {
             "model.embed_tokens.weight": self.embedding,
             "model.norm.weight": self.norm.weight,
         }

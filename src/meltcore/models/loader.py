@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from meltcore.config import Quantization
 from meltcore.errors import ConfigError
+from meltcore.layers.weight import Destination
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.decoder import Decoder
+from meltcore.models.quantization import hold_in_fp8
 from meltcore.models.qwen2 import Qwen2
 from meltcore.models.qwen3 import Qwen3
 
@@ -24,7 +27,9 @@ DUMMY_WEIGHT_STD = 0.02
 _NAMES_SHOWN = 5
 
 
-def build_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
+def build_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: Quantization = "none"
+) -> Decoder:
     """The network that config.json names, its weights allocated on `device` and not yet filled."""
     names = checkpoint.config.get("architectures") or []
     known = [name for name in names if name in ARCHITECTURES]
@@ -32,8 +37,10 @@ def build_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
         asked = ", ".join(names) or "nothing"
         raise ConfigError(f"{checkpoint.name}: config.json names {asked}; we have {', '.join(ARCHITECTURES)}")
     with torch.device("meta"):
-        model = ARCHITECTURES[known[0]](checkpoint.config)
-    return model.to(dtype).to_empty(device=device)
+        model = ARCHITECTURES[known[0]](checkpoint.config).to(dtype)
+        if quantization == "fp8":
+            hold_in_fp8(model, device)
+    return model.to_empty(device=device)
 
 
 def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
@@ -67,14 +74,15 @@ def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> 
 def fill_dummy_weights(model: Decoder, seed: int) -> None:
     """Random weights of the configured shapes: the speed of the real ones, and answers that mean nothing."""
     generator = torch.Generator(device=model.embedding.device).manual_seed(seed)
-    for name, tensor in model.checkpoint_tensors().items():
-        if tensor.dim() == 1:
-            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+    for name, target in model.checkpoint_tensors().items():
+        values = torch.empty(target.shape, dtype=model.embedding.dtype, device=model.embedding.device)
+        if values.dim() == 1:
+            target.copy_(values.fill_(0.0 if name.endswith(".bias") else 1.0))
         else:
-            tensor.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator)
+            target.copy_(values.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator))
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor, name: str, file: str) -> None:
+def _copy(source: torch.Tensor, target: Destination, name: str, file: str) -> None:
     if source.shape != target.shape:
         raise ConfigError(
             f"{file}: {name} has shape {list(source.shape)}; the configuration asks for {list(target.shape)}"

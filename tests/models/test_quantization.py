@@ -1,0 +1,146 @@
+"""FP8 weights: quantised as they arrive, refused where they cannot be computed, and close to what was published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_loader import write_config
+
+from meltcore import LLM, SamplingParams
+from meltcore.errors import ConfigError
+from meltcore.kernels.fp8_quantise import FP8
+from meltcore.layers.linear import Linear
+from meltcore.layers.weight import Fp8Weight
+from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.models.decoder import Decoder
+from meltcore.models.loader import build_model, load_weights
+from meltcore.models.quantization import hold_in_fp8
+from meltcore.problems import evaluation_set, is_right
+
+CPU = torch.device("cpu")
+# e4m3 has 4 significant bits: a number is off by 2^-4 of itself at most, a row by about 0.026 in the mean square.
+E4M3_ERROR = 0.04
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small checkpoint; every row of every matrix has a size of its own, so that a wrong scale shows."""
+    write_config(tmp_path)
+    torch.manual_seed(0)
+    tensors = {}
+    model = build_model(open_checkpoint(str(tmp_path), files="text"), torch.float32, CPU)
+    for name, place in model.checkpoint_tensors().items():
+        rows = torch.logspace(-3, 1, place.shape[0]).view(-1, *[1] * (len(place.shape) - 1))
+        tensors[name] = torch.randn(place.shape) * rows
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    checkpoint = open_checkpoint(str(folder), files="all")
+    model = build_model(checkpoint, dtype, CPU, "fp8")
+    load_weights(model, checkpoint, lambda stage, fraction: None)
+    return model
+
+
+def linears(model: Decoder) -> dict[str, Linear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+
+
+def test_every_matrix_of_a_block_arrives_in_fp8(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    model = loaded(folder)
+    fused = {
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.output": ("self_attn.o_proj",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+    }
+    layers = linears(model)
+    assert len(layers) == 2 * len(fused)
+    for index in range(2):
+        for ours, names in fused.items():
+            weight = layers[f"blocks.{index}.{ours}"].weight
+            assert isinstance(weight, Fp8Weight)
+            assert weight.values.dtype == FP8
+            published = torch.cat([tensors[f"model.layers.{index}.{name}.weight"] for name in names])
+            found = weight.values.float() * weight.scales[:, None]
+            error = (found - published).norm(dim=1) / published.norm(dim=1)
+            assert error.max() < E4M3_ERROR
+            assert torch.equal(weight.values.float().abs().amax(1), torch.full((len(published),), 448.0))
+
+
+def test_embedding_head_and_norms_stay_as_published(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    places = loaded(folder).checkpoint_tensors()
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.input_layernorm.weight"):
+        assert torch.equal(places[name], tensors[name])
+
+
+def test_no_matrix_of_a_block_is_ever_allocated_in_a_wider_type(folder: Path) -> None:
+    """What a build allocates is what stays; a checkpoint's tensors come one by one."""
+    model = build_model(open_checkpoint(str(folder), files="text"), torch.bfloat16, CPU, "fp8")
+    wide = {name for name, parameter in model.named_parameters() if parameter.dim() == 2 and parameter.dtype != FP8}
+    assert wide == {"embedding", "untied_head"}
+    assert {parameter.dtype for name, parameter in model.named_parameters() if name.endswith("scales")} == {
+        torch.float32
+    }
+
+
+def test_a_matrix_of_another_shape_is_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name][:-1].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"mlp\.up_proj\.weight has shape \[47, 32\].*asks for \[48, 32\]"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "intermediate_size", "message"),
+    [
+        ((8, 6), torch.bfloat16, 48, r"needs compute capability 8\.9 or later; Some GPU has 8\.6"),
+        ((9, 0), torch.float16, 48, r"--dtype bfloat16 .*; got float16"),
+        (
+            (9, 0),
+            torch.bfloat16,
+            40,
+            r"multiples of 16; blocks\.0\.mlp\.gate_up has \[80, 32\]|mlp\.down has \[32, 40\]",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_with_its_value(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    intermediate_size: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    write_config(tmp_path, intermediate_size=intermediate_size)
+    model = build_model(open_checkpoint(str(tmp_path), files="text"), dtype, torch.device("meta"))
+    with pytest.raises(ConfigError, match=message):
+        hold_in_fp8(model, torch.device("cuda"))
+
+
+def answers_right(llm: LLM, count: int) -> float:
+    problems = evaluation_set()[:count]
+    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    answers = llm.chat(chats, SamplingParams(max_tokens=256))
+    return sum(is_right(problem, answer.text) for problem, answer in zip(problems, answers, strict=True)) / count
+
+
+def test_the_bundled_model_still_answers_right_and_says_what_it_computes_in() -> None:
+    llm = LLM(BUNDLED_MODEL, device="cpu", quantization="fp8", memory_bytes=2**28)
+    assert llm.engine.ready().dtype == "float32+fp8-weights"
+    assert answers_right(llm, 24) >= 0.95
+
+
+@pytest.mark.gpu
+def test_held_out_accuracy_in_fp8_on_cuda() -> None:
+    llm = LLM(BUNDLED_MODEL, device="cuda", dtype="bfloat16", quantization="fp8", memory_bytes=2**31)
+    assert answers_right(llm, len(evaluation_set())) >= 0.95
