@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, applies here too
 
-from meltcore.kernels import few_tokens as few_file
 from meltcore.kernels import linear as linear_file
-from meltcore.kernels.few_tokens import MAX_INPUT, MAX_TOKENS, few_tokens, suits_few_tokens
+from meltcore.kernels.few_tokens import MAX_INPUT, MAX_ROWS, few_tokens, suits_few_tokens
 from meltcore.kernels.linear import gated_linear, linear, linear_add
 from meltcore.kernels.norm import Norm
+from meltcore.kernels.tiled_product import tiled_product
 
 EPS = 1e-6
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
@@ -126,14 +128,26 @@ def test_the_halves_of_a_product_gate_each_other(
     assert_near(result, exact_gated(hidden, weight, norm), dtype, steps=10)
 
 
-@pytest.mark.parametrize("tokens", [*range(1, 18)])
+def test_rows_too_large_to_be_scaled_before_they_are_normalised_are_served(device: torch.device) -> None:
+    hidden, weight = random_product(0, 3, 24, 128, torch.float16)
+    hidden, norm = hidden * 8000, Norm(torch.full((128,), 16.0, dtype=torch.float16), EPS)
+    result = few_tokens(hidden.to(device), weight.to(device), moved(norm, device))
+    assert_near(result, exact(hidden, weight, norm), torch.float16, steps=4)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17, 31, 64, 65])
 def test_the_public_functions_serve_every_count_of_tokens(
     tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_file, "use_triton", lambda tensor: True)
-    taken: list[int] = []
-    body = few_file.few_tokens
-    monkeypatch.setattr(linear_file, "few_tokens", lambda *args, **more: taken.append(tokens) or body(*args, **more))
+    taken: list[str] = []
+    for body in (few_tokens, tiled_product):
+
+        def noted(*args: Any, body: Any = body, **more: Any) -> torch.Tensor:
+            taken.append(body.__name__)
+            return body(*args, **more)
+
+        monkeypatch.setattr(linear_file, body.__name__, noted)
     hidden, weight = random_product(tokens, tokens, 22, 256, torch.bfloat16)
     norm = random_norm(256, torch.bfloat16)
     there, weight_there, norm_there = hidden.to(device), weight.to(device), moved(norm, device)
@@ -143,7 +157,7 @@ def test_the_public_functions_serve_every_count_of_tokens(
     assert_near(gated, exact_gated(hidden, weight, norm), torch.bfloat16, steps=10)
     added = linear_add(before.to(device, copy=True), there, weight_there)
     assert_near(added, before.double() + exact(hidden, weight), torch.bfloat16, steps=4)
-    assert taken == ([tokens] * 3 if tokens <= MAX_TOKENS else [])
+    assert taken == (["few_tokens"] * 3 if tokens <= 16 else ["tiled_product"] * 3 if tokens <= 64 else [])
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -161,6 +175,9 @@ def test_what_does_not_suit_goes_to_torch() -> None:
     assert not suits_few_tokens(hidden[:0], weight)
     assert suits_few_tokens(hidden.new_empty(2, MAX_INPUT), hidden.new_empty(5, MAX_INPUT))
     assert not suits_few_tokens(hidden.new_empty(2, 2 * MAX_INPUT), hidden.new_empty(5, 2 * MAX_INPUT))
+    head = hidden.new_empty(MAX_ROWS + 1, 128)
+    assert suits_few_tokens(hidden[:1], head)
+    assert not suits_few_tokens(hidden, head)
     assert not suits_few_tokens(hidden.repeat(5, 1), weight)
     assert not suits_few_tokens(hidden.float(), weight.float())
     assert not suits_few_tokens(hidden[:, :96].contiguous(), weight[:, :96].contiguous())

@@ -16,13 +16,17 @@ from typing import NamedTuple
 import torch
 
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
-from meltcore.kernels.norm import Norm
+from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.overlap import overlaps
 
 # One side of a tensor core's product: more tokens would need a second pass.
 MAX_TOKENS = 16
 # Divides input_size, so that no load needs a mask on columns and every row starts on a cache line.
 COLUMN_MULTIPLE = 64
+# Of a weight whose programs take more rows each.
+_MANY_ROWS = 4096
+# Of a weight, from two tokens on: an output head has programs enough for a library's tiles.
+MAX_ROWS = 2**14
 # A program holds all the columns of its rows, and of every token, at once: 16 tokens of this many are 96 KiB of shared
 # memory, where sm_86, sm_89 and sm_120 give a program 99. Wider inputs are left to torch.
 MAX_INPUT = 3072
@@ -35,6 +39,7 @@ def suits_few_tokens(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
         and hidden.dtype == weight.dtype
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[1] <= MAX_INPUT
+        and (hidden.shape[0] == 1 or weight.shape[0] <= MAX_ROWS)
         and weight.shape[1] % COLUMN_MULTIPLE == 0
         and hidden.is_contiguous()
         and weight.is_contiguous()
@@ -111,15 +116,6 @@ def _one_token_kernel(
     tl.store(output_ptr + row, result, mask=row < output_size)
 
 
-@triton.jit
-def _products(hiddens, weights, STEPS: tl.constexpr, SHARES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
-    """[TOKENS, ROWS] float32. Each warp sums its own share of the columns, by batched products."""
-    totals = tl.zeros((SHARES, TOKENS, ROWS), dtype=tl.float32)
-    for step in tl.static_range(STEPS):
-        totals = tl.dot(hiddens[step], tl.permute(weights[step], (0, 2, 1)), totals)
-    return tl.sum(totals, axis=0)
-
-
 @triton.jit(do_not_specialize=["tokens", "output_size"])
 def _few_tokens_kernel(
     hidden_ptr,
@@ -139,18 +135,21 @@ def _few_tokens_kernel(
     ADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: ROWS outputs of every token.
+    """One program: ROWS rows of the weight, every token. Each warp sums its own share of the columns.
 
-    Tokens are the side of the product that the hardware pads to 16, so that ROWS can be as few as 8.
+    Tokens are the side of the product that the hardware pads to 16, so that ROWS can be as few as 8. GATED: rows of
+    the gate and of what it gates alternate.
     """
     STEP: tl.constexpr = SHARES * COLUMNS
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    row = tl.arange(0, ROWS)
+    if GATED:
+        row = row % 2 * output_size + tl.minimum(tl.program_id(0) * OUTPUTS + row // 2, output_size - 1)
+    else:
+        row = tl.minimum(tl.program_id(0) * OUTPUTS + row, output_size - 1)
     token = tl.arange(0, TOKENS)
     column = (tl.arange(0, SHARES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])[:, None, :]
-    rows_ptr = weight_ptr + tl.minimum(row, output_size - 1).to(tl.int64)[None, :, None] * INPUT + column
-    weights = _read(rows_ptr, INPUT, STEP)
-    if GATED:
-        up_weights = _read(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, STEP)
+    weights = _read(weight_ptr + row.to(tl.int64)[None, :, None] * INPUT + column, INPUT, STEP)
     if NORMED:
         norms = _read(norm_ptr + column, INPUT, STEP)
     if OVERLAP:
@@ -158,24 +157,26 @@ def _few_tokens_kernel(
         tl.extra.cuda.gdc_wait()
     # Tokens past the end repeat the last one, as rows do, and are not stored.
     hiddens = _read(hidden_ptr + tl.minimum(token, tokens - 1)[None, :, None] * INPUT + column, INPUT, STEP)
-    output = output_ptr + token[:, None].to(tl.int64) * output_size + row[None, :]
-    inside = (token < tokens)[:, None] & (row < output_size)[None, :]
+    output_row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = output_ptr + token[:, None].to(tl.int64) * output_size + output_row[None, :]
+    inside = (token < tokens)[:, None] & (output_row < output_size)[None, :]
     if ADDED:
         residual = tl.load(output, mask=inside, other=0.0)
+    totals = tl.zeros((SHARES, TOKENS, ROWS), dtype=tl.float32)
+    squares = tl.zeros((SHARES, TOKENS), dtype=tl.float32)
+    for step in tl.static_range(INPUT // STEP):
+        hidden = hiddens[step]
+        if NORMED:
+            wide = hidden.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=2)
+            hidden = (wide * norms[step].to(tl.float32)).to(hidden.dtype)
+        totals = tl.dot(hidden, tl.permute(weights[step], (0, 2, 1)), totals)
+    result = tl.sum(totals, axis=0)
     if NORMED:
-        squares = tl.zeros((SHARES, TOKENS, COLUMNS), dtype=tl.float32)
-        for step in tl.static_range(INPUT // STEP):
-            wide = hiddens[step].to(tl.float32)
-            squares += wide * wide
-        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=2), axis=0) / INPUT + eps)[None, :, None]
-        normalised = ()
-        for step in tl.static_range(INPUT // STEP):
-            scaled = hiddens[step].to(tl.float32) * factor * norms[step].to(tl.float32)
-            normalised += (scaled.to(hidden_ptr.dtype.element_ty),)  # type: ignore[assignment]
-        hiddens = normalised
-    result = _products(hiddens, weights, INPUT // STEP, SHARES, TOKENS, ROWS)
+        result *= tl.rsqrt(tl.sum(squares, axis=0) / INPUT + eps)[:, None]
     if GATED:
-        result = _silu(result) * _products(hiddens, up_weights, INPUT // STEP, SHARES, TOKENS, ROWS)
+        gate, up = tl.split(tl.reshape(result, (TOKENS, OUTPUTS, 2)))
+        result = _silu(gate) * up
     if ADDED:
         result += residual.to(tl.float32)
     tl.store(output, result, mask=inside)
@@ -189,10 +190,17 @@ class FewTokensLaunch(NamedTuple):
     warps: int
 
     @classmethod
-    def of(cls, tokens: int, output_size: int, input_size: int) -> FewTokensLaunch:
-        """For a program a multiprocessor or more, whose threads hold 4 to 8 loads of 16 bytes each."""
-        rows = (4 if output_size <= 2048 else 8) if tokens == 1 else 8
-        return cls(rows, min(1024, input_size & -input_size), 4)
+    def of(cls, tokens: int, rows: int, input_size: int) -> FewTokensLaunch:
+        """rows: of the weight. Programs enough for every processor, few enough that all of them run at once.
+
+        Measured in a chain of 28 layers of Qwen3-0.6B (H200, benchmarks/notes/products.md).
+        """
+        wide = rows > _MANY_ROWS
+        if tokens == 1:
+            launch = cls(8, 1024, 2) if rows > _MANY_ROWS // 2 else cls(4, 1024, 4)
+        else:
+            launch = cls(32, 1024, 4) if wide else cls(16, 512, 4)
+        return launch._replace(columns=min(launch.columns, input_size & -input_size))
 
 
 def few_tokens(
@@ -215,13 +223,16 @@ def few_tokens(
     output = residual
     if output is None:
         output = torch.empty(tokens, output_size, dtype=hidden.dtype, device=hidden.device)
-    launch = launch or FewTokensLaunch.of(tokens, output_size, input_size)
+    if norm and tokens > 1 and hidden.dtype == torch.float16:
+        # The kernel divides by the row's size last. Before that, float16 could overflow.
+        hidden, norm = rms_norm(hidden, *norm), None
+    launch = launch or FewTokensLaunch.of(tokens, weight.shape[0], input_size)
     overlap = overlaps(hidden.device)
     forms = {"NORMED": norm is not None, "GATED": gated, "ADDED": residual is not None, "OVERLAP": overlap}
     options = {"num_warps": launch.warps} | ({"launch_pdl": True} if overlap else {})
     norm_weight, eps = norm or (weight, 0.0)
-    grid = (triton.cdiv(output_size, launch.rows),)
     if tokens == 1:
+        grid = (triton.cdiv(output_size, launch.rows),)
         _one_token_kernel[grid](
             hidden,
             norm_weight,
@@ -236,6 +247,7 @@ def few_tokens(
             **options,
         )
     else:
+        grid = (triton.cdiv(weight.shape[0], launch.rows),)
         _few_tokens_kernel[grid](
             hidden,
             norm_weight,

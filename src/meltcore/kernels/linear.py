@@ -12,6 +12,7 @@ from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.few_tokens import few_tokens, suits_few_tokens
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.swiglu import swiglu
+from meltcore.kernels.tiled_product import suits_tiles, tiled_product
 
 
 def linear(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
@@ -21,6 +22,8 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None = None)
     """
     if use_triton(hidden) and suits_few_tokens(hidden, weight):
         return few_tokens(hidden, weight, norm)
+    if use_triton(hidden) and suits_tiles(hidden, weight):
+        return tiled_product(_normalised(hidden, norm), weight)
     return _linear_torch(hidden, weight, norm)
 
 
@@ -31,6 +34,8 @@ def gated_linear(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None =
     """
     if use_triton(hidden) and suits_few_tokens(hidden, weight):
         return few_tokens(hidden, weight, norm, gated=True)
+    if use_triton(hidden) and suits_tiles(hidden, weight):
+        return tiled_product(_normalised(hidden, norm), weight, gated=True)
     return swiglu(_linear_torch(hidden, weight, norm))
 
 
@@ -38,8 +43,14 @@ def linear_add(residual: torch.Tensor, hidden: torch.Tensor, weight: torch.Tenso
     """Add `linear(hidden, weight)` to residual [tokens, output_size], contiguous, in place, and return it."""
     if use_triton(hidden) and suits_few_tokens(hidden, weight):
         return few_tokens(hidden, weight, residual=residual)
+    if use_triton(hidden) and suits_tiles(hidden, weight):
+        return tiled_product(hidden, weight, residual=residual)
     return residual.addmm_(hidden, weight.t())
 
 
 def _linear_torch(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
-    return torch.nn.functional.linear(rms_norm(hidden, *norm) if norm else hidden, weight)
+    return torch.nn.functional.linear(_normalised(hidden, norm), weight)
+
+
+def _normalised(hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    return rms_norm(hidden, *norm) if norm else hidden

@@ -10,6 +10,7 @@ import torch
 
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.overlap import overlaps
 
 
 class Norm(NamedTuple):
@@ -69,8 +70,12 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Rows come as [outer, inner], each of the two with a stride of its own; the output is contiguous."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, columns, mask = _tile(rows, SIZE, BLOCK, ROWS)
     start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
     wide = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
@@ -101,6 +106,7 @@ def _rms_norm_triton(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> 
     grouped = hidden.reshape(-1, hidden.shape[-2] if hidden.dim() > 1 else 1, size)
     grouped = grouped if grouped.stride(-1) == 1 else grouped.contiguous()
     rows, tile = output.numel() // size, _Tile.of(size)
+    overlap = overlaps(hidden.device)
     _rms_norm_kernel[(triton.cdiv(rows, tile.rows),)](
         grouped,
         weight,
@@ -113,7 +119,9 @@ def _rms_norm_triton(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> 
         SIZE=size,
         BLOCK=tile.block,
         ROWS=tile.rows,
+        OVERLAP=overlap,
         num_warps=tile.warps,
+        **({"launch_pdl": True} if overlap else {}),
     )
     return output
 

@@ -11,23 +11,13 @@ Every kernel launched so waits, so the end of one still means the end of all bef
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-from meltcore.kernels.jit import triton
+from meltcore.kernels.capability import capability
 
 _LEAST_CAPABILITY = 90
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels for tensors on `device` are to be compiled and launched so. False for the interpreter's CPU."""
-    if device.type == "cuda":
-        return _capability(device) >= _LEAST_CAPABILITY
-    return device.type != "cpu" and triton.runtime.driver.active.get_current_target().arch >= _LEAST_CAPABILITY
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    """Whether kernels for tensors on `device` are to be compiled and launched so."""
+    return capability(device) >= _LEAST_CAPABILITY

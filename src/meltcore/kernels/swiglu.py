@@ -8,6 +8,7 @@ import torch
 
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.overlap import overlaps
 
 # Elements of one program: with 4 warps a thread holds 8, a 16-byte access to each half in 16-bit types.
 _BLOCK, _WARPS = 1024, 4
@@ -24,8 +25,11 @@ def _swiglu_torch(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, output_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate_up_ptr, output_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """One program: one token, BLOCK columns."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -42,7 +46,17 @@ def _swiglu_triton(gate_up: torch.Tensor) -> torch.Tensor:
     output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         grid = (tokens, triton.cdiv(size, _BLOCK))
-        _swiglu_kernel[grid](gate_up, output, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=_WARPS)
+        overlap = overlaps(gate_up.device)
+        _swiglu_kernel[grid](
+            gate_up,
+            output,
+            gate_up.stride(0),
+            SIZE=size,
+            BLOCK=_BLOCK,
+            OVERLAP=overlap,
+            num_warps=_WARPS,
+            **({"launch_pdl": True} if overlap else {}),
+        )
     return output
 
 

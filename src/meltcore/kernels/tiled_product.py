@@ -1,0 +1,255 @@
+"""Products of up to a few hundred tokens with a weight matrix, in Triton: tiles small enough that all processors work.
+
+At these sizes a product still takes about as long as its weights take to be read, and a library's tiles leave most
+processors idle. Here the sum is split as well: a program takes some rows of the weight and a share of their columns,
+and the last of a tile's programs to end adds up the shares, in their order. It asks for its weights before the kernel
+in front has ended (see overlap.py). Sums are float32; results do not depend on which program was last.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from meltcore.kernels.capability import shared_bytes
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.overlap import overlaps
+
+# Up to which a tile of all tokens is measured to gain on cuBLAS.
+MAX_TOKENS = 64
+# Divides input_size, so that no load needs a mask on columns.
+COLUMN_MULTIPLE = 64
+# Of a weight that is not left to the library: an output head has programs enough for the library's tiles.
+MAX_ROWS = 2**14
+# Of a weight whose sum is split.
+_FEW_ROWS = 2048
+_MOST_SPLIT_TILES = 1024
+
+
+def suits_tiles(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Up to MAX_TOKENS tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
+    return (
+        1 <= hidden.shape[0] <= MAX_TOKENS
+        and hidden.dtype == weight.dtype
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and weight.shape[0] <= MAX_ROWS
+        and weight.shape[1] % COLUMN_MULTIPLE == 0
+        and hidden.is_contiguous()
+        and weight.is_contiguous()
+    )
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Ask for the 128-byte lines at `pointers` to come to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _sum_of_shares(totals, partial_ptr, arrivals_ptr, tile, share, SHARES: tl.constexpr):
+    """Leave this program's share where the others find it. Returns whether it is the tile's last, and the whole sum."""
+    ROWS: tl.constexpr = totals.shape[0]
+    COLUMNS: tl.constexpr = totals.shape[1]
+    place = partial_ptr + tile.to(tl.int64) * (SHARES * ROWS * COLUMNS)
+    place += tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(place + share * (ROWS * COLUMNS), totals)
+    tl.debug_barrier()  # all of this program's share is written before it is counted
+    last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SHARES - 1
+    if last:
+        tl.store(arrivals_ptr + tile, 0)
+        # Other processors wrote them during this launch: past the L1 cache, which may hold older neighbours.
+        totals = tl.load(place, cache_modifier=".cg")
+        for other in tl.static_range(1, SHARES):
+            totals += tl.load(place + other * (ROWS * COLUMNS), cache_modifier=".cg")
+    return last, totals
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _tiled_product_kernel(
+    hidden_ptr,
+    weight_ptr,
+    output_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    tokens,
+    OUTPUT: tl.constexpr,
+    INPUT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SHARES: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program: one share of the columns, ROWS rows of the weight, TOKENS tokens.
+
+    GATED: rows of the gate and of what it gates alternate. Rows and tokens past the end repeat the last one and are
+    not stored: cheaper than a mask on every load.
+    """
+    WIDTH: tl.constexpr = INPUT // SHARES
+    share = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    if GATED:
+        source = tl.minimum(row // 2, OUTPUT - 1) + row % 2 * OUTPUT
+    else:
+        source = tl.minimum(row, OUTPUT - 1)
+    rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * INPUT + share * WIDTH
+    if OVERLAP:
+        for start in tl.static_range(0, WIDTH, COLUMNS):
+            _prefetch(rows_ptr + (start + tl.arange(0, COLUMNS // 64) * 64)[None, :])
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    step = tl.arange(0, COLUMNS)[None, :]
+    tokens_ptr = hidden_ptr + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * INPUT + share * WIDTH
+    column = tl.program_id(1) * (ROWS // 2 if GATED else ROWS) + tl.arange(0, ROWS // 2 if GATED else ROWS)
+    output = output_ptr + token.to(tl.int64)[:, None] * OUTPUT + column[None, :]
+    inside = (token < tokens)[:, None] & (column < OUTPUT)[None, :]
+    if ADDED:
+        residual = tl.load(output, mask=inside, other=0.0)
+    # The tensor cores want the longer side first: 64 rows at least on Hopper.
+    if ROWS >= TOKENS:
+        totals = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    else:
+        totals = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+    for start in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
+        weight = tl.load(rows_ptr + start + step)
+        hidden = tl.load(tokens_ptr + start + step)
+        if ROWS >= TOKENS:
+            totals = tl.dot(weight, tl.trans(hidden), totals)
+        else:
+            totals = tl.dot(hidden, tl.trans(weight), totals)
+    if SHARES > 1:
+        tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        last, totals = _sum_of_shares(totals, partial_ptr, arrivals_ptr, tile, share, SHARES)
+        if not last:
+            return
+    if ROWS >= TOKENS:
+        totals = tl.trans(totals)
+    if GATED:
+        gate, up = tl.split(tl.reshape(totals, (TOKENS, ROWS // 2, 2)))
+        totals = gate / (1.0 + tl.exp(-gate)) * up
+    if ADDED:
+        totals += residual.to(tl.float32)
+    tl.store(output, totals, mask=inside)
+
+
+class TiledLaunch(NamedTuple):
+    """How a product is cut up. tokens, rows: of a tile; columns: of a step of the loop; shares: of the sum."""
+
+    tokens: int
+    rows: int
+    columns: int
+    shares: int
+    stages: int
+
+    @classmethod
+    def of(cls, tokens: int, rows: int, input_size: int, shared_bytes: int) -> TiledLaunch:
+        """rows: of the weight; shared_bytes: that a program may have, for up to `stages` steps under way.
+
+        Measured in a chain of 28 layers of Qwen3-0.6B (H200, benchmarks/notes/products.md).
+        """
+        tile = 32 if tokens <= 32 else 64
+        columns = 128 if input_size % 128 == 0 else 64
+        steps = input_size // columns
+        shares, tile_rows, stages = 1, 64, 4
+        if rows <= _FEW_ROWS:
+            # Tiles too few for the processors: shares of about 512 columns, all of them under way at once.
+            most = max(1, input_size // 512)
+            shares = max(count for count in range(1, most + 1) if steps % count == 0)
+            tile_rows, stages = (64 if tile == 32 else 32), 5
+        step_bytes = 2 * (tile + tile_rows) * columns
+        return cls(tile, tile_rows, columns, shares, min(stages, shared_bytes // step_bytes))
+
+
+def tiled_product(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    launch: TiledLaunch | None = None,
+) -> torch.Tensor:
+    """hidden [tokens, input_size] times weight transposed: [tokens, output_size].
+
+    gated: weight is that of the gate above that of what it gates, and the result silu(gate) * up, half as wide.
+    residual: [tokens, output_size], contiguous; the product is added to it, and it is what is returned.
+    The weight is read before earlier kernels have ended: it must not be what the one just before wrote.
+    """
+    tokens, input_size = hidden.shape
+    output_size = weight.shape[0] // 2 if gated else weight.shape[0]
+    output = residual
+    if output is None:
+        output = torch.empty(tokens, output_size, dtype=hidden.dtype, device=hidden.device)
+    launch = launch or TiledLaunch.of(tokens, weight.shape[0], input_size, shared_bytes(hidden.device))
+    grid = (launch.shares, triton.cdiv(weight.shape[0], launch.rows), triton.cdiv(tokens, launch.tokens))
+    partial = arrivals = output  # unused where there is nothing to add up
+    if launch.shares > 1:
+        places = grid[0] * grid[1] * grid[2] * launch.rows * launch.tokens
+        if grid[1] * grid[2] > _MOST_SPLIT_TILES:
+            raise ValueError(f"{grid[1] * grid[2]} tiles cannot be split")
+        partial = torch.empty(places, dtype=torch.float32, device=hidden.device)
+        arrivals = _arrivals(hidden.device)
+    overlap = overlaps(hidden.device)
+    _tiled_product_kernel[grid](
+        hidden,
+        weight,
+        output,
+        partial,
+        arrivals,
+        tokens,
+        OUTPUT=output_size,
+        INPUT=input_size,
+        TOKENS=launch.tokens,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        SHARES=launch.shares,
+        STAGES=launch.stages,
+        GATED=gated,
+        ADDED=residual is not None,
+        OVERLAP=overlap,
+        num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+    return output
+
+
+@lru_cache
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """How many shares of each tile are done: zeros before and after every launch.
+
+    One for the device, since launches follow each other on one stream. Made once: captured graphs keep its address.
+    """
+    return torch.zeros(_MOST_SPLIT_TILES, dtype=torch.int32, device=device)
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    kind = dtype if dtype.itemsize == 2 else torch.float16  # float32 goes to torch
+    attention_size = model.heads * model.head_dim
+
+    def case(
+        tokens: int, output_size: int, input_size: int, *, gated: bool = False, added: bool = False
+    ) -> CompileCase:
+        hidden = torch.empty(tokens, input_size, dtype=kind, device="meta")
+        weight = torch.empty(output_size, input_size, dtype=kind, device="meta")
+        residual = torch.empty(tokens, output_size, dtype=kind, device="meta") if added else None
+        return lambda: tiled_product(hidden, weight, gated=gated, residual=residual)
+
+    return [
+        make
+        for tokens in (17, 64)
+        for make in (
+            case(tokens, attention_size + 2 * model.kv_heads * model.head_dim, model.hidden_size),
+            case(tokens, model.hidden_size, attention_size, added=True),
+            case(tokens, 2 * model.intermediate_size, model.hidden_size, gated=True),
+            case(tokens, model.hidden_size, model.intermediate_size, added=True),
+        )
+    ]
