@@ -38,7 +38,7 @@ from meltcore.results.schema import LevelResult
 REACH = {400: 27_100.0, 1_000: 30_750.0, 10_000: 29_850.0}
 OFFLINE_REACH = 0.95
 CALIBRATION_REQUESTS = 1_000
-SPARE = 1.2  # requests beyond those that the calibrated rate asks for: --seconds is a floor
+SPARE = 1.6  # requests beyond those that the short calibration asks for: --seconds is a floor
 COUNTER_TOLERANCE = 0.005
 MAX_MODEL_LEN = 2048
 
@@ -75,6 +75,8 @@ def measure(url: str, users: int, args: argparse.Namespace) -> tuple[LevelResult
     before = metrics(url)
     level = load(url, users, requests, 2, args)
     after = metrics(url)
+    if level.duration_s < args.seconds:
+        raise RuntimeError(f"{users} users: the level lasted {level.duration_s:.1f} s, less than {args.seconds:g} s")
     counted = after["generation_tokens_total"] - before["generation_tokens_total"]
     if abs(counted / level.output_tokens - 1) > COUNTER_TOLERANCE:
         raise RuntimeError(f"the server counted {counted:,.0f} tokens, the client {level.output_tokens:,}")

@@ -187,6 +187,7 @@ def main() -> int:
         if grown is None:
             print(f"{where}: no NVIDIA driver, so its memory was not measured")
             continue
+        print(f"{where} memory: {was >> 20:,} MiB after {args.before:,} streams, {now >> 20:,} MiB after all")
         name = f"{where} memory afterwards, against after {args.before:,}"
         rows.append(Row(work=name, unit="growth", value=grown, reach=args.tolerance))
         if abs(grown) > args.tolerance:

@@ -46,7 +46,11 @@ class Metrics(Collector):
             ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", usage),
             ("requests_in_flight", "Requests accepted and not ended", counts.total("in_flight")),
             ("requests_in_flight_peak", "The most requests in flight at once since the start", peak),
-            ("front_processes", "Front processes, each with its part of the connections", len(counts.board.rows)),
+            (
+                "front_processes",
+                "Front processes, each with its part of the connections",
+                max(1, len(counts.board.rows) - 1),
+            ),
         ):
             family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
             family.add_metric([self._model], value)

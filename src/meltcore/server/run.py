@@ -29,7 +29,7 @@ from meltcore.server.listener import Acceptor, bind, raise_file_limit
 from meltcore.server.model import Model, find_checkpoint, load_text
 from meltcore.server.replica import ENGINE_COMMAND, Replica
 from meltcore.server.routes import build_app
-from meltcore.server.team import Team, front_count
+from meltcore.server.team import Team, board_rows, front_count
 
 DEAD_LINGER_S = 1.0  # an engine's death is answered and seen at /health for this long before we exit
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one wish, two signals
@@ -70,11 +70,11 @@ class _Life:
     """One run of a server, from bound socket to exit status."""
 
     def __init__(self, config: ServerConfig, engine_command: Sequence[str], directory: Path) -> None:
-        fronts = front_count(config)
-        counts = Counts(Board(NAMES, fronts))
+        rows = board_rows(front_count(config))
+        counts = Counts(Board(NAMES, rows))
         self._config = config
         self._directory = directory
-        self._replica = Replica(config.engine, engine_command, self._on_message, directory=directory, fronts=fronts)
+        self._replica = Replica(config.engine, engine_command, self._on_message, directory=directory, fronts=rows)
         self._front = Front(config, counts, self._replica.send)
         self._http = HttpServer(build_app(self._front), counts)
         self._team = Team(

@@ -1,6 +1,7 @@
-"""The other front processes of a server: started, given their part of the connections, watched, started again.
+"""The further front processes of a server: started, given their part of the connections, watched, started again.
 
-The first front is the server process itself. It alone accepts, and gives each connection to whichever front has the
+The first front is the server process itself. A server of one front has no other. With several, the first one accepts,
+serves while it is alone (loading, or after deaths), and else gives each connection to whichever of the others has the
 fewest: hashing them over several listening sockets (SO_REUSEPORT) leaves one front with a fifth more than its part at
 400 connections, and would let a second server join a port in use.
 """
@@ -33,15 +34,23 @@ from meltcore.server.counts import Counts
 
 _COMMAND = (sys.executable, "-m", "meltcore.server.front_process")
 _STDERR = 2
+# Python's own allocator keeps a megabyte for one object that is left in it: 50 MB for good after 2,500 streams a front.
+# The C library's gives back all but the pages in use (idle.py asks it to), for a tenth more CPU a token.
+_ALLOCATOR = {"PYTHONMALLOC": "malloc"}
 _LEAVE_S = 4.0  # from asking a front to leave until it is killed; it closes its connections meanwhile
 CORES_A_FRONT = 4
 MOST_BY_DEFAULT = 4
 
 
-def front_count(config: ServerConfig) -> int:
-    """How many fronts to run: what is asked for, else one for every four cores, at most four.
+def board_rows(fronts: int) -> int:
+    """Processes with counts of their own: the first front, and the others where there are several."""
+    return 1 if fronts == 1 else 1 + fronts
 
-    A front moves about 20,000 tokens/s. The engine, and usually the clients, want cores too.
+
+def front_count(config: ServerConfig) -> int:
+    """How many fronts serve: what is asked for, else one for every four cores, at most four.
+
+    A front moves about 40,000 tokens/s, and is late for all when it is busy for one. Engine and clients want cores too.
     """
     cores = len(os.sched_getaffinity(0))
     return config.fronts or max(1, min(MOST_BY_DEFAULT, cores // CORES_A_FRONT))
@@ -63,7 +72,7 @@ class Member:
 
 
 class Team:
-    """All fronts but the first."""
+    """All fronts but the first; none in a server of one front."""
 
     def __init__(
         self,
@@ -83,10 +92,10 @@ class Team:
         self._members: list[Member] = []
         self._watches: set[asyncio.Task[None]] = set()
         self._open: Open | None = None
+        self._all_opened = False  # until then none is given a connection: it would say ready while others are not
         self._draining = False
         self._leaving = False
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._first_given = 0.0
 
     async def start(self) -> None:
         """Start every process; they load their text side by themselves."""
@@ -104,20 +113,17 @@ class Team:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self.failed.done():
             raise ConfigError(self.failed.result())
+        self._all_opened = True
 
     def place(self, connection: socket.socket) -> bool:
-        """Give `connection` to the front with the fewest. False: that is the first front, which serves it itself."""
+        """Give `connection` to the front with the fewest. False where none takes it: the first front serves it then."""
         closed = self._counts.board.column["connections_closed"]
         rows = self._counts.board.rows
-        fewest, chosen = self._first_given - rows[0][closed], None
-        for member in self._members:
-            held = member.given - rows[member.front][closed]
-            if held < fewest and member.is_open:
-                fewest, chosen = held, member
-        if chosen is not None and chosen.channel is not None and chosen.channel.send_connection(connection):
-            chosen.given += 1
-            return True
-        self._first_given += 1
+        serving = [member for member in self._members if member.is_open] if self._all_opened else []
+        for member in sorted(serving, key=lambda member: member.given - rows[member.front][closed]):
+            if member.channel is not None and member.channel.send_connection(connection):
+                member.given += 1
+                return True
         return False
 
     def tell(self, message: Open | Drain | EndRequests | EngineDied | Leave) -> None:
@@ -152,7 +158,7 @@ class Team:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A session of its own: a signal to our terminal or group is for us, who tell the others what to do.
         member.process = await asyncio.create_subprocess_exec(
-            *_COMMAND, stdin=theirs.fileno(), stdout=_STDERR, start_new_session=True
+            *_COMMAND, stdin=theirs.fileno(), stdout=_STDERR, start_new_session=True, env=os.environ | _ALLOCATOR
         )
         theirs.close()
         member.opened = asyncio.get_running_loop().create_future()
