@@ -1,57 +1,145 @@
-"""Products of few tokens with Qwen3-0.6B's weights, bf16, against torch's and against reading the weights once.
+"""Products with Qwen3-0.6B's weights, bf16, against cuBLAS and cublasLt and against reading the weights once.
 
-Launches take turns over copies of the weight, enough of them to miss the L2 cache, inside one CUDA graph.
+Every number is the median of replays of one CUDA graph that holds 28 launches (or layers), each with weights of its
+own: together they miss the L2 cache, and kernels follow each other as in a decode step. Results are compared with the
+torch bodies first. "layer" is the four products of a block with their norms, activation and additions, without the
+attention between them; its peer does the same with the library's products and our kernels around them.
 
     python benchmarks/linear.py     # the table and benchmarks/results/linear.json
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
 from attention import CACHE_BYTES, check, median_us
 from bench_output import Row, write_result
 
-from meltcore.kernels.linear import linear
+from meltcore.kernels.linear import gated_linear, linear, linear_add
+from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.swiglu import swiglu
 
-TOKENS = (1, 2, 4, 8, 16)
+TOKENS = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128, 256, 400, 512, 1000)
+HIDDEN, MIXED, GATED = 1024, 2048, 3072
 SHAPES = {
-    "qkv": (4096, 1024),
-    "attention output": (1024, 2048),
-    "gate and up": (6144, 1024),
-    "down": (1024, 3072),
-    "head": (151936, 1024),
+    "qkv": (4096, HIDDEN),
+    "attention output": (HIDDEN, MIXED),
+    "gate and up": (2 * GATED, HIDDEN),
+    "down": (HIDDEN, GATED),
+    "head": (151936, HIDDEN),
 }
+LAYERS = 28
 READ_BYTES_PER_US = 4.3e6  # what an H200 reaches
+TYPE = torch.bfloat16
+LIBRARIES = {"cuBLAS": "cublas", "cublasLt": "cublaslt"}
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+plain_product: Product = torch.nn.functional.linear
 
 
-def measure(work: str, output_size: int, input_size: int) -> list[Row]:
-    nbytes = output_size * input_size * torch.bfloat16.itemsize
-    copies = max(2, -(-CACHE_BYTES // nbytes))
-    weights = [
-        torch.randn(output_size, input_size, dtype=torch.bfloat16, device="cuda") * input_size**-0.5
-        for _ in range(copies)
-    ]
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=TYPE, device="cuda")
+
+
+def weights(output_size: int, input_size: int, copies: int = LAYERS) -> list[torch.Tensor]:
+    return [random(output_size, input_size) * input_size**-0.5 for _ in range(copies)]
+
+
+class Weights(NamedTuple):
+    """Of every layer."""
+
+    qkv: list[torch.Tensor]
+    output: list[torch.Tensor]
+    gate_up: list[torch.Tensor]
+    down: list[torch.Tensor]
+    norm: Norm
+
+    @classmethod
+    def draw(cls) -> Weights:
+        names = ("qkv", "attention output", "gate and up", "down")
+        return cls(*(weights(*SHAPES[name]) for name in names), norm=Norm(random(HIDDEN).abs() + 0.5, 1e-6))
+
+    def bytes_a_layer(self) -> int:
+        return sum(matrices[0].nbytes for matrices in self[:4])
+
+
+class Batch(NamedTuple):
+    """What a layer reads. mixed stands for what attention would give."""
+
+    residual: torch.Tensor
+    mixed: torch.Tensor
+
+    @classmethod
+    def draw(cls, tokens: int) -> Batch:
+        return cls(random(tokens, HIDDEN), random(tokens, MIXED))
+
+
+def layer(of: Weights, index: int, batch: Batch) -> None:
+    linear(batch.residual, of.qkv[index], of.norm)
+    linear_add(batch.residual, batch.mixed, of.output[index])
+    gated = gated_linear(batch.residual, of.gate_up[index], of.norm)
+    linear_add(batch.residual, gated, of.down[index])
+
+
+def library_layer(of: Weights, index: int, batch: Batch) -> None:
+    plain_product(rms_norm(batch.residual, *of.norm), of.qkv[index])
+    batch.residual.addmm_(batch.mixed, of.output[index].t())
+    gated = swiglu(plain_product(rms_norm(batch.residual, *of.norm), of.gate_up[index]))
+    batch.residual.addmm_(gated, of.down[index].t())
+
+
+def fastest_library_us(launches: list[Callable[[], object]]) -> tuple[str, float]:
+    times_us = {}
+    for name, setting in LIBRARIES.items():
+        torch.backends.cuda.preferred_blas_library(setting)
+        times_us[name] = median_us(launches)
+    torch.backends.cuda.preferred_blas_library("default")
+    return min(times_us.items(), key=lambda item: item[1])
+
+
+def row(work: str, tokens: int, nbytes: int, ours_us: float, library: tuple[str, float]) -> Row:
+    share = nbytes / READ_BYTES_PER_US / ours_us
+    return Row(
+        work=f"{work}, tokens: {tokens}; {share:.0%} of 4.3 TB/s",
+        unit="us",
+        value=ours_us,
+        peer=library[0],
+        peer_value=library[1],
+        ratio=library[1] / ours_us,
+        limit_share=share,
+    )
+
+
+def measure_layer() -> list[Row]:
+    of = Weights.draw()
     rows = []
     for tokens in TOKENS:
-        hidden = torch.randn(tokens, input_size, dtype=torch.bfloat16, device="cuda")
-        check(f"{work}, {tokens} tokens", partial(linear, hidden, weights[0]))
-        ours_us = median_us([partial(linear, hidden, weight) for weight in weights])
-        torch_us = median_us([partial(torch.nn.functional.linear, hidden, weight) for weight in weights])
-        share = nbytes / READ_BYTES_PER_US / ours_us
-        rows.append(
-            Row(
-                work=f"{work} {output_size:,} x {input_size:,}, tokens: {tokens}; {share:.0%} of 4.3 TB/s",
-                unit="us",
-                value=ours_us,
-                peer="torch",
-                peer_value=torch_us,
-                ratio=torch_us / ours_us,
-                limit_share=share,
-            )
+        batch = Batch.draw(tokens)
+        check(f"norm and product, {tokens}", partial(linear, batch.residual, of.qkv[0], of.norm))
+        check(f"norm, product and gate, {tokens}", partial(gated_linear, batch.residual, of.gate_up[0], of.norm))
+        check(
+            f"product and addition, {tokens}",
+            lambda batch=batch: linear_add(batch.residual.clone(), batch.mixed, of.output[0]),
         )
+        ours_us = median_us([partial(layer, of, index, batch) for index in range(LAYERS)])
+        library = fastest_library_us([partial(library_layer, of, index, batch) for index in range(LAYERS)])
+        rows.append(row("layer", tokens, of.bytes_a_layer(), ours_us, library))
+    return rows
+
+
+def measure_product(work: str, output_size: int, input_size: int) -> list[Row]:
+    nbytes = output_size * input_size * TYPE.itemsize
+    matrices = weights(output_size, input_size, LAYERS if nbytes < CACHE_BYTES else 2)
+    rows = []
+    for tokens in TOKENS:
+        hidden = random(tokens, input_size)
+        ours_us = median_us([partial(linear, hidden, matrix) for matrix in matrices])
+        library = fastest_library_us([partial(plain_product, hidden, matrix) for matrix in matrices])
+        rows.append(row(f"{work} {output_size:,} x {input_size:,}", tokens, nbytes, ours_us, library))
     return rows
 
 
@@ -59,7 +147,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("needs an NVIDIA GPU")
     torch.manual_seed(0)
-    rows = [row for work, shape in SHAPES.items() for row in measure(work, *shape)]
+    rows = measure_layer()
+    rows += [row for work, shape in SHAPES.items() for row in measure_product(work, *shape)]
     versions = {"torch": str(torch.__version__), "triton": str(triton.__version__), "cuda": str(torch.version.cuda)}
     write_result("linear", rows, versions)
 
