@@ -17,6 +17,7 @@ from meltcore.kernels import fp8_quantise
 from meltcore.kernels.fp8_few_tokens import fp8_few_tokens, fp8_one_token, suits_fp8_few_tokens
 from meltcore.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear_add
 from meltcore.kernels.fp8_quantise import FP8, LARGEST, Fp8Rows, quantise
+from meltcore.kernels.fp8_tiles import fp8_tiles
 from meltcore.kernels.norm import Norm, rms_norm
 
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
@@ -208,3 +209,42 @@ def test_quantise_refuses_scattered_rows(device: torch.device) -> None:
         fp8_quantise._quantise_triton(torch.zeros(8, 32, device=device)[:, :16], None)
     assert quantise(torch.zeros(0, 16)).values.shape == (0, 16)
     assert fp8_file.SIZE_MULTIPLE == 16
+
+
+TILES = pytest.mark.parametrize(
+    ("seed", "tokens", "output_size", "input_size"),
+    [(0, 17, 70, 192), (1, 64, 33, 1536), (2, 40, 2, 64), (3, 3, 130, 1024), (4, 70, 66, 512)],
+)
+
+
+def tiles(
+    hidden: torch.Tensor, weight: Fp8Rows, *, gated: bool = False, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    tokens = fp8_quantise._quantise_triton(hidden, None)
+    return fp8_tiles(tokens, weight, hidden.dtype, gated=gated, residual=residual)
+
+
+@TYPES
+@TILES
+def test_a_product_in_tiles_is_rounded_once(
+    seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A split sum and a whole one, alone and added to what is there."""
+    hidden, weight = random_fp8_product(seed, tokens, output_size, input_size, dtype)
+    before = torch.randn(tokens, output_size).to(dtype)
+    residual = before.to(device, copy=True)
+    result = tiles(hidden.to(device), there(weight, device))
+    assert_rounded_once(result, exact(hidden, weight), dtype)
+    assert tiles(hidden.to(device), there(weight, device), residual=residual) is residual
+    assert_rounded_once(residual, before.double() + exact(hidden, weight), dtype)
+
+
+@TYPES
+@TILES
+def test_the_halves_of_a_product_in_tiles_gate_each_other(
+    seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    hidden, weight = random_fp8_product(seed, tokens, 2 * output_size, input_size, dtype)
+    result = tiles(hidden.to(device), there(weight, device), gated=True)
+    assert result.shape == (tokens, output_size)
+    assert_near(result, exact_gated(hidden, weight), dtype, steps=10)

@@ -185,7 +185,10 @@ def fp8_one_token(
     """As `few_tokens` of one token: norm before, a gate or an addition after the product, and weights read early."""
     input_size = hidden.shape[1]
     output = _output(1, weight, hidden.dtype, gated, residual)
-    launch = launch or FewTokensLaunch.of(1, output.shape[1], input_size)
+    if launch is None:
+        launch = FewTokensLaunch(4, min(512, input_size & -input_size), 2)
+        if input_size > 2048:
+            launch = FewTokensLaunch(4, min(1024, input_size & -input_size), 4)
     overlap = overlaps(hidden.device)
     options = {"num_warps": launch.warps} | ({"launch_pdl": True} if overlap else {})
     norm_weight, eps = norm or (hidden, 0.0)
@@ -224,7 +227,9 @@ def fp8_few_tokens(
     count, input_size = tokens.values.shape
     output = _output(count, weight, dtype, gated, residual)
     if launch is None:
-        launch = FewTokensLaunch(8, min(512, input_size & -input_size), 8 if input_size % 128 == 0 else 4)
+        divisor = input_size & -input_size
+        few = weight.values.shape[0] <= 2048
+        launch = FewTokensLaunch(8 if few else 16, min(1024 if few else 512, divisor), 4)
     overlap = overlaps(tokens.values.device)
     options = {"num_warps": launch.warps} | ({"launch_pdl": True} if overlap else {})
     _fp8_few_tokens_kernel[(triton.cdiv(output.shape[1], launch.rows),)](

@@ -11,6 +11,7 @@ import torch
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.fp8_few_tokens import fp8_few_tokens, fp8_one_token, suits_fp8_few_tokens
 from meltcore.kernels.fp8_quantise import Fp8Rows, quantise
+from meltcore.kernels.fp8_tiles import fp8_tiles, suits_fp8_tiles
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.swiglu import swiglu
 
@@ -23,35 +24,40 @@ def fp8_linear(hidden: torch.Tensor, weight: Fp8Rows, norm: Norm | None = None) 
 
     Returns [tokens, output_size] in the type of `hidden`.
     """
-    if use_triton(hidden) and suits_fp8_few_tokens(hidden, weight):
-        if hidden.shape[0] == 1:
-            return fp8_one_token(hidden, weight, norm)
-        return fp8_few_tokens(quantise(hidden, norm), weight, hidden.dtype)
     return _product(hidden, weight, norm)
 
 
 def fp8_gated_linear(hidden: torch.Tensor, weight: Fp8Rows, norm: Norm | None = None) -> torch.Tensor:
     """silu(gate) * up, where gate and up are the halves of `fp8_linear(hidden, weight, norm)`."""
-    if use_triton(hidden) and suits_fp8_few_tokens(hidden, weight):
-        if hidden.shape[0] == 1:
-            return fp8_one_token(hidden, weight, norm, gated=True)
-        return fp8_few_tokens(quantise(hidden, norm), weight, hidden.dtype, gated=True)
-    return swiglu(_product(hidden, weight, norm))
+    return _product(hidden, weight, norm, gated=True)
 
 
 def fp8_linear_add(residual: torch.Tensor, hidden: torch.Tensor, weight: Fp8Rows) -> torch.Tensor:
     """Add `fp8_linear(hidden, weight)` to residual [tokens, output_size], contiguous, in place, and return it."""
-    if use_triton(hidden) and suits_fp8_few_tokens(hidden, weight):
-        if hidden.shape[0] == 1:
-            return fp8_one_token(hidden, weight, residual=residual)
-        return fp8_few_tokens(quantise(hidden), weight, hidden.dtype, residual=residual)
-    return residual.add_(_product(hidden, weight))
+    return _product(hidden, weight, residual=residual)
 
 
-def _product(hidden: torch.Tensor, weight: Fp8Rows, norm: Norm | None = None) -> torch.Tensor:
+def _product(
+    hidden: torch.Tensor,
+    weight: Fp8Rows,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """By the body that suits the number of tokens."""
+    in_triton = use_triton(hidden)
+    if in_triton and hidden.shape[0] == 1 and suits_fp8_few_tokens(hidden, weight):
+        return fp8_one_token(hidden, weight, norm, gated=gated, residual=residual)
     tokens = quantise(hidden, norm)
-    body = _product_scaled_mm if use_triton(hidden) else _product_torch
-    return body(tokens, weight, hidden.dtype)
+    if in_triton and suits_fp8_few_tokens(hidden, weight):
+        return fp8_few_tokens(tokens, weight, hidden.dtype, gated=gated, residual=residual)
+    if in_triton and suits_fp8_tiles(hidden, weight):
+        return fp8_tiles(tokens, weight, hidden.dtype, gated=gated, residual=residual)
+    product = (_scaled_mm if in_triton else _product_torch)(tokens, weight, hidden.dtype)
+    if gated:
+        return swiglu(product)
+    return product if residual is None else residual.add_(product)
 
 
 def _product_torch(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
@@ -59,7 +65,7 @@ def _product_torch(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torc
     return (sums * tokens.scales[:, None] * weight.scales).to(dtype)
 
 
-def _product_scaled_mm(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
+def _scaled_mm(tokens: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> torch.Tensor:
     """By torch's kernel for scales a row, whose output is bfloat16 only."""
     product = torch._scaled_mm(
         tokens.values,

@@ -1,0 +1,205 @@
+"""FP8 products in tiles, in the forms of tiled_product.py: scales, gate and addition on the way out.
+
+Beside a sum that is split where tiles are too few for the processors, this saves what torch's scaled product leaves to
+kernels of their own: reading and writing the product once more to gate it, or to add it to the residual.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from meltcore.kernels.capability import shared_bytes
+from meltcore.kernels.fp8_quantise import FP8, Fp8Rows
+from meltcore.kernels.fp8_quantise import LEAST_CAPABILITY as LEAST_CAPABILITY  # of this file's kernels too
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.overlap import overlaps
+from meltcore.kernels.tiled_product import _MOST_SPLIT_TILES, _arrivals, _prefetch, _sum_of_shares
+
+# Divides a share of the columns, so that no load needs a mask on columns.
+COLUMN_MULTIPLE = 64
+# Beyond, torch's product and kernels of their own for what stands around it are as fast.
+MAX_TOKENS = 2048
+
+
+def suits_fp8_tiles(hidden: torch.Tensor, weight: Fp8Rows) -> bool:
+    """Up to MAX_TOKENS tokens, in rows of whole tiles."""
+    return 1 <= hidden.shape[0] <= MAX_TOKENS and weight.values.shape[1] % COLUMN_MULTIPLE == 0
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _fp8_tiles_kernel(
+    values_ptr,
+    token_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    output_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    tokens,
+    OUTPUT: tl.constexpr,
+    INPUT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SHARES: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program: one share of the columns, ROWS rows of the weight, TOKENS tokens; as _tiled_product_kernel."""
+    WIDTH: tl.constexpr = INPUT // SHARES
+    PLACES: tl.constexpr = ROWS // 2 if GATED else ROWS
+    share = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    if GATED:
+        source = tl.minimum(row // 2, OUTPUT - 1) + row % 2 * OUTPUT
+    else:
+        source = tl.minimum(row, OUTPUT - 1)
+    rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * INPUT + share * WIDTH
+    scales = tl.load(scales_ptr + source)
+    if OVERLAP:
+        for start in tl.static_range(0, WIDTH, 128):
+            _prefetch(rows_ptr + start)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    step = tl.arange(0, COLUMNS)[None, :]
+    existing = tl.minimum(token, tokens - 1)
+    tokens_ptr = values_ptr + existing.to(tl.int64)[:, None] * INPUT + share * WIDTH
+    token_scales = tl.load(token_scales_ptr + existing)
+    column = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    output = output_ptr + token.to(tl.int64)[:, None] * OUTPUT + column[None, :]
+    inside = (token < tokens)[:, None] & (column < OUTPUT)[None, :]
+    if ADDED:
+        residual = tl.load(output, mask=inside, other=0.0)
+    # The tensor cores want the longer side first: 64 rows at least on Hopper.
+    if ROWS >= TOKENS:
+        totals = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    else:
+        totals = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+    for start in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
+        weight = tl.load(rows_ptr + start + step)
+        values = tl.load(tokens_ptr + start + step)
+        if ROWS >= TOKENS:
+            totals = tl.dot(weight, tl.trans(values), totals)
+        else:
+            totals = tl.dot(values, tl.trans(weight), totals)
+    if SHARES > 1:
+        tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        last, totals = _sum_of_shares(totals, partial_ptr, arrivals_ptr, tile, share, SHARES)
+        if not last:
+            return
+    if ROWS >= TOKENS:
+        totals = tl.trans(totals)
+    totals = totals * token_scales[:, None] * scales[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(totals, (TOKENS, ROWS // 2, 2)))
+        totals = gate / (1.0 + tl.exp(-gate)) * up
+    if ADDED:
+        totals += residual.to(tl.float32)
+    tl.store(output, totals, mask=inside)
+
+
+class Fp8TileLaunch(NamedTuple):
+    """How a product is cut up. tokens, rows: of a tile; columns: of a step of the loop; shares: of the sum."""
+
+    tokens: int
+    rows: int
+    columns: int
+    shares: int
+    stages: int
+    warps: int
+
+    @classmethod
+    def of(cls, tokens: int, rows: int, input_size: int, shared_bytes: int) -> Fp8TileLaunch:
+        """rows: of the weight; shared_bytes: that a program may have, for up to `stages` steps under way."""
+        columns = 128 if input_size % 128 == 0 else 64
+        steps = input_size // columns
+        tile, tile_rows, shares, warps = 64, 64, 1, 4
+        if rows <= 2048 and tokens <= 256:
+            most = max(1, input_size // 512)
+            shares = max(count for count in range(1, most + 1) if steps % count == 0)
+        elif tokens > 256:
+            tile, tile_rows, warps = (128, 128, 8) if rows > 2048 else (64, 128, 4)
+        return cls(tile, tile_rows, columns, shares, min(4, shared_bytes // ((tile + tile_rows) * columns)), warps)
+
+
+def fp8_tiles(
+    tokens: Fp8Rows,
+    weight: Fp8Rows,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    launch: Fp8TileLaunch | None = None,
+) -> torch.Tensor:
+    """As `tiled_product`, of tokens that are quantised; the result is of `dtype`."""
+    count, input_size = tokens.values.shape
+    rows, device = weight.values.shape[0], weight.values.device
+    output_size = rows // 2 if gated else rows
+    output = residual
+    if output is None:
+        output = torch.empty(count, output_size, dtype=dtype, device=device)
+    launch = launch or Fp8TileLaunch.of(count, rows, input_size, shared_bytes(device))
+    grid = (launch.shares, triton.cdiv(rows, launch.rows), triton.cdiv(count, launch.tokens))
+    partial_sums = arrivals = output  # unused where there is nothing to add up
+    if launch.shares > 1:
+        if grid[1] * grid[2] > _MOST_SPLIT_TILES:
+            raise ValueError(f"{grid[1] * grid[2]} tiles cannot be split")
+        places = grid[0] * grid[1] * grid[2] * launch.rows * launch.tokens
+        partial_sums = torch.empty(places, dtype=torch.float32, device=device)
+        arrivals = _arrivals(device)
+    overlap = overlaps(device)
+    options = {"num_warps": launch.warps} | ({"launch_pdl": True} if overlap else {})
+    _fp8_tiles_kernel[grid](
+        tokens.values,
+        tokens.scales,
+        weight.values,
+        weight.scales,
+        output,
+        partial_sums,
+        arrivals,
+        count,
+        OUTPUT=output_size,
+        INPUT=input_size,
+        TOKENS=launch.tokens,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        SHARES=launch.shares,
+        STAGES=launch.stages,
+        GATED=gated,
+        ADDED=residual is not None,
+        OVERLAP=overlap,
+        **options,
+    )
+    return output
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    kind = dtype if dtype.itemsize == 2 else torch.float16  # float32 goes to torch
+    attention_size = model.heads * model.head_dim
+
+    def rows(count: int, size: int) -> Fp8Rows:
+        return Fp8Rows(torch.empty(count, size, dtype=FP8, device="meta"), torch.empty(count, device="meta"))
+
+    def case(count: int, output_size: int, input_size: int, *, gated: bool = False, added: bool = False) -> CompileCase:
+        residual = torch.empty(count, output_size, dtype=kind, device="meta") if added else None
+        tokens, weight = rows(count, input_size), rows(output_size, input_size)
+        return partial(fp8_tiles, tokens, weight, kind, gated=gated, residual=residual)
+
+    return [
+        make
+        for count in (64, 1024)
+        for make in (
+            case(count, attention_size + 2 * model.kv_heads * model.head_dim, model.hidden_size),
+            case(count, model.hidden_size, attention_size, added=True),
+            case(count, 2 * model.intermediate_size, model.hidden_size, gated=True),
+            case(count, model.hidden_size, model.intermediate_size, added=True),
+        )
+    ]
