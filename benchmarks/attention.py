@@ -143,31 +143,33 @@ class Prefill:
         self.work = f"prefill, {sequences} x {length:,} tokens"
         self.sequences, self.length = sequences, length
         self.cache = make_cache([length] * sequences)
-        self.queries = torch.randn(sequences * length, HEADS, HEAD_DIM, dtype=TYPE, device="cuda")
+        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        self.qkv = torch.randn(sequences * length, width, dtype=TYPE, device="cuda")
+        self.norms = HeadNorms(*torch.randn(2, HEAD_DIM, dtype=TYPE, device="cuda"), 1e-6)
+        self.rotary = rotary_table(HEAD_DIM, length, 1e6, self.qkv.device)
         chunks = [(row, row * length, length, 0) for row in range(sequences)]
         self.tiles = torch.from_numpy(query_tiles(chunks)).cuda()
         # Two products of every visible pair of query and key.
         self.flops = 4 * HEADS * HEAD_DIM * sequences * length * (length + 1) // 2
 
     def call(self) -> torch.Tensor:
-        return prefill_attention(self.queries, *self.cache, self.tiles, SCALE)
+        return prefill_attention(self.qkv, self.norms, self.rotary, *self.cache, self.tiles, SCALE)
 
     def measure_us(self) -> float:
         check(self.work, self.call)
         return median_us([self.call] * 5)
 
     def measure_launch_us(self, launch: PrefillLaunch) -> float:
-        out = torch.empty_like(self.queries)
-        return median_us(
-            [lambda: prefill_file._prefill_triton(self.queries, *self.cache, self.tiles, SCALE, out, launch)] * 5
-        )
+        out = torch.empty(len(self.qkv), HEADS, HEAD_DIM, dtype=TYPE, device="cuda")
+        given = self.qkv, self.norms, self.rotary, *self.cache, self.tiles, SCALE, out, launch
+        return median_us([lambda: prefill_file._prefill_triton(*given)] * 5)
 
     def measure_torch_us(self) -> float:
-        """torch's own attention on the same work, its keys and values not in pages."""
+        """torch's own attention on the same work: queries prepared, keys and values not in pages."""
         shape = (self.sequences, self.length, -1, HEAD_DIM)
-        queries = self.queries.view(shape).transpose(1, 2)
+        queries = self.qkv[:, : HEADS * HEAD_DIM].contiguous().view(shape).transpose(1, 2)
         keys, values = (
-            part[1:].view(-1, KV_HEADS, HEAD_DIM)[: len(self.queries)].view(shape).transpose(1, 2)
+            part[1:].view(-1, KV_HEADS, HEAD_DIM)[: len(self.qkv)].view(shape).transpose(1, 2)
             for part in (self.cache.keys, self.cache.values)
         )
         attend = torch.nn.functional.scaled_dot_product_attention

@@ -258,6 +258,7 @@ PREFILL_SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize("seed", [21])
 @pytest.mark.parametrize(("group", "kv_heads", "head_dim", "dtype", "chunks"), PREFILL_SHAPES)
 def test_prefill_equals_dense_causal_softmax(
@@ -266,24 +267,30 @@ def test_prefill_equals_dense_causal_softmax(
     head_dim: int,
     dtype: torch.dtype,
     chunks: list[tuple[int, int]],
+    normed: bool,
     seed: int,
     body: str,
     device: torch.device,
 ) -> None:
     torch.manual_seed(seed)
     made = make_sequences([start + count for start, count in chunks], kv_heads, head_dim, dtype, device)
-    # Decode tokens of another call lie before, between and after; the queries are part of a fused projection.
+    # Tokens of other calls lie before, between and after; the queries are part of a fused product of wider rows.
     ends = np.cumsum([count + 1 for _, count in chunks]).tolist()
     heads = group * kv_heads
-    projected = torch.randn(ends[-1] + 1, heads + 2, head_dim, device=device).to(dtype)
-    queries = projected[:, :heads]
+    product = torch.randn(ends[-1] + 1, heads + 2 * kv_heads + 1, head_dim, device=device).to(dtype)
+    split = product[:, :-1]
+    rotary = rotary_table(head_dim, max(start + count for start, count in chunks), 10_000.0, device)
+    weight = torch.randn(head_dim, device=device).to(dtype)
+    norms = HeadNorms(weight, weight, EPS) if normed else None
     firsts = [end - count for end, (_, count) in zip(ends, chunks, strict=True)]
     rows = made.rows.tolist()
     tiles = query_tiles((row, f, n, s) for row, f, (s, n) in zip(rows, firsts, chunks, strict=True))
     out = torch.full((ends[-1] + 1, heads, head_dim), 6e4, dtype=dtype, device=device)
     poison = out[0].clone()
     prefill_attention(
-        queries,
+        split.flatten(1),
+        norms,
+        rotary,
         made.key_cache,
         made.value_cache,
         made.page_table,
@@ -294,7 +301,9 @@ def test_prefill_equals_dense_causal_softmax(
     covered = torch.zeros(len(out), dtype=torch.bool)
     for i, (first, (start, count)) in enumerate(zip(firsts, chunks, strict=True)):
         span = slice(first, first + count)
-        expected = dense_attention(queries[span], made.keys[i], made.values[i], start, head_dim**-0.5)
+        positions = torch.arange(start, start + count, device=device)
+        queries = turned(split[span, :heads], norms and norms.query, rotary, positions)
+        expected = dense_attention(queries, made.keys[i], made.values[i], start, head_dim**-0.5)
         assert_close(out[span], expected, dtype)
         covered[span] = True
     assert (out[~covered] == poison).all()
@@ -317,14 +326,13 @@ def test_query_tiles_of_nothing() -> None:
 
 def test_prefill_without_tiles_and_decode_without_sequences(body: str, device: torch.device) -> None:
     made = make_sequences([1], 1, 64, torch.float32, device)
-    queries = torch.randn(0, 2, 64, device=device)
     none = torch.empty(0, dtype=torch.int64, device=device)
     caches = (made.key_cache, made.value_cache, made.page_table)
     rotary = rotary_table(64, 1, 10_000.0, device)
     empty = torch.randn(0, 4 * 64, device=device)
     assert decode_attention(empty, None, rotary, none, *caches, none, 1.0).shape == (0, 2, 64)
     tiles = torch.empty(0, 4, dtype=torch.int32, device=device)
-    assert prefill_attention(queries, *caches, tiles, 1.0).shape == (0, 2, 64)
+    assert prefill_attention(empty, None, rotary, *caches, tiles, 1.0).shape == (0, 2, 64)
 
 
 @pytest.mark.parametrize("processors", [1, 46, 132, 170])

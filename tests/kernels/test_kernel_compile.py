@@ -113,7 +113,7 @@ def qkv_launches(tokens: int) -> None:
     cache, weight = meta(9, 64, 8, 128), meta(128)
     table = meta(4096, 128, dtype=torch.float32)
     norms = qkv.HeadNorms(weight, weight, 1e-6)
-    qkv._prepare_qkv_triton(meta(tokens, 4096), norms, table, indices, indices, cache, cache)
+    qkv._store_kv_triton(meta(tokens, 4096), norms, table, indices, indices, cache, cache)
 
 
 @pytest.mark.parametrize("launch", [norm_launches, swiglu_launches, qkv_launches])

@@ -21,7 +21,7 @@ from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, re
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
-from meltcore.kernels.qkv import HeadNorms, prepare_qkv
+from meltcore.kernels.qkv import HeadNorms, store_kv, turned_queries
 
 # tl.dot takes no fewer rows; a group of query heads is padded to it.
 _LEAST_ROWS = 16
@@ -42,7 +42,7 @@ def decode_attention(
     splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Prepare one new token a sequence as `prepare_qkv` does, store its key and value, and attend to the sequence.
+    """Store the key and value of one new token a sequence as `store_kv` does, and attend to the whole sequence.
 
     qkv: [sequences, (heads + 2 * kv_heads) * head_dim]; heads is a multiple of kv_heads; norms: of the heads, or None;
     rotary_table: [max_positions, head_dim] float32; positions: [sequences] int64, the new token's, which sees all
@@ -77,7 +77,8 @@ def _decode_torch(
     positions, rows = positions[real], rows[real]
     page_size = key_cache.shape[1]
     slots = page_table[rows, positions // page_size] * page_size + positions % page_size
-    queries = prepare_qkv(qkv[real], norms, rotary_table, positions, slots, key_cache, value_cache)
+    store_kv(qkv[real], norms, rotary_table, positions, slots, key_cache, value_cache)
+    queries = turned_queries(qkv[real], norms, rotary_table, positions, key_cache.shape[2])
     for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
         keys, values = gather_pages(key_cache, value_cache, page_table[row], position + 1)
         out[real[i]] = attend_torch(queries[i : i + 1], keys, values, position, scale)[0]
@@ -175,7 +176,6 @@ def _decode_triton(
         NORMED=norms is not None,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
-        HEADS=triton.next_power_of_2(heads // kv_heads),
         ROWS=max(_LEAST_ROWS, triton.next_power_of_2(heads // kv_heads)),
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
@@ -204,7 +204,7 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _merge(
+def _merged(
     partial,
     weights,
     places,
@@ -246,6 +246,29 @@ def _merge(
     return mixed / tl.where(exists, total, 1.0)[:, None]
 
 
+@triton.jit
+def _merge_if_last(
+    out,
+    partial,
+    weights,
+    arrivals,
+    pair,
+    shares,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Count a share of `pair`, a sequence and key head; whoever hands in the last writes the outputs of its group."""
+    if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == shares - 1:
+        tl.store(arrivals + pair, 0)
+        member = tl.arange(0, triton.next_power_of_2(GROUP))
+        exists = member < GROUP
+        places = pair * GROUP + member
+        merged = _merged(partial, weights, places, exists, shares, SPLITS, HEAD_DIM, BLOCK=min(SPLITS, 8))
+        result = out + places[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        tl.store(result, merged.to(out.dtype.element_ty), exists[:, None])
+
+
 @triton.jit(do_not_specialize=["least_pages"])
 def _decode_kernel(
     qkv,
@@ -269,7 +292,6 @@ def _decode_kernel(
     NORMED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -314,12 +336,12 @@ def _decode_kernel(
         tl.extra.cuda.gdc_wait()
 
     member = tl.arange(0, ROWS)
-    in_group = member < GROUP
-    place = sequence * (KV_HEADS * GROUP) + kv_head * GROUP + member  # of each head's row in the output
+    in_group = (member < GROUP)[:, None]
+    place = (sequence * KV_HEADS + kv_head) * GROUP + member  # of each head's row in the output
     result = out + place[:, None] * HEAD_DIM + dims[None, :]
     if not exists:
         if position < 0 and split == 0:
-            tl.store(result, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group[:, None])
+            tl.store(result, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group)
         return
 
     token = qkv + sequence * qkv_stride
@@ -338,9 +360,8 @@ def _decode_kernel(
         # The last share begins with the new token, straight from the product.
         key = rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
         slot = ((newest_page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + column
-        once = (member == 0)[:, None]
-        tl.store(key_cache + slot, key, once)
-        tl.store(value_cache + slot, value, once)
+        tl.store(key_cache + slot, key, (member == 0)[:, None])
+        tl.store(value_cache + slot, value, (member == 0)[:, None])
         highest = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale_log2
         total = tl.full((ROWS,), 1.0, tl.float32)
         mixed = value.to(tl.float32)
@@ -364,24 +385,18 @@ def _decode_kernel(
         )
         page = next_page
 
+    mixed = mixed / total[:, None]
     shares = tl.cdiv(position + 1, share)
     if SPLITS == 1:  # noqa: SIM114, known when compiled: what merges is left out
-        tl.store(result, (mixed / total[:, None]).to(out.dtype.element_ty), in_group[:, None])
+        tl.store(result, mixed.to(out.dtype.element_ty), in_group)
     elif shares == 1:
-        tl.store(result, (mixed / total[:, None]).to(out.dtype.element_ty), in_group[:, None])
+        tl.store(result, mixed.to(out.dtype.element_ty), in_group)
     else:
         part = place * SPLITS + split
-        tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], mixed / total[:, None], in_group[:, None])
-        tl.store(weights + part, highest + tl.log2(total), in_group)
-        tl.debug_barrier()  # all of this program's shares are written before it is counted
-        counter = arrivals + sequence * KV_HEADS + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == shares - 1:
-            tl.store(counter, 0)
-            of_group = tl.arange(0, HEADS)
-            places = sequence * (KV_HEADS * GROUP) + kv_head * GROUP + of_group
-            merged = _merge(partial, weights, places, of_group < GROUP, shares, SPLITS, HEAD_DIM, BLOCK=min(SPLITS, 8))
-            merged_to = out + places[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(merged_to, merged.to(out.dtype.element_ty), (of_group < GROUP)[:, None])
+        tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], mixed, in_group)
+        tl.store(weights + part, highest + tl.log2(total), member < GROUP)
+        tl.debug_barrier()  # all of this program's share is written before it is counted
+        _merge_if_last(out, partial, weights, arrivals, sequence * KV_HEADS + kv_head, shares, GROUP, SPLITS, HEAD_DIM)
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:

@@ -9,7 +9,7 @@ import torch
 
 from meltcore.kernels.attention import decode_attention, prefill_attention
 from meltcore.kernels.dispatch import use_triton
-from meltcore.kernels.qkv import HeadNorms, prepare_qkv
+from meltcore.kernels.qkv import HeadNorms, store_kv, turned_queries
 
 
 class SegmentGroup(NamedTuple):
@@ -64,7 +64,7 @@ def paged_attention(
     """Store the new tokens' keys and values, and attend causally to each token's own sequence, itself included.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], heads a multiple of kv_heads (grouped-query attention); norms,
-    rotary_table, positions and the caches: see `prepare_qkv`. Returns [tokens, heads, head_dim].
+    rotary_table, positions and the caches: see `store_kv`. Returns [tokens, heads, head_dim].
     """
     body = _paged_attention_triton if use_triton(qkv) else _paged_attention_torch
     return body(qkv, norms, rotary_table, positions, key_cache, value_cache, segments, scale)
@@ -98,16 +98,20 @@ def _paged_attention_triton(
             out=output[:decodes],
         )
     if decodes < tokens:
-        queries = prepare_qkv(
-            qkv[decodes:],
+        rest = qkv[decodes:]
+        slots = segments.slots[decodes:]
+        store_kv(rest, norms, rotary_table, positions[decodes:], slots, key_cache, value_cache)
+        prefill_attention(
+            rest,
             norms,
             rotary_table,
-            positions[decodes:],
-            segments.slots[decodes:],
             key_cache,
             value_cache,
+            page_table,
+            segments.tiles,
+            scale,
+            out=output[decodes:],
         )
-        prefill_attention(queries, key_cache, value_cache, page_table, segments.tiles, scale, out=output[decodes:])
     return output
 
 
@@ -121,7 +125,8 @@ def _paged_attention_torch(
     segments: Segments,
     scale: float,
 ) -> torch.Tensor:
-    queries = prepare_qkv(qkv, norms, rotary_table, positions, segments.slots, key_cache, value_cache)
+    store_kv(qkv, norms, rotary_table, positions, segments.slots, key_cache, value_cache)
+    queries = turned_queries(qkv, norms, rotary_table, positions, key_cache.shape[2])
     output = torch.empty_like(queries)
     for group in segments.groups:
         rows = slice(group.first, group.last)

@@ -11,16 +11,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout
+from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout, rotated
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.qkv import HeadNorms, turned_queries
 
 # Most queries in a tile: with two heads of a group packed, 128 rows of a matrix instruction.
 BLOCK_QUERIES = 64
 
 
 def prefill_attention(
-    queries: torch.Tensor,
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotary_table: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -30,13 +33,15 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of chunks of prompts. The chunks' own keys and values are in the cache already.
 
-    queries: [tokens, heads, head_dim]; tiles: [tiles, 4] int32 from `query_tiles`, on the device. Returns
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], of which the queries are read, normalised and rotated by their
+    positions (norms, rotary_table: see `store_kv`); tiles: [tiles, 4] int32 from `query_tiles`, on the device. Returns
     [tokens, heads, head_dim], in `out` where it is given. Tokens that no tile covers are left as they are.
     """
+    kv_heads, head_dim = key_cache.shape[2:]
     if out is None:
-        out = queries.new_empty(queries.shape)
-    body = _prefill_triton if use_triton(queries) else _prefill_torch
-    body(queries, key_cache, value_cache, page_table, tiles, scale, out)
+        out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads, head_dim)
+    body = _prefill_triton if use_triton(qkv) else _prefill_torch
+    body(qkv, norms, rotary_table, key_cache, value_cache, page_table, tiles, scale, out)
     return out
 
 
@@ -57,7 +62,9 @@ def query_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
 
 
 def _prefill_torch(
-    queries: torch.Tensor,
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotary_table: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -66,8 +73,10 @@ def _prefill_torch(
     out: torch.Tensor,
 ) -> None:
     for row, first, count, start in tiles.tolist():
+        tokens, positions = slice(first, first + count), torch.arange(start, start + count, device=qkv.device)
+        queries = turned_queries(qkv[tokens], norms, rotary_table, positions, key_cache.shape[2])
         keys, values = gather_pages(key_cache, value_cache, page_table[row], start + count)
-        out[first : first + count] = attend_torch(queries[first : first + count], keys, values, start, scale)
+        out[tokens] = attend_torch(queries, keys, values, start, scale)
 
 
 class PrefillLaunch(NamedTuple):
@@ -93,7 +102,9 @@ def prefill_launch(group: int, head_dim: int, element_bytes: int) -> PrefillLaun
 
 
 def _prefill_triton(
-    queries: torch.Tensor,
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotary_table: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -102,23 +113,27 @@ def _prefill_triton(
     out: torch.Tensor,
     launch: PrefillLaunch | None = None,
 ) -> None:
-    _, heads, head_dim = queries.shape
+    _, heads, head_dim = out.shape
     _, page_size, kv_heads, _ = key_cache.shape
-    require_layout(queries, key_cache, value_cache, page_table, out)
+    require_layout(qkv, key_cache, value_cache, page_table, out)
     if len(tiles) == 0:
         return
-    launch = launch or prefill_launch(heads // kv_heads, head_dim, queries.element_size())
+    launch = launch or prefill_launch(heads // kv_heads, head_dim, qkv.element_size())
     # Heads vary fastest, so that the tiles start in their order, most keys first.
     _prefill_kernel[(heads // launch.packed, len(tiles))](
-        queries,
+        qkv,
+        norms.query if norms else qkv,
+        rotary_table,
         key_cache,
         value_cache,
         page_table,
         tiles,
         out,
+        norms.eps if norms else 0.0,
         scale * math.log2(math.e),
-        queries.stride(0),
+        qkv.stride(0),
         page_table.stride(0),
+        NORMED=norms is not None,
         HEADS=heads,
         KV_HEADS=kv_heads,
         PACKED=launch.packed,
@@ -132,16 +147,32 @@ def _prefill_triton(
 
 
 @triton.jit
+def _queries(heads, turns, weight, eps, NORMED: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The query heads at `heads`, normalised and turned by the table's rows at `turns`: [ROWS] pointers each."""
+    column = tl.broadcast_to(tl.arange(0, HEAD_DIM)[None, :], (ROWS, HEAD_DIM))
+    partner = (column + HEAD_DIM // 2) % HEAD_DIM
+    heads, turns = heads[:, None], turns[:, None] + column % (HEAD_DIM // 2)
+    own, other = tl.load(heads + column), tl.load(heads + partner)
+    cos, sin = tl.load(turns), tl.load(turns + HEAD_DIM // 2)
+    sin = tl.where(column < HEAD_DIM // 2, -sin, sin)
+    return rotated(own, other, weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
+
+
+@triton.jit
 def _prefill_kernel(
-    queries,
+    qkv,
+    query_weight,
+    rotary_table,
     key_cache,
     value_cache,
     page_table,
     tiles,
     out,
+    eps,
     scale_log2,
-    query_stride,
+    qkv_stride,
     table_stride,
+    NORMED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -164,7 +195,17 @@ def _prefill_kernel(
     token = first_token + member // PACKED
     inside = (member // PACKED < count)[:, None]
     column = (head + member % PACKED)[:, None] * HEAD_DIM + dims[None, :]
-    query = tl.load(queries + token[:, None] * query_stride + column, inside, other=0.0)
+    # Tokens past the end repeat the last one: cheaper than a mask on every load.
+    within_tile = tl.minimum(member // PACKED, count - 1)
+    query = _queries(
+        qkv + (first_token + within_tile) * qkv_stride + (head + member % PACKED) * HEAD_DIM,
+        rotary_table + (start + within_tile).to(tl.int64) * HEAD_DIM,
+        query_weight,
+        eps,
+        NORMED,
+        BLOCK_QUERIES * PACKED,
+        HEAD_DIM,
+    )
     mixed = tl.zeros((BLOCK_QUERIES * PACKED, HEAD_DIM), tl.float32)
     total = tl.zeros((BLOCK_QUERIES * PACKED,), tl.float32)
     highest = tl.full((BLOCK_QUERIES * PACKED,), float("-inf"), tl.float32)
@@ -199,8 +240,15 @@ def _prefill_kernel(
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
-    queries = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
+    width = (model.heads + 2 * model.kv_heads) * model.head_dim
+    qkv = torch.empty(64, width, dtype=dtype, device="meta")
+    out = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
     cache = torch.empty(128, model.page_size, model.kv_heads, model.head_dim, dtype=dtype, device="meta")
-    table = torch.empty(64, 640, dtype=torch.int64, device="meta")
+    page_table = torch.empty(64, 640, dtype=torch.int64, device="meta")
+    rotary = torch.empty(4096, model.head_dim, device="meta")
     tiles = torch.empty(4, 4, dtype=torch.int32, device="meta")
-    return [lambda: _prefill_triton(queries, cache, cache, table, tiles, 1.0, queries)]
+
+    def case(norms: HeadNorms | None) -> CompileCase:
+        return lambda: _prefill_triton(qkv, norms, rotary, cache, cache, page_table, tiles, 1.0, out)
+
+    return [case(HeadNorms(qkv[0], qkv[0], 1e-6)), case(None)]

@@ -1,6 +1,7 @@
-"""From the fused product of a token to what attention needs: queries, and keys and values in the paged cache.
+"""From the fused product of a token to what attention needs: its key and value in the paged cache, and its query.
 
-One pass over memory in place of two norms, two rotations and two scattered writes.
+Queries are normalised and rotated by the attention kernels themselves, as they read them: written and read once more,
+they would be half of the traffic here.
 """
 
 # mypy: allow-untyped-defs
@@ -17,7 +18,7 @@ from meltcore.kernels.norm import rms_norm
 from meltcore.kernels.rotary import apply_rotary
 
 # Elements of the heads that one program rotates. A thread then holds 8 of each half of a head: 16-byte accesses in
-# 16-bit types. Three programs a token for 16 query and 8 key heads of 128.
+# 16-bit types. One program a token for 8 key heads of 128.
 _BLOCK = 1024
 
 
@@ -29,7 +30,7 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-def prepare_qkv(
+def store_kv(
     qkv: torch.Tensor,
     norms: HeadNorms | None,
     rotary_table: torch.Tensor,
@@ -37,19 +38,28 @@ def prepare_qkv(
     slots: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-) -> torch.Tensor:
-    """Normalise queries and keys head by head, rotate them, and store keys and values at the tokens' slots.
+) -> None:
+    """Normalise keys head by head, rotate them, and store them and the values at the tokens' slots.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], in that order; norms: None where heads are not normalised;
     rotary_table: [max_positions, head_dim] float32, see `rotary_table`; positions, slots: [tokens] int64, a slot is
     page * page_size + offset; the caches: [pages, page_size, kv_heads, head_dim], contiguous, changed in place.
-    Returns the queries: [tokens, heads, head_dim].
     """
-    body = _prepare_qkv_triton if use_triton(qkv) else _prepare_qkv_torch
-    return body(qkv, norms, rotary_table, positions, slots, key_cache, value_cache)
+    body = _store_kv_triton if use_triton(qkv) else _store_kv_torch
+    body(qkv, norms, rotary_table, positions, slots, key_cache, value_cache)
 
 
-def _prepare_qkv_torch(
+def turned_queries(
+    qkv: torch.Tensor, norms: HeadNorms | None, rotary_table: torch.Tensor, positions: torch.Tensor, kv_heads: int
+) -> torch.Tensor:
+    """The queries of a fused product, normalised and rotated: [tokens, heads, head_dim]. For the torch bodies."""
+    queries = qkv.unflatten(-1, (-1, rotary_table.shape[1]))[:, : -2 * kv_heads]
+    if norms is not None:
+        queries = rms_norm(queries, norms.query, norms.eps)
+    return apply_rotary(queries, rotary_table, positions)
+
+
+def _store_kv_torch(
     qkv: torch.Tensor,
     norms: HeadNorms | None,
     rotary_table: torch.Tensor,
@@ -57,17 +67,13 @@ def _prepare_qkv_torch(
     slots: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-) -> torch.Tensor:
+) -> None:
     kv_heads, head_dim = key_cache.shape[2:]
-    split = qkv.unflatten(-1, (-1, head_dim))
-    queries, keys, values = split.split((split.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    keys, values = qkv.unflatten(-1, (-1, head_dim))[:, -2 * kv_heads :].split(kv_heads, dim=1)
     if norms is not None:
-        queries, keys = rms_norm(queries, norms.query, norms.eps), rms_norm(keys, norms.key, norms.eps)
-    queries = apply_rotary(queries, rotary_table, positions)
-    keys = apply_rotary(keys, rotary_table, positions)
-    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
+        keys = rms_norm(keys, norms.key, norms.eps)
+    key_cache.flatten(0, 1).index_copy_(0, slots, apply_rotary(keys, rotary_table, positions))
     value_cache.flatten(0, 1).index_copy_(0, slots, values)
-    return queries
 
 
 @triton.jit
@@ -89,66 +95,50 @@ def _norm_and_rotate(source, mask, weight_ptr, eps, cos, sin, NORMED: tl.constex
 
 # Slices of a step's positions and slots start anywhere: without this, each new alignment would be compiled for anew.
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
-def _prepare_qkv_kernel(
-    qkv_ptr,
-    query_weight_ptr,
-    key_weight_ptr,
+def _store_kv_kernel(
+    kv_ptr,
+    weight_ptr,
     table_ptr,
     positions_ptr,
     slots_ptr,
-    queries_ptr,
     key_cache_ptr,
     value_cache_ptr,
     eps,
     qkv_stride,
     NORMED: tl.constexpr,
-    QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One program: one token and HEADS heads, either of its queries, or of its keys and the same heads' values.
+    """One program: HEADS keys of one token, and the same heads' values.
 
     Weights and the rotation are read as whole [HEADS, HALF] tiles, laid out over the threads as the heads are, where a
     single row of them would have to be exchanged through shared memory.
     """
     token = tl.program_id(0).to(tl.int64)
-    query_blocks = tl.cdiv(QUERY_HEADS, HEADS)
-    block = tl.program_id(1)
-    member = tl.arange(0, HEADS)[:, None]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.broadcast_to(tl.arange(0, HALF)[None, :], (HEADS, HALF))
     inside = column < HEAD_DIM // 2
     rotary = table_ptr + tl.load(positions_ptr + token) * HEAD_DIM + column
     cos = tl.load(rotary, mask=inside, other=0.0)
     sin = tl.load(rotary + HEAD_DIM // 2, mask=inside, other=0.0)
-    row = qkv_ptr + token * qkv_stride
-    if block < query_blocks:
-        head = block * HEADS + member
-        mask = (head < QUERY_HEADS) & inside
-        place = head * HEAD_DIM + column
-        first, second = _norm_and_rotate(row + place, mask, query_weight_ptr + column, eps, cos, sin, NORMED, HEAD_DIM)
-        queries = queries_ptr + token * (QUERY_HEADS * HEAD_DIM) + place
-        tl.store(queries, first, mask=mask)
-        tl.store(queries + HEAD_DIM // 2, second, mask=mask)
-    else:
-        head = (block - query_blocks) * HEADS + member
-        mask = (head < KV_HEADS) & inside
-        place = head * HEAD_DIM + column
-        slot = tl.load(slots_ptr + token) * (KV_HEADS * HEAD_DIM) + place
-        keys = row + QUERY_HEADS * HEAD_DIM + place
-        values = keys + KV_HEADS * HEAD_DIM
-        # Asked for before the keys are worked on, so that both reads are under way together.
-        value_first = tl.load(values, mask=mask, other=0.0)
-        value_second = tl.load(values + HEAD_DIM // 2, mask=mask, other=0.0)
-        first, second = _norm_and_rotate(keys, mask, key_weight_ptr + column, eps, cos, sin, NORMED, HEAD_DIM)
-        tl.store(key_cache_ptr + slot, first, mask=mask)
-        tl.store(key_cache_ptr + slot + HEAD_DIM // 2, second, mask=mask)
-        tl.store(value_cache_ptr + slot, value_first, mask=mask)
-        tl.store(value_cache_ptr + slot + HEAD_DIM // 2, value_second, mask=mask)
+    mask = (head < KV_HEADS) & inside
+    place = head * HEAD_DIM + column
+    slot = tl.load(slots_ptr + token) * (KV_HEADS * HEAD_DIM) + place
+    keys = kv_ptr + token * qkv_stride + place
+    values = keys + KV_HEADS * HEAD_DIM
+    # Asked for before the keys are worked on, so that both reads are under way together.
+    value_first = tl.load(values, mask=mask, other=0.0)
+    value_second = tl.load(values + HEAD_DIM // 2, mask=mask, other=0.0)
+    first, second = _norm_and_rotate(keys, mask, weight_ptr + column, eps, cos, sin, NORMED, HEAD_DIM)
+    tl.store(key_cache_ptr + slot, first, mask=mask)
+    tl.store(key_cache_ptr + slot + HEAD_DIM // 2, second, mask=mask)
+    tl.store(value_cache_ptr + slot, value_first, mask=mask)
+    tl.store(value_cache_ptr + slot + HEAD_DIM // 2, value_second, mask=mask)
 
 
-def _prepare_qkv_triton(
+def _store_kv_triton(
     qkv: torch.Tensor,
     norms: HeadNorms | None,
     rotary_table: torch.Tensor,
@@ -156,36 +146,30 @@ def _prepare_qkv_triton(
     slots: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-) -> torch.Tensor:
+) -> None:
     kv_heads, head_dim = key_cache.shape[2:]
-    tokens, query_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads
-    queries = torch.empty(tokens, query_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    tokens = qkv.shape[0]
     if tokens == 0:
-        return queries
+        return
     half = triton.next_power_of_2(head_dim // 2)
-    heads = min(max(1, _BLOCK // (2 * half)), triton.next_power_of_2(max(query_heads, kv_heads)))
-    grid = (tokens, triton.cdiv(query_heads, heads) + triton.cdiv(kv_heads, heads))
-    _prepare_qkv_kernel[grid](
-        qkv,
-        norms.query if norms else qkv,
+    heads = min(max(1, _BLOCK // (2 * half)), triton.next_power_of_2(kv_heads))
+    _store_kv_kernel[(tokens, triton.cdiv(kv_heads, heads))](
+        qkv[:, -2 * kv_heads * head_dim :],
         norms.key if norms else qkv,
         rotary_table,
         positions,
         slots,
-        queries,
         key_cache.view(-1, kv_heads, head_dim),  # refuses a cache whose slots are not evenly spaced
         value_cache.view(-1, kv_heads, head_dim),
         norms.eps if norms else 0.0,
         qkv.stride(0),
         NORMED=norms is not None,
-        QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         HEADS=heads,
         HALF=half,
         num_warps=max(1, heads * half // 256),
     )
-    return queries
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
@@ -197,6 +181,6 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     norms = HeadNorms(cache[0, 0, 0], cache[0, 0, 0], 1e-6)
 
     def case(norms: HeadNorms | None) -> CompileCase:
-        return lambda: _prepare_qkv_triton(qkv, norms, table, indices, indices, cache, cache)
+        return lambda: _store_kv_triton(qkv, norms, table, indices, indices, cache, cache)
 
     return [case(norms), case(None)]
