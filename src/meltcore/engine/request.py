@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -31,7 +32,8 @@ class Request:
     def __init__(self, message: AddRequest, order: int, stop_ids: frozenset[int], token_mask: TokenMask | None) -> None:
         self.id = message.request_id
         self.sampling = message.sampling
-        self.token_ids = list(message.prompt_token_ids)
+        # Four bytes a token instead of a list's forty: ten thousand prompts waiting would be hundreds of megabytes.
+        self.token_ids = array("I", message.prompt_token_ids)
         self.prompt_length = len(self.token_ids)
         # Lower runs earlier; what was preempted keeps its place.
         self.rank = (message.priority, order)
@@ -65,7 +67,7 @@ class Request:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[self.prompt_length :]
+        return self.token_ids[self.prompt_length :].tolist()
 
     @property
     def remaining(self) -> int:

@@ -42,8 +42,12 @@ def find_checkpoint(config: ServerConfig) -> Checkpoint:
 def load_text(config: ServerConfig, checkpoint: Checkpoint) -> TextSide:
     """Tokenizer, chat template and sampling defaults. Takes up to seconds. Raises ConfigError."""
     greedy = config.generation_config == "greedy"
+    tokenizer = _load_tokenizer(checkpoint, may_be_missing=config.engine.load_format == "dummy")
+    # Looked up now, all tokens' texts take their room (20 MB for 150,000) at once, not bit by bit while serving.
+    for token_id in range(tokenizer.vocab_size):
+        tokenizer.piece(token_id)
     return TextSide(
-        tokenizer=_load_tokenizer(checkpoint, may_be_missing=config.engine.load_format == "dummy"),
+        tokenizer=tokenizer,
         template=ChatTemplate.from_folder(checkpoint.folder),
         sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config),
     )
