@@ -18,40 +18,57 @@ from attention import median_us
 from linear import LAYERS, Batch, Weights
 from triton.runtime.errors import OutOfResources
 
-from meltcore.kernels.few_tokens import MAX_TOKENS, FewTokensLaunch, few_tokens
+from meltcore.kernels.capability import processors, shared_bytes
+from meltcore.kernels.few_tokens import MAX_TOKENS, FewTokensLaunch, few_tokens, one_token
+from meltcore.kernels.linear import gated_linear, linear, linear_add
 from meltcore.kernels.norm import rms_norm
 from meltcore.kernels.tiled_product import TiledLaunch, tiled_product
 
 Launch = FewTokensLaunch | TiledLaunch
 PRODUCTS = ("qkv", "output", "gate_up", "down")
+ADDS = ("output", "down")
 SHOWN = 6
 
 
-def launches(tokens: int, rows: int, input_size: int) -> Iterator[Launch]:
-    if tokens <= MAX_TOKENS:
-        sizes = ((2, 4, 8, 16), (2, 4, 8)) if tokens == 1 else ((8, 16, 32), (4, 8))
-        for held, warps, columns in itertools.product(*sizes, (512, 1024)):
-            yield FewTokensLaunch(held, columns, warps)
-    for tile_rows, columns, shares in itertools.product((32, 64, 128), (64, 128), (1, 2, 3, 4, 6, 8)):
-        programs = rows // tile_rows * shares
-        if tokens > 1 and input_size % (shares * columns) == 0 and 64 <= programs <= 400:
-            tile = max(16, 1 << (tokens - 1).bit_length())
-            for stages in (3, 4, 5):
-                yield TiledLaunch(min(tile, 128), tile_rows, columns, shares, stages)
+def launches(tokens: int, rows: int, input_size: int, *, adds: bool) -> Iterator[Launch]:
+    """What could serve a weight of this shape; rounds of programs that all run at once, one to three a processor."""
+    device = torch.device("cuda")
+    if tokens == 1 or (tokens <= MAX_TOKENS and adds):
+        held, warps = ((2, 4, 8, 16), (2, 4, 8)) if tokens == 1 else ((8, 16, 32), (4, 8))
+        yield from itertools.starmap(FewTokensLaunch, itertools.product(held, (512, 1024), warps))
+    if tokens == 1:
+        return
+    tile = min(64, max(16, 1 << (tokens - 1).bit_length()))
+    for tile_rows, columns, shares in itertools.product((32, 64, 128), (64, 128), (1, 2, 3, 4, 6, 8, 12)):
+        programs = -(-rows // tile_rows) * -(-tokens // tile) * shares
+        resident = -(-programs // processors(device))
+        if input_size % (shares * columns) or programs < 60 or resident > 3:
+            continue
+        least = shared_bytes(device) // (resident + 1) // (2 * (tile + tile_rows) * columns) + 1
+        for stages in {least, least + 1} - {0, 1}:
+            yield TiledLaunch(tile, tile_rows, columns, shares, stages)
 
 
 def layer(of: Weights, index: int, batch: Batch, chosen: dict[str, Launch | None]) -> None:
-    def product(name: str, hidden: torch.Tensor, *, normed: bool = False, gated: bool = False) -> torch.Tensor:
-        weight, launch = getattr(of, name)[index], chosen[name]
-        residual = None if normed else batch.residual
-        if isinstance(launch, TiledLaunch):
-            hidden = rms_norm(hidden, *of.norm) if normed else hidden
-            return tiled_product(hidden, weight, gated=gated, residual=residual, launch=launch)
-        return few_tokens(hidden, weight, of.norm if normed else None, gated=gated, residual=residual, launch=launch)
+    """As the engine computes it where nothing is chosen."""
 
-    product("qkv", batch.residual, normed=True)
+    def product(name: str, hidden: torch.Tensor, *, gated: bool = False) -> torch.Tensor:
+        weight, launch = getattr(of, name)[index], chosen[name]
+        norm, residual = (None, batch.residual) if name in ADDS else (of.norm, None)
+        if launch is None:
+            if residual is not None:
+                return linear_add(residual, hidden, weight)
+            return gated_linear(hidden, weight, norm) if gated else linear(hidden, weight, norm)
+        if isinstance(launch, TiledLaunch):
+            hidden = rms_norm(hidden, *norm) if norm else hidden
+            return tiled_product(hidden, weight, gated=gated, residual=residual, launch=launch)
+        if len(hidden) == 1:
+            return one_token(hidden, weight, norm, gated=gated, residual=residual, launch=launch)
+        return few_tokens(hidden, weight, residual=residual, launch=launch)
+
+    product("qkv", batch.residual)
     product("output", batch.mixed)
-    product("down", product("gate_up", batch.residual, normed=True, gated=True))
+    product("down", product("gate_up", batch.residual, gated=True))
 
 
 def layer_us(of: Weights, batch: Batch, chosen: dict[str, Launch | None]) -> float:
@@ -60,15 +77,12 @@ def layer_us(of: Weights, batch: Batch, chosen: dict[str, Launch | None]) -> flo
 
 def sweep(of: Weights, tokens: int, report: Callable[[str], None]) -> None:
     batch = Batch.draw(tokens)
-    default: Launch | None = None
-    if tokens > MAX_TOKENS:
-        default = TiledLaunch(min(128, 1 << (tokens - 1).bit_length()), 64, 128, 1, 4)
-    chosen = dict.fromkeys(PRODUCTS, default)
+    chosen: dict[str, Launch | None] = dict.fromkeys(PRODUCTS)
     report(f"{tokens} tokens: {layer_us(of, batch, chosen):.2f} us a layer")
     for name in PRODUCTS:
         rows, input_size = getattr(of, name)[0].shape
         times_us: dict[Launch, float] = {}
-        for launch in launches(tokens, rows, input_size):
+        for launch in launches(tokens, rows, input_size, adds=name in ADDS):
             try:
                 times_us[launch] = layer_us(of, batch, chosen | {name: launch})
             except OutOfResources:

@@ -1,4 +1,4 @@
-"""Products with their neighbours: the few-token Triton body against float64, and which products it takes."""
+"""Products with their neighbours: the few-token Triton bodies against float64, and which product goes where."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, applies here too
 
+from meltcore.kernels import few_tokens as few_file
 from meltcore.kernels import linear as linear_file
-from meltcore.kernels.few_tokens import MAX_INPUT, MAX_ROWS, few_tokens, suits_few_tokens
+from meltcore.kernels import tiled_product as tiled_file
+from meltcore.kernels.few_tokens import MAX_INPUT, few_tokens, one_token, suits_few_tokens, suits_one_token
 from meltcore.kernels.linear import gated_linear, linear, linear_add
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.tiled_product import tiled_product
@@ -81,7 +83,8 @@ def test_a_product_is_rounded_once(
     seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     hidden, weight = random_product(seed, tokens, output_size, input_size, dtype)
-    result = few_tokens(hidden.to(device), weight.to(device))
+    body = one_token if tokens == 1 else few_tokens
+    result = body(hidden.to(device), weight.to(device))
     assert result.shape == (tokens, output_size)
     assert_rounded_once(result, exact(hidden, weight), dtype)
     assert_rounded_once(linear_file._linear_torch(hidden, weight), exact(hidden, weight), dtype)
@@ -95,53 +98,52 @@ def test_a_product_is_added_to_the_residual_and_rounded_once(
     hidden, weight = random_product(seed, tokens, output_size, input_size, dtype)
     before = torch.randn(tokens, output_size).to(dtype)
     residual = before.to(device, copy=True)
-    result = few_tokens(hidden.to(device), weight.to(device), residual=residual)
-    assert result is residual
-    assert_rounded_once(result, before.double() + exact(hidden, weight), dtype)
+    body = one_token if tokens == 1 else few_tokens
+    assert body(hidden.to(device), weight.to(device), residual=residual) is residual
+    assert_rounded_once(residual, before.double() + exact(hidden, weight), dtype)
 
 
 @TYPES
-@SHAPES
-def test_a_row_is_normalised_on_the_way(
-    seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize("size", [0.01, 1.0, 300.0])
+@pytest.mark.parametrize(("seed", "output_size", "input_size"), [(0, 40, 1024), (1, 37, 192), (2, 5, 3072)])
+def test_one_token_is_normalised_on_the_way(
+    seed: int, output_size: int, input_size: int, size: float, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Rows of unlike size, so that a factor taken from another row, or from too few columns, shows."""
-    hidden, weight = random_product(seed, tokens, output_size, input_size, dtype)
-    hidden = hidden * torch.arange(1, tokens + 1)[:, None].to(dtype)
-    norm = random_norm(input_size, dtype)
-    result = few_tokens(hidden.to(device), weight.to(device), moved(norm, device))
+    hidden, weight = random_product(seed, 1, output_size, input_size, dtype)
+    hidden, norm = hidden * size, random_norm(input_size, dtype)
+    result = one_token(hidden.to(device), weight.to(device), moved(norm, device))
     assert_near(result, exact(hidden, weight, norm), dtype, steps=4)
 
 
 @TYPES
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "plain"])
-@pytest.mark.parametrize(
-    ("seed", "tokens", "size", "input_size"), [(0, 1, 40, 1024), (1, 1, 37, 192), (2, 3, 37, 192), (3, 16, 64, 1024)]
-)
+@pytest.mark.parametrize(("seed", "size", "input_size"), [(0, 40, 1024), (1, 37, 192)])
 def test_the_halves_of_a_product_gate_each_other(
-    seed: int, tokens: int, size: int, input_size: int, normed: bool, dtype: torch.dtype, device: torch.device
+    seed: int, size: int, input_size: int, normed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    hidden, weight = random_product(seed, tokens, 2 * size, input_size, dtype)
+    hidden, weight = random_product(seed, 1, 2 * size, input_size, dtype)
     norm = random_norm(input_size, dtype) if normed else None
-    result = few_tokens(hidden.to(device), weight.to(device), moved(norm, device), gated=True)
-    assert result.shape == (tokens, size)
+    result = one_token(hidden.to(device), weight.to(device), moved(norm, device), gated=True)
+    assert result.shape == (1, size)
     assert_near(result, exact_gated(hidden, weight, norm), dtype, steps=10)
 
 
-def test_rows_too_large_to_be_scaled_before_they_are_normalised_are_served(device: torch.device) -> None:
-    hidden, weight = random_product(0, 3, 24, 128, torch.float16)
-    hidden, norm = hidden * 8000, Norm(torch.full((128,), 16.0, dtype=torch.float16), EPS)
-    result = few_tokens(hidden.to(device), weight.to(device), moved(norm, device))
-    assert_near(result, exact(hidden, weight, norm), torch.float16, steps=4)
+def expected_bodies(tokens: int) -> list[str]:
+    """Of `linear`, `gated_linear` and `linear_add`."""
+    if tokens == 1:
+        return ["one_token"] * 3
+    if tokens <= few_file.MAX_TOKENS:
+        return ["tiled_product", "tiled_product", "few_tokens"]
+    return ["tiled_product"] * 3 if tokens <= tiled_file.MAX_TOKENS else []
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17, 31, 64, 65])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17, 31, 64, 65, 128, 129])
 def test_the_public_functions_serve_every_count_of_tokens(
     tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_file, "use_triton", lambda tensor: True)
     taken: list[str] = []
-    for body in (few_tokens, tiled_product):
+    for body in (one_token, few_tokens, tiled_product):
 
         def noted(*args: Any, body: Any = body, **more: Any) -> torch.Tensor:
             taken.append(body.__name__)
@@ -157,7 +159,7 @@ def test_the_public_functions_serve_every_count_of_tokens(
     assert_near(gated, exact_gated(hidden, weight, norm), torch.bfloat16, steps=10)
     added = linear_add(before.to(device, copy=True), there, weight_there)
     assert_near(added, before.double() + exact(hidden, weight), torch.bfloat16, steps=4)
-    assert taken == (["few_tokens"] * 3 if tokens <= 16 else ["tiled_product"] * 3 if tokens <= 64 else [])
+    assert taken == expected_bodies(tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -165,7 +167,8 @@ def test_rows_past_the_end_are_not_written(tokens: int, device: torch.device) ->
     """Tokens and outputs are both padded inside; what lies behind the result must survive."""
     hidden, weight = random_product(0, tokens, 21, 64, torch.bfloat16)
     kept = torch.full((tokens * 21 + 64,), 7.0, dtype=torch.bfloat16, device=device)
-    few_tokens(hidden.to(device), weight.to(device), residual=kept[: tokens * 21].view(tokens, 21))
+    body = one_token if tokens == 1 else few_tokens
+    body(hidden.to(device), weight.to(device), residual=kept[: tokens * 21].view(tokens, 21))
     assert (kept[tokens * 21 :] == 7.0).all()
 
 
@@ -175,9 +178,8 @@ def test_what_does_not_suit_goes_to_torch() -> None:
     assert not suits_few_tokens(hidden[:0], weight)
     assert suits_few_tokens(hidden.new_empty(2, MAX_INPUT), hidden.new_empty(5, MAX_INPUT))
     assert not suits_few_tokens(hidden.new_empty(2, 2 * MAX_INPUT), hidden.new_empty(5, 2 * MAX_INPUT))
-    head = hidden.new_empty(MAX_ROWS + 1, 128)
-    assert suits_few_tokens(hidden[:1], head)
-    assert not suits_few_tokens(hidden, head)
+    assert suits_one_token(hidden[:1], weight)
+    assert not suits_one_token(hidden, weight)
     assert not suits_few_tokens(hidden.repeat(5, 1), weight)
     assert not suits_few_tokens(hidden.float(), weight.float())
     assert not suits_few_tokens(hidden[:, :96].contiguous(), weight[:, :96].contiguous())

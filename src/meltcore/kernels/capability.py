@@ -11,6 +11,7 @@ from meltcore.kernels.jit import triton
 # Shared memory that one program may have, KiB (CUDA C++ Programming Guide, compute capabilities).
 _SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 _LEAST_SHARED_KIB = 99
+_H200_PROCESSORS = 132
 
 
 def capability(device: torch.device) -> int:
@@ -23,6 +24,16 @@ def capability(device: torch.device) -> int:
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may have."""
     return 1024 * _SHARED_KIB.get(capability(device), _LEAST_SHARED_KIB)
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; elsewhere an H200's, for which launches are then compiled."""
+    return _processors(device) if device.type == "cuda" else _H200_PROCESSORS
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.dispatch import use_triton
-from meltcore.kernels.few_tokens import few_tokens, suits_few_tokens
+from meltcore.kernels.few_tokens import few_tokens, one_token, suits_few_tokens, suits_one_token
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.swiglu import swiglu
 from meltcore.kernels.tiled_product import suits_tiles, tiled_product
@@ -20,8 +20,8 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None = None)
 
     Returns [tokens, output_size].
     """
-    if use_triton(hidden) and suits_few_tokens(hidden, weight):
-        return few_tokens(hidden, weight, norm)
+    if use_triton(hidden) and suits_one_token(hidden, weight):
+        return one_token(hidden, weight, norm)
     if use_triton(hidden) and suits_tiles(hidden, weight):
         return tiled_product(_normalised(hidden, norm), weight)
     return _linear_torch(hidden, weight, norm)
@@ -32,8 +32,8 @@ def gated_linear(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None =
 
     weight: [2 * size, input_size]. Returns [tokens, size].
     """
-    if use_triton(hidden) and suits_few_tokens(hidden, weight):
-        return few_tokens(hidden, weight, norm, gated=True)
+    if use_triton(hidden) and suits_one_token(hidden, weight):
+        return one_token(hidden, weight, norm, gated=True)
     if use_triton(hidden) and suits_tiles(hidden, weight):
         return tiled_product(_normalised(hidden, norm), weight, gated=True)
     return swiglu(_linear_torch(hidden, weight, norm))
@@ -41,6 +41,8 @@ def gated_linear(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None =
 
 def linear_add(residual: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Add `linear(hidden, weight)` to residual [tokens, output_size], contiguous, in place, and return it."""
+    if use_triton(hidden) and suits_one_token(hidden, weight):
+        return one_token(hidden, weight, residual=residual)
     if use_triton(hidden) and suits_few_tokens(hidden, weight):
         return few_tokens(hidden, weight, residual=residual)
     if use_triton(hidden) and suits_tiles(hidden, weight):

@@ -1,4 +1,4 @@
-"""Products of up to a few hundred tokens with a weight matrix, in Triton: tiles small enough that all processors work.
+"""Products of up to 128 tokens with a weight matrix, in Triton: tiles small enough that all processors work.
 
 At these sizes a product still takes about as long as its weights take to be read, and a library's tiles leave most
 processors idle. Here the sum is split as well: a program takes some rows of the weight and a share of their columns,
@@ -15,18 +15,16 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.capability import shared_bytes
+from meltcore.kernels.capability import processors, shared_bytes
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
 
-# Up to which a tile of all tokens is measured to gain on cuBLAS.
-MAX_TOKENS = 64
+# Up to which tiles are measured to gain on cuBLAS, whose programs share their reads of the tokens.
+MAX_TOKENS = 128
 # Divides input_size, so that no load needs a mask on columns.
 COLUMN_MULTIPLE = 64
 # Of a weight that is not left to the library: an output head has programs enough for the library's tiles.
 MAX_ROWS = 2**14
-# Of a weight whose sum is split.
-_FEW_ROWS = 2048
 _MOST_SPLIT_TILES = 1024
 
 
@@ -152,22 +150,28 @@ class TiledLaunch(NamedTuple):
     stages: int
 
     @classmethod
-    def of(cls, tokens: int, rows: int, input_size: int, shared_bytes: int) -> TiledLaunch:
-        """rows: of the weight; shared_bytes: that a program may have, for up to `stages` steps under way.
+    def of(cls, tokens: int, rows: int, input_size: int, processors: int, shared_bytes: int) -> TiledLaunch:
+        """rows: of the weight; shared_bytes: that a program may have.
 
+        A program takes over half of a processor's shared memory. Where two fit, kernels that start early put two on
+        one processor while others stay empty; so there are no more programs than processors, where that can be.
         Measured in a chain of 28 layers of Qwen3-0.6B (H200, benchmarks/notes/products.md).
         """
-        tile = 32 if tokens <= 32 else 64
+        tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+        groups = -(-tokens // tile)
+        # Tokens or rows: one of a tile's sides is the 64 or more that Hopper's tensor cores want.
+        tile_rows = 32 if tile == 64 else 64
+        while tile_rows < 128 and groups * -(-rows // tile_rows) > processors:
+            tile_rows *= 2
+        tiles = groups * -(-rows // tile_rows)
         columns = 128 if input_size % 128 == 0 else 64
+        # Fewer columns are not worth the adding up, which costs the more the larger a tile is.
+        least_width = 512 if 8 * tiles <= processors else 1024
         steps = input_size // columns
-        shares, tile_rows, stages = 1, 64, 4
-        if rows <= _FEW_ROWS:
-            # Tiles too few for the processors: shares of about 512 columns, all of them under way at once.
-            most = max(1, input_size // 512)
-            shares = max(count for count in range(1, most + 1) if steps % count == 0)
-            tile_rows, stages = (64 if tile == 32 else 32), 5
+        most = max(1, min(processors // tiles, input_size // least_width))
+        shares = max(count for count in range(1, most + 1) if steps % count == 0)
         step_bytes = 2 * (tile + tile_rows) * columns
-        return cls(tile, tile_rows, columns, shares, min(stages, shared_bytes // step_bytes))
+        return cls(tile, tile_rows, columns, shares, shared_bytes // 2 // step_bytes + 1)
 
 
 def tiled_product(
@@ -189,7 +193,9 @@ def tiled_product(
     output = residual
     if output is None:
         output = torch.empty(tokens, output_size, dtype=hidden.dtype, device=hidden.device)
-    launch = launch or TiledLaunch.of(tokens, weight.shape[0], input_size, shared_bytes(hidden.device))
+    launch = launch or TiledLaunch.of(
+        tokens, weight.shape[0], input_size, processors(hidden.device), shared_bytes(hidden.device)
+    )
     grid = (launch.shares, triton.cdiv(weight.shape[0], launch.rows), triton.cdiv(tokens, launch.tokens))
     partial = arrivals = output  # unused where there is nothing to add up
     if launch.shares > 1:
@@ -245,7 +251,7 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
 
     return [
         make
-        for tokens in (17, 64)
+        for tokens in (2, 17, 64, 128)
         for make in (
             case(tokens, attention_size + 2 * model.kv_heads * model.head_dim, model.hidden_size),
             case(tokens, model.hidden_size, attention_size, added=True),
