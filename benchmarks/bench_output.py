@@ -46,7 +46,7 @@ def write_result(name: str, rows: Sequence[Row], versions: dict[str, str], notes
             "kernel": fingerprint.kernel,
         },
         "versions": {"python": fingerprint.python, "meltcore": fingerprint.versions["meltcore"], **versions},
-        "command": " ".join(["python", f"benchmarks/{name}.py", *clean_arguments(sys.argv[1:])]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *clean_arguments(sys.argv[1:])]),
         "date": datetime.now(UTC).date().isoformat(),
         **({"notes": list(notes)} if notes else {}),
         "rows": [{key: value for key, value in asdict(row).items() if value is not None} for row in rows],
