@@ -1,6 +1,8 @@
-"""Qwen3-0.6B with FP8 linear layers against bfloat16 ones: speed, logits, and the bundled model's accuracy.
+"""Qwen3-0.6B in FP8 against bfloat16: speed, logits, and the bundled model's accuracy.
 
-Output tokens per second as in offline.py, both in the same run and on the same dummy weights. Logits are those of the
+FP8 linear layers alone, and with keys and values in FP8 too.
+
+Output tokens per second as in offline.py, all in the same run and on the same dummy weights. Logits are those of the
 first token after some prompts: how much they differ, by their spread, and how often the likeliest token is the same.
 
     python benchmarks/fp8.py     # the table and benchmarks/results/fp8.json
@@ -19,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 from bench_output import Row, write_result
-from offline import HIGHEST_ID, LOWEST_ID
 
 from meltcore import LLM, SamplingParams
 from meltcore.engine.request import Request
@@ -27,8 +28,11 @@ from meltcore.engine.runner import LogitsAt
 from meltcore.engine.sampler import SampleResult
 from meltcore.problems import evaluation_set, is_right
 
-FORMS = ("none", "fp8")
+# quantization, kv_cache_dtype
+WIDE = ("none", "auto")
+FORMS = {"FP8 weights": ("fp8", "auto"), "FP8 weights and KV": ("fp8", "fp8")}
 OUT = 128
+LOWEST_ID, HIGHEST_ID = 1000, 140_000  # of a prompt's tokens
 LOGIT_PROMPTS, LOGIT_PROMPT_TOKENS = 64, 128
 
 
@@ -41,12 +45,13 @@ class Measured(NamedTuple):
     accuracy: float
 
 
-def measure(model: str, form: str, levels: list[int], repetitions: int) -> Measured:
+def measure(model: str, form: tuple[str, str], levels: list[int], repetitions: int) -> Measured:
     """In a process of its own, so that each form has the whole GPU."""
     llm = LLM(
         model,
         dtype="bfloat16",
-        quantization=form,
+        quantization=form[0],
+        kv_cache_dtype=form[1],
         load_format="dummy",
         max_model_len=4096,
         max_num_seqs=max(levels),
@@ -93,13 +98,47 @@ def first_logits(llm: LLM) -> torch.Tensor:
     return torch.stack([seen[order] for order in sorted(seen)])
 
 
-def accuracy(form: str) -> float:
+def accuracy(form: tuple[str, str]) -> float:
     """Share of the bundled model's 200 held-out problems that are answered right."""
-    llm = LLM("meltcore/sums", dtype="bfloat16", quantization=form, memory_bytes=2**31)
+    llm = LLM("meltcore/sums", dtype="bfloat16", quantization=form[0], kv_cache_dtype=form[1], memory_bytes=2**31)
     problems = evaluation_set()
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     answers = llm.chat(chats, SamplingParams(max_tokens=256))
     return sum(is_right(problem, each.text) for problem, each in zip(problems, answers, strict=True)) / len(problems)
+
+
+def in_a_process(model: str, form: tuple[str, str], levels: list[int], repetitions: int) -> Measured:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, model, form, levels, repetitions).result()
+
+
+def compare(name: str, ours: Measured, wide: Measured) -> list[Row]:
+    rows = [
+        Row(
+            work=f"{ours.device}: {level:,} requests, 128 to 1024 in / {OUT} out, {name}",
+            unit="output tokens/s",
+            value=value,
+            peer="bfloat16",
+            peer_value=wide.tokens_per_s[level],
+            ratio=value / wide.tokens_per_s[level],
+        )
+        for level, value in ours.tokens_per_s.items()
+    ]
+    difference = float((ours.logits - wide.logits).std() / wide.logits.std())
+    same = float((ours.logits.argmax(-1) == wide.logits.argmax(-1)).double().mean())
+    return [
+        *rows,
+        Row(work=f"logits after {LOGIT_PROMPTS} prompts, {name} less bfloat16", unit="of spread", value=difference),
+        Row(work=f"the same likeliest token, dummy weights, {name}", unit="share", value=same),
+        Row(
+            work=f"meltcore/sums, 200 held-out problems, {name}",
+            unit="share right",
+            value=ours.accuracy,
+            peer="bfloat16",
+            peer_value=wide.accuracy,
+            reach=0.95,
+        ),
+    ]
 
 
 def main() -> None:
@@ -110,36 +149,11 @@ def main() -> None:
     args = parser.parse_args()
 
     levels = [int(level) for level in args.levels.split(",")]
-    found = {}
-    for form in FORMS:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            found[form] = pool.submit(measure, args.model, form, levels, args.reps).result()
-    wide, ours = found["none"], found["fp8"]
-    rows = [
-        Row(
-            work=f"{ours.device}: {level:,} requests, 128 to 1024 in / {OUT} out, FP8 weights",
-            unit="output tokens/s",
-            value=ours.tokens_per_s[level],
-            peer="bfloat16",
-            peer_value=wide.tokens_per_s[level],
-            ratio=ours.tokens_per_s[level] / wide.tokens_per_s[level],
-        )
-        for level in levels
-    ]
-    difference = (ours.logits - wide.logits).std() / wide.logits.std()
-    same = (ours.logits.argmax(-1) == wide.logits.argmax(-1)).double().mean()
-    rows += [
-        Row(work=f"logits after {LOGIT_PROMPTS} prompts, FP8 less bfloat16", unit="of spread", value=float(difference)),
-        Row(work="the same likeliest token, dummy weights", unit="share", value=float(same)),
-        Row(
-            work="meltcore/sums, 200 held-out problems, FP8 weights",
-            unit="share right",
-            value=ours.accuracy,
-            peer="bfloat16",
-            peer_value=wide.accuracy,
-            reach=0.95,
-        ),
-    ]
+    wide = in_a_process(args.model, WIDE, levels, args.reps)
+    rows = []
+    for name, form in FORMS.items():
+        ours = in_a_process(args.model, form, levels, args.reps)
+        rows += compare(name, ours, wide)
     write_result("fp8", rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
+KVCacheDType = Literal["auto", "fp8"]
 DebugSwitch = Literal["reference-kernels", "no-graphs", "no-overlap", "no-prefix-cache"]
 
 
@@ -17,6 +18,7 @@ class EngineConfig:
     load_format: LoadFormat = "auto"  # dummy: random weights of the configured shapes, no weight files read
     dtype: DType = "auto"  # the checkpoint's on CUDA, float32 on a CPU
     quantization: Quantization = "none"  # fp8: linear layers in e4m3, scales by output and by token; from sm_89 on
+    kv_cache_dtype: KVCacheDType = "auto"  # fp8: e4m3 without scales, half as much to read; from sm_89 on
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     max_model_len: int | None = None  # tokens, prompt and answer together
     max_num_seqs: int | None = None  # sequences in one step; 1024 on CUDA, 256 on a CPU

@@ -14,9 +14,10 @@ from triton.runtime import interpreter
 
 from meltcore.kernels import fp8_linear as fp8_file
 from meltcore.kernels import fp8_quantise
+from meltcore.kernels.fp8 import FP8, LARGEST
 from meltcore.kernels.fp8_few_tokens import fp8_few_tokens, fp8_one_token, suits_fp8_few_tokens
 from meltcore.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear_add
-from meltcore.kernels.fp8_quantise import FP8, LARGEST, Fp8Rows, quantise
+from meltcore.kernels.fp8_quantise import Fp8Rows, quantise
 from meltcore.kernels.fp8_tiles import fp8_tiles
 from meltcore.kernels.norm import Norm, rms_norm
 

@@ -11,13 +11,13 @@ from test_loader import write_config
 
 from meltcore import LLM, SamplingParams
 from meltcore.errors import ConfigError
-from meltcore.kernels.fp8_quantise import FP8
+from meltcore.kernels.fp8 import FP8
 from meltcore.layers.linear import Linear
 from meltcore.layers.weight import Fp8Weight
 from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import build_model, load_weights
-from meltcore.models.quantization import hold_in_fp8
+from meltcore.models.quantization import hold_in_fp8, require_fp8
 from meltcore.problems import evaluation_set, is_right
 
 CPU = torch.device("cpu")
@@ -135,12 +135,24 @@ def answers_right(llm: LLM, count: int) -> float:
 
 
 def test_the_bundled_model_still_answers_right_and_says_what_it_computes_in() -> None:
-    llm = LLM(BUNDLED_MODEL, device="cpu", quantization="fp8", memory_bytes=2**28)
-    assert llm.engine.ready().dtype == "float32+fp8-weights"
+    wide = LLM(BUNDLED_MODEL, device="cpu", memory_bytes=2**27).engine.ready()
+    llm = LLM(BUNDLED_MODEL, device="cpu", quantization="fp8", kv_cache_dtype="fp8", memory_bytes=2**27)
+    ready = llm.engine.ready()
+    assert (wide.dtype, ready.dtype) == ("float32", "float32+fp8-weights+fp8-kv")
+    assert ready.pages_total > 4 * wide.pages_total  # a byte instead of 4 each, and smaller weights beside them
     assert answers_right(llm, 24) >= 0.95
 
 
+def test_an_fp8_cache_is_refused_where_it_cannot_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs compute capability 8\.9 .*Some GPU has 8\.0"):
+        require_fp8("--kv-cache-dtype fp8", torch.device("cuda"))
+
+
 @pytest.mark.gpu
-def test_held_out_accuracy_in_fp8_on_cuda() -> None:
-    llm = LLM(BUNDLED_MODEL, device="cuda", dtype="bfloat16", quantization="fp8", memory_bytes=2**31)
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_held_out_accuracy_in_fp8_on_cuda(cache: str) -> None:
+    settings = {"quantization": "fp8", "kv_cache_dtype": cache, "memory_bytes": 2**31}
+    llm = LLM(BUNDLED_MODEL, device="cuda", dtype="bfloat16", **settings)
     assert answers_right(llm, len(evaluation_set())) >= 0.95

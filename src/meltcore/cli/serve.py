@@ -81,6 +81,12 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         default="none",
         help="fp8: linear layers in 8 bits, quantised while loading; GPUs from compute capability 8.9 on",
     )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="fp8: keys and values in 8 bits, twice as many tokens; GPUs from compute capability 8.9 on",
+    )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--max-model-len", type=positive, metavar="TOKENS", help="prompt and answer together")
     group.add_argument("--max-num-seqs", type=positive, metavar="N", help="sequences a step (1024; CPU: 256)")
@@ -141,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         load_format=args.load_format,
         dtype=args.dtype,
         quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

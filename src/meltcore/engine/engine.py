@@ -28,9 +28,11 @@ from meltcore.engine.sampler import Sampler
 from meltcore.engine.scheduler import Scheduler
 from meltcore.errors import ConfigError, RequestError
 from meltcore.kernels.dispatch import force_reference
+from meltcore.kernels.fp8 import FP8
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights
+from meltcore.models.quantization import require_fp8
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,11 +60,13 @@ class Engine:
         self.max_model_len = _context_limit(config, model)
         self.max_num_seqs = _or_default(config.max_num_seqs, device, cuda=1024, cpu=256)
         model.prepare(self.max_model_len)
+        cache_dtype = _cache_dtype(model, config, device)
         fitting, self.memory = plan_pages(
             model,
             memory_bytes=config.memory_bytes,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
+            cache_dtype=cache_dtype,
         )
         pages = fitting if pages is None else pages
         self.pool = PagePool(pages)
@@ -80,6 +84,7 @@ class Engine:
             pages=pages,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
+            cache_dtype=cache_dtype,
         )
         self._make_fast(device, progress)
         if overlap is None:
@@ -285,8 +290,19 @@ def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.de
 
 def _precision(dtype: torch.dtype, config: EngineConfig) -> str:
     """What answers are computed in, so that results of unlike precision are told apart by name."""
-    name = str(dtype).removeprefix("torch.")
-    return name if config.quantization == "none" else f"{name}+{config.quantization}-weights"
+    names = [str(dtype).removeprefix("torch.")]
+    if config.quantization != "none":
+        names.append(f"{config.quantization}-weights")
+    if config.kv_cache_dtype != "auto":
+        names.append(f"{config.kv_cache_dtype}-kv")
+    return "+".join(names)
+
+
+def _cache_dtype(model: Decoder, config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.kv_cache_dtype == "auto":
+        return model.embedding.dtype
+    require_fp8("--kv-cache-dtype fp8", device)
+    return FP8
 
 
 def _context_limit(config: EngineConfig, model: Decoder) -> int:

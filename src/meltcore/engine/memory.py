@@ -17,13 +17,13 @@ HOST_SHARE = 0.25
 
 
 def plan_pages(
-    model: Decoder, *, memory_bytes: int | None, max_model_len: int, max_num_seqs: int
+    model: Decoder, *, memory_bytes: int | None, max_model_len: int, max_num_seqs: int, cache_dtype: torch.dtype
 ) -> tuple[int, list[MemoryRow]]:
     """How many pages fit, and the memory table. Raises ConfigError where one full sequence does not fit."""
     device = model.embedding.device
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     (group,) = model.cache_groups()
-    page_bytes = group.page_bytes(PAGE_SIZE, model.embedding.element_size())
+    page_bytes = group.page_bytes(PAGE_SIZE, cache_dtype.itemsize)
     budget = memory_bytes if memory_bytes is not None else weights + _free_bytes(device)
     reserve = int(budget * RESERVE_SHARE)
     wanted = pages_for(max_model_len) * max_num_seqs

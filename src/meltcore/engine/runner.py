@@ -41,13 +41,22 @@ class LaunchedStep(NamedTuple):
 class ModelRunner:
     """Holds the paged cache and a table row for each running sequence: its pages and its newest token."""
 
-    def __init__(self, model: Decoder, sampler: Sampler, *, pages: int, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        sampler: Sampler,
+        *,
+        pages: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        cache_dtype: torch.dtype,
+    ) -> None:
         self.model = model
         self.sampler = sampler
         self.device = model.embedding.device
         (group,) = model.cache_groups()
         shape = (pages + 1, PAGE_SIZE, group.kv_heads, group.head_dim)  # page 0 is for padding
-        dtype = model.embedding.dtype
+        dtype = cache_dtype
         # Zeros, not whatever was there: a masked key still takes part as 0 * value, and 0 * NaN is NaN.
         self.caches = [
             (torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device))

@@ -2,6 +2,9 @@
 
 A cache is [pages, page_size, kv_heads, head_dim], contiguous. Softmax is computed online in float32 (Milakov and
 Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
+
+A cache in FP8 (e4m3) holds keys and values as they are, without scales: they come out of a norm or of a product of one,
+of which e4m3 keeps 4 significant bits from 2^-6 to 448. They are widened to the type of the queries as they are read.
 """
 
 # mypy: allow-untyped-defs
@@ -10,15 +13,26 @@ from __future__ import annotations
 
 import torch
 
+from meltcore.kernels.fp8 import FP8, LARGEST
 from meltcore.kernels.jit import tl, triton
 
 
 def gather_pages(
     key_cache: torch.Tensor, value_cache: torch.Tensor, pages: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's keys and values: [length, kv_heads, head_dim]."""
+    """A sequence's keys and values, as cached: [length, kv_heads, head_dim]."""
     used = pages[: -(-length // key_cache.shape[1])]
     return key_cache[used].flatten(0, 1)[:length], value_cache[used].flatten(0, 1)[:length]
+
+
+def put_torch(cache: torch.Tensor, slots: torch.Tensor, heads: torch.Tensor) -> None:
+    """Store heads [tokens, kv_heads, head_dim] at their tokens' slots, rounded to the type of the cache."""
+    places = cache.flatten(0, 1)
+    if cache.dtype == FP8:
+        # Past the largest number the conversion would give NaN; and torch copies no e4m3 by index, but does bytes.
+        heads = heads.float().clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
+        places = places.view(torch.uint8)
+    places.index_copy_(0, slots, heads)
 
 
 def attend_torch(
@@ -53,8 +67,18 @@ def require_layout(
 
 
 @triton.jit
+def as_cached(heads, cache_ptr):
+    """`heads` rounded to what the cache holds."""
+    dtype = cache_ptr.dtype.element_ty
+    if dtype == tl.float8e4nv:
+        heads = tl.minimum(tl.maximum(heads.to(tl.float32), -448.0), 448.0)
+    return heads.to(dtype)
+
+
+@triton.jit
 def attend_block(queries, keys, values, visible, mixed, total, highest, scale_log2, MASKED: tl.constexpr):
     """One block of the online softmax, in powers of two. Returns the new (mixed, total, highest)."""
+    keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))

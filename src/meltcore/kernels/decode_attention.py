@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout, rotated
+from meltcore.kernels.attend import as_cached, attend_block, attend_torch, gather_pages, require_layout, rotated
+from meltcore.kernels.capability import capability
 from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.qkv import HeadNorms, store_kv, turned_queries
@@ -360,11 +362,12 @@ def _decode_kernel(
         # The last share begins with the new token, straight from the product.
         key = rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
         slot = ((newest_page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + column
-        tl.store(key_cache + slot, key, (member == 0)[:, None])
-        tl.store(value_cache + slot, value, (member == 0)[:, None])
-        highest = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale_log2
+        held_key, held_value = as_cached(key, key_cache), as_cached(value, value_cache)
+        tl.store(key_cache + slot, held_key, (member == 0)[:, None])
+        tl.store(value_cache + slot, held_value, (member == 0)[:, None])
+        highest = tl.sum(query.to(tl.float32) * held_key.to(tl.float32), 1) * scale_log2
         total = tl.full((ROWS,), 1.0, tl.float32)
-        mixed = value.to(tl.float32)
+        mixed = held_value.to(tl.float32)
 
     if AHEAD:
         mixed, total, highest = attend_block(
@@ -410,9 +413,13 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
 
     norms = HeadNorms(qkv[0], qkv[0], 1e-6)
 
-    def case(norms: HeadNorms | None, splits: int, ahead: bool = False) -> CompileCase:
+    def case(norms: HeadNorms | None, splits: int, ahead: bool = False, cache: torch.Tensor = cache) -> CompileCase:
         launch = decode_launch(64, model.kv_heads, model.head_dim, dtype.itemsize, 640, 132)._replace(ahead=ahead)
         given = qkv, norms, rotary, column, cache, cache, page_table, column
         return lambda: _decode_triton(*given, 1.0, out, splits, launch)
 
-    return [case(norms, 1), case(norms, 16), case(norms, 16, ahead=True), case(None, 16)]
+    in_fp8 = [case(norms, 1, cache=cache.to(FP8)), case(norms, 16, ahead=True, cache=cache.to(FP8))]
+    return [
+        *(case(norms, 1), case(norms, 16), case(norms, 16, ahead=True), case(None, 16)),
+        *(in_fp8 if capability(cache.device) >= FP8_CAPABILITY else ()),
+    ]

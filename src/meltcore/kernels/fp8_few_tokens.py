@@ -14,12 +14,13 @@ from functools import partial
 import torch
 
 from meltcore.kernels.few_tokens import COLUMN_MULTIPLE, FewTokensLaunch, _read, _silu
-from meltcore.kernels.fp8_quantise import FP8, LARGEST, LEAST, Fp8Rows
-from meltcore.kernels.fp8_quantise import LEAST_CAPABILITY as LEAST_CAPABILITY  # of this file's kernels too
+from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY, LARGEST
+from meltcore.kernels.fp8_quantise import LEAST, Fp8Rows
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.overlap import overlaps
 
+LEAST_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 # One side of a tensor core's product: more tokens would need a second pass.
 MAX_TOKENS = 16
 # A program holds all the columns of its rows, and of every token, in registers at once.

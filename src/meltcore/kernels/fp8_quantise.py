@@ -1,4 +1,4 @@
-"""From wider types to FP8 (e4m3; Micikevicius et al. 2022, arXiv:2209.05433) with one float32 scale a row.
+"""From wider types to FP8 with one float32 scale a row.
 
 A row's largest magnitude becomes the largest that e4m3 holds. Weights have a scale for each output, tokens one each,
 so that neither an unusual channel nor an unusual token costs the others their precision.
@@ -13,16 +13,14 @@ from typing import NamedTuple
 import torch
 
 from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY, LARGEST
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.overlap import overlaps
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # torch.finfo(FP8).max
 # Stands in for the largest magnitude of a row of zeros, whose scale must not be one.
 LEAST = 1e-20
-# Converting to and from e4m3 is an instruction from here on (PTX ISA, cvt).
-LEAST_CAPABILITY = 89
+LEAST_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 
 
 class Fp8Rows(NamedTuple):

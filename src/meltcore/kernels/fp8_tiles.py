@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 
 from meltcore.kernels.capability import shared_bytes
-from meltcore.kernels.fp8_quantise import FP8, Fp8Rows
-from meltcore.kernels.fp8_quantise import LEAST_CAPABILITY as LEAST_CAPABILITY  # of this file's kernels too
+from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
+from meltcore.kernels.fp8_quantise import Fp8Rows
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.tiled_product import _MOST_SPLIT_TILES, _arrivals, _prefetch, _sum_of_shares
 
+LEAST_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 # Divides a share of the columns, so that no load needs a mask on columns.
 COLUMN_MULTIPLE = 64
 # Beyond, torch's product is as fast together with the kernels for what stands around it.

@@ -165,8 +165,9 @@ def _attend_group(
     _, page_size, kv_heads, head_dim = key_cache.shape
     heads = queries.shape[1]
     shared = heads // kv_heads
-    keys = key_cache[page_table].view(segments, pages * page_size, kv_heads, head_dim).transpose(1, 2)
-    values = value_cache[page_table].view(segments, pages * page_size, kv_heads, head_dim).transpose(1, 2)
+    shape = (segments, pages * page_size, kv_heads, head_dim)
+    keys = key_cache[page_table].view(shape).transpose(1, 2).to(queries.dtype)
+    values = value_cache[page_table].view(shape).transpose(1, 2).to(queries.dtype)
 
     uniform = queries.shape[0] == segments * max_queries
     if uniform:

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout, rotated
+from meltcore.kernels.capability import capability
 from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.qkv import HeadNorms, turned_queries
 
@@ -248,7 +250,9 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     rotary = torch.empty(4096, model.head_dim, device="meta")
     tiles = torch.empty(4, 4, dtype=torch.int32, device="meta")
 
-    def case(norms: HeadNorms | None) -> CompileCase:
+    def case(norms: HeadNorms | None, cache: torch.Tensor = cache) -> CompileCase:
         return lambda: _prefill_triton(qkv, norms, rotary, cache, cache, page_table, tiles, 1.0, out)
 
-    return [case(HeadNorms(qkv[0], qkv[0], 1e-6)), case(None)]
+    norms = HeadNorms(qkv[0], qkv[0], 1e-6)
+    in_fp8 = [case(norms, cache.to(FP8))] if capability(cache.device) >= FP8_CAPABILITY else []
+    return [case(norms), case(None), *in_fp8]

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from meltcore.kernels.attend import as_cached, put_torch
+from meltcore.kernels.capability import capability
 from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.norm import rms_norm
 from meltcore.kernels.rotary import apply_rotary
@@ -72,8 +75,8 @@ def _store_kv_torch(
     keys, values = qkv.unflatten(-1, (-1, head_dim))[:, -2 * kv_heads :].split(kv_heads, dim=1)
     if norms is not None:
         keys = rms_norm(keys, norms.key, norms.eps)
-    key_cache.flatten(0, 1).index_copy_(0, slots, apply_rotary(keys, rotary_table, positions))
-    value_cache.flatten(0, 1).index_copy_(0, slots, values)
+    put_torch(key_cache, slots, apply_rotary(keys, rotary_table, positions))
+    put_torch(value_cache, slots, values)
 
 
 @triton.jit
@@ -132,10 +135,11 @@ def _store_kv_kernel(
     value_first = tl.load(values, mask=mask, other=0.0)
     value_second = tl.load(values + HEAD_DIM // 2, mask=mask, other=0.0)
     first, second = _norm_and_rotate(keys, mask, weight_ptr + column, eps, cos, sin, NORMED, HEAD_DIM)
-    tl.store(key_cache_ptr + slot, first, mask=mask)
-    tl.store(key_cache_ptr + slot + HEAD_DIM // 2, second, mask=mask)
-    tl.store(value_cache_ptr + slot, value_first, mask=mask)
-    tl.store(value_cache_ptr + slot + HEAD_DIM // 2, value_second, mask=mask)
+    first, second = first.to(value_first.dtype), second.to(value_first.dtype)
+    tl.store(key_cache_ptr + slot, as_cached(first, key_cache_ptr), mask=mask)
+    tl.store(key_cache_ptr + slot + HEAD_DIM // 2, as_cached(second, key_cache_ptr), mask=mask)
+    tl.store(value_cache_ptr + slot, as_cached(value_first, value_cache_ptr), mask=mask)
+    tl.store(value_cache_ptr + slot + HEAD_DIM // 2, as_cached(value_second, value_cache_ptr), mask=mask)
 
 
 def _store_kv_triton(
@@ -180,7 +184,8 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     cache = torch.empty(16, model.page_size, model.kv_heads, model.head_dim, dtype=dtype, device="meta")
     norms = HeadNorms(cache[0, 0, 0], cache[0, 0, 0], 1e-6)
 
-    def case(norms: HeadNorms | None) -> CompileCase:
+    def case(norms: HeadNorms | None, cache: torch.Tensor = cache) -> CompileCase:
         return lambda: _store_kv_triton(qkv, norms, table, indices, indices, cache, cache)
 
-    return [case(norms), case(None)]
+    in_fp8 = [case(norms, cache.to(FP8))] if capability(cache.device) >= FP8_CAPABILITY else []
+    return [case(norms), case(None), *in_fp8]

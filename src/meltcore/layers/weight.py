@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from meltcore.kernels.fp8 import FP8
 from meltcore.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear_add
-from meltcore.kernels.fp8_quantise import FP8, Fp8Rows, quantise
+from meltcore.kernels.fp8_quantise import Fp8Rows, quantise
 from meltcore.kernels.linear import gated_linear, linear, linear_add
 from meltcore.kernels.norm import Norm
 
