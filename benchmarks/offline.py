@@ -1,76 +1,97 @@
-"""Output tokens per second of our engine's offline API on dummy weights, closed loop, prefill in the wall time.
+"""Output tokens per second of our engine's offline API on dummy weights, beside a peer's on the same prompts.
 
 A level of c is c requests that start together, of uniform random prompt lengths and equal output lengths; EOS ignored,
-greedy, prefix cache off. The median of the repetitions is quoted.
+greedy, prefix cache off, prefill in the wall time. The median of the repetitions is quoted.
 
-    python benchmarks/offline.py --levels 1,10,100,400,1000
+    python benchmarks/peer_vllm.py --model FOLDER                              # the peer, first
+    python benchmarks/offline.py --peer benchmarks/results/offline_vllm.json
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
-import statistics
-import time
+import json
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from bench_output import Row, write_result
+from offline_work import LONG, SHORT, Measured, measure, parse_works, process_age_s
 
 from meltcore import LLM, SamplingParams
 
-LOWEST_ID, HIGHEST_ID = 1000, 140_000  # as the peer draws them
+# What was asked of us: times the peer's rate.
+REACH = {
+    "10 requests, 128 to 1024 in / 128 out": 2.0,
+    "100 requests, 128 to 1024 in / 128 out": 1.4,
+    "400 requests, 128 to 1024 in / 128 out": 1.2,
+    "1,000 requests, 128 to 1024 in / 128 out": 1.25,
+    "2,000 requests, 128 to 1024 in / 128 out": 1.25,
+    "64 requests, 1024 in / 1024 out": 1.2,
+    "256 requests, 1024 in / 1024 out": 1.1,
+}
+REACH_MS_A_TOKEN, REACH_START_S = 0.75, 20.0
 
 
-def process_age_s() -> float:
-    """Seconds since this process was started, imports included; from /proc/self/stat, field 22."""
-    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+class Peer:
+    """A peer's result file, or nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        found: dict[str, Any] = json.loads(path.read_text()) if path else {"rows": [], "versions": {}}
+        self.name = " ".join(("vLLM", found["versions"].get("vllm", "")))
+        self.start_s: float | None = found.get("process_start_to_first_token_s")
+        self._rates = {row["work"]: sorted(row["rates"])[len(row["rates"]) // 2] for row in found["rows"]}
+
+    def beside(self, row: Row, ours: float, theirs: float | None, *, lower_is_better: bool = False) -> Row:
+        if theirs is not None:
+            row.peer, row.peer_value = self.name, theirs
+            row.ratio = theirs / ours if lower_is_better else ours / theirs
+        return row
+
+    def rows(self, measured: Measured) -> list[Row]:
+        work, ours = str(measured.work), measured.median
+        theirs = self._rates.get(work)
+        row = Row(work=work, unit="output tokens/s", value=ours, reach=REACH.get(work))
+        rows = [self.beside(row, ours, theirs)]
+        if measured.work.requests == 1:
+            milliseconds = 1000 / ours
+            row = Row(work=work, unit="ms a token", value=milliseconds, reach=REACH_MS_A_TOKEN)
+            rows.append(self.beside(row, milliseconds, 1000 / theirs if theirs else None, lower_is_better=True))
+        return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--levels", default="1,10,100,400,1000")
-    parser.add_argument("--inlen", default="128:1024", help="LOW:HIGH prompt tokens, uniform")
-    parser.add_argument("--out", type=int, default=128, help="output tokens")
+    parser.add_argument("--works", default=f"{SHORT} {LONG}", help='"LEVELS@LOW:HIGH/OUT ..."')
     parser.add_argument("--seqs", type=int, default=1024)
     parser.add_argument("--budget", type=int, default=8192, help="tokens a step")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--debug", default="", help="debug switches, with commas")
+    parser.add_argument("--peer", type=Path, help="a peer's result of the same hour")
     parser.add_argument("--name", default="offline", help="of the result file")
     args = parser.parse_args()
 
     debug = ("no-prefix-cache", *filter(None, args.debug.split(",")))
     settings = {"load_format": "dummy", "max_model_len": 4096, "max_num_seqs": args.seqs, "debug": debug}
     llm = LLM(args.model, max_num_batched_tokens=args.budget, **settings)
-    low, high = map(int, args.inlen.split(":"))
-    draw = random.Random(args.seed)
 
-    def run(count: int, out: int) -> float:
-        """Seconds for `count` requests of `out` tokens."""
-        prompts = [
-            [draw.randrange(LOWEST_ID, HIGHEST_ID) for _ in range(draw.randint(low, high))] for _ in range(count)
-        ]
-        started = time.perf_counter()
+    def generate(prompts: list[list[int]], out: int) -> int:
         answers = llm.generate(prompts, SamplingParams(max_tokens=out, ignore_eos=True))
-        elapsed = time.perf_counter() - started
-        assert all(len(answer.token_ids) == out for answer in answers)
-        return elapsed
+        return sum(len(answer.token_ids) for answer in answers)
 
-    run(1, 1)
-    device = llm.engine.ready().device
-    rows = [Row(work="process start to first token", unit="s", value=process_age_s())]
-    for level in map(int, args.levels.split(",")):
-        run(level, 8)
-        walls = [run(level, args.out) for _ in range(args.reps)]
-        work = f"{device}: {level:,} requests, {args.inlen.replace(':', ' to ')} in / {args.out} out"
-        rows.append(Row(work=work, unit="output tokens/s", value=level * args.out / statistics.median(walls)))
-        if level == 1:
-            rows.append(Row(work=work, unit="ms a token", value=1000 * statistics.median(walls) / args.out))
-    write_result(args.name, rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
+    generate([[1000] * 8], 1)
+    peer, start_s = Peer(args.peer), process_age_s()
+    start = Row(work="process start to first token", unit="s", value=start_s, reach=REACH_START_S)
+    rows = [peer.beside(start, start_s, peer.start_s, lower_is_better=True)]
+    for measured in measure(parse_works(args.works), generate, args.reps, args.seed):
+        print(
+            f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
+        )
+        rows += peer.rows(measured)
+    versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
+    write_result(args.name, rows, versions)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,85 @@
+"""The work that our engine and a peer are given alike: closed batches of requests on random token ids.
+
+c requests start together and end after equally many tokens; prefill is in the wall time, end tokens ignored, greedy,
+no prefix cache. Only the standard library, so that it imports beside any engine.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+LOWEST_ID, HIGHEST_ID = 1000, 140_000
+SHORT = "1,10,100,400,1000,2000@128:1024/128"
+LONG = "64,256@1024:1024/1024"
+
+# Takes prompts and output tokens; returns when all are answered, and how many tokens came.
+Generate = Callable[[list[list[int]], int], int]
+
+
+class Work(NamedTuple):
+    """`requests` prompts of uniform length in [low, high], answered with `out` tokens each."""
+
+    requests: int
+    low: int
+    high: int
+    out: int
+
+    def __str__(self) -> str:
+        lengths = f"{self.low} to {self.high}" if self.low < self.high else str(self.low)
+        return f"{self.requests:,} requests, {lengths} in / {self.out} out"
+
+
+class Measured(NamedTuple):
+    """Output tokens per second of each repetition."""
+
+    work: Work
+    rates: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rates)
+
+
+def parse_works(text: str) -> list[Work]:
+    """From "C,C@LOW:HIGH/OUT C@LOW:HIGH/OUT": levels, prompt tokens and output tokens."""
+    works = []
+    for part in text.split():
+        levels, _, rest = part.partition("@")
+        lengths, _, out = rest.partition("/")
+        low, high = map(int, lengths.split(":"))
+        works += [Work(int(level), low, high, int(out)) for level in levels.split(",")]
+    return works
+
+
+def measure(works: list[Work], generate: Generate, reps: int, seed: int) -> Iterator[Measured]:
+    """Each work after a short warm-up of its own. Equal seeds draw equal prompts, whoever asks."""
+    draw = random.Random(seed)
+    for work in works:
+        prompts = [
+            [
+                [draw.randrange(LOWEST_ID, HIGHEST_ID) for _ in range(draw.randint(work.low, work.high))]
+                for _ in range(work.requests)
+            ]
+            for _ in range(reps)
+        ]
+        generate(prompts[0], 8)
+        rates = []
+        for batch in prompts:
+            started = time.perf_counter()
+            tokens = generate(batch, work.out)
+            rates.append(tokens / (time.perf_counter() - started))
+            if tokens != work.requests * work.out:
+                raise RuntimeError(f"{work}: {tokens} tokens came")
+        yield Measured(work, rates)
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, imports included; from /proc/self/stat, field 22."""
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
