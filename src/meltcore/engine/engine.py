@@ -26,6 +26,7 @@ from meltcore.engine.request import Request, Sampled, TokenMask
 from meltcore.engine.runner import LaunchedStep, ModelRunner
 from meltcore.engine.sampler import Sampler
 from meltcore.engine.scheduler import Scheduler
+from meltcore.engine.warm_up import warm_up
 from meltcore.errors import ConfigError, RequestError
 from meltcore.kernels.dispatch import force_reference
 from meltcore.kernels.fp8 import FP8
@@ -193,11 +194,13 @@ class Engine:
             self.scheduler.cache.check()
 
     def _make_fast(self, device: torch.device, progress: Progress) -> None:
-        """Choose the kernels' bodies, and record decode steps as graphs where there is a GPU to replay them."""
+        """Choose the kernels' bodies; on a GPU compile them all, and record decode steps as graphs."""
         reference = "reference-kernels" in self.config.debug
         force_reference(reference)
-        # The torch bodies are told by the host how to pad: a graph has no host.
-        if device.type == "cuda" and not reference and "no-graphs" not in self.config.debug:
+        if device.type != "cuda" or reference:
+            return  # the torch bodies need no compiling, and are told by the host how to pad: a graph has no host
+        warm_up(self.runner, self.max_model_len)
+        if "no-graphs" not in self.config.debug:
             before = torch.cuda.mem_get_info(device)[0]
             self.runner.capture_graphs(progress)
             taken = before - torch.cuda.mem_get_info(device)[0]

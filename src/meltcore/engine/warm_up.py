@@ -1,0 +1,41 @@
+"""Runs once, before serving, what serving will run: a kernel compiled in the middle of a step stops everyone.
+
+Graphs compile what decode steps need. Here go prompts of every size that the kernels tell apart, and every way to
+choose a token, all on the padding row, whose page nobody reads.
+"""
+
+from __future__ import annotations
+
+from meltcore.engine.graphs import PADDING_ROW
+from meltcore.engine.messages import AddRequest
+from meltcore.engine.request import Request
+from meltcore.engine.runner import ModelRunner
+from meltcore.engine.sampling_params import SamplingParams
+from meltcore.engine.scheduler import Chunk
+
+# One step each: products of one token, few, three sizes of tiles, and many (kernels/linear.py).
+PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
+EVERY_CHOICE = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_k=2, top_p=0.9, min_p=0.01),
+    SamplingParams(frequency_penalty=0.1),
+    SamplingParams(logprobs=1),
+)
+
+
+def warm_up(runner: ModelRunner, max_model_len: int) -> None:
+    """Compute prompts of at most `max_model_len` tokens and forget them; only the cache's padding page is written."""
+    for tokens in PROMPT_TOKENS:
+        if tokens <= max_model_len:
+            runner.launch([_prompt(0, tokens, SamplingParams())]).read()
+    plan = [_prompt(number, 1, sampling) for number, sampling in enumerate(EVERY_CHOICE)]
+    runner.launch(plan).read()
+    for chunk in plan:
+        runner.sampler.forget(chunk.request)
+
+
+def _prompt(number: int, tokens: int, sampling: SamplingParams) -> Chunk:
+    request = Request(AddRequest(f"warm up {number}", [0] * tokens, sampling), number, frozenset(), None)
+    request.row = PADDING_ROW
+    return Chunk(request, 0, tokens, samples=True)

@@ -1,0 +1,35 @@
+"""Warming up leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine_tools as tools
+import pytest
+import torch
+
+from meltcore.engine.warm_up import warm_up
+
+
+@pytest.mark.parametrize("max_model_len", [20, 300])
+def test_answers_are_the_same_after_a_warm_up(checkpoint: Path, max_model_len: int) -> None:
+    logits = []
+    for warm in (False, True):
+        seen = tools.open_engine(checkpoint, max_model_len=max_model_len)
+        if warm:
+            warm_up(seen.engine.runner, max_model_len)
+            seen.logits.clear()
+        seen.add("one", tools.random_prompt(12, 1), max_tokens=6, temperature=1.0, seed=7, frequency_penalty=1.0)
+        seen.run()
+        seen.engine.check_idle()
+        logits.append(torch.stack(seen.logits["one"]))
+    assert torch.equal(*logits)
+
+
+def test_a_warm_up_writes_to_the_padding_page_alone(checkpoint: Path) -> None:
+    seen = tools.open_engine(checkpoint, max_model_len=300)
+    warm_up(seen.engine.runner, 300)
+    for keys, values in seen.engine.runner.caches:
+        assert keys[0].any()
+        assert not keys[1:].any()
+        assert not values[1:].any()
