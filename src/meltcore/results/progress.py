@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meltcore.results.schema import CheckResult
+from meltcore.results.schema import CheckResult, Gate
 
 
 def progress_bar(console: Console) -> Progress:
@@ -25,17 +25,22 @@ def progress_bar(console: Console) -> Progress:
 
 
 @contextmanager
-def answers_bar(console: Console, shown: bool = True) -> Iterator[Callable[[int, int, int], None] | None]:
-    """A bar over the held-out problems; yields `on_answer(done, right, asked)`, or None where it is not to be shown."""
+def answers_bar(
+    console: Console, shown: bool = True, what: str = "held-out problems"
+) -> Iterator[Callable[[int, int, int], None] | None]:
+    """A bar over problems; yields `on_answer(done, right, asked)`, or None where it is not to be shown."""
     if not shown:
         yield None
         return
     with progress_bar(console) as progress:
-        task = progress.add_task("held-out problems", total=None, note="")
+        task = progress.add_task(what, total=None, note="")
         yield lambda done, right, asked: progress.update(task, completed=done, total=asked, note=f"{right} right")
 
 
-def print_check(console: Console, check: CheckResult) -> None:
-    style = "green" if check.status == "PASS" else "bold red"
+_STYLES = {"PASS": "green", "FAIL": "bold red", "NOT RUN": "yellow"}
+
+
+def print_check(console: Console, check: CheckResult | Gate) -> None:
+    style = _STYLES[check.status]
     detail = f" [dim]{escape(check.detail)}[/]" if check.detail else ""
     console.print(f"[{style}]{check.status}[/]  {escape(check.name)}{detail}", highlight=False)

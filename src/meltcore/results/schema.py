@@ -98,7 +98,8 @@ class LevelResult(msgspec.Struct, kw_only=True):
 class Evaluation(msgspec.Struct, kw_only=True):
     """Answers checked against the known values. `low` and `high` bound the share right (Wilson, 95 %).
 
-    `failed` requests gave no answer; they stay in `asked`.
+    `failed` requests gave no answer; they stay in `asked`. `strict_right` counts the answers that also end in the form
+    that was asked for, where an evaluation marks both ways.
     """
 
     asked: int
@@ -106,6 +107,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     failed: int
     low: float
     high: float
+    strict_right: int | None = None
     wrong: list["WrongAnswer"] = msgspec.field(default_factory=list)
 
     @property
@@ -126,6 +128,14 @@ class CheckResult(msgspec.Struct, kw_only=True):
 
     name: str
     status: Literal["PASS", "FAIL"]
+    detail: str = ""
+
+
+class Gate(msgspec.Struct, kw_only=True):
+    """One condition that a result must meet to count. A gate that was left out says NOT RUN, which is no pass."""
+
+    name: str
+    status: Literal["PASS", "FAIL", "NOT RUN"]
     detail: str = ""
 
 
@@ -172,6 +182,7 @@ class RunResult(msgspec.Struct, kw_only=True):
     accuracy: float | None = None
     evaluation: Evaluation | None = None
     checks: list[CheckResult] = msgspec.field(default_factory=list)
+    gates: list[Gate] = msgspec.field(default_factory=list)
     levels: list[LevelResult] = msgspec.field(default_factory=list)
     verdict: Verdict = "OK"
     reasons: list[str] = msgspec.field(default_factory=list)

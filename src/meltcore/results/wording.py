@@ -113,4 +113,6 @@ def evaluation_line(evaluation: Evaluation) -> str:
         f"{evaluation.right:,} of {evaluation.asked:,} right: {percent(evaluation.share)} "
         f"(95 % interval {percent(evaluation.low)} to {percent(evaluation.high)})"
     )
+    if evaluation.strict_right is not None:
+        line += f"; {evaluation.strict_right:,} by strict extraction"
     return f"{line}, {evaluation.failed:,} requests failed" if evaluation.failed else line

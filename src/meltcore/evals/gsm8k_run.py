@@ -1,0 +1,72 @@
+"""One run of `meltcore eval URL gsm8k`, as a result in the common schema."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from meltcore.evals import gsm8k
+from meltcore.evals.api import Api
+from meltcore.evals.gsm8k_data import DATASET, Shots, read_items, read_shots
+from meltcore.evals.problems import CONCURRENCY
+from meltcore.results.fingerprint import take_fingerprint
+from meltcore.results.schema import Evaluation, Gate, RunResult
+from meltcore.results.served import model_facts, model_notes
+
+
+def run_gsm8k(
+    url: str,
+    *,
+    data: str = DATASET,
+    shots: str | None = None,
+    limit: int = gsm8k.LIMIT,
+    model: str | None = None,
+    api_key: str | None = None,
+    concurrency: int = CONCURRENCY,
+    arguments: Sequence[str] = (),
+    on_answer: Callable[[int, int, int], None] | None = None,
+) -> RunResult:
+    """Ask `limit` problems of `data`. FAILED where the gate fails or a request does.
+
+    Raises ConfigError where data or examples cannot be read, or the server cannot be reached or names no model.
+    """
+    items, examples = read_items(data, limit), read_shots(shots)
+    api = Api(url, api_key=api_key)
+    model = model or api.first_model()
+    facts = model_facts(api.get("/v1/models").json(), model)
+    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    marked = gsm8k.ask_items(api, model, items, examples, concurrency=concurrency, on_progress=on_answer)
+    evaluation = gsm8k.sum_up(marked)
+    gates = [gsm8k.gate(evaluation)]
+    reasons = _reasons(evaluation, gates)
+    told = {"data": data if data == DATASET else Path(data).name, "limit": limit, "shots": examples.source}
+    return RunResult(
+        command="eval",
+        status="complete",
+        started=started,
+        duration_s=time.monotonic() - clock,
+        fingerprint=take_fingerprint(arguments),
+        settings={"what": "gsm8k", "model": model, "concurrency": concurrency, **told, **facts},
+        accuracy=evaluation.share,
+        evaluation=evaluation,
+        gates=gates,
+        verdict="FAILED" if reasons else "OK",
+        reasons=reasons,
+        notes=[*_shots_notes(examples), *model_notes(facts)],
+    )
+
+
+def _reasons(evaluation: Evaluation, gates: Sequence[Gate]) -> list[str]:
+    reasons = [f"gate failed: {gate.name}: {gate.detail}" for gate in gates if gate.status == "FAIL"]
+    if evaluation.failed:
+        reasons.append(f"{evaluation.failed} of {evaluation.asked} requests failed")
+    return reasons
+
+
+def _shots_notes(shots: Shots) -> list[str]:
+    if shots.comparable:
+        return []
+    what = "without examples" if not shots.examples else "with eight examples of our own"
+    return [f"Asked {what}: not comparable with published GSM8K results. Install lm-eval or give --shots FILE."]

@@ -1,0 +1,186 @@
+"""GSM8K: how answers are marked, what is asked, and the gate, against servers that answer in known ways."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from answer_forms import FORMS, STRICT_FORMS, AnsweringServer
+from fake_openai import FakeServer
+
+from meltcore.cli.main import main
+from meltcore.errors import ConfigError
+from meltcore.evals import extraction, run_gsm8k
+from meltcore.evals.gsm8k import gate
+from meltcore.evals.gsm8k_data import BUNDLED, OWN_SHOTS, Item, Shots, conversation, read_items, read_shots
+from meltcore.results.runfolder import read_result
+from meltcore.results.schema import Evaluation
+
+ITEMS = [Item(f"Problem {at}: how many?", f"Some work.\n#### {at * 37 + 5:,}") for at in range(200)]
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps({"question": item.question, "answer": item.answer}) + "\n" for item in ITEMS))
+    return str(path)
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[int, str], AnsweringServer]]:
+    servers: list[AnsweringServer] = []
+
+    def start(right: int, form: str) -> AnsweringServer:
+        servers.append(AnsweringServer(ITEMS, right, form))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("right", [0, 174, 175, 200])
+def test_right_answers_are_counted_exactly_in_every_form(
+    answering: Callable[[int, str], AnsweringServer], data: str, right: int, form: str
+) -> None:
+    result = run_gsm8k(answering(right, form).address, data=data)
+    assert result.evaluation is not None
+    assert (result.evaluation.right, result.evaluation.asked, result.evaluation.failed) == (right, 200, 0)
+    assert result.evaluation.strict_right == (right if form in STRICT_FORMS else 0)
+    assert (result.verdict, result.gates[0].status) == (("OK", "PASS") if right >= 175 else ("FAILED", "FAIL"))
+
+
+@pytest.mark.parametrize(("asked", "needed"), [(200, 175), (100, 88), (8, 7), (1, 1), (1319, 1155)])
+def test_the_gate_is_the_least_whole_number_of_at_least_seven_eighths(asked: int, needed: int) -> None:
+    for right, status in ((needed, "PASS"), (needed - 1, "FAIL")):
+        evaluation = Evaluation(asked=asked, right=right, strict_right=0, failed=0, low=0.0, high=1.0)
+        assert gate(evaluation).status == status
+    assert (needed - 1) / asked < 0.875 <= needed / asked
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("The answer is 18.", "18", "18."),
+        ("The answer is 18", "1", "18"),  # strict asks for a character after the number
+        ("The answer is -1,234.50.", "-1,234.50", "-1,234.50."),
+        ("The answer is $18.", extraction.NOTHING, "$18."),
+        ("The answer is 7. No, the answer is 9.", "7.", "9."),
+        ("It is 7 of 9 ...", extraction.NOTHING, "..."),
+        ("none", extraction.NOTHING, extraction.NOTHING),
+    ],
+)
+def test_numbers_are_taken_as_the_public_harness_takes_them(text: str, strict: str, flexible: str) -> None:
+    assert (extraction.strict(text), extraction.flexible(text)) == (strict, flexible)
+
+
+@pytest.mark.parametrize("text", ["1234", "1,234", "$1,234.", "work #### 1,234"])
+def test_commas_dollars_and_a_final_stop_do_not_matter(text: str) -> None:
+    assert extraction.exact_match(text, "1234")
+    assert not extraction.exact_match(text, "1235")
+    assert not extraction.exact_match("1234.00", "1234")  # the harness compares text, not numbers
+
+
+def test_examples_come_as_turns_before_the_question() -> None:
+    messages = conversation(OWN_SHOTS, ITEMS[0])
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 8 + ["user"]
+    assert messages[0]["content"] == f"Q: {OWN_SHOTS[0].question}\nA:"
+    assert messages[1]["content"] == OWN_SHOTS[0].answer
+    assert messages[-1]["content"] == "Q: Problem 0: how many?\nA:"
+    assert conversation((), ITEMS[0]) == [{"role": "user", "content": ITEMS[0].question}]
+
+
+def test_our_own_examples_are_right_in_form_and_said_to_be_not_comparable(
+    answering: Callable[[int, str], AnsweringServer], data: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert read_shots(None) == Shots(OWN_SHOTS, "own", comparable=False)
+    address = answering(200, "sentence").address
+    own = run_gsm8k(address, data=data, limit=8)
+    assert any("not comparable" in note for note in own.notes)
+    file = tmp_path / "shots.jsonl"
+    file.write_text(
+        "".join(json.dumps({"question": each.question, "target": each.answer}) + "\n" for each in OWN_SHOTS)
+    )
+    given = run_gsm8k(address, data=data, limit=8, shots=str(file))
+    assert not any("not comparable" in note for note in given.notes)
+    assert (own.settings["shots"], given.settings["shots"]) == ("own", "file")
+
+
+def test_our_own_examples_work_out() -> None:
+    assert len({shot.question for shot in OWN_SHOTS}) == 8
+    assert [extraction.strict(shot.answer) for shot in OWN_SHOTS] == ["23", "13", "1500", "41", "22", "20", "9", "88"]
+
+
+def test_examples_of_an_installed_harness_are_read_from_its_task(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    task = tmp_path / "lm_eval" / "tasks" / "gsm8k" / "gsm8k-cot.yaml"
+    task.parent.mkdir(parents=True)
+    (tmp_path / "lm_eval" / "__init__.py").touch()
+    samples = "".join(f"  - question: q{at}\n    target: The answer is {at}.\n" for at in range(8))
+    task.write_text(f"fewshot_config:\n  sampler: first_n\n  samples:\n{samples}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = read_shots(None)
+    assert (found.source, found.comparable) == ("lm-eval", True)
+    assert found.examples[7] == Item("q7", "The answer is 7.")
+    task.write_text("fewshot_config: {}\n")
+    with pytest.raises(ConfigError, match="lm-eval"):
+        read_shots(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("", "holds 0 problems"), ("{}\n", "line 1"), ("[]\n", "line 1"), ("x\n", "not JSON")],
+)
+def test_data_that_cannot_serve_is_refused(tmp_path: Path, text: str, match: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=match):
+        read_items(str(path), 1)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_items(str(tmp_path / "absent.jsonl"), 1)
+    with pytest.raises(ConfigError):
+        read_shots(str(path))
+
+
+def test_bundled_problems_come_in_the_same_form() -> None:
+    items = read_items(BUNDLED, 200)
+    assert all(item.reference.lstrip("-").isdigit() for item in items)
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="no copy of the GSM8K test set beside this checkout")
+def test_the_published_test_set_is_read_whole() -> None:
+    items = read_items(str(PUBLISHED), 1319)
+    assert items[0].reference == "18"
+    assert all(extraction.flexible(item.answer).strip("$.") for item in items)
+    assert all(extraction.exact_match(item.answer, item.reference) for item in items)
+
+
+def test_a_failed_request_is_not_right_and_fails_the_run(data: str) -> None:
+    server = FakeServer("no-usage")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        result = run_gsm8k(server.address, data=data, limit=8, model="unknown")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert result.evaluation is not None
+    assert (result.evaluation.right, result.evaluation.failed) == (0, 8)
+    assert any("8 of 8 requests failed" in reason for reason in result.reasons)
+
+
+def test_the_verb_prints_the_gate_and_exits_by_it(
+    answering: Callable[[int, str], AnsweringServer], data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for right, code, word in ((174, 1, "FAIL"), (175, 0, "PASS")):
+        out = tmp_path / word
+        address = answering(right, "sentence").address
+        assert main(["eval", address, "gsm8k", "--data", data, "--out", str(out)]) == code
+        assert f"{word}  GSM8K: at least 175 of 200 right" in capsys.readouterr().out
+        [folder] = out.iterdir()
+        assert read_result(folder).gates[0].status == word
+        assert "at least 175 of 200 right" in (folder / "report.html").read_text()
