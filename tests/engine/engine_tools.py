@@ -23,9 +23,21 @@ from meltcore.engine.sampling_params import SamplingParams
 VOCAB = 320
 
 
-# Small networks of each family. Qwen2's query heads for a key head are no power of two, as in Qwen2.5-1.5B.
+# Small networks of each family. Qwen2's query heads for a key head are no power of two, as in Qwen2.5-1.5B. The middle
+# layer of the routed one is dense.
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "qwen3_moe": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "qwen2": {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2},
 }
 

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from meltcore.engine import runner as runner_module
 from meltcore.kernels import paged_attention as attention_kernel
 from meltcore.kernels import qkv as qkv_kernel
+from meltcore.kernels.routing import Routing
 from meltcore.layers import attention as attention_layer
+from meltcore.layers import moe as moe_layer
 
 # A correct engine stays below 1e-4; a mutation that changes less than ten times that would be lost in the noise.
 NOTICED = 1e-3
@@ -100,3 +102,77 @@ def test_a_dropped_bias_fails_parity(tmp_path: Path) -> None:
     seen = tools.open_engine(tmp_path)
     seen.engine.runner.model.blocks[1].attention.qkv.bias.zero_()
     assert error_of(reference, seen) > NOTICED
+
+
+@pytest.fixture(scope="module")
+def routed_reference() -> PreTrainedModel:
+    return tools.make_reference(family="qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def routed_checkpoint(routed_reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("routed")
+    routed_reference.save_pretrained(folder)
+    return folder
+
+
+def router_not_renormalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = moe_layer.route
+    monkeypatch.setattr(
+        moe_layer, "route", lambda logits, choices, renormalised: whole(logits, choices, renormalised=False)
+    )
+
+
+def experts_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = moe_layer.route
+
+    def rotated(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
+        routing = whole(logits, choices, renormalised=renormalised)
+        return routing._replace(experts=(routing.experts + 1) % logits.shape[1])
+
+    monkeypatch.setattr(moe_layer, "route", rotated)
+
+
+def weights_of_choices_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = moe_layer.route
+
+    def swapped(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
+        routing = whole(logits, choices, renormalised=renormalised)
+        return routing._replace(weights=routing.weights.flip(-1))
+
+    monkeypatch.setattr(moe_layer, "route", swapped)
+
+
+def last_choice_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = moe_layer.route
+    monkeypatch.setattr(
+        moe_layer, "route", lambda logits, choices, renormalised: whole(logits, choices - 1, renormalised=renormalised)
+    )
+
+
+def norm_before_the_experts_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = moe_layer.RoutedMLP.forward
+
+    def without(mlp: moe_layer.RoutedMLP, residual: torch.Tensor) -> torch.Tensor:
+        mlp.norm = torch.nn.Identity()  # type: ignore[assignment]
+        return whole(mlp, residual)
+
+    monkeypatch.setattr(moe_layer.RoutedMLP, "forward", without)
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        router_not_renormalised,
+        experts_rotated,
+        weights_of_choices_swapped,
+        last_choice_left_out,
+        norm_before_the_experts_dropped,
+    ],
+)
+def test_a_mutation_of_routed_experts_fails_parity(
+    routed_reference: PreTrainedModel, routed_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mutation: object
+) -> None:
+    """Their parity tests say that the whole engine is below the threshold."""
+    mutation(monkeypatch)  # type: ignore[operator]
+    assert error_of(routed_reference, tools.open_engine(routed_checkpoint, max_num_batched_tokens=64)) > NOTICED

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "qwen3_moe"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

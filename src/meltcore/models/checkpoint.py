@@ -19,6 +19,7 @@ _BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled" / "sums"
 _PUBLISHED = {
     "Qwen/Qwen2.5-1.5B-Instruct": Path(__file__).parent / "published" / "qwen2.5-1.5b-instruct",
     "Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b",
+    "Qwen/Qwen3-30B-A3B": Path(__file__).parent / "published" / "qwen3-30b-a3b",
 }
 
 Files = Literal["config", "text", "all"]

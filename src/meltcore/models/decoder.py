@@ -1,13 +1,14 @@
-"""The decoder that the dense Qwen families share: pre-norm blocks of grouped-query attention and a gated feed-forward.
+"""The decoder that the Qwen families share: pre-norm blocks of grouped-query attention and a gated feed-forward.
 
-What tells the families apart stands in a file each; here it is two switches, `qkv_bias` and `head_norms`.
+What tells the families apart stands in a file each; here it is two switches, `qkv_bias` and `head_norms`, and the
+`experts` among which a token's feed-forward is chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,16 +19,46 @@ from meltcore.kernels.paged_attention import Segments
 from meltcore.kernels.rotary import rotary_table
 from meltcore.layers.attention import Attention
 from meltcore.layers.mlp import GatedMLP
+from meltcore.layers.moe import RoutedMLP
 from meltcore.layers.norm import RMSNorm
 from meltcore.layers.weight import Destination
 from meltcore.models.cache import CacheGroup
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """The fields of config.json that shape routed experts. dense_layers: those with an ordinary feed-forward."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    dense_layers: frozenset[int]
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> ExpertsConfig:
+        """From a parsed config.json, whose number of experts has one of two names. Raises ConfigError for a missing
+        field, or more experts to a token than there are."""
+        values = {"norm_topk_prob": False, **config}
+        values["num_experts"] = values.get("num_experts") or values.get("num_local_experts")
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        missing = [name for name in (*names, "num_hidden_layers") if values.get(name) is None]
+        if missing:
+            raise ConfigError(f"config.json lacks {', '.join(missing)}")
+        experts, choices = values["num_experts"], values["num_experts_per_tok"]
+        if not 1 <= choices <= experts:
+            raise ConfigError(f"config.json: num_experts_per_tok is from 1 to num_experts, {experts}; got {choices}")
+        step, layers = values.get("decoder_sparse_step") or 1, range(values["num_hidden_layers"])
+        dense = {layer for layer in layers if (layer + 1) % step} | set(values.get("mlp_only_layers") or ())
+        return cls(**{name: values[name] for name in names}, dense_layers=frozenset(dense))
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The fields of config.json that shape the network, and the switches of its family.
 
-    qkv_bias: queries, keys and values have a bias; head_norms: each head's query and key are normalised.
+    qkv_bias: queries, keys and values have a bias; head_norms: each head's query and key are normalised; experts: what
+    feed-forwards choose from, None for a dense network.
     """
 
     hidden_size: int
@@ -43,9 +74,12 @@ class DecoderConfig:
     tie_word_embeddings: bool
     qkv_bias: bool
     head_norms: bool
+    experts: ExpertsConfig | None = None
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], *, qkv_bias: bool, head_norms: bool) -> DecoderConfig:
+    def read(
+        cls, config: Mapping[str, Any], *, qkv_bias: bool, head_norms: bool, experts: ExpertsConfig | None = None
+    ) -> DecoderConfig:
         """From a parsed config.json. Raises ConfigError for a missing field or a variant that we do not compute."""
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         unsupported = {
@@ -62,15 +96,22 @@ class DecoderConfig:
         values |= {"qkv_bias": qkv_bias, "head_norms": head_norms}
         values.setdefault("rope_theta", rope.get("rope_theta"))
         values.setdefault("tie_word_embeddings", False)
-        names = cls.__dataclass_fields__
+        names = [name for name in cls.__dataclass_fields__ if name != "experts"]
         missing = [name for name in names if values.get(name) is None]
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
-        return cls(**{name: values[name] for name in names})
+        return cls(**{name: values[name] for name in names}, experts=experts)
+
+
+class FusedTensor(NamedTuple):
+    """A tensor in which some checkpoints hold several of ours. stands_for: the names of those."""
+
+    tensor: Destination
+    stands_for: tuple[str, ...]
 
 
 class Block(nn.Module):
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.attention = Attention(
             config.hidden_size,
@@ -81,7 +122,7 @@ class Block(nn.Module):
             qkv_bias=config.qkv_bias,
             head_norms=config.head_norms,
         )
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.rms_norm_eps)
+        self.mlp = _feed_forward(config, layer)
 
     def forward(
         self,
@@ -102,10 +143,8 @@ class Block(nn.Module):
             "self_attn.v_proj.weight": attention.qkv.part(2),
             "self_attn.o_proj.weight": attention.output.part(0),
             "post_attention_layernorm.weight": mlp.norm.weight,
-            "mlp.gate_proj.weight": mlp.gate_up.part(0),
-            "mlp.up_proj.weight": mlp.gate_up.part(1),
-            "mlp.down_proj.weight": mlp.down.part(0),
         }
+        table |= _expert_tensors(mlp) if isinstance(mlp, RoutedMLP) else _dense_tensors(mlp)
         if attention.qkv.bias is not None:
             names = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
             table |= zip(names, attention.qkv.bias.split(attention.qkv.output_sizes), strict=True)
@@ -113,6 +152,51 @@ class Block(nn.Module):
             table["self_attn.q_norm.weight"] = attention.query_norm.weight
             table["self_attn.k_norm.weight"] = attention.key_norm.weight
         return table
+
+    def fused_tensors(self) -> dict[str, FusedTensor]:
+        if not isinstance(self.mlp, RoutedMLP):
+            return {}
+        names = tuple(name for name in _expert_tensors(self.mlp) if ".experts." in name)
+        down = tuple(name for name in names if "down_proj" in name)
+        gate_up = tuple(name for name in names if name not in set(down))
+        return {
+            "mlp.experts.gate_up_proj": FusedTensor(self.mlp.gate_up, gate_up),
+            "mlp.experts.down_proj": FusedTensor(self.mlp.down, down),
+        }
+
+
+def _feed_forward(config: DecoderConfig, layer: int) -> GatedMLP | RoutedMLP:
+    experts = config.experts
+    if experts is None or layer in experts.dense_layers:
+        return GatedMLP(config.hidden_size, config.intermediate_size, config.rms_norm_eps)
+    return RoutedMLP(
+        config.hidden_size,
+        experts.moe_intermediate_size,
+        experts.num_experts,
+        experts.num_experts_per_tok,
+        config.rms_norm_eps,
+        renormalised=experts.norm_topk_prob,
+    )
+
+
+def _dense_tensors(mlp: GatedMLP) -> dict[str, Destination]:
+    return {
+        "mlp.gate_proj.weight": mlp.gate_up.part(0),
+        "mlp.up_proj.weight": mlp.gate_up.part(1),
+        "mlp.down_proj.weight": mlp.down.part(0),
+    }
+
+
+def _expert_tensors(mlp: RoutedMLP) -> dict[str, Destination]:
+    table: dict[str, Destination] = {"mlp.gate.weight": mlp.router}
+    for expert in range(mlp.experts):
+        gate, up = mlp.gate_up[expert].split(mlp.width)
+        table |= {
+            f"mlp.experts.{expert}.gate_proj.weight": gate,
+            f"mlp.experts.{expert}.up_proj.weight": up,
+            f"mlp.experts.{expert}.down_proj.weight": mlp.down[expert],
+        }
+    return table
 
 
 class Decoder(nn.Module):
@@ -123,7 +207,7 @@ class Decoder(nn.Module):
         self.config = config
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = nn.Parameter(torch.empty(shape), requires_grad=False)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.untied_head = nn.Parameter(torch.empty(shape), requires_grad=False)
@@ -170,6 +254,16 @@ class Decoder(nn.Module):
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             table |= {f"model.layers.{index}.{name}": tensor for name, tensor in block.checkpoint_tensors().items()}
+        return table
+
+    def fused_tensors(self) -> dict[str, FusedTensor]:
+        """Further names, of tensors that hold several of `checkpoint_tensors` at once."""
+        table: dict[str, FusedTensor] = {}
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            prefix = f"model.layers.{index}."
+            for name, (tensor, stands_for) in block.fused_tensors().items():
+                table[prefix + name] = FusedTensor(tensor, tuple(prefix + part for part in stands_for))
         return table
 
     def ignored_tensor(self, name: str) -> bool:

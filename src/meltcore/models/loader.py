@@ -16,11 +16,13 @@ from meltcore.models.decoder import Decoder
 from meltcore.models.quantization import hold_in_fp8
 from meltcore.models.qwen2 import Qwen2
 from meltcore.models.qwen3 import Qwen3
+from meltcore.models.qwen3_moe import Qwen3Moe
 
 Progress = Callable[[str, float], None]
 ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], Decoder]] = {
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 # The spread that published models are initialised with (initializer_range in their configurations).
 DUMMY_WEIGHT_STD = 0.02
@@ -39,6 +41,8 @@ def build_model(
     with torch.device("meta"):
         model = ARCHITECTURES[known[0]](checkpoint.config).to(dtype)
         if quantization == "fp8":
+            if model.config.experts is not None:
+                raise ConfigError(f"--quantization fp8 does not compute routed experts, which {checkpoint.name} has")
             hold_in_fp8(model, device)
     return model.to_empty(device=device)
 
@@ -51,7 +55,7 @@ def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> 
     files = checkpoint.weight_files
     if not files:
         raise ConfigError(f"{checkpoint.folder} holds no *.safetensors files (--load-format dummy needs none)")
-    table = model.checkpoint_tensors()
+    table, fused = model.checkpoint_tensors(), model.fused_tensors()
     missing = set(table)
     unexpected: list[str] = []
     for number, path in enumerate(files):
@@ -61,6 +65,9 @@ def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> 
                     if name in table:
                         _copy(shard.get_tensor(name), table[name], name, path.name)
                         missing.discard(name)
+                    elif name in fused:
+                        _copy(shard.get_tensor(name), fused[name].tensor, name, path.name)
+                        missing.difference_update(fused[name].stands_for)
                     elif not model.ignored_tensor(name):
                         unexpected.append(name)
         except (SafetensorError, OSError) as error:

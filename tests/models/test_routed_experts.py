@@ -1,0 +1,160 @@
+"""Routed experts from a checkpoint: a tensor for each expert's matrix or all in one, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from meltcore.config import EngineConfig, Quantization
+from meltcore.engine.engine import Engine
+from meltcore.errors import ConfigError
+from meltcore.layers.mlp import GatedMLP
+from meltcore.layers.moe import RoutedMLP
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.decoder import Decoder
+from meltcore.models.loader import build_model, load_weights
+
+LAYERS, EXPERTS, WIDTH, HIDDEN = 3, 4, 24, 32
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "moe_intermediate_size": WIDTH,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+
+def build(folder: Path, quantization: Quantization = "none", **changes: Any) -> Decoder:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    checkpoint = open_checkpoint(str(folder), files="text")
+    return build_model(checkpoint, torch.float32, torch.device("cpu"), quantization)
+
+
+def load(folder: Path) -> Decoder:
+    model = build(folder)
+    load_weights(model, open_checkpoint(str(folder), files="all"), lambda stage, fraction: None)
+    return model
+
+
+def assert_equal(model: Decoder, tensors: dict[str, torch.Tensor]) -> None:
+    held = model.checkpoint_tensors()
+    assert held.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(held[name], tensor), name  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    table = build(tmp_path).checkpoint_tensors()
+    return {name: torch.randn(tensor.shape) for name, tensor in table.items()}
+
+
+def fused(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
+    """The same with all experts of a layer in two tensors."""
+    prefix = f"model.layers.{layer}.mlp.experts"
+
+    def every(matrix: str) -> torch.Tensor:
+        return torch.stack([tensors[f"{prefix}.{expert}.{matrix}.weight"] for expert in range(EXPERTS)])
+
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    gate_up = torch.cat([every("gate_proj"), every("up_proj")], 1)
+    return kept | {f"{prefix}.gate_up_proj": gate_up, f"{prefix}.down_proj": every("down_proj")}
+
+
+def test_each_expert_s_tensors_arrive(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_equal(load(tmp_path), tensors)
+
+
+def test_all_experts_in_one_tensor_arrive_the_same(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    whole = fused(fused(tensors, 0), 2)  # layer 1 stays as it is
+    assert whole["model.layers.0.mlp.experts.gate_up_proj"].shape == (EXPERTS, 2 * WIDTH, HIDDEN)
+    save_file(whole, tmp_path / "model.safetensors")
+    assert_equal(load(tmp_path), tensors)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"1 missing tensors: model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"):
+        load(tmp_path)
+
+
+def test_a_missing_half_of_the_fused_form_is_named_by_what_it_stands_for(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    whole = fused(tensors, 1)
+    del whole["model.layers.1.mlp.experts.down_proj"]
+    save_file(whole, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"4 missing tensors: model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight"):
+        load(tmp_path)
+
+
+def test_a_fused_tensor_of_another_shape_is_named_with_both_shapes(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    whole = fused(tensors, 0)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file(whole | {name: whole[name].transpose(1, 2).contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"gate_up_proj has shape \[4, 32, 48\].*asks for \[4, 48, 32\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "routed"),
+    [
+        ({}, [True, True, True]),
+        ({"mlp_only_layers": [0]}, [False, True, True]),
+        ({"decoder_sparse_step": 2}, [False, True, False]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [False, False, False]),
+    ],
+)
+def test_the_configuration_says_which_layers_are_dense(tmp_path: Path, changes: dict, routed: list[bool]) -> None:
+    kinds = [type(block.mlp) for block in build(tmp_path, **changes).blocks]
+    assert kinds == [RoutedMLP if is_routed else GatedMLP for is_routed in routed]
+
+
+def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
+    experts = build(tmp_path, num_experts=None, num_local_experts=6).config.experts
+    assert experts is not None
+    assert experts.num_experts == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
+        ({"num_experts": None}, "lacks num_experts"),
+        ({"num_experts_per_tok": 5}, "from 1 to num_experts, 4; got 5"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization": "fp8"}, "--quantization fp8 does not compute routed experts"),
+    ],
+)
+def test_what_is_not_computed_is_refused_with_its_value(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(tmp_path, **changes)
+
+
+def test_dummy_weights_differ_from_expert_to_expert(tmp_path: Path) -> None:
+    build(tmp_path)
+    engine = Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", memory_bytes=2**26))
+    mlp = engine.runner.model.blocks[0].mlp
+    assert isinstance(mlp, RoutedMLP)
+    assert len({float(matrix.sum()) for matrix in mlp.down}) == EXPERTS
+    assert mlp.gate_up.std() == pytest.approx(0.02, rel=0.1)
