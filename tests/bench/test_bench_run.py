@@ -151,6 +151,25 @@ def test_a_cpu_runs_and_is_not_comparable(tmp_path: Path) -> None:
     assert result.score.tokens_per_joule is None
 
 
+def test_fp8_is_a_workload_of_its_own(tmp_path: Path) -> None:
+    _, result, _ = run(tmp_path, gpus(), precision="fp8", script={"ready": {"dtype": "bfloat16+fp8-weights+fp8-kv"}})
+    assert result.score.workload == "gpu-score-fp8/1"
+    assert not any("computed in" in reason for reason in result.score.not_comparable)
+    settings = result.score.devices[0].engine_settings
+    assert (settings["quantization"], settings["kv_cache_dtype"]) == ("fp8", "fp8")
+
+
+def test_an_engine_that_computes_in_another_precision_is_not_comparable(tmp_path: Path) -> None:
+    _, result, _ = run(tmp_path, gpus(), precision="fp8")
+    assert "computed in bfloat16, not bfloat16+fp8-weights+fp8-kv" in result.score.not_comparable
+
+
+@pytest.mark.parametrize(("precision", "cpu"), [("int4", False), ("fp8", True)])
+def test_a_precision_that_cannot_be_had_is_refused(precision: str, cpu: bool) -> None:
+    with pytest.raises(ConfigError, match=f"--precision.*{precision}"):
+        BenchConfig(precision=precision, cpu=cpu)
+
+
 def test_gpus_by_index_and_by_the_beginning_of_a_uuid(tmp_path: Path) -> None:
     mig = FakeGpu(uuid="GPU-2", slices={"MIG-5c89-fake": 1}, changes=gpus()[0].changes)
     _, result, _ = run(tmp_path, [*gpus(2), mig], gpus="1,MIG-5c")

@@ -13,6 +13,7 @@ from meltcore.bench.device import DeviceRun
 from meltcore.bench.lines import Ready
 from meltcore.bench.numbers import DRIFT_LIMIT, rates_over_time, spread
 from meltcore.bench.telemetry import health, lines, power_w
+from meltcore.bench.workload import Precision
 from meltcore.hardware.recording import Recording
 from meltcore.results.schema import Fingerprint, Verdict
 from meltcore.results.score import GpuScore, Lines, Score, ScoredRun, ScoreLevel
@@ -34,6 +35,7 @@ class Watched:
 def assemble(
     runs: Sequence[DeviceRun],
     watched: Watched | None,
+    precision: Precision,
     *,
     began_s: float,
     levels: Sequence[int],
@@ -54,7 +56,7 @@ def assemble(
     rates = [device.output_tokens_per_s for device in devices]
     complete = not failures and not interrupted
     score = Score(
-        workload=workload.NAME,
+        workload=precision.name,
         engine=ready.version,
         model=str(model),
         dtype=ready.dtype,
@@ -62,7 +64,7 @@ def assemble(
         duration_s=planned_s,
         output_tokens_per_s=sum(rate for rate in rates if rate is not None) if complete else None,
         devices=devices,
-        not_comparable=_not_comparable(ready, runs, levels, complete),
+        not_comparable=_not_comparable(ready, runs, precision, levels, complete),
     )
     late = [
         f"{device.label}: the measurer read steps {device.measurer_lag_p99_ms:.0f} ms late at p99, so ended requests "
@@ -134,15 +136,17 @@ def _lines(run: DeviceRun, watched: Watched | None, began_s: float, times: np.nd
     return Lines(bucket_s=bucket_s, values=values)
 
 
-def _not_comparable(ready: Ready, runs: Sequence[DeviceRun], levels: Sequence[int], complete: bool) -> list[str]:
+def _not_comparable(
+    ready: Ready, runs: Sequence[DeviceRun], precision: Precision, levels: Sequence[int], complete: bool
+) -> list[str]:
     """Why this result ranks with nothing."""
     reasons = []
     if any(run.device.position is None for run in runs):
         reasons.append("measured on a CPU: the score is one of GPUs")
     if ready.parameters != workload.PARAMETERS:
         reasons.append(f"the model has {ready.parameters:,} parameters; Qwen3-0.6B has {workload.PARAMETERS:,}")
-    if ready.dtype != workload.DTYPE:
-        reasons.append(f"computed in {ready.dtype}, not {workload.DTYPE}")
+    if ready.dtype != precision.dtype:
+        reasons.append(f"computed in {ready.dtype}, not {precision.dtype}")
     if tuple(levels) != workload.LEVELS:
         reasons.append(f"the ladder was {', '.join(f'{level:,}' for level in levels)}")
     if not complete:

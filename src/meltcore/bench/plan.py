@@ -39,12 +39,12 @@ def sequences_at_once(memory_bytes: int) -> int:
     return max(_FEWEST_SEQS, min(_MOST_SEQS, fitting))
 
 
-def gpu_settings(model: str | None, memory_bytes: int) -> dict[str, Any]:
+def gpu_settings(model: str | None, memory_bytes: int, precision: str = "bf16") -> dict[str, Any]:
     """EngineConfig's fields for a GPU. Real weights where a model is named, else random ones of Qwen3-0.6B's shapes."""
     return {
         "model": model or workload.MODEL,
         "load_format": "auto" if model else "dummy",
-        "dtype": workload.DTYPE,
+        **workload.PRECISIONS[precision].settings,
         "device": "cuda",
         "max_model_len": workload.CONTEXT,
         "max_num_seqs": sequences_at_once(memory_bytes),

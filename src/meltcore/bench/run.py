@@ -40,7 +40,8 @@ OnLevel = Callable[[Device, ScoreLevel, bool], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """`gpus` as of --gpu. `model`: a checkpoint with real weights; None takes random ones of Qwen3-0.6B's shapes.
+    """`gpus` as of --gpu. `precision`: a name in workload.PRECISIONS. `model`: a checkpoint with real weights; None
+    takes random ones of Qwen3-0.6B's shapes.
 
     `levels`, `program` (what speaks engine/json_lines.py), `fake_gpus` and `stall_limit_s` are for tests.
     """
@@ -48,6 +49,7 @@ class BenchConfig:
     duration_s: float = DEFAULT_S
     gpus: str | None = None
     cpu: bool = False
+    precision: str = "bf16"
     model: str | None = None
     out: Path = Path("runs")
     arguments: tuple[str, ...] = ()
@@ -59,6 +61,10 @@ class BenchConfig:
     def __post_init__(self) -> None:
         if not SHORTEST_S <= self.duration_s < math.inf:
             raise ConfigError(f"--duration must be at least {SHORTEST_S:g} s; got {self.duration_s:g}")
+        if self.precision not in workload.PRECISIONS:
+            raise ConfigError(f"--precision must be one of {', '.join(workload.PRECISIONS)}; got {self.precision}")
+        if self.cpu and self.precision != "bf16":
+            raise ConfigError(f"--precision {self.precision} needs a GPU; a CPU computes in float32")
         if self.cpu and self.gpus is not None:
             raise ConfigError("--cpu and --gpu exclude each other")
 
@@ -94,6 +100,7 @@ def run_bench(config: BenchConfig, say: Callable[[str], None], on_level: OnLevel
     result = assemble(
         runs,
         watched,
+        workload.PRECISIONS[config.precision],
         began_s=began_s,
         levels=levels,
         planned_s=config.duration_s,
@@ -133,7 +140,7 @@ def _gpus(config: BenchConfig, monitor: Monitor, host_bytes: int) -> list[Device
                 position=position,
                 uuid=info.uuid,
                 memory_bytes=memory_bytes,
-                settings=gpu_settings(config.model, memory_bytes),
+                settings=gpu_settings(config.model, memory_bytes, config.precision),
             )
         )
     return devices
@@ -178,10 +185,8 @@ def _announcement(config: BenchConfig, devices: Sequence[Device]) -> str:
     first = devices[0]
     weights = "random weights" if first.settings.get("load_format") == "dummy" else "its weights"
     names = ", ".join(f"{device.label} ({device.name})" for device in devices)
-    return (
-        f"{workload.NAME}: {Path(str(first.settings['model'])).name} with {weights} on {names}, "
-        f"about {config.duration_s:.0f} s"
-    )
+    model, work = Path(str(first.settings["model"])).name, workload.PRECISIONS[config.precision].name
+    return f"{work}: {model} with {weights} on {names}, about {config.duration_s:.0f} s"
 
 
 def _each(runs: Sequence[DeviceRun], work: Callable[[DeviceRun], None], stopping: threading.Event) -> None:

@@ -1,17 +1,34 @@
-"""The fixed work of the score. Whoever changes what is asked, in any way, changes NAME: unlike work never compares.
+"""The fixed work of the score. Whoever changes what is asked, in any way, changes its version: only like work ranks.
 
-gpu-score/1: prompts of 128 to 1,024 random tokens, uniform; 128 output tokens, end tokens ignored; greedy; no prefix
+Version 1: prompts of 128 to 1,024 random tokens, uniform; 128 output tokens, end tokens ignored; greedy; no prefix
 cache; closed loop: a finished request is replaced at once.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-NAME = "gpu-score/1"
+
+class Precision(NamedTuple):
+    """A class of results. name: of the workload; dtype: as the engine says it; settings: of EngineConfig."""
+
+    name: str
+    dtype: str
+    settings: dict[str, str]
+
+
+PRECISIONS = {
+    "bf16": Precision("gpu-score/1", "bfloat16", {"dtype": "bfloat16"}),
+    "fp8": Precision(
+        "gpu-score-fp8/1",
+        "bfloat16+fp8-weights+fp8-kv",
+        {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"},
+    ),
+}
 MODEL = "Qwen/Qwen3-0.6B"
 PARAMETERS = 596_049_920  # of Qwen3-0.6B: a result of another model is not comparable
-DTYPE = "bfloat16"
 
 SHORTEST_PROMPT, LONGEST_PROMPT = 128, 1024
 OUTPUT_TOKENS = 128

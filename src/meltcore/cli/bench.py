@@ -12,6 +12,7 @@ EXAMPLES = """\
   meltcore bench                         every visible GPU, all at once; random weights, no download
   meltcore bench --gpu 0,2 --duration 60
   meltcore bench --gpu MIG-5c89852c      the beginning of a UUID will do
+  meltcore bench --precision fp8         8-bit weights, keys and values; never ranked against BF16
   meltcore bench --model ./Qwen3-0.6B    real weights; never ranked against random ones
   meltcore rank runs/A runs/B            compare results
 
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--duration", type=float, default=300.0, metavar="S", help="40 %% ladder, 55 %% sustained, 5 %% to start (300)"
     )
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="a workload each (bf16)")
     parser.add_argument("--model", metavar="PATH", help="a checkpoint folder or hub id (default: random weights)")
     parser.add_argument("--out", default="runs", metavar="DIR", help="where the run folder goes (default: runs)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         duration_s=args.duration,
         gpus=args.gpu,
         cpu=args.cpu,
+        precision=args.precision,
         model=args.model,
         out=Path(args.out),
         arguments=tuple(sys.argv[1:]),

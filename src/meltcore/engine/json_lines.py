@@ -56,7 +56,7 @@ class Loading(msgspec.Struct, tag="loading"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """`version` is meltcore's with a digest of the engine's code. `parameters` counts the model's."""
+    """`version` is meltcore's with a digest of the engine's code. `parameters` counts the model's as published."""
 
     version: str
     device: str
@@ -163,7 +163,7 @@ def _ready(engine: Engine) -> Ready:
         device=ready.device,
         dtype=ready.dtype,
         weights=ready.weights,
-        parameters=sum(parameter.numel() for parameter in engine.runner.model.parameters()),
+        parameters=sum(part.shape.numel() for part in engine.runner.model.checkpoint_tensors().values()),
         vocab_size=ready.vocab_size,
         max_model_len=ready.max_model_len,
         max_num_seqs=ready.max_num_seqs,
