@@ -60,6 +60,10 @@ class FakeServer(ThreadingHTTPServer):
         wrong = self.fault == "wrong-answers" or (self.fault == "streams-wrong" and streamed)
         return f"The answer is {self.answers[question] + wrong}."
 
+    def usage(self, question: str, text: str) -> tuple[int, int] | None:
+        """(prompt, completion) tokens where they are not words."""
+        return None
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -101,6 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
                 text, reason = text[: text.index(stop)], "stop"
         used = min(len(words), limit)
         prompt = len(question.split())
+        prompt, used = self.server.usage(question, text) or (prompt, used)
         usage = {"prompt_tokens": prompt, "completion_tokens": used, "total_tokens": prompt + used}
         if streamed:
             self._stream(re.findall(r"\s*\S+", text), reason, usage, fields)

@@ -125,3 +125,11 @@ def test_too_few_ports_or_files_say_what_to_change(tmp_path: Path) -> None:
         check_limits(101, per_process=101, port_range=ports)
     with pytest.raises(ConfigError, match="ulimit -Hn"):
         check_limits(1, per_process=2**40, port_range=ports)
+
+
+def test_a_line_may_set_sampling_for_its_own_request(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "temperature": 1.0, "ignore_eos": true}\n{"prompt": "b"}\n')
+    workload = load_workload(str(path), count=2, seed=0, max_tokens=None)
+    assert workload.prompt(0).fields == {"prompt": "a", "temperature": 1.0, "ignore_eos": True}
+    assert workload.prompt(1).fields == {"prompt": "b"}

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meltcore.errors import ConfigError
 from meltcore.load.record import Record
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # An end token has no text, and text need not encode to the very tokens it was decoded from.
 TOLERANCE_SHARE = 0.02
 END_TOKENS = 1
 
 
+def open_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json or its folder. Raises ConfigError where there is none."""
+    from tokenizers import Tokenizer  # 50 ms, and most runs do without
+
+    file = Path(path).expanduser()
+    file = file / "tokenizer.json" if file.is_dir() else file
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for every cause
+        raise ConfigError(f"tokenizer {file}: {error}") from error
+
+
 class Recounter:
     """Holds a tokenizer. Raises ConfigError where `path` (tokenizer.json or its folder) has none."""
 
     def __init__(self, path: str) -> None:
-        from tokenizers import Tokenizer  # 50 ms, and most runs do without
-
-        file = Path(path).expanduser()
-        file = file / "tokenizer.json" if file.is_dir() else file
-        try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for every cause
-            raise ConfigError(f"tokenizer {file}: {error}") from error
+        self._tokenizer = open_tokenizer(path)
 
     def check(self, records: list[Record]) -> tuple[int, str | None]:
         """(answers counted, what is wrong with the server's counts or None)."""

@@ -22,7 +22,7 @@ class Request:
     index: int
     data: bytes
     judge: Callable[[str], bool] | None
-    sampled: bool  # its text is kept for the re-count
+    sampled: bool  # its text is kept in its record
 
 
 class RequestMaker:
@@ -39,7 +39,7 @@ class RequestMaker:
         self._target = target
         self._workload = workload
         self._first = first
-        self._recount = config.tokenizer is not None
+        self._kept = None if config.keep_text else RECOUNT_SAMPLE if config.tokenizer is not None else 0
         self._encode = msgspec.json.Encoder().encode
 
     def make(self, index: int) -> Request:
@@ -47,4 +47,4 @@ class RequestMaker:
         prompt = self._workload.prompt(self._first + index)
         body = self._encode({**self._common, **prompt.fields, **self._extra})
         data = self._target.head("POST", prompt.path, len(body)) + body
-        return Request(index, data, prompt.judge, self._recount and index < RECOUNT_SAMPLE)
+        return Request(index, data, prompt.judge, self._kept is None or index < self._kept)

@@ -47,18 +47,24 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+# Is given each level's result and records once the level is over.
+OnLevel = Callable[[LevelResult, list[Record]], None]
 
 
-def run_levels(config: LoadConfig, on_progress: OnProgress | None = None) -> list[LevelResult]:
+def run_levels(
+    config: LoadConfig, on_progress: OnProgress | None = None, on_level: OnLevel | None = None
+) -> list[LevelResult]:
     """Run every level and return their results in order; blocks, on an event loop of its own.
 
     Ctrl-C ends the level in hand as PARTIAL and leaves the rest out; a dead server ends the run the same way as
     SERVER_DIED. Raises ConfigError where the run cannot start: address, limits, workload, model.
     """
-    return uvloop.run(run_levels_async(config, on_progress))
+    return uvloop.run(run_levels_async(config, on_progress, on_level))
 
 
-async def run_levels_async(config: LoadConfig, on_progress: OnProgress | None = None) -> list[LevelResult]:
+async def run_levels_async(
+    config: LoadConfig, on_progress: OnProgress | None = None, on_level: OnLevel | None = None
+) -> list[LevelResult]:
     """As `run_levels`, within a running event loop."""
     widest = max(level.width for level in config.levels)
     check_limits(widest, per_process=-(-widest // config.processes))
@@ -66,7 +72,7 @@ async def run_levels_async(config: LoadConfig, on_progress: OnProgress | None = 
     model = config.model or await first_model(target)
     recounter = Recounter(config.tokenizer) if config.tokenizer is not None else None
     file = RecordFile(config.records_path, with_chunks=config.record_chunks)
-    run = _Run(config, target, model, recounter, file, on_progress)
+    run = _Run(config, target, model, recounter, file, on_progress, on_level)
     try:
         with run.stops_on_interrupt():
             return await run.all_levels()
@@ -83,6 +89,7 @@ class _Run:
         recounter: Recounter | None,
         file: RecordFile,
         on_progress: OnProgress | None,
+        on_level: OnLevel | None,
     ) -> None:
         self._config = config
         self._target = target
@@ -90,6 +97,7 @@ class _Run:
         self._recounter = recounter
         self._file = file
         self._on_progress = on_progress
+        self._on_level = on_level
         # Every request of the run, warm-ups too, has a prompt of its own: a repeated one would hit a prefix cache.
         self._prompts = sum(level.requests + config.warmup_of(level) for level in config.levels)
         workload = open_workload(config, self._prompts)
@@ -141,6 +149,8 @@ class _Run:
                 result.reasons.append(problem)
             elif counted:
                 result.token_count_source = "re-counted"
+        if self._on_level is not None:
+            self._on_level(result, run.records)
         return result
 
     async def _drive(self, position: int, level: Level, phase: Phase, *, processes: int) -> LevelRun:

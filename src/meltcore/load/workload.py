@@ -25,6 +25,9 @@ PROBLEM_MAX_TOKENS = 512
 # Above every control id and below the vocabulary of any published model; a server refuses an id it does not have.
 RANDOM_LOW_ID, RANDOM_HIGH_ID = 100, 30_000
 
+_PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
+_SAMPLING_FIELDS = ("temperature", "ignore_eos")  # that a line of a file may set for its own request
+
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -123,15 +126,17 @@ def _file_prompt(line: str, where: str, max_tokens: int | None) -> Prompt:
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: not a JSON object")
-    given = [name for name in ("prompt", "messages", "prompt_token_ids") if name in entry]
-    unknown = set(entry) - {"prompt", "messages", "prompt_token_ids", "max_tokens", "answer"}
+    given = [name for name in _PROMPT_FIELDS if name in entry]
+    unknown = set(entry) - {*_PROMPT_FIELDS, *_SAMPLING_FIELDS, "max_tokens", "answer"}
     if len(given) != 1 or unknown:
         raise ConfigError(
-            f"{where}: needs exactly one of prompt, messages, prompt_token_ids (and may have max_tokens, answer); "
+            f"{where}: needs exactly one of prompt, messages, prompt_token_ids (and may have max_tokens, answer, "
+            f"{', '.join(_SAMPLING_FIELDS)}); "
             f"it has {', '.join(entry)}"
         )
     limit = entry.get("max_tokens", max_tokens)
-    fields = {} if limit is None else {"max_tokens": limit}
+    fields: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
+    fields |= {name: entry[name] for name in _SAMPLING_FIELDS if name in entry}
     if given == ["messages"]:
         path, fields["messages"] = CHAT_PATH, entry["messages"]
     else:

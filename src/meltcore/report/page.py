@@ -80,6 +80,10 @@ def _tiles(result: RunResult) -> list[tuple[str, str, str]]:
         tiles.append(
             ("Most in flight", f"{peak.peak_in_flight:,}", f"{peak.succeeded:,} of {peak.requests:,} answered")
         )
+        if result.speed_sum is not None:
+            total, output = result.speed_sum.total_tokens_per_s, result.speed_sum.output_tokens_per_s
+            small = f"total tok/s weighted, answers unchecked; output tokens alone: {wording.number(output)}"
+            tiles.append(("Speed sum", wording.number(total), small))
         failed = sum(level.failed for level in result.levels)
         tiles.append(("Failed requests", f"{failed:,}", f"of {sum(level.requests for level in result.levels):,}"))
     if result.checks:

@@ -54,6 +54,26 @@ class TimelinePoint(msgspec.Struct, kw_only=True):
     in_flight: int
 
 
+class LevelChecks(msgspec.Struct, kw_only=True):
+    """What `meltcore eval throughput` checked of a level beside its speed.
+
+    The counted tokens are the tokenizer's: of the prompts' text without the server's template, and of the answers.
+    """
+
+    spot_checks: int
+    spot_checks_right: int
+    counted_prompt_tokens: int
+    counted_output_tokens: int
+    counts_agree: bool
+
+
+class SpeedSum(msgspec.Struct, kw_only=True):
+    """Throughput of the levels 1 to 64 weighted 1, 1, 2, 2, 4, 4, 8, answers unchecked: not a score."""
+
+    total_tokens_per_s: float
+    output_tokens_per_s: float
+
+
 class LevelResult(msgspec.Struct, kw_only=True):
     """One level of load. `requests` counts every request tried: succeeded + failed == requests, whatever went wrong.
 
@@ -90,6 +110,7 @@ class LevelResult(msgspec.Struct, kw_only=True):
     token_count_source: TokenCountSource = "server-reported"
     failures: dict[str, int] = msgspec.field(default_factory=dict)
     client: ClientLoad | None = None
+    checks: LevelChecks | None = None
     verdict: Verdict = "OK"
     reasons: list[str] = msgspec.field(default_factory=list)
     timeline: list[TimelinePoint] = msgspec.field(default_factory=list)
@@ -184,6 +205,7 @@ class RunResult(msgspec.Struct, kw_only=True):
     checks: list[CheckResult] = msgspec.field(default_factory=list)
     gates: list[Gate] = msgspec.field(default_factory=list)
     levels: list[LevelResult] = msgspec.field(default_factory=list)
+    speed_sum: SpeedSum | None = None
     verdict: Verdict = "OK"
     reasons: list[str] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)

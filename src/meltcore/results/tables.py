@@ -24,16 +24,47 @@ def levels_table(levels: Sequence[LevelResult], title: str | None = None) -> Tab
     return table
 
 
+def throughput_table(levels: Sequence[LevelResult]) -> Table:
+    """What `eval throughput` prints: both ways to count tokens, latencies, and the spot checks; fits 80 columns."""
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+    heads = ("at\nonce", "sent", "failed", "total\ntok/s", "output\ntok/s")
+    for head in (*heads, "TTFT\np50 ms", "\np99 ms", "ITL\np50 ms", "\np99 ms", "spot\nchecks"):
+        table.add_column(head, justify="right", no_wrap=True, vertical="bottom")
+    table.add_column("", overflow="fold")
+    for level in levels:
+        checks = level.checks
+        spots = "NOT RUN" if checks is None else f"{checks.spot_checks_right} of {checks.spot_checks}"
+        table.add_row(
+            f"{level.concurrency:,}",
+            f"{level.requests:,}",
+            _failed(level),
+            number(level.total_tokens_per_s),
+            number(level.output_tokens_per_s),
+            *_latencies(level),
+            spots,
+            _verdict(level),
+        )
+    return table
+
+
 def _row(level: LevelResult, open_loop: bool) -> list[str]:
     load = number(level.rate_per_s) if open_loop else f"{level.concurrency:,}"
-    failed = f"[red]{level.failed:,}[/]" if level.failed else "0"
-    cells = [load, f"{level.requests:,}", failed, f"{level.peak_in_flight:,}", percent(level.accuracy)]
-    cells.append(number(level.output_tokens_per_s))
-    for field in _LATENCIES:
-        found = getattr(level, field)
-        cells += [_short(percentile(found, "p50")), _short(percentile(found, "p99"))]
+    cells = [load, f"{level.requests:,}", _failed(level), f"{level.peak_in_flight:,}", percent(level.accuracy)]
+    return [*cells, number(level.output_tokens_per_s), *_latencies(level), _verdict(level)]
+
+
+def _failed(level: LevelResult) -> str:
+    return f"[red]{level.failed:,}[/]" if level.failed else "0"
+
+
+def _latencies(level: LevelResult) -> list[str]:
+    found = [getattr(level, field) for field in _LATENCIES]
+    return [_short(percentile(each, name)) for each in found for name in ("p50", "p99")]
+
+
+def _verdict(level: LevelResult) -> str:
     style = "green" if level.verdict == "OK" else "red"
-    return [*cells, f"[{style}]{level.verdict}[/]"]
+    return f"[{style}]{level.verdict}[/]"
 
 
 def _short(text: str) -> str:

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 from meltcore.results.percentiles import TOO_SMALL
-from meltcore.results.schema import Distribution, Evaluation, Fingerprint, LevelResult, RunResult
+from meltcore.results.schema import Distribution, Evaluation, Fingerprint, LevelResult, RunResult, SpeedSum
 
 NOT_MEASURED = "–"
 
@@ -116,3 +116,11 @@ def evaluation_line(evaluation: Evaluation) -> str:
     if evaluation.strict_right is not None:
         line += f"; {evaluation.strict_right:,} by strict extraction"
     return f"{line}, {evaluation.failed:,} requests failed" if evaluation.failed else line
+
+
+def speed_sum_line(found: SpeedSum) -> str:
+    """One sentence: both weighted sums, and what they are not."""
+    return (
+        f"speed sum: {number(found.total_tokens_per_s)} tok/s of prompts and answers together, "
+        f"{number(found.output_tokens_per_s)} of answers alone (weights 1, 1, 2, 2, 4, 4, 8; answers unchecked)"
+    )

@@ -1,0 +1,47 @@
+"""A scripted server that counts with a real tokenizer, knows sums, and can lie on purpose."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Literal
+
+from fake_openai import FakeServer
+from tokenizers import Tokenizer
+
+Lie = Literal["none", "wrong-sums", "one-wrong-sum", "prompt-cut", "output-doubled", "echo"]
+TEMPLATE_TOKENS = 12
+CHATTER = " it is a sum of many parts" * 4
+
+
+class CountingServer(FakeServer):
+    """Answers "What is a + b?" rightly and anything else with `CHATTER`."""
+
+    def __init__(self, tokenizer: str, lie: Lie = "none") -> None:
+        super().__init__()
+        self._tokenizer = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
+        self._lie = lie
+        self.asked: list[str] = []
+        self.sums = 0
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def answer(self, question: str, streamed: bool) -> str:
+        self.asked.append(question)
+        found = re.fullmatch(r"What is (\d+) ([+-]) (\d+)\?", question)
+        if found is None:
+            return CHATTER
+        self.sums += 1
+        a, b = int(found[1]), int(found[3])
+        value = a + b if found[2] == "+" else a - b
+        if self._lie == "wrong-sums" or (self._lie == "one-wrong-sum" and self.sums == 1):
+            value += 1000
+        return f"You ask {a} and {b}." if self._lie == "echo" else f"{a} {found[2]} {b} = {value}."
+
+    def usage(self, question: str, text: str) -> tuple[int, int]:
+        prompt, output = (len(self._tokenizer.encode(each, add_special_tokens=False).ids) for each in (question, text))
+        prompt = prompt // 2 if self._lie == "prompt-cut" else prompt + TEMPLATE_TOKENS
+        return prompt, 2 * output if self._lie == "output-doubled" else output + 1
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()

@@ -1,0 +1,271 @@
+"""Throughput: what is sent, what fails a level, and how its numbers are put together."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from counting_server import CountingServer, Lie
+
+import meltcore
+from meltcore.cli.main import main
+from meltcore.errors import ConfigError
+from meltcore.evals import ThroughputConfig, run_throughput
+from meltcore.evals.spot_checks import SpotCheck, draw
+from meltcore.evals.throughput import WEIGHTS, speed_sum
+from meltcore.evals.throughput_plan import Planned, make_plan
+from meltcore.evals.throughput_prompts import TextMaker, random_ids
+from meltcore.load.scripted_server import Script, ScriptedServer
+from meltcore.results.runfolder import read_result
+from meltcore.results.schema import LevelResult
+
+TOKENIZER = str(Path(meltcore.__file__).parent / "bundled" / "sums")
+FINE = ("OK", "CLIENT_BOUND")  # a busy machine may slow the client; that says nothing of the server
+QWEN = Path(__file__).parents[3] / "shared" / "data" / "qwen3-tokenizer"
+
+
+@pytest.fixture
+def counting() -> Iterator[Callable[..., CountingServer]]:
+    servers: list[CountingServer] = []
+
+    def start(lie: Lie = "none") -> CountingServer:
+        servers.append(CountingServer(TOKENIZER, lie))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def id_server() -> Iterator[ScriptedServer]:
+    """Streams 8 tokens at most for a prompt of token ids."""
+    server = ScriptedServer(Script(ttft_s=0.001, itl_s=0.0005, tokens=8))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server.port = asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)  # type: ignore[attr-defined]
+    yield server
+    loop.call_soon_threadsafe(server.stop)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def config(url: str = "http://127.0.0.1:9", **changes: object) -> ThroughputConfig:
+    settings: dict[str, object] = {
+        "levels": (1, 4), "requests": 8, "input_tokens": 40, "output_tokens": 64, "tokenizer": TOKENIZER,
+    }  # fmt: skip
+    return ThroughputConfig(url=url, **(settings | changes))  # type: ignore[arg-type]
+
+
+def texts(planned: list[Planned]) -> list[str]:
+    return [str(each.text) for each in planned]
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 1024])
+def test_a_random_text_has_exactly_the_tokens_asked_for(tokens: int) -> None:
+    maker = TextMaker(TOKENIZER)
+    made = [maker.text(random.Random(seed), tokens) for seed in range(5)]
+    assert [maker.count(text) for text in made] == [tokens] * 5
+    assert made[0] == maker.text(random.Random(0), tokens)
+    assert tokens == 1 or len(set(made)) == 5
+
+
+@pytest.mark.skipif(not QWEN.exists(), reason="no copy of Qwen's tokenizer beside this checkout")
+def test_qwen_texts_are_exact_too() -> None:
+    maker = TextMaker(str(QWEN))
+    assert [maker.count(maker.text(random.Random(seed), 1024)) for seed in range(5)] == [1024] * 5
+
+
+def test_a_length_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = TextMaker(TOKENIZER)
+    monkeypatch.setattr("meltcore.evals.throughput_prompts._ROUNDS", 0)
+    with pytest.raises(ConfigError, match="40 tokens"):
+        maker.text(random.Random(0), 40)
+
+
+def test_no_prompt_is_sent_twice_in_a_run_nor_in_the_next() -> None:
+    maker = TextMaker(TOKENIZER)
+    plans = [make_plan(config(levels=(1, 2, 4), seed=seed), maker) for seed in (0, 1)]
+    sent = [text for plan in plans for part in (plan.warmups, plan.levels) for each in part for text in texts(each)]
+    prompts = [text for text in sent if not text.startswith("What is")]
+    assert len(prompts) == len(set(prompts)) == 2 * 3 * (2 + 6)
+    assert make_plan(config(seed=3), maker) == make_plan(config(seed=3), maker)
+
+
+def test_reused_prompts_are_the_same_at_every_level_and_in_warmups() -> None:
+    plan = make_plan(config(levels=(1, 2, 4), reuse_prompts=True), TextMaker(TOKENIZER))
+    own = [[text for text in texts(level) if not text.startswith("What is")] for level in plan.levels]
+    assert own[0] == own[1] == own[2]
+    assert [texts(each) for each in plan.warmups] == [own[0][:2]] * 3
+
+
+def test_each_level_has_two_spot_checks_at_places_of_their_own() -> None:
+    plan = make_plan(config(levels=tuple(range(1, 9)), requests=16), TextMaker(TOKENIZER))
+    places = [[at for at, each in enumerate(level) if each.check is not None] for level in plan.levels]
+    assert [len(each) for each in places] == [2] * 8
+    assert len({tuple(each) for each in places}) > 1
+    assert [len(level) for level in plan.levels] == [16] * 8
+
+
+def test_a_spot_check_is_passed_by_its_value_and_not_by_its_own_numbers() -> None:
+    assert SpotCheck("What is 7 + 8?", 15).passes("7 + 8 = 15, so 15.0 it is")
+    assert not SpotCheck("What is 7 + 8?", 15).passes("What is 7 + 8? 150 or 1.5")
+    assert SpotCheck("What is 999 + 2?", 1001).passes("**1,001**")
+    for seed in range(200):
+        check = draw(random.Random(seed))
+        assert not check.passes(check.question)
+
+
+def test_speed_only_sends_ids_and_no_text() -> None:
+    plan = make_plan(config(speed_only=True, tokenizer=None), None)
+    lines = [each.line for level in plan.levels for each in level]
+    assert all(len(line["prompt_token_ids"]) == 40 and line["ignore_eos"] for line in lines)
+    assert all(100 <= token < 30_000 for token in random_ids(random.Random(0), 2000))
+
+
+def test_only_a_fixed_output_ignores_the_end_token_and_never_that_of_a_spot_check() -> None:
+    maker = TextMaker(TOKENIZER)
+    for fixed in (False, True):
+        [level, _] = make_plan(config(fixed_output=fixed), maker).levels
+        assert {("ignore_eos" in each.line, each.check is not None) for each in level} == {
+            (fixed, False),
+            (False, True),
+        }
+        assert {each.line["temperature"] for each in level if each.check is None} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"tokenizer": None}, "--tokenizer"),
+        ({"levels": ()}, "levels"),
+        ({"levels": (4, 4)}, "levels"),
+        ({"levels": (0,)}, "levels"),
+        ({"requests": 2}, "spot checks"),
+        ({"input_tokens": 0}, "input_tokens"),
+        ({"output_tokens": 0}, "output_tokens"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        config(**changes)
+
+
+# --- runs
+
+
+def test_an_honest_server_passes_every_gate(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
+    server = counting()
+    result = run_throughput(config(server.address), tmp_path)
+    assert (result.verdict in FINE, result.reasons) == (True, [])
+    assert [gate.status for gate in result.gates] == ["PASS"] * 3
+    assert [level.concurrency for level in result.levels] == [1, 4]
+    for level in result.levels:
+        assert level.checks is not None
+        assert (level.checks.spot_checks_right, level.checks.spot_checks) == (2, 2)
+        assert level.token_count_source == "re-counted"
+        assert level.warmup_requests == 2
+        total = level.total_tokens_per_s * level.duration_s
+        assert total == pytest.approx(level.prompt_tokens + level.output_tokens)
+        assert level.prompt_tokens == level.checks.counted_prompt_tokens + 12 * 8
+    assert len(server.asked) == 2 * (2 + 8)
+    assert result.speed_sum is None
+
+
+@pytest.mark.parametrize(
+    ("lie", "gate", "reason"),
+    [
+        ("wrong-sums", 1, "spot check failed: What is"),
+        ("echo", 1, "spot check failed: What is"),
+        ("prompt-cut", 2, "prompt tokens, the tokenizer counts"),
+        ("output-doubled", 2, "output tokens, the tokenizer counts"),
+    ],
+)
+def test_a_wrong_answer_or_count_fails_its_level_and_its_gate_alone(
+    counting: Callable[..., CountingServer], tmp_path: Path, lie: Lie, gate: int, reason: str
+) -> None:
+    result = run_throughput(config(counting(lie).address), tmp_path)
+    assert result.verdict == "FAILED"
+    assert [each.status for each in result.gates] == ["FAIL" if at == gate else "PASS" for at in range(3)]
+    for level in result.levels:
+        assert level.verdict == "FAILED"
+        assert any(reason in each for each in level.reasons)
+
+
+def test_one_wrong_sum_fails_its_own_level_only(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
+    result = run_throughput(config(counting("one-wrong-sum").address), tmp_path)
+    assert [level.verdict in FINE for level in result.levels] == [False, True]
+    assert result.gates[1].detail == "3 of 4"
+
+
+def test_a_failed_request_fails_the_run(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
+    result = run_throughput(config(counting().address, model="no-such-model"), tmp_path)
+    assert result.verdict == "FAILED"
+    assert result.gates[0].status == "FAIL"
+    assert result.gates[1].detail == "0 of 4"
+
+
+def test_an_answer_of_another_length_than_the_fixed_one_fails_the_level(
+    counting: Callable[..., CountingServer], tmp_path: Path
+) -> None:
+    result = run_throughput(config(counting().address, fixed_output=True), tmp_path)
+    assert result.verdict == "FAILED"
+    assert "6 of 6 answers have not 64 tokens" in result.levels[0].reasons[0]
+
+
+def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(
+    id_server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"http://127.0.0.1:{id_server.port}"  # type: ignore[attr-defined]
+    options = [
+        "--speed-only",
+        "--requests",
+        "8",
+        "--input-tokens",
+        "16",
+        "--output-tokens",
+        "8",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(["eval", address, "throughput", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "NOT RUN  spot checks" in printed
+    assert "speed sum" in printed
+    assert "score:" not in printed
+    [folder] = tmp_path.iterdir()
+    result = read_result(folder)
+    assert [gate.status for gate in result.gates] == ["PASS", "NOT RUN", "NOT RUN"]
+    assert result.speed_sum is not None
+    assert {level.prompt_tokens for level in result.levels} == {8 * 16}
+    report = (folder / "report.html").read_text()
+    assert "Speed sum" in report
+    assert "NOT RUN" in report
+    # Twelve tokens asked for and eight given: each level did cheaper work than it was to.
+    assert main(["eval", address, "throughput", *options, "--output-tokens", "12"]) == 1
+    assert "speed sum:" not in capsys.readouterr().out
+
+
+def test_the_speed_sum_weighs_every_level_and_wants_them_all() -> None:
+    def level(concurrency: int) -> LevelResult:
+        return LevelResult(
+            concurrency=concurrency, requests=1, succeeded=1, failed=0, peak_in_flight=1, duration_s=1.0,
+            output_tokens_per_s=10.0 * concurrency, total_tokens_per_s=100.0 * concurrency, prompt_tokens=1,
+            output_tokens=1,
+        )  # fmt: skip
+
+    levels = [level(concurrency) for concurrency in WEIGHTS]
+    found = speed_sum(levels)
+    assert found is not None
+    weighted = 1 * 1 + 1 * 2 + 2 * 4 + 2 * 8 + 4 * 16 + 4 * 32 + 8 * 64
+    assert (found.total_tokens_per_s, found.output_tokens_per_s) == (100.0 * weighted, 10.0 * weighted)
+    assert speed_sum(levels[1:]) is None
+    levels[3].verdict = "FAILED"
+    assert speed_sum(levels) is None
