@@ -13,7 +13,7 @@ from kernel_tools import jit_functions, kernel_modules
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from meltcore.kernels import norm, qkv, swiglu
+from meltcore.kernels import experts, norm, qkv, routing, swiglu
 from meltcore.kernels.jit import ModelShape
 
 MODELS = {
@@ -21,6 +21,17 @@ MODELS = {
         hidden_size=1024, intermediate_size=3072, heads=16, kv_heads=8, head_dim=128, page_size=64
     ),
     "sums": ModelShape(hidden_size=192, intermediate_size=512, heads=4, kv_heads=2, head_dim=64, page_size=64),
+    "Qwen3-30B-A3B": ModelShape(
+        hidden_size=2048,
+        intermediate_size=6144,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        page_size=64,
+        experts=128,
+        choices=8,
+        expert_width=768,
+    ),
 }
 # Shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities), KiB.
 SHARED_LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
@@ -48,6 +59,13 @@ def kernels_of(module: ModuleType) -> set[str]:
 
 
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module)]
+# Kernels of routed experts for the models that have them, all others for those that have none.
+CASES = [
+    pytest.param(module, model, id=f"{module.__name__.rpartition('.')[2]}-{model}")
+    for module in KERNEL_FILES
+    for model, shape in MODELS.items()
+    if (module in (experts, routing)) == (shape.experts > 0)
+]
 
 
 @pytest.fixture
@@ -64,9 +82,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JITFunction, Any]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("capability", SHARED_LIMIT_KIB)
-@pytest.mark.parametrize("module", KERNEL_FILES, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(("module", "model"), CASES)
 def test_every_kernel_compiles_within_the_shared_memory_of(
     module: ModuleType,
     capability: int,
@@ -116,7 +133,11 @@ def qkv_launches(tokens: int) -> None:
     qkv._store_kv_triton(meta(tokens, 4096), norms, table, indices, indices, cache, cache)
 
 
-@pytest.mark.parametrize("launch", [norm_launches, swiglu_launches, qkv_launches])
+def routing_launches(tokens: int) -> None:
+    routing._by_expert_triton(routing._route_triton(meta(tokens, 128), 8, renormalised=True).experts, 128)
+
+
+@pytest.mark.parametrize("launch", [norm_launches, swiglu_launches, qkv_launches, routing_launches])
 def test_the_number_of_tokens_compiles_nothing_again(
     launch: Callable[[int], None], compiled: list[tuple[JITFunction, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,7 +168,7 @@ def test_hub_id_is_downloaded_with_what_is_needed_and_no_more(folder: Path, monk
 def test_published_configuration_is_carried_for_dummy_weights(
     monkeypatch: pytest.MonkeyPatch, name: str, numbers: int, tensors: int
 ) -> None:
-    """Shapes and parameter counts, as the publisher states them (0.6 B, 1.54 B and 30.5 B, a tied head counted once)."""
+    """Shapes and parameter counts, as the publisher states them (0.6, 1.54 and 30.5 B, a tied head counted once)."""
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("no download is needed"))
     model = build_model(open_checkpoint(name, files="config"), torch.bfloat16, torch.device("meta"))
     assert sum(parameter.numel() for parameter in model.parameters()) == numbers

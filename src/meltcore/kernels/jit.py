@@ -24,7 +24,7 @@ CompileCase = Callable[[], object]
 
 
 class ModelShape(NamedTuple):
-    """The sizes of a model that kernels are compiled for."""
+    """The sizes of a model that kernels are compiled for. choices: experts of a token; no experts in a dense model."""
 
     hidden_size: int
     intermediate_size: int
@@ -32,3 +32,6 @@ class ModelShape(NamedTuple):
     kv_heads: int
     head_dim: int
     page_size: int
+    experts: int = 0
+    choices: int = 0
+    expert_width: int = 0

@@ -3,11 +3,20 @@
 A token takes `choices` experts. A pair is one token with one of them; pair number token * choices + choice.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.overlap import overlaps
+
+# Tokens of a program that routes, a warp each; pairs that a program looks through at a time.
+_ROWS, _PAIRS = 4, 1024
 
 
 class Routing(NamedTuple):
@@ -30,15 +39,16 @@ class Segments(NamedTuple):
 def route(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
     """The `choices` likeliest experts by softmax; among equals the lower number.
 
-    logits: [tokens, experts] of any floating type. renormalised: the weights of a token's experts add up to one, else
-    they are the experts' shares of the softmax over all.
+    logits: [tokens, experts] of any floating type, contiguous. renormalised: the weights of a token's experts add up to
+    one, else they are the experts' shares of the softmax over all.
     """
-    return _route_torch(logits, choices, renormalised=renormalised)
+    body = _route_triton if use_triton(logits) else _route_torch
+    return body(logits, choices, renormalised=renormalised)
 
 
 def by_expert(experts: torch.Tensor, count: int) -> Segments:
-    """experts: [tokens, choices] int32, below `count`. Nothing is read back to the host."""
-    return _by_expert_torch(experts, count)
+    """experts: [tokens, choices] int32, contiguous, below `count`. Nothing is read back to the host."""
+    return _by_expert_triton(experts, count) if use_triton(experts) else _by_expert_torch(experts, count)
 
 
 def _route_torch(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
@@ -54,3 +64,123 @@ def _by_expert_torch(experts: torch.Tensor, count: int) -> Segments:
     ordered, pairs = experts.flatten().sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(count + 1, dtype=torch.int32, device=experts.device))
     return Segments(pairs.int(), bounds.int())
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route_kernel(
+    logits_ptr,
+    experts_ptr,
+    weights_ptr,
+    tokens,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    CHOICE_BLOCK: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program: ROWS tokens, one choice after the other."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, EXPERT_BLOCK)[None, :]
+    place = tl.arange(0, CHOICE_BLOCK)[None, :]
+    # Tokens past the end repeat the last one and are not stored.
+    start = tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * EXPERTS
+    logits = tl.load(logits_ptr + start + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    largest = tl.max(logits, axis=1)
+    total = tl.sum(tl.exp(logits - largest[:, None]), axis=1)
+    experts = tl.zeros((ROWS, CHOICE_BLOCK), dtype=tl.int32)
+    weights = tl.zeros((ROWS, CHOICE_BLOCK), dtype=tl.float32)
+    for choice in tl.static_range(CHOICES):
+        # No number past the last expert even where logits are no numbers: what it names is read from memory.
+        best = tl.minimum(tl.argmax(logits, axis=1), EXPERTS - 1)
+        weight = tl.exp(tl.max(logits, axis=1) - largest)
+        experts = tl.where(place == choice, best[:, None], experts)
+        weights = tl.where(place == choice, weight[:, None], weights)
+        logits = tl.where(expert == best[:, None], float("-inf"), logits)
+    if RENORMALISED:
+        total = tl.sum(weights, axis=1)
+    inside = (token < tokens)[:, None] & (place < CHOICES)
+    output = token.to(tl.int64)[:, None] * CHOICES + place
+    tl.store(experts_ptr + output, experts, mask=inside)
+    tl.store(weights_ptr + output, weights / total[:, None], mask=inside)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _by_expert_kernel(
+    experts_ptr, pairs_ptr, bounds_ptr, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """One program: one expert. It counts the pairs of those before it, then lists its own behind them."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.program_id(0)
+    earlier = tl.zeros((PAIRS,), dtype=tl.int32)
+    for start in tl.range(0, pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        earlier += (tl.load(experts_ptr + pair, mask=pair < pairs, other=EXPERTS) < expert).to(tl.int32)
+    place = tl.sum(earlier, axis=0)
+    tl.store(bounds_ptr + expert, place)
+    for start in tl.range(0, pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        own = (tl.load(experts_ptr + pair, mask=pair < pairs, other=EXPERTS) == expert).to(tl.int32)
+        tl.store(pairs_ptr + place + tl.cumsum(own, axis=0) - 1, pair, mask=own > 0)
+        place += tl.sum(own, axis=0)
+    if expert == EXPERTS - 1:
+        tl.store(bounds_ptr + EXPERTS, place)
+
+
+def _route_triton(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
+    tokens, count = logits.shape
+    experts = torch.empty(tokens, choices, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, choices, dtype=torch.float32, device=logits.device)
+    if tokens:
+        overlap = overlaps(logits.device)
+        _route_kernel[(triton.cdiv(tokens, _ROWS),)](
+            logits,
+            experts,
+            weights,
+            tokens,
+            EXPERTS=count,
+            CHOICES=choices,
+            ROWS=_ROWS,
+            EXPERT_BLOCK=triton.next_power_of_2(count),
+            CHOICE_BLOCK=triton.next_power_of_2(choices),
+            RENORMALISED=renormalised,
+            OVERLAP=overlap,
+            num_warps=_ROWS,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+    return Routing(experts, weights)
+
+
+def _by_expert_triton(experts: torch.Tensor, count: int) -> Segments:
+    pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
+    bounds = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
+    overlap = overlaps(experts.device)
+    _by_expert_kernel[(count,)](
+        experts,
+        pairs,
+        bounds,
+        pairs.numel(),
+        EXPERTS=count,
+        PAIRS=_PAIRS,
+        OVERLAP=overlap,
+        num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+    return Segments(pairs, bounds)
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    if model.experts == 0:
+        return []
+    logits = torch.empty(64, model.experts, dtype=dtype, device="meta")
+    chosen = torch.empty(64, model.choices, dtype=torch.int32, device="meta")
+    return [
+        lambda: _route_triton(logits, model.choices, renormalised=True),
+        lambda: _by_expert_triton(chosen, model.experts),
+    ]
