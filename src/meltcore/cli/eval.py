@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gsm8k.add_argument(
         "--shots", metavar="FILE", help="eight worked examples, or none (default: lm-eval's, else our own)"
     )
+    gsm8k.add_argument(
+        "--harness", metavar="PYTHON", help="a Python with lm-eval: asks the same, compared item by item"
+    )
     gsm8k.add_argument("--limit", type=int, default=200, metavar="N", help="ask the first N (default: 200)")
 
     _add_throughput(parser.add_argument_group("throughput: levels of load, answers and token counts checked"))
@@ -120,6 +123,7 @@ def _gsm8k(args: argparse.Namespace, console: "Console") -> "RunResult":
             data=args.data,
             shots=args.shots,
             limit=args.limit,
+            harness=args.harness,
             model=args.model,
             api_key=args.api_key,
             concurrency=args.concurrency,

@@ -61,6 +61,12 @@ class Api:
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
+    @property
+    def chat_url(self) -> str:
+        """The whole address of chat completions, for programs that are given one."""
+        base = self.address if "://" in self.address else f"http://{self.address}"
+        return f"{base.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+
     def get(self, path: str) -> Reply:
         return self._send("GET", path, None)
 

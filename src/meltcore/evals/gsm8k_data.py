@@ -16,7 +16,7 @@ DATASET = "openai/gsm8k"
 BUNDLED = "meltcore/problems"
 NO_SHOTS = "none"
 SHOTS = 8
-_TASK_FILE = Path("tasks", "gsm8k", "gsm8k-cot.yaml")
+TASK_FILE = Path("tasks", "gsm8k", "gsm8k-cot.yaml")
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ def read_items(source: str, limit: int) -> list[Item]:
     return items[:limit]
 
 
-def read_shots(source: str | None) -> Shots:
+def read_shots(source: str | None, package: Path | None = None) -> Shots:
     """Eight examples: of the JSONL file `source`, else of an installed lm-eval, else our own. `none`: no examples.
 
-    Raises ConfigError for a file that does not hold eight.
+    `package` is the folder of a lm_eval installed elsewhere. Raises ConfigError for a file that does not hold eight.
     """
     if source == NO_SHOTS:
         return Shots((), "none", comparable=False)
@@ -114,7 +114,8 @@ def read_shots(source: str | None) -> Shots:
         if len(examples) != SHOTS:
             raise ConfigError(f"--shots {source} holds {len(examples)} examples; the task has {SHOTS}")
         return Shots(tuple(examples), "file", comparable=True)
-    published = _harness_shots()
+    package = package or _installed_harness()
+    published = _harness_shots(package) if package is not None else ()
     return Shots(published, "lm-eval", comparable=True) if published else Shots(OWN_SHOTS, "own", comparable=False)
 
 
@@ -165,16 +166,19 @@ def _download(name: str) -> list[Item]:
     return [Item(row["question"], row["answer"]) for row in rows]
 
 
-def _harness_shots() -> tuple[Item, ...]:
-    """Those of an installed lm-eval, read from its task file; none where it is not installed."""
+def _installed_harness() -> Path | None:
     found = importlib.util.find_spec("lm_eval")
-    if found is None or not found.submodule_search_locations:
-        return ()
-    import yaml  # a dependency of lm-eval
+    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
 
-    path = Path(found.submodule_search_locations[0]) / _TASK_FILE
+
+def _harness_shots(package: Path) -> tuple[Item, ...]:
+    """Those of a lm-eval, read from its task file."""
     try:
-        task: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        import yaml  # a dependency of lm-eval, and of huggingface_hub
+    except ImportError as error:
+        raise ConfigError("reading lm-eval's examples needs the package pyyaml; or give --shots FILE") from error
+    try:
+        task: dict[str, Any] = yaml.safe_load((package / TASK_FILE).read_text(encoding="utf-8"))
         examples = tuple(Item(each["question"], each["target"]) for each in task["fewshot_config"]["samples"])
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"the installed lm-eval has no gsm8k_cot examples where expected ({error!r})") from error

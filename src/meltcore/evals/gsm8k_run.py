@@ -10,6 +10,7 @@ from pathlib import Path
 from meltcore.evals import gsm8k
 from meltcore.evals.api import Api
 from meltcore.evals.gsm8k_data import DATASET, Shots, read_items, read_shots
+from meltcore.evals.harness import compare, find_package, run_harness
 from meltcore.evals.problems import CONCURRENCY
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.schema import Evaluation, Gate, RunResult
@@ -25,14 +26,18 @@ def run_gsm8k(
     model: str | None = None,
     api_key: str | None = None,
     concurrency: int = CONCURRENCY,
+    harness: str | None = None,
     arguments: Sequence[str] = (),
     on_answer: Callable[[int, int, int], None] | None = None,
 ) -> RunResult:
-    """Ask `limit` problems of `data`. FAILED where the gate fails or a request does.
+    """Ask `limit` problems of `data`. FAILED where a gate fails or a request does.
+
+    `harness`: a Python that has lm-evaluation-harness, which then asks the same and is compared item by item.
 
     Raises ConfigError where data or examples cannot be read, or the server cannot be reached or names no model.
     """
-    items, examples = read_items(data, limit), read_shots(shots)
+    package = find_package(harness) if harness is not None else None
+    items, examples = read_items(data, limit), read_shots(shots, package)
     api = Api(url, api_key=api_key)
     model = model or api.first_model()
     facts = model_facts(api.get("/v1/models").json(), model)
@@ -40,6 +45,9 @@ def run_gsm8k(
     marked = gsm8k.ask_items(api, model, items, examples, concurrency=concurrency, on_progress=on_answer)
     evaluation = gsm8k.sum_up(marked)
     gates = [gsm8k.gate(evaluation)]
+    if harness is not None:
+        theirs = run_harness(harness, api.chat_url, model, items, examples, api_key=api_key, concurrency=concurrency)
+        gates += compare(marked, theirs, examples)
     reasons = _reasons(evaluation, gates)
     told = {"data": data if data == DATASET else Path(data).name, "limit": limit, "shots": examples.source}
     return RunResult(

@@ -1,0 +1,118 @@
+"""lm-evaluation-harness beside our own marks: the comparison itself, and the real thing where it is installed."""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from answer_forms import FORMS, AnsweringServer
+
+from meltcore.cli.main import main
+from meltcore.errors import ConfigError
+from meltcore.evals import Api, run_gsm8k
+from meltcore.evals.ask import Answer
+from meltcore.evals.gsm8k import mark
+from meltcore.evals.gsm8k_data import BUNDLED, OWN_SHOTS, Item, Shots, conversation, read_items
+from meltcore.evals.harness import HarnessItem, compare, find_package
+
+# A Python that has lm-eval need not be the one that runs the tests: its packages are many.
+HARNESS = os.environ.get("LM_EVAL_PYTHON") or (sys.executable if importlib.util.find_spec("lm_eval") else None)
+SHOTS = Shots(OWN_SHOTS, "own", comparable=False)
+ITEM = Item("How many?", "#### 18")
+
+needs_harness = pytest.mark.skipif(HARNESS is None, reason="lm-eval is not installed; LM_EVAL_PYTHON may name a Python")
+
+
+def theirs(text: str, strict: bool, flexible: bool) -> HarnessItem:
+    return HarnessItem(conversation(OWN_SHOTS, ITEM), text, {"strict": strict, "flexible": flexible})
+
+
+def statuses(item: HarnessItem, our_text: str = "The answer is 18.") -> list[str]:
+    return [gate.status for gate in compare([mark(ITEM, Answer(our_text))], [item], SHOTS)]
+
+
+def test_the_same_question_and_marks_pass_both_gates() -> None:
+    assert statuses(theirs("The answer is 18.", True, True)) == ["PASS", "PASS"]
+    assert statuses(theirs("It is $18.", False, True), "It is $18.") == ["PASS", "PASS"]
+
+
+def test_another_mark_for_the_same_text_fails() -> None:
+    assert statuses(theirs("The answer is 18.", False, True)) == ["PASS", "FAIL"]
+    assert statuses(theirs("It is 18", True, True)) == ["PASS", "FAIL"]
+
+
+def test_another_question_fails() -> None:
+    item = theirs("The answer is 18.", True, True)
+    assert statuses(replace(item, messages=item.messages[2:])) == ["FAIL", "PASS"]
+
+
+def test_a_server_that_answers_differently_when_asked_again_is_told_and_fails_nothing() -> None:
+    [_, gate] = compare([mark(ITEM, Answer("The answer is 18."))], [theirs("Who knows", False, False)], SHOTS)
+    assert gate.status == "PASS"
+    assert "in both askings alike: 0" in gate.detail
+
+
+def test_a_python_without_the_harness_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="cannot be run"):
+        find_package("/no/such/python")
+    assert main(["eval", "http://127.0.0.1:9", "gsm8k", "--harness", "/bin/false"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", ["http://host:1", "host:1/", "http://host:1/v1", "http://host:1/v1/"])
+def test_the_harness_is_given_the_whole_address(given: str) -> None:
+    assert Api(given).chat_url == "http://host:1/v1/chat/completions"
+
+
+class MixedServer(AnsweringServer):
+    """Ends its answers in every form in turn."""
+
+    def answer(self, question: str, streamed: bool) -> str:
+        form = list(FORMS)[len(question) % len(FORMS)] if not streamed else "number"
+        self._form = FORMS[form]
+        return super().answer(question, streamed)
+
+
+@pytest.fixture
+def items() -> list[Item]:
+    """200 problems whose lengths, and so the forms of their answers, differ."""
+    return [Item(f"Problem {at}{'!' * (at % len(FORMS))} how many?", f"#### {at * 37 + 5:,}") for at in range(200)]
+
+
+@pytest.fixture
+def servers() -> Iterator[list[AnsweringServer]]:
+    started: list[AnsweringServer] = []
+    yield started
+    for server in started:
+        server.close()
+
+
+@needs_harness
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [0, 174, 175, 200])
+def test_the_harness_agrees_on_every_item_in_every_form(
+    servers: list[AnsweringServer], items: list[Item], right: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    servers.append(MixedServer(items, right, "number"))
+    data = tmp_path_factory.mktemp("items") / "items.jsonl"
+    data.write_text("".join(json.dumps({"question": item.question, "answer": item.answer}) + "\n" for item in items))
+    result = run_gsm8k(servers[0].address, data=str(data), harness=HARNESS)
+    assert result.evaluation is not None
+    assert result.evaluation.right == right
+    assert [gate.status for gate in result.gates] == ["PASS" if right >= 175 else "FAIL", "PASS", "PASS"]
+    assert result.gates[1].detail.startswith("200 of 200")
+    assert f"in both askings alike: 200; it found {right} right by flexible" in result.gates[2].detail
+
+
+@needs_harness
+@pytest.mark.slow
+def test_the_harness_agrees_on_the_bundled_problems_without_examples(servers: list[AnsweringServer]) -> None:
+    items = read_items(BUNDLED, 50)
+    servers.append(AnsweringServer(items, 48, "sentence"))
+    result = run_gsm8k(servers[0].address, data=BUNDLED, limit=50, shots="none", harness=HARNESS)
+    assert result.evaluation is not None
+    assert result.evaluation.right == 48
+    assert [gate.status for gate in result.gates] == ["PASS"] * 3
