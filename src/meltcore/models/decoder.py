@@ -156,9 +156,9 @@ class Block(nn.Module):
     def fused_tensors(self) -> dict[str, FusedTensor]:
         if not isinstance(self.mlp, RoutedMLP):
             return {}
-        names = tuple(name for name in _expert_tensors(self.mlp) if ".experts." in name)
+        names = [name for name in _expert_tensors(self.mlp) if ".experts." in name]
         down = tuple(name for name in names if "down_proj" in name)
-        gate_up = tuple(name for name in names if name not in set(down))
+        gate_up = tuple(name for name in names if "down_proj" not in name)
         return {
             "mlp.experts.gate_up_proj": FusedTensor(self.mlp.gate_up, gate_up),
             "mlp.experts.down_proj": FusedTensor(self.mlp.down, down),
