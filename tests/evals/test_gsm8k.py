@@ -170,7 +170,7 @@ def test_a_failed_request_is_not_right_and_fails_the_run(data: str) -> None:
         server.server_close()
     assert result.evaluation is not None
     assert (result.evaluation.right, result.evaluation.failed) == (0, 8)
-    assert any("8 of 8 requests failed" in reason for reason in result.reasons)
+    assert any("8 of 8 requests failed, the first one: status 404" in reason for reason in result.reasons)
 
 
 def test_the_verb_prints_the_gate_and_exits_by_it(

@@ -130,6 +130,14 @@ def test_speed_only_sends_ids_and_no_text() -> None:
     assert all(100 <= token < 30_000 for token in random_ids(random.Random(0), 2000))
 
 
+def test_speed_only_with_a_tokenizer_sends_ids_that_it_has() -> None:
+    maker = TextMaker(TOKENIZER)
+    plan = make_plan(config(speed_only=True, input_tokens=500), maker)
+    sent = {token for level in plan.levels for each in level for token in each.line["prompt_token_ids"]}
+    assert sent <= set(maker.ids)
+    assert max(sent) < 824
+
+
 def test_only_a_fixed_output_ignores_the_end_token_and_never_that_of_a_spot_check() -> None:
     maker = TextMaker(TOKENIZER)
     for fixed in (False, True):

@@ -63,7 +63,9 @@ def _add_throughput(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--reuse-prompts", action="store_true", help="the same 128 prompts at every level")
     group.add_argument("--seed", type=int, metavar="N", help="of the prompts (default: a new one each run)")
     group.add_argument(
-        "--speed-only", action="store_true", help="token ids in, fixed output, answers unchecked: no tokenizer needed"
+        "--speed-only",
+        action="store_true",
+        help="token ids in, fixed output, answers unchecked; ids of --tokenizer or below 30,000",
     )
 
 

@@ -48,7 +48,7 @@ def run_gsm8k(
     if harness is not None:
         theirs = run_harness(harness, api.chat_url, model, items, examples, api_key=api_key, concurrency=concurrency)
         gates += compare(marked, theirs, examples)
-    reasons = _reasons(evaluation, gates)
+    reasons = _reasons(marked, evaluation, gates)
     told = {"data": data if data == DATASET else Path(data).name, "limit": limit, "shots": examples.source}
     return RunResult(
         command="eval",
@@ -66,10 +66,11 @@ def run_gsm8k(
     )
 
 
-def _reasons(evaluation: Evaluation, gates: Sequence[Gate]) -> list[str]:
+def _reasons(marked: Sequence[gsm8k.Marked], evaluation: Evaluation, gates: Sequence[Gate]) -> list[str]:
     reasons = [f"gate failed: {gate.name}: {gate.detail}" for gate in gates if gate.status == "FAIL"]
     if evaluation.failed:
-        reasons.append(f"{evaluation.failed} of {evaluation.asked} requests failed")
+        first = next(each.answer.text for each in marked if each.answer.failed).removeprefix("request failed: ")
+        reasons.append(f"{evaluation.failed} of {evaluation.asked} requests failed, the first one: {first}")
     return reasons
 
 

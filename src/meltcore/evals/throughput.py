@@ -34,7 +34,7 @@ def run_throughput(
     api = Api(config.url, api_key=config.api_key)
     model = config.model or api.first_model()
     facts = model_facts(api.get("/v1/models").json(), model)
-    maker = None if config.speed_only or config.tokenizer is None else TextMaker(config.tokenizer)
+    maker = None if config.tokenizer is None else TextMaker(config.tokenizer)
     plan = make_plan(config, maker)
     plan.write(folder / PROMPTS_FILE)
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()

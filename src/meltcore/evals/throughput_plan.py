@@ -36,7 +36,7 @@ class ThroughputConfig:
     fixed_output: bool = False
     reuse_prompts: bool = False
     speed_only: bool = False
-    tokenizer: str | None = None  # tokenizer.json or its folder; not needed for speed alone
+    tokenizer: str | None = None  # tokenizer.json or its folder; speed alone takes ids below 30,000 without
     seed: int = 0
     model: str | None = None
     api_key: str | None = None
@@ -96,10 +96,13 @@ def _prompt_source(config: ThroughputConfig, maker: TextMaker | None, rng: rando
     common: dict[str, Any] = {"max_tokens": config.output_tokens, "temperature": 1.0}
     if config.fixed_output or config.speed_only:
         common["ignore_eos"] = True
+    among = () if maker is None else (maker.ids,)
 
     def new() -> Planned:
-        if maker is None:
-            return Planned({**common, "prompt_token_ids": random_ids(rng, config.input_tokens)})
+        if config.speed_only:
+            ids = random_ids(rng, config.input_tokens, *among)
+            return Planned({**common, "prompt_token_ids": ids})
+        assert maker is not None, "ThroughputConfig wants a tokenizer unless speed_only"
         text = maker.text(rng, config.input_tokens)
         return Planned({**common, "messages": [{"role": "user", "content": text}]}, text)
 

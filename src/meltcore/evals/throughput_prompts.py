@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from meltcore.errors import ConfigError
 from meltcore.load.recount import open_tokenizer
@@ -15,13 +16,16 @@ _DRAWS = 20
 
 
 class TextMaker:
-    """Makes and counts texts with a tokenizer. Raises ConfigError where `path` has none."""
+    """Makes and counts texts with a tokenizer, whose ordinary tokens are `ids`.
+
+    Raises ConfigError where `path` has none.
+    """
 
     def __init__(self, path: str) -> None:
         self._tokenizer = open_tokenizer(path)
         special = self._tokenizer.get_added_tokens_decoder()
         size = self._tokenizer.get_vocab_size(with_added_tokens=False)
-        self._ids = [token for token in range(size) if token not in special]
+        self.ids = [token for token in range(size) if token not in special]
 
     def count(self, text: str) -> int:
         """Tokens of `text`, special ones left out."""
@@ -30,16 +34,16 @@ class TextMaker:
     def text(self, rng: random.Random, tokens: int) -> str:
         """A random text of exactly `tokens` tokens. Raises ConfigError where the tokenizer yields none."""
         for _ in range(_DRAWS):
-            ids = rng.choices(self._ids, k=tokens)
+            ids = rng.choices(self.ids, k=tokens)
             for _ in range(_ROUNDS):
                 text = self._tokenizer.decode(ids)
                 ids = self._tokenizer.encode(text, add_special_tokens=False).ids
                 if len(ids) == tokens:
                     return text
-                ids = ids[:tokens] + rng.choices(self._ids, k=max(0, tokens - len(ids)))
+                ids = ids[:tokens] + rng.choices(self.ids, k=max(0, tokens - len(ids)))
         raise ConfigError(f"no random text of {tokens} tokens stays that long when it is decoded and encoded again")
 
 
-def random_ids(rng: random.Random, tokens: int) -> list[int]:
+def random_ids(rng: random.Random, tokens: int, among: Sequence[int] = range(LOW_ID, HIGH_ID)) -> list[int]:
     """Token ids to be sent as they are."""
-    return rng.choices(range(LOW_ID, HIGH_ID), k=tokens)
+    return rng.choices(among, k=tokens)
