@@ -183,7 +183,13 @@ def test_an_honest_server_passes_every_gate(counting: Callable[..., CountingServ
         total = level.total_tokens_per_s * level.duration_s
         assert total == pytest.approx(level.prompt_tokens + level.output_tokens)
         assert level.prompt_tokens == level.checks.counted_prompt_tokens + 12 * 8
-    assert len(server.asked) == 2 * (2 + 8)
+    plan = make_plan(config(), TextMaker(TOKENIZER))
+    planned = [plan.warmups[0], plan.levels[0], plan.warmups[1], plan.levels[1]]
+    for asked, wanted in zip(
+        (server.asked[at:to] for at, to in ((0, 2), (2, 10), (10, 12), (12, 20))), planned, strict=True
+    ):
+        assert sorted(asked) == sorted(texts(wanted))
+    assert len(server.asked) == 20
     assert result.speed_sum is None
 
 
