@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 from meltcore.config import EngineConfig
 from meltcore.engine.messages import EngineFailed, EngineReady, FromEngine, Shutdown, ToEngine
 from meltcore.errors import ConfigError, EngineDeadError
+from meltcore.server.idle import ONE_ARENA
 from meltcore.server.link import EngineLink
 
 ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine.process")
@@ -51,7 +53,11 @@ class Replica:
         # A session of its own: Ctrl-C in our terminal is for us, the engine still has to drain. Its standard output
         # joins our standard error, so that ours holds nothing but our own lines.
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.PIPE, stdout=_STDERR, start_new_session=True
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=_STDERR,
+            start_new_session=True,
+            env=os.environ | ONE_ARENA,
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")  # and kept open: its end is our end

@@ -25,6 +25,7 @@ from meltcore.server.channel import Drain, EndRequests, EngineDied
 from meltcore.server.counts import NAMES, Counts
 from meltcore.server.front import Front
 from meltcore.server.http_server import HttpServer, calm_collector
+from meltcore.server.idle import use_one_arena
 from meltcore.server.listener import Acceptor, bind, raise_file_limit
 from meltcore.server.model import Model, find_checkpoint, load_text
 from meltcore.server.replica import ENGINE_COMMAND, Replica
@@ -48,6 +49,7 @@ def serve(
 
     Raises ConfigError where the server cannot start: the address is taken, the checkpoint or the engine fails.
     """
+    use_one_arena()
     listener = bind(config.host, config.port)
     port = int(listener.getsockname()[1])
     raise_file_limit()

@@ -31,6 +31,7 @@ from meltcore.server.channel import (
     Setup,
 )
 from meltcore.server.counts import Counts
+from meltcore.server.idle import ONE_ARENA
 
 _COMMAND = (sys.executable, "-m", "meltcore.server.front_process")
 _STDERR = 2
@@ -158,7 +159,11 @@ class Team:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A session of its own: a signal to our terminal or group is for us, who tell the others what to do.
         member.process = await asyncio.create_subprocess_exec(
-            *_COMMAND, stdin=theirs.fileno(), stdout=_STDERR, start_new_session=True, env=os.environ | _ALLOCATOR
+            *_COMMAND,
+            stdin=theirs.fileno(),
+            stdout=_STDERR,
+            start_new_session=True,
+            env=os.environ | ONE_ARENA | _ALLOCATOR,
         )
         theirs.close()
         member.opened = asyncio.get_running_loop().create_future()
