@@ -8,8 +8,8 @@ import gc
 
 from meltcore.server.counts import Counts
 
-# glibc gives threads arenas of their own, and `malloc_trim` keeps the free end of all but the first. What ZeroMQ's thread
-# had read of 10,000 prompts stayed with the engine: 8 MB, and nothing with one arena for all (2026-11-21).
+# glibc gives threads arenas of their own, and `malloc_trim` keeps the free end of all but the first: what ZeroMQ's
+# thread read of 10,000 prompts stayed with the engine, 8 MB; nothing does with one arena for all (2026-11-21).
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # for the environment of a process
 _M_ARENA_MAX = -8  # mallopt(3)'s number for the same
 LOOK_EVERY_S = 1.0
