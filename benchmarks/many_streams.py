@@ -5,8 +5,9 @@ Runs --before requests at once and then --streams, on one server, and fails unle
 - /health, asked all the while, always said ready;
 - the memory of all server processes together, and of the GPU, is within --tolerance of what it was after the first.
 
-    python benchmarks/many_streams.py                                                    one GPU
-    python benchmarks/many_streams.py --model meltcore/sums --streams 500 --before 100 --inlen 8-64 --out 16 --vocab 400
+    python benchmarks/many_streams.py                                                        one GPU
+    python benchmarks/many_streams.py --model meltcore/sums --load-format auto --fronts 2 --streams 200 --before 50 \\
+        --inlen 32 --out 64 --vocab 800
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ def problems_of(level: LevelResult, streams: int, args: argparse.Namespace) -> l
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+    parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--before", type=int, default=1_000)
     parser.add_argument("--inlen", default="128-1024")
@@ -159,9 +161,10 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=30_000)
     parser.add_argument("--tolerance", type=float, default=0.02)
     parser.add_argument("--fronts", type=int)
+    parser.add_argument("--check-only", action="store_true", help="leave the results file as it is")
     parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), help="of clients")
     args = parser.parse_args()
-    command = [args.model, "--load-format", "dummy", "--debug", "no-prefix-cache", "--max-model-len", "2048"]
+    command = [args.model, "--load-format", args.load_format, "--debug", "no-prefix-cache", "--max-model-len", "2048"]
     command += ["--fronts", str(args.fronts)] if args.fronts else []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
@@ -192,7 +195,8 @@ def main() -> int:
         rows.append(Row(work=name, unit="growth", value=grown, reach=args.tolerance))
         if abs(grown) > args.tolerance:
             problems.append(f"{name}: {grown:+.1%}")
-    write_result("many_streams", rows, {name: metadata.version(name) for name in ("torch", "uvicorn", "uvloop")})
+    if not args.check_only:
+        write_result("many_streams", rows, {name: metadata.version(name) for name in ("torch", "uvicorn", "uvloop")})
     for problem in problems:
         print(f"FAIL: {problem}")
     return 1 if problems else 0
