@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import triton
+from compile_tools import AbsentGPU, CompilePool, Task
 from kernel_tools import jit_functions, kernel_modules
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from meltcore.kernels import experts, norm, qkv, routing, swiglu
@@ -35,22 +37,7 @@ MODELS = {
 }
 # Shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities), KiB.
 SHARED_LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
-
-
-class AbsentGPU:
-    """What Triton asks its driver before it compiles, answered for an architecture that is not here."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.capability  # compiled functions are remembered by device number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+COMPILE_LIMIT_S = 900  # for all of them, on one slow core
 
 
 def kernels_of(module: ModuleType) -> set[str]:
@@ -59,13 +46,49 @@ def kernels_of(module: ModuleType) -> set[str]:
 
 
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module)]
-# Kernels of routed experts for the models that have them, all others for those that have none.
-CASES = [
-    pytest.param(module, model, id=f"{module.__name__.rpartition('.')[2]}-{model}")
-    for module in KERNEL_FILES
-    for model, shape in MODELS.items()
-    if (module in (experts, routing)) == (shape.experts > 0)
-]
+
+
+def cases() -> Iterator[Task]:
+    """Every file for every architecture; other sizes and float32 where shared memory is least.
+
+    Kernels of routed experts are compiled for a model that has them, all others for those that have none.
+    """
+    for module in KERNEL_FILES:
+        main, *others = ("Qwen3-30B-A3B",) if module in (experts, routing) else ("Qwen3-0.6B", "sums")
+        capabilities = [each for each in SHARED_LIMIT_KIB if each >= getattr(module, "LEAST_CAPABILITY", 0)]
+        for capability in capabilities:
+            yield Task(module.__name__, capability, MODELS[main], torch.bfloat16)
+        smallest = min(capabilities, key=lambda capability: SHARED_LIMIT_KIB[capability])
+        yield Task(module.__name__, smallest, MODELS[main], torch.float32)
+        for model in others:
+            yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16)
+
+
+def named(task: Task) -> str:
+    model = next(name for name, shape in MODELS.items() if shape == task.shape)
+    return f"{task.module.rpartition('.')[2]}-{task.capability}-{model}-{str(task.dtype)[6:]}"
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[CompilePool]:
+    """Compiles for all the tests that were selected, while they wait for one after the other."""
+    with closing(CompilePool()) as pool:
+        for item in request.session.items:
+            given = getattr(getattr(item, "callspec", None), "params", {})
+            if isinstance(task := given.get("task"), Task):
+                pool.give(task)
+        yield pool
+
+
+@pytest.mark.parametrize("task", list(cases()), ids=named)
+def test_every_kernel_compiles_within_the_shared_memory_of(task: Task, pool: CompilePool) -> None:
+    binaries = pool.give(task).result(timeout=COMPILE_LIMIT_S)
+    missing = kernels_of(importlib.import_module(task.module)) - {binary.kernel for binary in binaries}
+    assert missing == set(), "compile_cases launches none of these"
+    for binary in binaries:
+        assert binary.has_code
+        assert binary.capability == task.capability
+        assert binary.shared_bytes <= SHARED_LIMIT_KIB[task.capability] * 1024, binary.kernel
 
 
 @pytest.fixture
@@ -79,30 +102,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JITFunction, Any]]:
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     return launched
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("capability", SHARED_LIMIT_KIB)
-@pytest.mark.parametrize(("module", "model"), CASES)
-def test_every_kernel_compiles_within_the_shared_memory_of(
-    module: ModuleType,
-    capability: int,
-    model: str,
-    dtype: torch.dtype,
-    compiled: list[tuple[JITFunction, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if capability < (least := getattr(module, "LEAST_CAPABILITY", 0)):
-        pytest.skip(f"needs sm_{least}: the engine refuses what uses it elsewhere")
-    monkeypatch.setattr(triton.runtime.driver, "_active", AbsentGPU(capability))
-    for case in module.compile_cases(MODELS[model], dtype):
-        case()
-    missing = kernels_of(module) - {function.__name__ for function, _ in compiled}
-    assert missing == set(), "compile_cases launches none of these"
-    for function, binary in compiled:
-        assert "cubin" in binary.asm
-        assert binary.metadata.target.arch == capability
-        assert binary.metadata.shared <= SHARED_LIMIT_KIB[capability] * 1024, function.__name__
 
 
 @pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__.rpartition(".")[2])
