@@ -40,10 +40,6 @@ class Batch(NamedTuple):
     last_tokens: list[int]
     sample_rows: list[int]
 
-    @property
-    def sampling_chunks(self) -> list[Chunk]:
-        return [chunk for chunk in self.chunks if chunk.samples]
-
 
 def build_batch(plan: list[Chunk]) -> Batch:
     """Sort, group and flatten a plan of at least one chunk."""
