@@ -27,7 +27,7 @@ class SegmentGroup(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """The sequences of one step, as the attention sees them. The queries of a segment are neighbours.
+    """The sequences of one step, as attention and recurrent layers see them. The queries of a segment are neighbours.
 
     page_table: [rows, max_pages] int64, the engine's table; rows: [segments] int64, which row each segment has;
     starts: [segments] int64, position of the first query;
@@ -39,6 +39,11 @@ class Segments(NamedTuple):
     the first of them.
     For the torch body, places: [tokens] int64, where each token sits in the padded form of its group;
     groups: how segments are padded together, covering all of them in order.
+
+    For recurrent layers, all empty where a model has none; the last two also where all decode in a graph.
+    state_slots: [segments] int64, which slot holds each segment's state; first_tokens: [segments + 1] int64, index of
+    each segment's first token, at last the number of tokens; chunks: [chunks, 2] int32, the pieces of the segments
+    that are longer than one token (see `delta_chunks`).
     """
 
     page_table: torch.Tensor
@@ -49,6 +54,9 @@ class Segments(NamedTuple):
     tiles: torch.Tensor
     places: torch.Tensor
     groups: list[SegmentGroup]
+    state_slots: torch.Tensor
+    first_tokens: torch.Tensor
+    chunks: torch.Tensor
 
 
 def paged_attention(
