@@ -37,6 +37,18 @@ def test_rms_norm_agrees_with_its_reference(
 
 
 @pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
+def test_a_float32_weight_multiplies_before_anything_is_rounded(seed: int, device: torch.device) -> None:
+    torch.manual_seed(seed)
+    hidden, weight = randn(5, 256, dtype=torch.bfloat16), 1 + torch.randn(256) / 256
+    exact = norm._rms_norm_torch(hidden.float(), weight, EPS).bfloat16()
+    assert torch.equal(norm._rms_norm_torch(hidden, weight, EPS), exact)
+    result = norm._rms_norm_triton(hidden.to(device), weight.to(device), EPS)
+    torch.testing.assert_close(result.cpu(), exact)
+    rounded_twice = norm._rms_norm_torch(hidden, weight.bfloat16(), EPS)
+    assert not torch.equal(rounded_twice, exact)
+
+
+@pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
 def test_rms_norm_reads_heads_out_of_a_wider_row(seed: int, device: torch.device) -> None:
     torch.manual_seed(seed)
     fused, weight = randn(5, 7, 64, dtype=torch.bfloat16), torch.randn(64).bfloat16()

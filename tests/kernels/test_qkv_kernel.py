@@ -92,6 +92,18 @@ def test_store_kv_reads_strided_rows(seed: int, device: torch.device) -> None:
         torch.testing.assert_close(stored.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
+def test_store_kv_takes_norms_in_float32(seed: int, device: torch.device) -> None:
+    """Rounded once, after the weight: nearly all keys are then exactly the reference's."""
+    given = arguments(SHAPES[1], torch.bfloat16, seed)
+    given[1] = qkv.HeadNorms(given[1].query.float() + 1e-3, given[1].key.float() + 1e-3, EPS)
+    ours, theirs = on(device, given), on(torch.device("cpu"), given)
+    qkv._store_kv_triton(*ours)
+    qkv._store_kv_torch(*theirs)
+    torch.testing.assert_close(ours[-2].cpu(), theirs[-2], rtol=3e-2, atol=3e-2)
+    assert (ours[-2].cpu() == theirs[-2]).float().mean() > 0.98
+
+
 def test_store_kv_refuses_a_cache_with_gaps(device: torch.device) -> None:
     given = on(device, arguments(SHAPES[1], torch.float32, 0))
     given[-2] = given[-2][:, :-1]

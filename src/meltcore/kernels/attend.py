@@ -15,6 +15,7 @@ import torch
 
 from meltcore.kernels.fp8 import FP8, LARGEST
 from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.norm import before_weight
 
 
 def gather_pages(
@@ -100,7 +101,7 @@ def rotated(own, other, weight_ptr, column, partner, cos, sin, eps, NORMED: tl.c
     own, other = own.to(tl.float32), other.to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
-        own = (own * scale).to(dtype).to(tl.float32) * tl.load(weight_ptr + column).to(tl.float32)
-        other = (other * scale).to(dtype).to(tl.float32) * tl.load(weight_ptr + partner).to(tl.float32)
+        own = before_weight(own * scale, weight_ptr, dtype) * tl.load(weight_ptr + column).to(tl.float32)
+        other = before_weight(other * scale, weight_ptr, dtype) * tl.load(weight_ptr + partner).to(tl.float32)
         own, other = own.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
     return (own * cos + other * sin).to(dtype)

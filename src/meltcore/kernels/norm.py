@@ -23,7 +23,9 @@ class Norm(NamedTuple):
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each last-dimension row to unit mean square, then by `weight`.
 
-    hidden: [..., size] any float type, rows may be strided; weight: [size]. Returns the shape and type of `hidden`.
+    hidden: [..., size] any float type, rows may be strided; weight: [size], in the type of `hidden`, and then it is
+    multiplied by what was rounded to that type (Llama's way), or in float32, and then rounding comes after. Returns the
+    shape and type of `hidden`.
     """
     body = _rms_norm_triton if use_triton(hidden) else _rms_norm_torch
     return body(hidden, weight, eps)
@@ -32,7 +34,15 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 def _rms_norm_torch(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = hidden.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(hidden.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(hidden.dtype)
+
+
+@triton.jit
+def before_weight(normalised, weight_ptr, dtype: tl.constexpr):
+    """float32 as it is multiplied by its weight, in float32: rounded to `dtype` first where the torch body does so."""
+    if weight_ptr.dtype.element_ty != tl.float32:
+        normalised = normalised.to(dtype).to(tl.float32)
+    return normalised
 
 
 @triton.jit
@@ -40,7 +50,7 @@ def _normalise(wide, weight_ptr, columns, eps, dtype: tl.constexpr, SIZE: tl.con
     """[ROWS, BLOCK] float32 -> the same, normalised, rounded where the torch body rounds and scaled by the weight."""
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    return (wide * scale[:, None]).to(dtype).to(tl.float32) * weight
+    return before_weight(wide * scale[:, None], weight_ptr, dtype) * weight
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from meltcore.kernels.capability import capability
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
-from meltcore.kernels.norm import rms_norm
+from meltcore.kernels.norm import before_weight, rms_norm
 from meltcore.kernels.rotary import apply_rotary
 
 # Elements of the heads that one program rotates. A thread then holds 8 of each half of a head: 16-byte accesses in
@@ -91,8 +91,8 @@ def _norm_and_rotate(source, mask, weight_ptr, eps, cos, sin, NORMED: tl.constex
         weight_second = tl.load(weight_ptr + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
         squares = tl.sum(first * first + second * second, axis=1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first = ((first * scale).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
-        second = ((second * scale).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
+        first = (before_weight(first * scale, weight_ptr, dtype) * weight_first).to(dtype).to(tl.float32)
+        second = (before_weight(second * scale, weight_ptr, dtype) * weight_second).to(dtype).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
 
 
