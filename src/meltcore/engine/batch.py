@@ -16,7 +16,7 @@ _MASK_LIMIT = 2**24
 
 
 class Batch(NamedTuple):
-    """One step, flat. `chunks` are sorted so that neighbours pad together; token arrays follow their order.
+    """The chunks of a step, flat, in an order in which neighbours pad together; token arrays follow it.
 
     decodes: how many chunks, the first ones, are of one token; tiles: the queries of the others
     (`query_tiles`), counted from the first of them.
@@ -25,7 +25,6 @@ class Batch(NamedTuple):
     and its row.
     """
 
-    chunks: list[Chunk]
     decodes: int
     tiles: np.ndarray
     groups: list[SegmentGroup]
@@ -41,8 +40,45 @@ class Batch(NamedTuple):
     sample_rows: list[int]
 
 
-def build_batch(plan: list[Chunk]) -> Batch:
-    """Sort, group and flatten a plan of at least one chunk."""
+class NewPages(NamedTuple):
+    """Entries of the device's page table that change: sequence rows[i] has pages[i] as its columns[i]-th."""
+
+    rows: list[int]
+    columns: list[int]
+    pages: list[int]
+
+
+class Step(NamedTuple):
+    """All that the device is told of a step: numbers only, so that it can be sent to another process.
+
+    Where every sequence decodes a token that is on the device already, rows and positions say which and where, and
+    batch is None; else they are empty.
+    """
+
+    new_pages: NewPages
+    rows: list[int]
+    positions: list[int]
+    batch: Batch | None
+
+
+def take_new_pages(plan: list[Chunk]) -> NewPages:
+    """The pages that sequences were given since their last step. They count as sent from now on."""
+    rows: list[int] = []
+    columns: list[int] = []
+    pages: list[int] = []
+    for chunk in plan:
+        request = chunk.request
+        sent, held = request.sent_pages, len(request.pages)
+        if sent < held:
+            rows += [request.row] * (held - sent)
+            columns += range(sent, held)
+            pages += request.pages[sent:]
+            request.sent_pages = held
+    return NewPages(rows, columns, pages)
+
+
+def build_batch(plan: list[Chunk]) -> tuple[list[Chunk], Batch]:
+    """Sort, group and flatten a plan of at least one chunk. Returns the chunks in the order of the batch too."""
     chunks = sorted(plan, key=_padding_class)
     sizes = np.array([chunk.size for chunk in chunks])
     ends = np.cumsum(sizes)
@@ -67,8 +103,7 @@ def build_batch(plan: list[Chunk]) -> Batch:
         members = np.arange(group.last - group.first).repeat(sizes[group.first : group.last])
         places[group.first_token : group.last_token] += members * group.max_queries
     samples = [(end - 1, chunk.request.row) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples]
-    return Batch(
-        chunks=chunks,
+    batch = Batch(
         decodes=decodes,
         tiles=query_tiles(
             [
@@ -88,6 +123,7 @@ def build_batch(plan: list[Chunk]) -> Batch:
         last_tokens=[token for token, _ in samples],
         sample_rows=[row for _, row in samples],
     )
+    return chunks, batch
 
 
 def _padding_class(chunk: Chunk) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.engine.batch import Batch, build_batch
+from meltcore.engine.batch import Batch, NewPages, Step, build_batch, take_new_pages
 from meltcore.engine.graphs import GraphPool, padded_sizes
 from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.request import Request, Sampled
@@ -77,11 +77,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: list[Chunk]) -> LaunchedStep:
         """Start a step and return without waiting for the device."""
-        self._send_pages(plan)
-        if self._graphs is not None and all(chunk.request.on_device for chunk in plan):
-            chunks, result = plan, self._replay(self._graphs, plan)
-        else:
-            chunks, result = self._run(plan)
+        chunks, step = self._describe(plan)
+        token_ids, logits_at = self._compute(step)
+        result = self.choose(logits_at, token_ids, [chunk.request for chunk in chunks if chunk.samples])
         on_host = result.copy_to_host()
         done = None
         if self.device.type == "cuda":
@@ -103,23 +101,34 @@ class ModelRunner:
         self._last_token[self._tensor([requests[row].row for row in rows])] = chosen.token_ids
         return SampleResult(token_ids, [rows[row] for row in chosen.logprob_rows], chosen.logprobs)
 
-    def _replay(self, graphs: GraphPool, plan: list[Chunk]) -> SampleResult:
-        """A step in which every sequence decodes a token that is on the device already."""
-        requests = [chunk.request for chunk in plan]
-        decoded = graphs.replay([request.row for request in requests], [chunk.start for chunk in plan])
-        return self.choose(lambda at: self.model.logits(decoded.hidden[at]).float(), decoded.token_ids, requests)
+    def _describe(self, plan: list[Chunk]) -> tuple[list[Chunk], Step]:
+        """A plan in numbers, and its chunks in the order of their results."""
+        new_pages = take_new_pages(plan)
+        if self._graphs is not None and all(chunk.request.on_device for chunk in plan):
+            rows, positions = [chunk.request.row for chunk in plan], [chunk.start for chunk in plan]
+            return plan, Step(new_pages, rows, positions, None)
+        chunks, batch = build_batch(plan)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.request.on_device = True
+        return chunks, Step(new_pages, [], [], batch)
 
-    def _run(self, plan: list[Chunk]) -> tuple[list[Chunk], SampleResult]:
-        """Any step, launched kernel by kernel. Returns its chunks in the order of the result."""
-        batch = build_batch(plan)
-        requests = [chunk.request for chunk in batch.chunks if chunk.samples]
-        last_tokens, sample_rows = to_device_together([batch.last_tokens, batch.sample_rows], self.device)
-        logits = self.model.logits(self._forward(batch)[last_tokens])
+    def _compute(self, step: Step) -> tuple[torch.Tensor, LogitsAt]:
+        """The likeliest tokens of the sequences that sample, written into the table too, and the way to their logits.
+
+        Replays a graph, or launches kernel by kernel.
+        """
+        if step.new_pages.rows:
+            self._write_pages(step.new_pages)
+        if step.batch is None:
+            assert self._graphs is not None
+            decoded = self._graphs.replay(step.rows, step.positions)
+            return decoded.token_ids, lambda at: self.model.logits(decoded.hidden[at]).float()
+        last_tokens, sample_rows = to_device_together([step.batch.last_tokens, step.batch.sample_rows], self.device)
+        logits = self.model.logits(self._forward(step.batch)[last_tokens])
         token_ids = greedy(logits)
         self._last_token.index_copy_(0, sample_rows, token_ids)
-        for request in requests:
-            request.on_device = True
-        return batch.chunks, self.choose(lambda at: logits[at].float(), token_ids, requests)
+        return token_ids, lambda at: logits[at].float()
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """[tokens, hidden_size] of a step. Slots and page tables are built on the device from the rows."""
@@ -181,22 +190,9 @@ class ModelRunner:
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._page_table[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
-    def _send_pages(self, plan: list[Chunk]) -> None:
-        """Write the pages that sequences were given since their last step into the device's table."""
-        rows: list[int] = []
-        columns: list[int] = []
-        pages: list[int] = []
-        for chunk in plan:
-            request = chunk.request
-            sent, held = request.sent_pages, len(request.pages)
-            if sent < held:
-                rows += [request.row] * (held - sent)
-                columns += range(sent, held)
-                pages += request.pages[sent:]
-                request.sent_pages = held
-        if rows:
-            at_rows, at_columns, values = to_device_together([rows, columns, pages], self.device)
-            self._page_table[at_rows, at_columns] = values
+    def _write_pages(self, new: NewPages) -> None:
+        rows, columns, pages = to_device_together(new, self.device)
+        self._page_table[rows, columns] = pages
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
