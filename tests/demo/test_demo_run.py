@@ -14,7 +14,8 @@ from rich.console import Console
 from meltcore import problems
 from meltcore.demo import DemoConfig, run_demo
 from meltcore.demo.outcome import print_outcome
-from meltcore.demo.server_process import ServerError, ServerProcess
+from meltcore.demo.server_process import OwnServer
+from meltcore.evals.server_process import ServerError
 from meltcore.load import LoadConfig
 from meltcore.results.runfolder import read_result
 
@@ -87,7 +88,7 @@ def test_a_server_that_cannot_start_is_told_with_its_own_words(tmp_path: Path, a
 @pytest.mark.parametrize(("fault", "what"), [("silent", "print its address"), ("never-ready", "become ready")])
 def test_waiting_for_a_server_has_a_limit_and_leaves_none_behind(tmp_path: Path, fault: str, what: str) -> None:
     program = (sys.executable, str(FAKE), "--fault", fault)
-    server = ServerProcess(["m"], tmp_path / "log", say=lambda text: None, program=program)
+    server = OwnServer(["m"], tmp_path / "log", say=lambda text: None, program=program)
     with server, pytest.raises(ServerError, match=what):
         server.wait_ready(listen_limit_s=1.5, ready_limit_s=0.5)
     assert not server.running
@@ -96,7 +97,7 @@ def test_waiting_for_a_server_has_a_limit_and_leaves_none_behind(tmp_path: Path,
 def test_a_server_deaf_to_sigterm_is_killed_and_that_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     program = (sys.executable, str(FAKE), "--fault", "deaf")
-    with ServerProcess(["m"], tmp_path / "log", say=said.append, program=program) as server:
+    with OwnServer(["m"], tmp_path / "log", say=said.append, program=program) as server:
         server.wait_ready()
         assert server.stop(limit_s=0.5) == -signal.SIGKILL
     assert "killing it" in said[0]

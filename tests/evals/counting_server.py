@@ -17,8 +17,8 @@ CHATTER = " it is a sum of many parts" * 4
 class CountingServer(FakeServer):
     """Answers "What is a + b?" rightly and anything else with `CHATTER`."""
 
-    def __init__(self, tokenizer: str, lie: Lie = "none") -> None:
-        super().__init__()
+    def __init__(self, tokenizer: str, lie: Lie = "none", port: int = 0) -> None:
+        super().__init__(port=port)
         self._tokenizer = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
         self._lie = lie
         self.asked: list[str] = []
@@ -37,10 +37,15 @@ class CountingServer(FakeServer):
             value += 1000
         return f"You ask {a} and {b}." if self._lie == "echo" else f"{a} {found[2]} {b} = {value}."
 
-    def usage(self, question: str, text: str) -> tuple[int, int]:
-        prompt, output = (len(self._tokenizer.encode(each, add_special_tokens=False).ids) for each in (question, text))
+    def tokens(self, text: str) -> list[str]:
+        ends = [end for _, end in self._tokenizer.encode(text, add_special_tokens=False).offsets]
+        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def usage(self, question: str, used: int, reason: str) -> tuple[int, int]:
+        """An answer that stops by itself has an end token, which has no text."""
+        prompt = len(self._tokenizer.encode(question, add_special_tokens=False).ids)
         prompt = prompt // 2 if self._lie == "prompt-cut" else prompt + TEMPLATE_TOKENS
-        return prompt, 2 * output if self._lie == "output-doubled" else output + 1
+        return prompt, 2 * used if self._lie == "output-doubled" else used + (reason == "stop")
 
     def close(self) -> None:
         self.shutdown()

@@ -28,6 +28,7 @@ FAULTS = (
     "never-ready",  # /health stays 503
     "deaf",  # ignores SIGTERM
     "no-usage",  # answers carry no usage
+    "thinks-aloud",  # answers begin with a thinking block
     "bare-errors",  # errors are plain text
     "slow",  # streams the answers it knows for a minute
 )
@@ -44,8 +45,8 @@ class FakeServer(ThreadingHTTPServer):
     request_queue_size = 512
     daemon_threads = True
 
-    def __init__(self, fault: str = "none", answers: dict[str, int] | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, fault: str = "none", answers: dict[str, int] | None = None, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.fault = fault
         self.streamed = 0
         self.answers = answers or {}  # question: value
@@ -55,14 +56,20 @@ class FakeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def answer(self, question: str, streamed: bool) -> str:
+        if self.fault == "thinks-aloud":
+            return f"<think>\n{question}?\n</think>\nThe answer is 0."
         if question not in self.answers:
             return f"You asked: {question} I do not know."
         wrong = self.fault == "wrong-answers" or (self.fault == "streams-wrong" and streamed)
         return f"The answer is {self.answers[question] + wrong}."
 
-    def usage(self, question: str, text: str) -> tuple[int, int] | None:
-        """(prompt, completion) tokens where they are not words."""
-        return None
+    def tokens(self, text: str) -> list[str]:
+        """The pieces that make up `text`, each of them a token."""
+        return re.findall(r"\s*\S+", text)
+
+    def usage(self, question: str, used: int, reason: str) -> tuple[int, int]:
+        """(prompt, completion) tokens reported of an answer of `used` tokens."""
+        return len(question.split()), used
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -96,19 +103,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _chat(self, fields: dict[str, Any]) -> None:
         question = fields["messages"][-1]["content"]
         streamed = bool(fields.get("stream"))
-        words = re.findall(r"\s*\S+", self.server.answer(question, streamed))
+        words = self.server.tokens(self.server.answer(question, streamed))
         limit = fields.get("max_completion_tokens") or fields.get("max_tokens") or 1000
         reason = "length" if len(words) > limit else "stop"
         text = "".join(words[:limit])
         for stop in fields.get("stop", []):
             if stop in text:
                 text, reason = text[: text.index(stop)], "stop"
-        used = min(len(words), limit)
-        prompt = len(question.split())
-        prompt, used = self.server.usage(question, text) or (prompt, used)
+        prompt, used = self.server.usage(question, min(len(words), limit), reason)
         usage = {"prompt_tokens": prompt, "completion_tokens": used, "total_tokens": prompt + used}
         if streamed:
-            self._stream(re.findall(r"\s*\S+", text), reason, usage, fields)
+            self._stream(self.server.tokens(text), reason, usage, fields)
             return
         message = {"role": "assistant", "content": text}
         answer = _frame("chat.completion", [{"index": 0, "message": message, "finish_reason": reason}])

@@ -43,6 +43,7 @@ def test_a_conforming_server_passes_every_check(start: Callable[..., FakeServer]
     ("fault", "check"),
     [
         ("no-usage", "usage adds up"),
+        ("thinks-aloud", "thinking stays out of the answer's content"),
         ("bare-errors", "an unknown model is a 404 error object"),
         ("never-ready", "GET /health answers 200"),
     ],
@@ -93,17 +94,17 @@ def test_the_verb_writes_a_run_folder_and_exits_by_the_verdict(
     start: Callable[..., FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = start().address
-    assert main(["eval", address, "problems", "--out", str(tmp_path), "--at-least", "0.95"]) == 0
+    assert main(["eval", "problems", address, "--out", str(tmp_path), "--at-least", "0.95"]) == 0
     assert "200 of 200 right" in capsys.readouterr().out
     [folder] = tmp_path.iterdir()
     result = read_result(folder)
     assert (result.command, result.accuracy, result.settings["model"]) == ("eval", 1.0, "fake")
     assert (folder / "report.html").exists()
-    assert main(["eval", start("no-usage").address, "conformance", "--out", str(tmp_path)]) == 1
+    assert main(["eval", "conformance", start("no-usage").address, "--out", str(tmp_path)]) == 1
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", UNREACHABLE, "conformance"]) == 2
+    assert main(["eval", "conformance", UNREACHABLE]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "Connection refused" in error

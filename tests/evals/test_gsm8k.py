@@ -179,7 +179,7 @@ def test_the_verb_prints_the_gate_and_exits_by_it(
     for right, code, word in ((174, 1, "FAIL"), (175, 0, "PASS")):
         out = tmp_path / word
         address = answering(right, "sentence").address
-        assert main(["eval", address, "gsm8k", "--data", data, "--out", str(out)]) == code
+        assert main(["eval", "gsm8k", address, "--data", data, "--out", str(out)]) == code
         assert f"{word}  GSM8K: at least 175 of 200 right" in capsys.readouterr().out
         [folder] = out.iterdir()
         assert read_result(folder).gates[0].status == word

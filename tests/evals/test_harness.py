@@ -58,7 +58,7 @@ def test_a_server_that_answers_differently_when_asked_again_is_told_and_fails_no
 def test_a_python_without_the_harness_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="cannot be run"):
         find_package("/no/such/python")
-    assert main(["eval", "http://127.0.0.1:9", "gsm8k", "--harness", "/bin/false"]) == 2
+    assert main(["eval", "gsm8k", "http://127.0.0.1:9", "--harness", "/bin/false"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

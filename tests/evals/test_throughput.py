@@ -13,13 +13,14 @@ import meltcore
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.evals import ThroughputConfig, run_throughput
+from meltcore.evals.score import speed_sum
 from meltcore.evals.spot_checks import SpotCheck, draw
-from meltcore.evals.throughput import WEIGHTS, speed_sum
 from meltcore.evals.throughput_plan import Planned, make_plan
 from meltcore.evals.throughput_prompts import TextMaker, random_ids
 from meltcore.load.scripted_server import Script, ScriptedServer
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import LevelResult
+from meltcore.results.weights import WEIGHTS
 
 TOKENIZER = str(Path(meltcore.__file__).parent / "bundled" / "sums")
 FINE = ("OK", "CLIENT_BOUND")  # a busy machine may slow the client; that says nothing of the server
@@ -249,7 +250,7 @@ def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(
         "--out",
         str(tmp_path),
     ]
-    assert main(["eval", address, "throughput", *options]) == 0
+    assert main(["eval", "throughput", address, *options]) == 0
     printed = capsys.readouterr().out
     assert "NOT RUN  spot checks" in printed
     assert "speed sum" in printed
@@ -263,7 +264,7 @@ def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(
     assert "Speed sum" in report
     assert "NOT RUN" in report
     # Twelve tokens asked for and eight given: each level did cheaper work than it was to.
-    assert main(["eval", address, "throughput", *options, "--output-tokens", "12"]) == 1
+    assert main(["eval", "throughput", address, *options, "--output-tokens", "12"]) == 1
     assert "speed sum:" not in capsys.readouterr().out
 
 

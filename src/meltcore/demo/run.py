@@ -12,7 +12,7 @@ from rich.console import Console
 
 from meltcore.demo.gates import judge
 from meltcore.demo.level import SHORT_FROM, run_level, workload_of
-from meltcore.demo.server_process import OWN_PROGRAM, ServerProcess
+from meltcore.demo.server_process import OWN_PROGRAM, OwnServer
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.evals import Api, evaluate, run_checks
 from meltcore.report import save
@@ -75,7 +75,7 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     def say(text: str) -> None:
         console.print(text, style="yellow", highlight=False)
 
-    with ServerProcess([config.model], folder.path / SERVER_LOG, say=say, program=config.server_program) as server:
+    with OwnServer([config.model], folder.path / SERVER_LOG, say=say, program=config.server_program) as server:
         try:
             with console.status(f"starting a server with {config.model}"):
                 address = server.wait_ready()
@@ -95,7 +95,7 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
 
 
 def _measure(
-    config: DemoConfig, console: Console, server: ServerProcess, api: Api, folder: RunFolder, measured: _Measured
+    config: DemoConfig, console: Console, server: OwnServer, api: Api, folder: RunFolder, measured: _Measured
 ) -> None:
     """Checks, held-out problems, levels; every finding goes into `measured` as soon as it is there.
 

@@ -118,6 +118,14 @@ def _chat_fields(server: Server) -> str:
     return repr(server.plain_text[:60])
 
 
+@check("thinking stays out of the answer's content")
+def _no_thinking(server: Server) -> str:
+    text = server.plain_text
+    if "<think>" in text or "</think>" in text:
+        raise Mismatch(f"the answer holds thinking tags: {text[:60]!r}")
+    return ""
+
+
 @check("usage adds up")
 def _usage(server: Server) -> str:
     usage = server.plain["usage"]

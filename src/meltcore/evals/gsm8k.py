@@ -83,12 +83,20 @@ def sum_up(marked: Sequence[Marked]) -> Evaluation:
 
 def gate(evaluation: Evaluation) -> Gate:
     """87.5 % right by flexible extraction."""
-    needed = -(-evaluation.asked * GATE_RIGHT // GATE_OF)
     return Gate(
-        name=f"GSM8K: at least {needed} of {evaluation.asked} right",
-        status="PASS" if evaluation.right >= needed else "FAIL",
+        name=gate_name(evaluation.asked),
+        status="PASS" if evaluation.right >= needed(evaluation.asked) else "FAIL",
         detail=f"{evaluation.right} by flexible extraction, {evaluation.strict_right} by strict",
     )
+
+
+def gate_name(asked: int) -> str:
+    return f"GSM8K: at least {needed(asked)} of {asked} right"
+
+
+def needed(asked: int) -> int:
+    """The least whole number of right answers that passes."""
+    return -(-asked * GATE_RIGHT // GATE_OF)
 
 
 def _body(model: str, item: Item, shots: Shots) -> dict[str, Any]:

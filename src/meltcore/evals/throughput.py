@@ -8,18 +8,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meltcore.evals.api import Api
+from meltcore.evals.score import speed_sum
 from meltcore.evals.throughput_checks import check_level, gates
-from meltcore.evals.throughput_plan import LEVELS, WARMUPS, Plan, ThroughputConfig, make_plan
+from meltcore.evals.throughput_plan import WARMUPS, Plan, ThroughputConfig, make_plan
 from meltcore.evals.throughput_prompts import TextMaker
 from meltcore.load.config import LoadConfig
 from meltcore.load.record import Record
 from meltcore.load.run import overall_verdict
 from meltcore.load.runner import OnProgress, run_levels
 from meltcore.results.fingerprint import take_fingerprint
-from meltcore.results.schema import Gate, LevelResult, RunResult, SpeedSum
+from meltcore.results.schema import Gate, LevelResult, RunResult
 from meltcore.results.served import model_facts, model_notes
 
-WEIGHTS = dict(zip(LEVELS, (1, 1, 2, 2, 4, 4, 8), strict=True))
 PROMPTS_FILE = "prompts.jsonl"
 
 
@@ -54,17 +54,6 @@ def run_throughput(
         verdict=verdict,
         reasons=_reasons(found),
         notes=[*_notes(config, levels), *model_notes(facts)],
-    )
-
-
-def speed_sum(levels: Sequence[LevelResult]) -> SpeedSum | None:
-    """None unless every one of the seven levels is there and every request of it was answered as asked."""
-    by_load = {level.concurrency: level for level in levels if level.verdict in ("OK", "CLIENT_BOUND")}
-    if by_load.keys() != WEIGHTS.keys():
-        return None
-    return SpeedSum(
-        total_tokens_per_s=sum(weight * by_load[load].total_tokens_per_s for load, weight in WEIGHTS.items()),
-        output_tokens_per_s=sum(weight * by_load[load].output_tokens_per_s for load, weight in WEIGHTS.items()),
     )
 
 

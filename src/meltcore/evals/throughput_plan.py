@@ -13,11 +13,12 @@ import msgspec
 from meltcore.errors import ConfigError
 from meltcore.evals.spot_checks import SpotCheck, draw
 from meltcore.evals.throughput_prompts import TextMaker, random_ids
+from meltcore.results.weights import WEIGHTS
 
 WARMUPS = 2
 SPOT_CHECKS = 2
 REUSED_PROMPTS = 128
-LEVELS = (1, 2, 4, 8, 16, 32, 64)
+LEVELS = tuple(WEIGHTS)
 
 
 @dataclass(frozen=True, kw_only=True)

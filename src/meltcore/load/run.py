@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -53,7 +53,12 @@ async def _served_facts(config: LoadConfig) -> dict[str, Any]:
 
 def overall_verdict(levels: Sequence[LevelResult]) -> Verdict:
     """The gravest verdict among `levels`; PARTIAL where there is none."""
-    return min((level.verdict for level in levels), key=_GRAVITY.index, default="PARTIAL")
+    return gravest(level.verdict for level in levels)
+
+
+def gravest(verdicts: Iterable[Verdict]) -> Verdict:
+    """PARTIAL where there is none."""
+    return min(verdicts, key=_GRAVITY.index, default="PARTIAL")
 
 
 def settings(config: LoadConfig) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from meltcore.results import wording
 from meltcore.results.definitions import DEFINITIONS, define
 from meltcore.results.percentiles import QUANTILES, SAMPLES_NEEDED, TOO_SMALL
 from meltcore.results.runfolder import RunFolder
-from meltcore.results.schema import Distribution, LevelResult, RunResult
+from meltcore.results.schema import Distribution, EvalScore, LevelResult, RunResult
 from meltcore.results.score import ScoredRun
+from meltcore.results.weights import WEIGHTS
 
 _DISTRIBUTIONS = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "queue_delay_ms")
 
@@ -59,12 +60,15 @@ def _context(result: RunResult) -> dict[str, Any]:
         "fingerprint": wording.fingerprint_rows(result.fingerprint),
         "settings": [(name, wording.setting(value)) for name, value in result.settings.items()],
         "definitions": DEFINITIONS,
+        "weighted": _weighted(result),
     }
 
 
 def _tiles(result: RunResult) -> list[tuple[str, str, str]]:
     """(label, figure, small print): the few numbers a reader looks for first."""
     tiles: list[tuple[str, str, str]] = []
+    if result.eval_score is not None:
+        tiles.append(_score_tile(result.eval_score))
     if result.evaluation is not None:
         found = result.evaluation
         interval = (
@@ -90,6 +94,28 @@ def _tiles(result: RunResult) -> list[tuple[str, str, str]]:
         passed = sum(check.status == "PASS" for check in result.checks)
         tiles.append(("API checks passed", f"{passed} of {len(result.checks)}", "OpenAI forms and errors"))
     return tiles
+
+
+def _weighted(result: RunResult) -> dict[str, Any] | None:
+    """What an evaluation's levels add up to: a title, a line, and a row a level."""
+    if result.command != "eval" or not result.levels:
+        return None
+    title, line = "Tokens per second, both ways to count", ""
+    if result.eval_score is not None:
+        title, line = "Score", wording.eval_score_line(result.eval_score)
+    elif result.speed_sum is not None:
+        title, line = "Speed sum", wording.speed_sum_line(result.speed_sum)
+    rows = []
+    for level in result.levels:
+        weight = WEIGHTS.get(level.concurrency, 0)
+        rates = (level.total_tokens_per_s, level.output_tokens_per_s)
+        rows.append((level, weight, [wording.number(each) for rate in rates for each in (rate, weight * rate)]))
+    return {"title": title, "line": line, "rows": rows}
+
+
+def _score_tile(found: EvalScore) -> tuple[str, str, str]:
+    small = f"prompts and answers, weighted; answers alone: {wording.number(found.output_tokens_per_s)}"
+    return ("Score", wording.number(found.total_tokens_per_s), "a gate failed" if found.zero_because else small)
 
 
 def _charts(levels: Sequence[LevelResult]) -> list[Chart]:

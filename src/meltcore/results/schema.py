@@ -74,6 +74,18 @@ class SpeedSum(msgspec.Struct, kw_only=True):
     output_tokens_per_s: float
 
 
+class EvalScore(msgspec.Struct, kw_only=True):
+    """The same weighted sums, of a server whose answers were checked; both are zero where a gate or a level failed.
+
+    `total_tokens_per_s` counts prompts and answers, as the public harness does; `output_tokens_per_s` answers alone, as
+    its rules are written. `zero_because` says what failed.
+    """
+
+    total_tokens_per_s: float
+    output_tokens_per_s: float
+    zero_because: list[str] = msgspec.field(default_factory=list)
+
+
 class LevelResult(msgspec.Struct, kw_only=True):
     """One level of load. `requests` counts every request tried: succeeded + failed == requests, whatever went wrong.
 
@@ -206,6 +218,7 @@ class RunResult(msgspec.Struct, kw_only=True):
     gates: list[Gate] = msgspec.field(default_factory=list)
     levels: list[LevelResult] = msgspec.field(default_factory=list)
     speed_sum: SpeedSum | None = None
+    eval_score: EvalScore | None = None
     verdict: Verdict = "OK"
     reasons: list[str] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)

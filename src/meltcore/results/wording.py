@@ -3,7 +3,15 @@
 from datetime import UTC, datetime
 
 from meltcore.results.percentiles import TOO_SMALL
-from meltcore.results.schema import Distribution, Evaluation, Fingerprint, LevelResult, RunResult, SpeedSum
+from meltcore.results.schema import (
+    Distribution,
+    EvalScore,
+    Evaluation,
+    Fingerprint,
+    LevelResult,
+    RunResult,
+    SpeedSum,
+)
 
 NOT_MEASURED = "–"
 
@@ -123,4 +131,14 @@ def speed_sum_line(found: SpeedSum) -> str:
     return (
         f"speed sum: {number(found.total_tokens_per_s)} tok/s of prompts and answers together, "
         f"{number(found.output_tokens_per_s)} of answers alone (weights 1, 1, 2, 2, 4, 4, 8; answers unchecked)"
+    )
+
+
+def eval_score_line(found: EvalScore) -> str:
+    """One sentence: both ways to count, or why the score is zero."""
+    if found.zero_because:
+        return f"score: 0, because of {'; '.join(found.zero_because)}"
+    return (
+        f"score: {number(found.total_tokens_per_s)} by prompts and answers together (the public harness's way), "
+        f"{number(found.output_tokens_per_s)} by answers alone (the written rule); weights 1, 1, 2, 2, 4, 4, 8"
     )

@@ -1,0 +1,259 @@
+"""The whole evaluation and its score: what makes one, what makes it zero, and what is no score at all."""
+
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from whole_server import ITEMS, TOKENIZER, WholeServer, write_items
+
+from meltcore.cli.main import main
+from meltcore.errors import ConfigError
+from meltcore.evals.score import score
+from meltcore.results.runfolder import read_result
+from meltcore.results.schema import Gate, LevelResult, RunResult, Verdict
+from meltcore.results.weights import WEIGHTS
+
+SERVER = Path(__file__).parent / "whole_server.py"
+QUICK = ["--requests", "4", "--input-tokens", "24", "--output-tokens", "64", "--tokenizer", TOKENIZER, "--seed", "1"]
+
+
+@pytest.fixture
+def items(tmp_path: Path) -> Path:
+    return write_items(tmp_path / "items.jsonl")
+
+
+@pytest.fixture
+def whole() -> Iterator[Callable[[int], WholeServer]]:
+    servers: list[WholeServer] = []
+
+    def start(right: int) -> WholeServer:
+        servers.append(WholeServer(ITEMS, right))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def only_run(out: Path) -> tuple[Path, RunResult]:
+    [folder] = out.iterdir()
+    return folder, read_result(folder)
+
+
+def level(load: int, verdict: Verdict = "OK") -> LevelResult:
+    return LevelResult(
+        concurrency=load, requests=1, succeeded=1, failed=0, peak_in_flight=1, duration_s=1.0,
+        output_tokens_per_s=10.0 * load, total_tokens_per_s=100.0 * load, prompt_tokens=1, output_tokens=1,
+        verdict=verdict,
+    )  # fmt: skip
+
+
+PASSED = [Gate(name="GSM8K", status="PASS")]
+LEVELS = [level(load) for load in WEIGHTS]
+
+
+# --- the score
+
+
+def test_the_score_weighs_both_ways_to_count() -> None:
+    found = score(PASSED, LEVELS)
+    weighted = 1 * 1 + 1 * 2 + 2 * 4 + 2 * 8 + 4 * 16 + 4 * 32 + 8 * 64
+    assert (found.total_tokens_per_s, found.output_tokens_per_s) == (100.0 * weighted, 10.0 * weighted)
+
+
+def test_the_published_numbers_of_vllm_make_the_published_score() -> None:
+    published = dict(zip(WEIGHTS, (984, 1753, 3038, 4749, 6446, 11144, 12810), strict=True))
+    levels = [level(load) for load in WEIGHTS]
+    for each in levels:
+        each.total_tokens_per_s = published[each.concurrency]
+    assert score(PASSED, levels).total_tokens_per_s == 191_151
+
+
+@pytest.mark.parametrize(
+    ("gates", "levels", "because"),
+    [
+        ([Gate(name="GSM8K", status="FAIL", detail="174")], LEVELS, "GSM8K: 174"),
+        (PASSED, [*LEVELS[:-1], level(64, "FAILED")], "64 at once: FAILED"),
+    ],
+)
+def test_a_failed_gate_or_level_makes_the_score_zero(
+    gates: list[Gate], levels: list[LevelResult], because: str
+) -> None:
+    found = score(gates, levels)
+    assert (found.total_tokens_per_s, found.output_tokens_per_s, found.zero_because) == (0.0, 0.0, [because])
+
+
+@pytest.mark.parametrize(
+    ("gates", "levels", "match"),
+    [
+        (PASSED, LEVELS[:3] + LEVELS[4:], "levels 8;"),
+        (PASSED, [*LEVELS[:-1], level(64, "SERVER_DIED")], "levels 64;"),
+        ([Gate(name="GSM8K", status="NOT RUN")], LEVELS, "GSM8K NOT RUN"),
+        ([], LEVELS, "without its gates"),
+    ],
+)
+def test_without_a_level_or_a_gate_there_is_no_score(gates: list[Gate], levels: list[LevelResult], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        score(gates, levels)
+
+
+# --- the whole evaluation
+
+
+@pytest.mark.parametrize(("right", "code"), [(174, 1), (175, 0)])
+def test_the_gate_flips_the_score_between_174_and_175(
+    whole: Callable[[int], WholeServer],
+    items: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    right: int,
+    code: int,
+) -> None:
+    out = tmp_path / "runs"
+    assert main(["eval", "all", whole(right).address, "--data", str(items), "--out", str(out), *QUICK]) == code
+    printed = capsys.readouterr().out
+    folder, result = only_run(out)
+    assert {check.status for check in result.checks} == {"PASS"}
+    assert result.evaluation is not None
+    assert result.evaluation.right == right
+    assert [each.concurrency for each in result.levels] == list(WEIGHTS)
+    assert result.eval_score is not None
+    report = (folder / "report.html").read_text()
+    assert {path.name for path in folder.iterdir()} == {"prompts.jsonl", "requests.jsonl", "result.json", "report.html"}
+    if right == 175:
+        expected = sum(WEIGHTS[each.concurrency] * each.output_tokens_per_s for each in result.levels)
+        assert result.eval_score.output_tokens_per_s == pytest.approx(expected)
+        assert result.eval_score.total_tokens_per_s > 1.5 * expected
+        assert [gate.status for gate in result.gates] == ["PASS"] * 4
+        assert "by answers alone (the written rule)" in printed
+        assert ">Score<" in report
+    else:
+        assert (result.verdict, result.eval_score.total_tokens_per_s) == ("FAILED", 0.0)
+        assert "score: 0, because of GSM8K: at least 175 of 200 right: 174 by flexible" in printed.replace("\n", " ")
+        assert "score: 0, because" in report
+    assert any("compares with no published one" in note for note in result.notes)
+
+
+def test_runs_made_one_by_one_have_the_same_score(
+    whole: Callable[[int], WholeServer], items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = whole(200).address
+    asked, loaded, scored, short = (tmp_path / name for name in ("asked", "loaded", "scored", "short"))
+    assert main(["eval", "gsm8k", address, "--data", str(items), "--out", str(asked)]) == 0
+    assert main(["eval", "throughput", address, "--out", str(loaded), *QUICK]) == 0
+    runs = [str(only_run(asked)[0]), str(only_run(loaded)[0])]
+    assert main(["eval", "score", *runs, "--out", str(scored)]) == 0
+    found = only_run(scored)[1]
+    assert found.eval_score is not None
+    levels = only_run(loaded)[1].levels
+    total = sum(WEIGHTS[each.concurrency] * each.total_tokens_per_s for each in levels)
+    assert found.eval_score.total_tokens_per_s == pytest.approx(total)
+    # One of them alone, twice the same, or fewer levels: no score.
+    capsys.readouterr()
+    assert main(["eval", "score", runs[0]]) == 2
+    assert "no score without the levels [1, 2, 4, 8, 16, 32, 64]" in capsys.readouterr().err
+    assert main(["eval", "score", runs[1]]) == 2
+    assert "no score without GSM8K" in capsys.readouterr().err
+    assert main(["eval", "score", runs[1], runs[1]]) == 2
+    assert "measured the same" in capsys.readouterr().err
+    assert main(["eval", "throughput", address, "--levels", "1,2", "--out", str(short), *QUICK]) == 0
+    assert main(["eval", "score", runs[0], str(only_run(short)[0])]) == 2
+    assert "no score without the levels [4, 8, 16, 32, 64]" in capsys.readouterr().err
+
+
+def test_what_cannot_work_is_refused_before_anything_is_asked(
+    whole: Callable[[int], WholeServer], items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = whole(200)
+    out = ["--out", str(tmp_path / "runs")]
+    assert main(["eval", "all", server.address, "--data", str(tmp_path / "absent.jsonl"), *out, *QUICK]) == 2
+    assert main(["eval", "all", server.address, "--data", str(items), *out, "--tokenizer", str(tmp_path)]) == 2
+    assert server.asked == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_speed_only_asks_no_problem_and_gives_no_score(
+    whole: Callable[[int], WholeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This server ends its answers where it likes, so the levels fail; the gates still say what was left out."""
+    out = tmp_path / "runs"
+    assert main(["eval", "all", whole(200).address, "--speed-only", "--out", str(out), *QUICK]) == 1
+    result = only_run(out)[1]
+    assert [gate.status for gate in result.gates if gate.name.startswith("GSM8K")] == ["NOT RUN"]
+    assert (result.eval_score, result.evaluation) == (None, None)
+    assert "score:" not in capsys.readouterr().out
+
+
+# --- a server of another's
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def baseline(items: Path, out: Path, *options: str, limit_s: float = 30.0) -> list[str]:
+    port = free_port()
+    command = shlex.join([sys.executable, str(SERVER), "--items", str(items), "--port", str(port), *options])
+    address = f"http://127.0.0.1:{port}"
+    return ["eval", "baseline", address, "--command", command, "--start-limit", str(limit_s), "--data", str(items),
+            "--out", str(out), *QUICK]  # fmt: skip
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within 5 s; one that waits for its parent has ended."""
+    deadline_s = time.monotonic() + 5
+    while time.monotonic() < deadline_s:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_baseline_runs_in_its_own_environment_and_ends_with_its_children(
+    items: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, child, ours = tmp_path / "runs", tmp_path / "child", tmp_path / "ours"
+    ours.mkdir()
+    (ours / "tokenizers.py").write_text("raise ImportError('a package of another environment')")
+    monkeypatch.setenv("PYTHONPATH", str(ours))
+    assert main(baseline(items, out, "--child", str(child))) == 0
+    folder, result = only_run(out)
+    assert result.settings["what"] == "baseline"
+    assert "whole_server.py" in str(result.settings["server_command"])
+    assert str(SERVER.parent) not in str(result.settings["server_command"])
+    assert result.eval_score is not None
+    assert result.eval_score.total_tokens_per_s > 0
+    assert (folder / "server.log").exists()
+    assert gone(int(child.read_text()))
+
+
+def test_a_baseline_that_does_not_come_up_is_ended_and_told(
+    items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = tmp_path / "child"
+    started_s = time.monotonic()
+    assert main(baseline(items, tmp_path / "runs", "--never", "--child", str(child), limit_s=2.0)) == 2
+    assert time.monotonic() - started_s < 15
+    assert "did not become ready within 2 s" in capsys.readouterr().err
+    assert gone(int(child.read_text()))
+    missing = ["--command", "/no/such/program serve"]
+    assert main([*baseline(items, tmp_path / "runs"), *missing]) == 2
+    assert "/no/such/program cannot be started" in capsys.readouterr().err
+
+
+def test_a_baseline_does_not_measure_a_server_that_is_there_already(
+    whole: Callable[[int], WholeServer], items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = baseline(items, tmp_path / "runs")
+    words[2] = whole(200).address
+    assert main(words) == 2
+    assert "answers at" in capsys.readouterr().err
