@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from meltcore import LLM, SamplingParams
 from meltcore.engine.engine import Engine
 from meltcore.engine.messages import AddRequest
+from meltcore.models.cache import split_groups
 
 STEPS = 20
 SHOWN = 12  # kernels of a step, the longest first
@@ -37,7 +38,7 @@ class Ceilings:
         model = engine.runner.model
         self.weights = sum(weight.numel() for weight in model.parameters())
         self.weight_bytes = sum(weight.nbytes for weight in model.parameters())
-        (group,) = model.cache_groups()
+        group, _ = split_groups(model.cache_groups())
         self.kv_bytes = 2 * group.layers * group.kv_heads * group.head_dim * model.embedding.element_size()
 
     def decode_us(self, sequences: int, context: int) -> float:

@@ -15,6 +15,16 @@ from meltcore.kernels.paged_attention import SegmentGroup
 _MASK_LIMIT = 2**24
 
 
+class StateStep(NamedTuple):
+    """What recurrent layers are told of a step besides.
+
+    slots: each chunk's; first_tokens: the index of each one's first token, then the number of tokens.
+    """
+
+    slots: list[int]
+    first_tokens: np.ndarray
+
+
 class Batch(NamedTuple):
     """The chunks of a step, flat, in an order in which neighbours pad together; token arrays follow it.
 
@@ -22,7 +32,7 @@ class Batch(NamedTuple):
     (`query_tiles`), counted from the first of them.
     token_ids: known ids, 0 where the token is still on the device; unread_tokens / unread_rows: where those sit and
     which row's last token they are; last_tokens / sample_rows: for each chunk that samples, its last token's index
-    and its row.
+    and its row; states: None where the model has no recurrent layers.
     """
 
     decodes: int
@@ -38,6 +48,7 @@ class Batch(NamedTuple):
     unread_rows: list[int]
     last_tokens: list[int]
     sample_rows: list[int]
+    states: StateStep | None
 
 
 class NewPages(NamedTuple):
@@ -77,7 +88,7 @@ def take_new_pages(plan: list[Chunk]) -> NewPages:
     return NewPages(rows, columns, pages)
 
 
-def build_batch(plan: list[Chunk]) -> tuple[list[Chunk], Batch]:
+def build_batch(plan: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk], Batch]:
     """Sort, group and flatten a plan of at least one chunk. Returns the chunks in the order of the batch too."""
     chunks = sorted(plan, key=_padding_class)
     sizes = np.array([chunk.size for chunk in chunks])
@@ -122,8 +133,13 @@ def build_batch(plan: list[Chunk]) -> tuple[list[Chunk], Batch]:
         unread_rows=unread_rows,
         last_tokens=[token for token, _ in samples],
         sample_rows=[row for _, row in samples],
+        states=_state_step(chunks, sizes) if recurrent else None,
     )
     return chunks, batch
+
+
+def _state_step(chunks: list[Chunk], sizes: np.ndarray) -> StateStep:
+    return StateStep([chunk.request.state_slot for chunk in chunks], np.concatenate([[0], np.cumsum(sizes)]))
 
 
 def _padding_class(chunk: Chunk) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from meltcore.config import EngineConfig
-from meltcore.engine.memory import plan_pages
+from meltcore.engine.memory import plan_memory
 from meltcore.engine.messages import (
     AddRequest,
     EngineReady,
@@ -26,6 +26,7 @@ from meltcore.engine.request import Request, Sampled, TokenMask
 from meltcore.engine.runner import LaunchedStep, ModelRunner
 from meltcore.engine.sampler import Sampler
 from meltcore.engine.scheduler import Scheduler
+from meltcore.engine.state_pool import StatePool
 from meltcore.engine.warm_up import warm_up
 from meltcore.errors import ConfigError, RequestError
 from meltcore.kernels.dispatch import force_reference
@@ -59,21 +60,26 @@ class Engine:
         device = choose_device(config.device)
         model = _load(self.checkpoint, config, device, progress)
         self.max_model_len = _context_limit(config, model)
-        self.max_num_seqs = _or_default(config.max_num_seqs, device, cuda=1024, cpu=256)
         model.prepare(self.max_model_len)
         cache_dtype = _cache_dtype(model, config, device)
-        fitting, self.memory = plan_pages(
+        plan = plan_memory(
             model,
             memory_bytes=config.memory_bytes,
             max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=_or_default(config.max_num_seqs, device, cuda=1024, cpu=256),
+            may_run_fewer=config.max_num_seqs is None,
             cache_dtype=cache_dtype,
         )
-        pages = fitting if pages is None else pages
+        self.max_num_seqs, self.memory = plan.max_num_seqs, plan.rows
+        pages = plan.pages if pages is None else pages
         self.pool = PagePool(pages)
+        self.states = StatePool(plan.state_slots) if plan.state_slots else None
+        # A page without the recurrent state after it is no beginning to go on from.
+        cached = "no-prefix-cache" not in config.debug and self.states is None
         self.scheduler = Scheduler(
             self.pool,
-            None if "no-prefix-cache" in config.debug else PrefixCache(self.pool),
+            PrefixCache(self.pool) if cached else None,
+            self.states,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=_or_default(config.max_num_batched_tokens, device, cuda=8192, cpu=2048),
             max_model_len=self.max_model_len,
@@ -83,6 +89,7 @@ class Engine:
             model,
             Sampler(self.vocab_size, device, config.seed),
             pages=pages,
+            state_slots=plan.state_slots,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             cache_dtype=cache_dtype,
@@ -190,6 +197,9 @@ class Engine:
         assert not self._requests, f"{len(self._requests)} requests are still known"
         assert self.pool.used == 0, f"{self.pool.used} pages are still held"
         self.pool.check()
+        if self.states is not None:
+            assert self.states.used == 0, f"{self.states.used} state slots are still held"
+            self.states.check()
         if self.scheduler.cache is not None:
             self.scheduler.cache.check()
 

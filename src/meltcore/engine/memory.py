@@ -2,47 +2,109 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from meltcore.engine.messages import MemoryRow
 from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.scheduler import pages_for
 from meltcore.errors import ConfigError
+from meltcore.models.cache import split_groups
 from meltcore.models.decoder import Decoder
 
 # What a step needs beside weights and pages, until a profiled step says better: activations, workspaces, fragmentation.
 RESERVE_SHARE = 0.08
 # On a CPU, cached pages share memory with everything else: a quarter of what is free unless the user says otherwise.
 HOST_SHARE = 0.25
+# The most that recurrent states take of what weights and reserve leave, where nobody asked for more: a sequence of a
+# few thousand tokens needs about as much in pages as its states take (Qwen3.5-35B-A3B: 62 MiB, and 20 KiB a token).
+STATE_SHARE = 0.5
 
 
-def plan_pages(
-    model: Decoder, *, memory_bytes: int | None, max_model_len: int, max_num_seqs: int, cache_dtype: torch.dtype
-) -> tuple[int, list[MemoryRow]]:
-    """How many pages fit, and the memory table. Raises ConfigError where one full sequence does not fit."""
+class MemoryPlan(NamedTuple):
+    """How many pages and state slots fit, for how many sequences at once, and the memory table."""
+
+    pages: int
+    state_slots: int
+    max_num_seqs: int
+    rows: list[MemoryRow]
+
+
+class _Budget(NamedTuple):
+    """Bytes: all there are, those of the weights and of the reserve, and what one page and one state slot take."""
+
+    total: int
+    weights: int
+    reserve: int
+    page: int
+    slot: int
+
+    @property
+    def room(self) -> int:
+        return self.total - self.weights - self.reserve
+
+    def states(self, slots: int) -> int:
+        """So many slots, and the null slot beside them."""
+        return self.slot * (slots + 1)
+
+
+def plan_memory(
+    model: Decoder,
+    *,
+    memory_bytes: int | None,
+    max_model_len: int,
+    max_num_seqs: int,
+    may_run_fewer: bool,
+    cache_dtype: torch.dtype,
+) -> MemoryPlan:
+    """Divide what the weights and the reserve leave. Raises ConfigError where one full sequence does not fit.
+
+    may_run_fewer: `max_num_seqs` is a wish, lowered where the recurrent states of so many would take more than their
+    share; else it is what somebody asked for, and a ConfigError where it does not fit.
+    """
     device = model.embedding.device
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    (group,) = model.cache_groups()
-    page_bytes = group.page_bytes(PAGE_SIZE, cache_dtype.itemsize)
-    budget = memory_bytes if memory_bytes is not None else weights + _free_bytes(device)
-    reserve = int(budget * RESERVE_SHARE)
-    wanted = pages_for(max_model_len) * max_num_seqs
-    fitting = max(0, (budget - weights - reserve) // page_bytes)
+    total = memory_bytes if memory_bytes is not None else weights + _free_bytes(device)
+    pages_of, states_of = split_groups(model.cache_groups())
+    page_bytes = pages_of.page_bytes(PAGE_SIZE, cache_dtype.itemsize)
+    slot_bytes = states_of.slot_bytes(model.embedding.element_size()) if states_of else 0
+    budget = _Budget(total, weights, int(total * RESERVE_SHARE), page_bytes, slot_bytes)
+
+    if states_of and may_run_fewer:
+        max_num_seqs = max(1, min(max_num_seqs, int(budget.room * STATE_SHARE) // slot_bytes - 1))
+    slots = max_num_seqs if states_of else 0
+    fitting = max(0, (budget.room - budget.states(slots)) // page_bytes)
     if fitting < pages_for(max_model_len):
-        largest = fitting * PAGE_SIZE
-        needed = _size(page_bytes * pages_for(max_model_len))
-        advice = f"Set --max-model-len {largest} or less, or raise --memory." if largest else "Raise --memory."
-        raise ConfigError(
-            f"{_size(budget)} hold the weights ({_size(weights)}), a reserve of {_size(reserve)} and pages for "
-            f"{largest} tokens; --max-model-len {max_model_len} needs {needed} of pages. {advice}"
-        )
-    pages = min(wanted, fitting)
+        raise ConfigError(_refusal(budget, fitting, slots, max_model_len))
+    pages = min(pages_for(max_model_len) * max_num_seqs, fitting)
     rows = [
         MemoryRow("weights", weights),
         MemoryRow("KV pages", pages * page_bytes, f"{pages:,} pages of {PAGE_SIZE} tokens"),
-        MemoryRow("reserve", reserve, "activations and workspaces"),
+        MemoryRow("reserve", budget.reserve, "activations and workspaces"),
     ]
-    return pages, rows
+    if slots:
+        note = f"{slots:,} slots of {_size(slot_bytes)}"
+        rows.insert(1, MemoryRow("recurrent states", budget.states(slots), note))
+    return MemoryPlan(pages, slots, max_num_seqs, rows)
+
+
+def _refusal(budget: _Budget, pages: int, slots: int, max_model_len: int) -> str:
+    """Why one sequence of `max_model_len` does not fit, and the largest settings that would."""
+    longest = pages * PAGE_SIZE
+    needed = budget.page * pages_for(max_model_len)
+    advice = [f"--max-model-len {longest} or less"] if longest else []
+    states = ""
+    if slots:
+        states = f", the recurrent states of {slots} sequences ({_size(budget.states(slots))})"
+        most = (budget.room - needed) // budget.slot - 1
+        advice += [f"--max-num-seqs {most} or less"] if 0 < most < slots else []
+    return (
+        f"{_size(budget.total)} hold the weights ({_size(budget.weights)}){states}, a reserve of "
+        f"{_size(budget.reserve)} and pages for {longest} tokens; --max-model-len {max_model_len} needs "
+        f"{_size(needed)} of pages. "
+        + (f"Set {' or '.join(advice)}, or raise --memory." if advice else "Raise --memory.")
+    )
 
 
 def _free_bytes(device: torch.device) -> int:

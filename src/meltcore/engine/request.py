@@ -47,6 +47,7 @@ class Request:
         self.page_keys: list[bytes] = []  # prefix-cache keys of the first full pages
         self.registered_pages = 0  # how many of them the prefix cache has seen
         self.sent_pages = 0  # how many of them the device's page table holds
+        self.state_slot = 0  # where its recurrent state is; 0, the null slot, while it is not running
         self.row = -1
         self.on_device = False  # its newest token is in its row of the device's table
         self.plain_greedy = _is_plain_greedy(message.sampling) and token_mask is None

@@ -13,9 +13,11 @@ from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.request import Request, Sampled
 from meltcore.engine.sampler import Sampler, SampleResult
 from meltcore.engine.scheduler import Chunk, pages_for
+from meltcore.engine.state_cache import StateCache
 from meltcore.engine.transfer import to_device, to_device_together
 from meltcore.kernels.paged_attention import Segments
 from meltcore.kernels.sampling import greedy
+from meltcore.models.cache import split_groups
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import Progress
 
@@ -39,7 +41,7 @@ class LaunchedStep(NamedTuple):
 
 
 class ModelRunner:
-    """Holds the paged cache and a table row for each running sequence: its pages and its newest token."""
+    """Holds the caches and a table row for each running sequence: its pages, its state slot and its newest token."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class ModelRunner:
         sampler: Sampler,
         *,
         pages: int,
+        state_slots: int,
         max_num_seqs: int,
         max_model_len: int,
         cache_dtype: torch.dtype,
@@ -54,15 +57,14 @@ class ModelRunner:
         self.model = model
         self.sampler = sampler
         self.device = model.embedding.device
-        (group,) = model.cache_groups()
-        shape = (pages + 1, PAGE_SIZE, group.kv_heads, group.head_dim)  # page 0 is for padding
-        dtype = cache_dtype
-        # Zeros, not whatever was there: a masked key still takes part as 0 * value, and 0 * NaN is NaN.
-        self.caches = [
-            (torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device))
-            for _ in range(group.layers)
-        ]
         rows = max_num_seqs + 1  # row 0 is for padding
+        group, state_group = split_groups(model.cache_groups())
+        shape = (pages + 1, PAGE_SIZE, group.kv_heads, group.head_dim)  # page 0 is for padding
+        self._states: StateCache | None = None
+        if state_group is not None:
+            dtype = model.embedding.dtype
+            self._states = StateCache(state_group, slots=state_slots, rows=rows, dtype=dtype, device=self.device)
+        self.caches = _caches(model, shape, cache_dtype, self._states)
         self._max_num_seqs = max_num_seqs
         self._page_table = torch.zeros(rows, pages_for(max_model_len), dtype=torch.int64, device=self.device)
         self._last_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -107,7 +109,7 @@ class ModelRunner:
         if self._graphs is not None and all(chunk.request.on_device for chunk in plan):
             rows, positions = [chunk.request.row for chunk in plan], [chunk.start for chunk in plan]
             return plan, Step(new_pages, rows, positions, None)
-        chunks, batch = build_batch(plan)
+        chunks, batch = build_batch(plan, recurrent=self._states is not None)
         for chunk in chunks:
             if chunk.samples:
                 chunk.request.on_device = True
@@ -147,7 +149,9 @@ class ModelRunner:
         )
         if batch.unread_tokens:
             token_ids[unread_tokens] = self._last_token[unread_rows]
-        nothing = positions.new_empty(0)
+        nothing = state_slots = first_tokens = rows.new_empty(0)
+        if self._states is not None and batch.states is not None:
+            state_slots, first_tokens = self._states.begin(batch.states, rows)
         segments = Segments(
             page_table=self._page_table,
             rows=rows,
@@ -157,8 +161,8 @@ class ModelRunner:
             tiles=to_device(batch.tiles, torch.int32, self.device),
             places=places,
             groups=batch.groups,
-            state_slots=nothing,
-            first_tokens=nothing,
+            state_slots=state_slots,
+            first_tokens=first_tokens,
             chunks=nothing,
         )
         return self.model(token_ids, positions, self.caches, segments)
@@ -166,7 +170,7 @@ class ModelRunner:
     def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One new token for each row, from the device's tables alone: hidden states and greedy tokens.
 
-        Padding has position -1: it attends to nothing and stores nothing.
+        Padding has position -1: it attends to nothing and stores nothing; its recurrent state is the null slot's.
         """
         nothing = positions.new_empty(0)
         segments = Segments(
@@ -178,7 +182,7 @@ class ModelRunner:
             tiles=nothing,
             places=nothing,
             groups=[],
-            state_slots=nothing,
+            state_slots=nothing if self._states is None else self._states.slots(rows),
             first_tokens=nothing,
             chunks=nothing,
         )
@@ -196,3 +200,21 @@ class ModelRunner:
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
+
+
+def _caches(
+    model: Decoder, shape: tuple[int, ...], dtype: torch.dtype, states: StateCache | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One pair for each layer, in order: pages of keys and of values, or (conv_states, states) of a recurrent layer."""
+    device, recurrent = model.embedding.device, sorted(model.recurrent_layers())
+
+    def pages() -> torch.Tensor:
+        # Zeros, not whatever was there: a masked key still takes part as 0 * value, and 0 * NaN is NaN.
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    if states is None:
+        return [(pages(), pages()) for _ in range(model.config.num_hidden_layers)]
+    return [
+        states.layer(recurrent.index(layer)) if layer in recurrent else (pages(), pages())
+        for layer in range(model.config.num_hidden_layers)
+    ]

@@ -16,6 +16,7 @@ from meltcore.engine.messages import FinishReason
 from meltcore.engine.page_pool import PAGE_SIZE, PagePool
 from meltcore.engine.prefix_cache import PrefixCache
 from meltcore.engine.request import Request, Sampled, State
+from meltcore.engine.state_pool import StatePool
 
 
 class Chunk(NamedTuple):
@@ -42,6 +43,7 @@ class Scheduler:
         self,
         pool: PagePool,
         cache: PrefixCache | None,
+        states: StatePool | None = None,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -49,8 +51,11 @@ class Scheduler:
     ) -> None:
         if pool.total < pages_for(max_model_len):
             raise ValueError(f"{pool.total} pages cannot hold one sequence of {max_model_len} tokens")
+        if states is not None and states.total < max_num_seqs:
+            raise ValueError(f"{states.total} state slots cannot hold {max_num_seqs} sequences")
         self.pool = pool
         self.cache = cache
+        self.states = states
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.running: list[Request] = []  # in order of rank
@@ -110,8 +115,8 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a sequence in any state and give back what it holds.
 
-        Its pages may be handed out at once, even with a step in flight that still writes to them: the device runs
-        steps in order, so the next holder's writes come later.
+        Its pages and its state slot may be handed out at once, even with a step in flight that still writes to them:
+        the device runs steps in order, so the next holder's writes come later.
         """
         if request.state is State.FINISHED:
             return
@@ -214,6 +219,8 @@ class Scheduler:
         self.prefix_queried_tokens += request.length
         self.prefix_hit_tokens += request.computed
         request.row = self._free_rows.pop()
+        if self.states is not None:
+            request.state_slot = self.states.take()
         request.state = State.RUNNING
         insort(self.running, request, key=lambda running: running.rank)
 
@@ -231,6 +238,9 @@ class Scheduler:
         request.registered_pages = 0
         self._free_rows.append(request.row)
         request.row = -1
+        if self.states is not None:
+            self.states.release(request.state_slot)
+            request.state_slot = 0
 
     def _push(self, request: Request) -> None:
         request.state = State.WAITING

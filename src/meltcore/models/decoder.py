@@ -22,7 +22,7 @@ from meltcore.layers.mlp import GatedMLP
 from meltcore.layers.moe import RoutedMLP
 from meltcore.layers.norm import RMSNorm
 from meltcore.layers.weight import Destination
-from meltcore.models.cache import CacheGroup
+from meltcore.models.cache import CacheGroup, StateGroup
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,14 @@ class Decoder(nn.Module):
         config = self.config
         self.rotary = rotary_table(config.head_dim, max_model_len, config.rope_theta, self.embedding.device)
 
-    def cache_groups(self) -> list[CacheGroup]:
+    def cache_groups(self) -> list[CacheGroup | StateGroup]:
+        """What the layers keep of a sequence: one CacheGroup, and a StateGroup where some are recurrent."""
         config = self.config
         return [CacheGroup(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)]
+
+    def recurrent_layers(self) -> frozenset[int]:
+        """The layers whose cache is (conv_states, states) instead of keys and values."""
+        return frozenset()
 
     def forward(
         self,

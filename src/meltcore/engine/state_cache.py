@@ -1,0 +1,40 @@
+"""Recurrent states on the device: one slot a running sequence, and the table that says which."""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.engine.batch import StateStep
+from meltcore.engine.transfer import to_device_together
+from meltcore.models.cache import StateGroup
+
+
+class StateCache:
+    """The states of all recurrent layers, those of one slot beside each other.
+
+    conv: [slots + 1, layers, conv_width, conv_channels] in the model's type;
+    states: [slots + 1, layers, heads, key_dim, value_dim] float32. Slot 0 is the null slot.
+    """
+
+    def __init__(self, group: StateGroup, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        conv = (slots + 1, group.layers, group.conv_width, group.conv_channels)
+        states = (slots + 1, group.layers, group.heads, group.key_dim, group.value_dim)
+        # Zeros, not whatever was there: what a sequence at position 0 has not written yet is multiplied by zero.
+        self.conv = torch.zeros(conv, dtype=dtype, device=device)
+        self.states = torch.zeros(states, dtype=torch.float32, device=device)
+        self._slot_of_row = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(conv_states, states) of the recurrent layer `index`, counted among the recurrent ones: [slots + 1, ...]."""
+        return self.conv[:, index], self.states[:, index]
+
+    def slots(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows] int64: the slots of these table rows."""
+        return self._slot_of_row[rows]
+
+    def begin(self, step: StateStep, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Before a step of these rows: the tensors of `Segments` that recurrent layers read, `state_slots` and
+        `first_tokens`. Notes the slots for the steps in which the host will not name them."""
+        slots, first_tokens = to_device_together(step, rows.device)
+        self._slot_of_row[rows] = slots
+        return slots, first_tokens
