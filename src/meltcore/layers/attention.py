@@ -5,6 +5,7 @@ from torch import nn
 
 from meltcore.kernels.paged_attention import Segments, paged_attention
 from meltcore.kernels.qkv import HeadNorms
+from meltcore.layers.group import Group
 from meltcore.layers.linear import Linear
 from meltcore.layers.norm import RMSNorm
 
@@ -36,6 +37,14 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(head_dim, eps) if head_norms else None
         self.key_norm = RMSNorm(head_dim, eps) if head_norms else None
 
+    def divide(self, group: Group) -> None:
+        """Keep this rank's share of the heads; keys and values of fewer heads than ranks are held by several."""
+        queries = group.share(self.heads, "attention heads (num_attention_heads)")
+        keys = group.share_or_copy(self.kv_heads, "key-value heads (num_key_value_heads)")
+        self.heads, self.kv_heads = len(queries), len(keys)
+        self.qkv.keep_outputs(self._columns(queries), self._columns(keys), self._columns(keys))
+        self.output.keep_inputs(self._columns(queries), group)
+
     def forward(
         self,
         residual: torch.Tensor,
@@ -48,6 +57,9 @@ class Attention(nn.Module):
         qkv = self.qkv(residual, self.norm)
         mixed = paged_attention(qkv, self._head_norms(), rotary, positions, *cache, segments, self.scale)
         return self.output.add_to(residual, mixed.flatten(1))
+
+    def _columns(self, heads: range) -> range:
+        return range(heads.start * self.head_dim, heads.stop * self.head_dim)
 
     def _head_norms(self) -> HeadNorms | None:
         if self.query_norm is None or self.key_norm is None:

@@ -3,30 +3,69 @@
 import torch
 from torch import nn
 
+from meltcore.layers.destination import Destination
+from meltcore.layers.group import Group
 from meltcore.layers.norm import RMSNorm
-from meltcore.layers.weight import DenseWeight, Destination, Fp8Weight
+from meltcore.layers.pieces import piece, within
+from meltcore.layers.weight import DenseWeight, Fp8Weight
 
 
 class Linear(nn.Module):
     """y = x W^T, plus a bias of [sum(output_sizes)] where there is one.
 
     weight: [sum(output_sizes), input_size], in the form that layers/weight.py gives it; `part(i)` is where the i-th
-    matrix of a checkpoint goes.
+    matrix of a checkpoint goes. In a group of ranks each may keep some outputs of every matrix, or some inputs.
     """
 
     def __init__(self, input_size: int, *output_sizes: int, bias: bool = False) -> None:
         super().__init__()
-        self.input_size, self.output_sizes = input_size, output_sizes
+        self._published = (output_sizes, input_size)
+        self._outputs = tuple(range(size) for size in output_sizes)
+        self._inputs = range(input_size)
+        self._group: Group | None = None
         self.weight: DenseWeight | Fp8Weight = DenseWeight(sum(output_sizes), input_size)
         self.bias = nn.Parameter(torch.empty(sum(output_sizes)), requires_grad=False) if bias else None
+
+    @property
+    def input_size(self) -> int:
+        return len(self._inputs)
+
+    @property
+    def output_sizes(self) -> tuple[int, ...]:
+        return tuple(map(len, self._outputs))
+
+    def keep_outputs(self, *kept: range) -> None:
+        """Hold only these outputs of each matrix, before anything is loaded."""
+        self._outputs = kept
+        self.weight = DenseWeight(sum(self.output_sizes), self.input_size)
+        if self.bias is not None:
+            self.bias = nn.Parameter(torch.empty(sum(self.output_sizes)), requires_grad=False)
+
+    def keep_inputs(self, kept: range, group: Group) -> None:
+        """Hold only these inputs, before anything is loaded: `add_to` adds the sum over the group from now on."""
+        self._inputs, self._group = kept, group
+        self.weight = DenseWeight(sum(self.output_sizes), self.input_size)
 
     def to_fp8(self) -> None:
         """Hold the weight in FP8, before anything is loaded into it."""
         self.weight = Fp8Weight(sum(self.output_sizes), self.input_size)
 
     def part(self, index: int) -> Destination:
-        start = sum(self.output_sizes[:index])
-        return self.weight.rows(start, start + self.output_sizes[index])
+        rows = self._rows_of(index)
+        output_sizes, input_size = self._published
+        return piece(
+            self.weight.rows(rows.start, rows.stop),
+            (output_sizes[index], input_size),
+            within(self._outputs[index]),
+            within(self._inputs),
+        )
+
+    def bias_part(self, index: int) -> Destination:
+        if self.bias is None:
+            raise ValueError("this layer has no bias")
+        return piece(
+            self.bias[within(self._rows_of(index))], self._published[0][index : index + 1], within(self._outputs[index])
+        )
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """Of norm(hidden) where a norm is given."""
@@ -38,5 +77,12 @@ class Linear(nn.Module):
         return self.weight.gated_product(hidden, norm.parts() if norm else None)
 
     def add_to(self, residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """residual + forward(hidden), in the memory of `residual`."""
-        return self.weight.add_product(residual, hidden)
+        """residual + forward(hidden), in the memory of `residual`; every rank's forward of its own inputs."""
+        if self._group is None:
+            return self.weight.add_product(residual, hidden)
+        return self._group.add_sum(residual, self.weight.product(hidden, None))
+
+    def _rows_of(self, index: int) -> range:
+        """Where the i-th matrix stands in the weight."""
+        start = sum(self.output_sizes[:index])
+        return range(start, start + self.output_sizes[index])

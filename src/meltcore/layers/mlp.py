@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from meltcore.layers.group import Group
 from meltcore.layers.linear import Linear
 from meltcore.layers.norm import RMSNorm
 
@@ -15,6 +16,12 @@ class GatedMLP(nn.Module):
         self.norm = RMSNorm(hidden_size, eps)
         self.gate_up = Linear(hidden_size, intermediate_size, intermediate_size)
         self.down = Linear(intermediate_size, hidden_size)
+
+    def divide(self, group: Group) -> None:
+        """Keep this rank's share of the width."""
+        kept = group.share(self.down.input_size, "columns of the feed-forward (intermediate_size)")
+        self.gate_up.keep_outputs(kept, kept)
+        self.down.keep_inputs(kept, group)
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """residual: [tokens, hidden_size], changed in place and returned."""

@@ -6,7 +6,10 @@ from torch import nn
 from meltcore.kernels.experts import experts_add
 from meltcore.kernels.linear import linear
 from meltcore.kernels.routing import route
+from meltcore.layers.destination import Destination
+from meltcore.layers.group import Group
 from meltcore.layers.norm import RMSNorm
+from meltcore.layers.pieces import Pieces, piece, within
 
 
 class RoutedMLP(nn.Module):
@@ -20,14 +23,67 @@ class RoutedMLP(nn.Module):
         self, hidden_size: int, width: int, experts: int, choices: int, eps: float, *, renormalised: bool
     ) -> None:
         super().__init__()
-        self.width, self.experts, self.choices, self.renormalised = width, experts, choices, renormalised
+        self.experts, self.choices, self.renormalised = experts, choices, renormalised
+        self._published_width, self._kept = width, range(width)
+        self._group: Group | None = None
         self.norm = RMSNorm(hidden_size, eps)
         self.router = nn.Parameter(torch.empty(experts, hidden_size), requires_grad=False)
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, hidden_size), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(experts, hidden_size, width), requires_grad=False)
+        self._allocate(hidden_size)
+
+    @property
+    def width(self) -> int:
+        return len(self._kept)
+
+    def divide(self, group: Group) -> None:
+        """Keep this rank's share of every expert's width."""
+        self._kept = group.share(self._published_width, "columns of an expert (moe_intermediate_size)")
+        self._group = group
+        self._allocate(self.router.shape[1])
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """residual: [tokens, hidden_size], changed in place and returned."""
         hidden = self.norm(residual)
         routing = route(linear(hidden, self.router), self.choices, renormalised=self.renormalised)
-        return experts_add(residual, hidden, routing, self.gate_up, self.down)
+        if self._group is None:
+            return experts_add(residual, hidden, routing, self.gate_up, self.down)
+        share = experts_add(torch.zeros_like(residual), hidden, routing, self.gate_up, self.down)
+        return self._group.add_sum(residual, share)
+
+    # --- where a checkpoint's tensors go ---
+
+    def gate_part(self, expert: int) -> Destination:
+        """[published width, hidden_size], as `up_part` is."""
+        return self._rows(self.gate_up[expert, : self.width])
+
+    def up_part(self, expert: int) -> Destination:
+        return self._rows(self.gate_up[expert, self.width :])
+
+    def down_part(self, expert: int) -> Destination:
+        """[hidden_size, published width]."""
+        target = self.down[expert]
+        return piece(target, (target.shape[0], self._published_width), slice(None), within(self._kept))
+
+    def gate_up_of_all(self) -> Destination:
+        """[experts, 2 * published width, hidden_size]."""
+        if self._group is None:
+            return self.gate_up
+        whole, kept = self._published_width, self._kept
+        ups = range(whole + kept.start, whole + kept.stop)
+        return Pieces(
+            (self.experts, 2 * whole, self.gate_up.shape[2]),
+            ((slice(None), within(kept)), self.gate_up[:, : self.width]),
+            ((slice(None), within(ups)), self.gate_up[:, self.width :]),
+        )
+
+    def down_of_all(self) -> Destination:
+        """[experts, hidden_size, published width]."""
+        shape = (*self.down.shape[:2], self._published_width)
+        return piece(self.down, shape, slice(None), slice(None), within(self._kept))
+
+    def _rows(self, target: torch.Tensor) -> Destination:
+        return piece(target, (self._published_width, target.shape[1]), within(self._kept))
+
+    def _allocate(self, hidden_size: int) -> None:
+        experts, width = self.experts, self.width
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, hidden_size), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(experts, hidden_size, width), requires_grad=False)

@@ -5,8 +5,6 @@ Both forms are modules with the same few operations, so that a layer neither kno
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
@@ -15,15 +13,7 @@ from meltcore.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear
 from meltcore.kernels.fp8_quantise import Fp8Rows, quantise
 from meltcore.kernels.linear import gated_linear, linear, linear_add
 from meltcore.kernels.norm import Norm
-
-
-class Destination(Protocol):
-    """Where a tensor of a checkpoint goes: a view of a parameter, or what stores it in another form."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def copy_(self, source: torch.Tensor) -> object: ...
+from meltcore.layers.destination import Destination
 
 
 class DenseWeight(nn.Module):
