@@ -9,6 +9,7 @@ import numpy as np
 from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.scheduler import Chunk, pages_for
 from meltcore.kernels.attention import query_tiles
+from meltcore.kernels.delta_net import delta_chunks
 from meltcore.kernels.paged_attention import SegmentGroup
 
 # A padded group's mask has segments * queries * keys entries; past this many the group is split (16 MiB of bool).
@@ -18,11 +19,13 @@ _MASK_LIMIT = 2**24
 class StateStep(NamedTuple):
     """What recurrent layers are told of a step besides.
 
-    slots: each chunk's; first_tokens: the index of each one's first token, then the number of tokens.
+    slots: each chunk's; first_tokens: the index of each one's first token, then the number of tokens; pieces: how
+    those longer than one token are cut (`delta_chunks`).
     """
 
     slots: list[int]
     first_tokens: np.ndarray
+    pieces: np.ndarray
 
 
 class Batch(NamedTuple):
@@ -133,13 +136,17 @@ def build_batch(plan: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk], Bat
         unread_rows=unread_rows,
         last_tokens=[token for token, _ in samples],
         sample_rows=[row for _, row in samples],
-        states=_state_step(chunks, sizes) if recurrent else None,
+        states=_state_step(chunks, sizes, decodes) if recurrent else None,
     )
     return chunks, batch
 
 
-def _state_step(chunks: list[Chunk], sizes: np.ndarray) -> StateStep:
-    return StateStep([chunk.request.state_slot for chunk in chunks], np.concatenate([[0], np.cumsum(sizes)]))
+def _state_step(chunks: list[Chunk], sizes: np.ndarray, decodes: int) -> StateStep:
+    return StateStep(
+        slots=[chunk.request.state_slot for chunk in chunks],
+        first_tokens=np.concatenate([[0], np.cumsum(sizes)]),
+        pieces=delta_chunks(sizes, decodes),
+    )
 
 
 def _padding_class(chunk: Chunk) -> tuple[int, int]:

@@ -149,9 +149,9 @@ class ModelRunner:
         )
         if batch.unread_tokens:
             token_ids[unread_tokens] = self._last_token[unread_rows]
-        nothing = state_slots = first_tokens = rows.new_empty(0)
+        state_slots = first_tokens = chunks = rows.new_empty(0)
         if self._states is not None and batch.states is not None:
-            state_slots, first_tokens = self._states.begin(batch.states, rows)
+            state_slots, first_tokens, chunks = self._states.begin(batch.states, rows)
         segments = Segments(
             page_table=self._page_table,
             rows=rows,
@@ -163,7 +163,7 @@ class ModelRunner:
             groups=batch.groups,
             state_slots=state_slots,
             first_tokens=first_tokens,
-            chunks=nothing,
+            chunks=chunks,
         )
         return self.model(token_ids, positions, self.caches, segments)
 

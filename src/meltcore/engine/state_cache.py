@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.engine.batch import StateStep
-from meltcore.engine.transfer import to_device_together
+from meltcore.engine.transfer import to_device, to_device_together
 from meltcore.models.cache import StateGroup
 
 
@@ -32,9 +32,11 @@ class StateCache:
         """[rows] int64: the slots of these table rows."""
         return self._slot_of_row[rows]
 
-    def begin(self, step: StateStep, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Before a step of these rows: the tensors of `Segments` that recurrent layers read, `state_slots` and
-        `first_tokens`. Notes the slots for the steps in which the host will not name them."""
-        slots, first_tokens = to_device_together(step, rows.device)
+    def begin(self, step: StateStep, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Before a step of these rows: what `Segments` has for recurrent layers, state_slots, first_tokens and chunks.
+
+        Notes the slots, for the steps in which the host names rows alone.
+        """
+        slots, first_tokens = to_device_together([step.slots, step.first_tokens], rows.device)
         self._slot_of_row[rows] = slots
-        return slots, first_tokens
+        return slots, first_tokens, to_device(step.pieces, torch.int32, rows.device)

@@ -1,0 +1,96 @@
+"""A small network with recurrent and attention layers, of which the engine knows no more than a model tells it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import engine_tools as tools
+import pytest
+import torch
+from torch import nn
+
+from meltcore.kernels.delta_net import DeltaWeights, delta_net
+from meltcore.kernels.paged_attention import Segments
+from meltcore.models import loader
+from meltcore.models.cache import CacheGroup, StateGroup
+from meltcore.models.qwen3 import Qwen3
+
+RECURRENT = frozenset({0, 2})
+HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KERNEL = 2, 1, 16, 16, 4
+CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+CONFIG: dict[str, object] = {
+    "architectures": ["Hybrid"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": tools.VOCAB,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "eos_token_id": 1,
+}
+
+
+class Hybrid(Qwen3):
+    """Qwen3 whose attention gives way to a delta rule in the layers RECURRENT."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        hidden, layers = self.config.hidden_size, len(RECURRENT)
+        self.project = nn.Parameter(torch.empty(layers, CHANNELS + HEADS * (VALUE_DIM + 2), hidden))
+        self.conv = nn.Parameter(torch.empty(layers, CHANNELS, KERNEL))
+        self.output = nn.Parameter(torch.empty(layers, hidden, HEADS * VALUE_DIM))
+
+    def cache_groups(self) -> list[CacheGroup | StateGroup]:
+        config = self.config
+        attending = config.num_hidden_layers - len(RECURRENT)
+        return [
+            CacheGroup(attending, config.num_key_value_heads, config.head_dim),
+            StateGroup(len(RECURRENT), CHANNELS, KERNEL, HEADS, KEY_DIM, VALUE_DIM),
+        ]
+
+    def recurrent_layers(self) -> frozenset[int]:
+        return RECURRENT
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: list[tuple[torch.Tensor, torch.Tensor]],
+        segments: Segments,
+    ) -> torch.Tensor:
+        residual = self.embedding[token_ids]
+        for layer, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+            if layer in RECURRENT:
+                residual = self._recurrent(sorted(RECURRENT).index(layer), residual, cache, segments)
+            else:
+                residual = block(residual, positions, self.rotary, cache, segments)
+        return self.norm(residual)
+
+    def _recurrent(
+        self, index: int, residual: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], segments: Segments
+    ) -> torch.Tensor:
+        # A decay of about 0.98 a token: what was read a hundred tokens ago still shows.
+        decay = torch.full((HEADS,), -4.0)
+        weights = DeltaWeights(self.conv[index], decay, torch.zeros(HEADS), torch.ones(VALUE_DIM), 1e-6)
+        mixed = delta_net(residual @ self.project[index].T, weights, *cache, segments, KEY_HEADS)
+        return residual + mixed @ self.output[index].T
+
+
+def open_hybrid(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> tools.SeenEngine:
+    """An engine on a Hybrid whose weights are the same every time."""
+    monkeypatch.setitem(loader.ARCHITECTURES, "Hybrid", Hybrid)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    seen = tools.open_engine(folder, load_format="dummy", **settings)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in seen.engine.runner.model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+    return seen
