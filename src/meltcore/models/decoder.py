@@ -18,9 +18,12 @@ from meltcore.kernels.linear import linear
 from meltcore.kernels.paged_attention import Segments
 from meltcore.kernels.rotary import rotary_table
 from meltcore.layers.attention import Attention
+from meltcore.layers.group import Group
 from meltcore.layers.mlp import GatedMLP
 from meltcore.layers.moe import RoutedMLP
 from meltcore.layers.norm import RMSNorm
+from meltcore.layers.pieces import piece, within
+from meltcore.layers.vocabulary import look_up
 from meltcore.layers.weight import Destination
 from meltcore.models.cache import CacheGroup, StateGroup
 
@@ -134,6 +137,10 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         return self.mlp(self.attention(residual, positions, rotary, cache, segments))
 
+    def divide(self, group: Group) -> None:
+        self.attention.divide(group)
+        self.mlp.divide(group)
+
     def checkpoint_tensors(self) -> dict[str, Destination]:
         attention, mlp = self.attention, self.mlp
         table: dict[str, Destination] = {
@@ -146,8 +153,8 @@ class Block(nn.Module):
         }
         table |= _expert_tensors(mlp) if isinstance(mlp, RoutedMLP) else _dense_tensors(mlp)
         if attention.qkv.bias is not None:
-            names = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
-            table |= zip(names, attention.qkv.bias.split(attention.qkv.output_sizes), strict=True)
+            for part, name in enumerate(("q_proj", "k_proj", "v_proj")):
+                table[f"self_attn.{name}.bias"] = attention.qkv.bias_part(part)
         if attention.query_norm is not None and attention.key_norm is not None:
             table["self_attn.q_norm.weight"] = attention.query_norm.weight
             table["self_attn.k_norm.weight"] = attention.key_norm.weight
@@ -160,8 +167,8 @@ class Block(nn.Module):
         down = tuple(name for name in names if "down_proj" in name)
         gate_up = tuple(name for name in names if "down_proj" not in name)
         return {
-            "mlp.experts.gate_up_proj": FusedTensor(self.mlp.gate_up, gate_up),
-            "mlp.experts.down_proj": FusedTensor(self.mlp.down, down),
+            "mlp.experts.gate_up_proj": FusedTensor(self.mlp.gate_up_of_all(), gate_up),
+            "mlp.experts.down_proj": FusedTensor(self.mlp.down_of_all(), down),
         }
 
 
@@ -190,11 +197,10 @@ def _dense_tensors(mlp: GatedMLP) -> dict[str, Destination]:
 def _expert_tensors(mlp: RoutedMLP) -> dict[str, Destination]:
     table: dict[str, Destination] = {"mlp.gate.weight": mlp.router}
     for expert in range(mlp.experts):
-        gate, up = mlp.gate_up[expert].split(mlp.width)
         table |= {
-            f"mlp.experts.{expert}.gate_proj.weight": gate,
-            f"mlp.experts.{expert}.up_proj.weight": up,
-            f"mlp.experts.{expert}.down_proj.weight": mlp.down[expert],
+            f"mlp.experts.{expert}.gate_proj.weight": mlp.gate_part(expert),
+            f"mlp.experts.{expert}.up_proj.weight": mlp.up_part(expert),
+            f"mlp.experts.{expert}.down_proj.weight": mlp.down_part(expert),
         }
     return table
 
@@ -212,10 +218,27 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.untied_head = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.rotary = torch.empty(0)
+        self._group: Group | None = None
+        self._vocabulary = range(config.vocab_size)
 
     @property
     def head(self) -> torch.Tensor:
         return self.embedding if self.config.tie_word_embeddings else self.untied_head
+
+    def divide(self, group: Group) -> None:
+        """Keep one rank's share of every layer and of the vocabulary, before anything is loaded.
+
+        `logits` are those of its own tokens from now on. Raises ConfigError where not all can have the same share.
+        """
+        self._group = group
+        self._vocabulary = group.share(self.config.vocab_size, "tokens of the vocabulary (vocab_size)")
+        shape = (len(self._vocabulary), self.config.hidden_size)
+        self.embedding = nn.Parameter(torch.empty(shape), requires_grad=False)
+        if not self.config.tie_word_embeddings:
+            self.untied_head = nn.Parameter(torch.empty(shape), requires_grad=False)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.divide(group)
 
     def prepare(self, max_model_len: int) -> None:
         """Build what is computed rather than loaded, on the device that the weights are on."""
@@ -224,8 +247,9 @@ class Decoder(nn.Module):
 
     def cache_groups(self) -> list[CacheGroup | StateGroup]:
         """What the layers keep of a sequence: one CacheGroup, and a StateGroup where some are recurrent."""
-        config = self.config
-        return [CacheGroup(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)]
+        first = self.blocks[0]
+        assert isinstance(first, Block)
+        return [CacheGroup(len(self.blocks), first.attention.kv_heads, first.attention.head_dim)]
 
     def recurrent_layers(self) -> frozenset[int]:
         """The layers whose cache is (conv_states, states) instead of keys and values."""
@@ -239,23 +263,23 @@ class Decoder(nn.Module):
         segments: Segments,
     ) -> torch.Tensor:
         """token_ids, positions: [tokens] int64; caches: keys and values per layer. Returns [tokens, hidden_size]."""
-        residual = self.embedding[token_ids]
+        residual = look_up(self.embedding, token_ids, self._group)
         for block, cache in zip(self.blocks, caches, strict=True):
             residual = block(residual, positions, self.rotary, cache, segments)
         return self.norm(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] -> [rows, vocab_size] in the type of the weights."""
+        """[rows, hidden_size] -> [rows, vocab_size] in the type of the weights, or this rank's share of it."""
         return linear(hidden, self.head)
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         """Where each tensor of a published checkpoint goes: its name to our (view of a) parameter."""
         table: dict[str, Destination] = {
-            "model.embed_tokens.weight": self.embedding,
+            "model.embed_tokens.weight": self._rows_of_all(self.embedding),
             "model.norm.weight": self.norm.weight,
         }
         if not self.config.tie_word_embeddings:
-            table["lm_head.weight"] = self.head
+            table["lm_head.weight"] = self._rows_of_all(self.head)
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             table |= {f"model.layers.{index}.{name}": tensor for name, tensor in block.checkpoint_tensors().items()}
@@ -274,3 +298,7 @@ class Decoder(nn.Module):
     def ignored_tensor(self, name: str) -> bool:
         """Tensors a checkpoint may hold that this network does not read: the copy of a tied head."""
         return self.config.tie_word_embeddings and name == "lm_head.weight"
+
+    def _rows_of_all(self, own: torch.Tensor) -> Destination:
+        """Where a tensor with a row for each token of the vocabulary goes."""
+        return piece(own, (self.config.vocab_size, own.shape[1]), within(self._vocabulary))

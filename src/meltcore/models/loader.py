@@ -10,7 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from meltcore.config import Quantization
 from meltcore.errors import ConfigError
-from meltcore.layers.weight import Destination
+from meltcore.layers.destination import Destination
+from meltcore.layers.group import Group
+from meltcore.layers.pieces import Pieces
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.quantization import hold_in_fp8
@@ -30,16 +32,27 @@ _NAMES_SHOWN = 5
 
 
 def build_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: Quantization = "none"
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization = "none",
+    group: Group | None = None,
 ) -> Decoder:
-    """The network that config.json names, its weights allocated on `device` and not yet filled."""
+    """The network that config.json names, its weights allocated on `device` and not yet filled.
+
+    With a group it is one rank's share of it. Raises ConfigError for an architecture that we do not have, or that
+    cannot be quantised or shared out as asked.
+    """
     names = checkpoint.config.get("architectures") or []
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
         asked = ", ".join(names) or "nothing"
         raise ConfigError(f"{checkpoint.name}: config.json names {asked}; we have {', '.join(ARCHITECTURES)}")
     with torch.device("meta"):
-        model = ARCHITECTURES[known[0]](checkpoint.config).to(dtype)
+        model = ARCHITECTURES[known[0]](checkpoint.config)
+        if group is not None:
+            model.divide(group)
+        model = model.to(dtype)
         if quantization == "fp8":
             if model.config.experts is not None:
                 raise ConfigError(f"--quantization fp8 does not compute routed experts, which {checkpoint.name} has")
@@ -49,6 +62,8 @@ def build_model(
 
 def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
     """Copy every tensor of the safetensors shards into the model, converting types on the way.
+
+    Of a tensor that is shared out among ranks only our part is read.
 
     Raises ConfigError naming the missing, unexpected or mis-shaped tensors, or the unreadable shard.
     """
@@ -63,10 +78,10 @@ def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> 
             with safe_open(path, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 - not a mapping, it has no __iter__
                     if name in table:
-                        _copy(shard.get_tensor(name), table[name], name, path.name)
+                        _copy(shard, name, table[name], path.name)
                         missing.discard(name)
                     elif name in fused:
-                        _copy(shard.get_tensor(name), fused[name].tensor, name, path.name)
+                        _copy(shard, name, fused[name].tensor, path.name)
                         missing.difference_update(fused[name].stands_for)
                     elif not model.ignored_tensor(name):
                         unexpected.append(name)
@@ -79,7 +94,10 @@ def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> 
 
 
 def fill_dummy_weights(model: Decoder, seed: int) -> None:
-    """Random weights of the configured shapes: the speed of the real ones, and answers that mean nothing."""
+    """Random weights of the configured shapes: the speed of the real ones, and answers that mean nothing.
+
+    Ranks draw the whole of a tensor and keep their part, so that together they hold the same weights as one alone.
+    """
     generator = torch.Generator(device=model.embedding.device).manual_seed(seed)
     for name, target in model.checkpoint_tensors().items():
         values = torch.empty(target.shape, dtype=model.embedding.dtype, device=model.embedding.device)
@@ -89,12 +107,15 @@ def fill_dummy_weights(model: Decoder, seed: int) -> None:
             target.copy_(values.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator))
 
 
-def _copy(source: torch.Tensor, target: Destination, name: str, file: str) -> None:
-    if source.shape != target.shape:
-        raise ConfigError(
-            f"{file}: {name} has shape {list(source.shape)}; the configuration asks for {list(target.shape)}"
-        )
-    target.copy_(source)
+def _copy(shard: Any, name: str, target: Destination, file: str) -> None:
+    in_file = shard.get_slice(name)  # nothing of it is read yet
+    shape = in_file.get_shape()
+    if shape != list(target.shape):
+        raise ConfigError(f"{file}: {name} has shape {shape}; the configuration asks for {list(target.shape)}")
+    if isinstance(target, Pieces):
+        target.copy_(in_file)
+    else:
+        target.copy_(shard.get_tensor(name))
 
 
 def _listed(word: str, names: list[str]) -> str:
