@@ -145,7 +145,7 @@ def _state_step(chunks: list[Chunk], sizes: np.ndarray, decodes: int) -> StateSt
     return StateStep(
         slots=[chunk.request.state_slot for chunk in chunks],
         first_tokens=np.concatenate([[0], np.cumsum(sizes)]),
-        pieces=delta_chunks(sizes, decodes),
+        pieces=delta_chunks(sizes.tolist(), decodes),
     )
 
 
