@@ -36,6 +36,7 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()  # every name is accepted; the first is the one answered with
     host: str = "127.0.0.1"
     port: int = 8000  # 0: the system picks one, and the banner says which
+    dp: int = 1  # data parallel: engines of this many replicas behind the one port, each on GPUs of its own
     fronts: int | None = None  # front processes behind the one port; None: from the cores
     max_queue: int = 16_384  # requests waiting for a place in the engine; past it 429
     max_queue_tokens: int = 16_777_216  # their prompt tokens together

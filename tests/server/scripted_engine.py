@@ -109,7 +109,7 @@ class ScriptedEngine:
     def serve(self) -> int:
         self.send(Loading("scripted", 0.5))
         time.sleep(self.options.load_s)
-        if self.options.fail:
+        if self.options.fail and Path(self.options.directory).name == self.options.fail_of:
             self.send(EngineFailed(self.options.fail))
             return 1
         if self.options.die_loading:
@@ -191,6 +191,7 @@ def main() -> int:
     parser.add_argument("--step-s", type=float, default=0.002)
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--fail", default="", help="say this instead of becoming ready")
+    parser.add_argument("--fail-of", default="0", help="the replica that says it")
     parser.add_argument("--die-loading", action="store_true")
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--silent-steps", type=int, default=0, help="steps without any output at the start")

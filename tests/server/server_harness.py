@@ -127,8 +127,12 @@ class RunningServer:
         return self.process.wait(timeout_s)
 
     def engine_pid(self) -> int:
-        (engine,) = [pid for pid, command in self._children() if "engine" in command]
+        (engine,) = self.engine_pids()
         return engine
+
+    def engine_pids(self) -> list[int]:
+        """In the order they were started, which is that of the replicas."""
+        return sorted(pid for pid, command in self._children() if "engine" in command)
 
     def front_pids(self) -> list[int]:
         """The front processes beyond the first, which is the server's own."""

@@ -18,7 +18,7 @@ class Table:
     def __init__(self) -> None:
         self.counts = Counts()
         self.sent: list[ToEngine] = []
-        self.requests = OpenRequests(self.counts, self.sent.append)
+        self.requests = OpenRequests(self.counts, lambda message, replica: self.sent.append(message))
 
     def add(self, *prompts: list[int], **fields: Any) -> Generation:
         generation = Generation("id", arrived_s=0.0, streaming=True)

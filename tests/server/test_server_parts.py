@@ -22,7 +22,7 @@ from meltcore.errors import ConfigError, RequestError
 from meltcore.server.admission import Admission
 from meltcore.server.banner import size_text
 from meltcore.server.board import Board
-from meltcore.server.counts import NAMES, Counts
+from meltcore.server.counts import Counts, columns
 from meltcore.server.health import Health
 from meltcore.server.log import BYTES_A_WRITE, MAX_LINES_WAITING, Log
 from meltcore.server.metrics import Metrics
@@ -42,18 +42,17 @@ def test_admission_counts_what_waits_beyond_the_seats() -> None:
 
 
 def test_health_knows_a_stuck_engine_from_an_idle_one() -> None:
-    counts = Counts(Board(NAMES, 2), 0)
+    counts = Counts(Board(columns(1), 2), 0)
     health = Health(counts, stuck_after_s=0.02)
     assert health.problem() == "loading: starting"
     health.set("ready", "ready")
     time.sleep(0.03)
     assert health.problem() is None
-    counts.note_in_flight(1)
-    assert "no step has finished" in (health.problem() or "")
-    health.note_work(was_idle=True)
+    counts.give(0, 5)  # work after an idle time: the waiting starts now
     assert health.problem() is None
     time.sleep(0.03)
-    health.note_work(was_idle=False)  # more work is no sign of life
+    assert "no step has finished" in (health.problem() or "")
+    counts.give(0, 5)  # more work is no sign of life
     assert health.problem() is not None
     Counts(counts.board, 1).note_step(EngineStats(), 1.0)  # another front has seen a step
     assert health.problem() is None
@@ -67,7 +66,7 @@ def test_a_dead_engine_stays_dead() -> None:
 
 
 def test_histogram_buckets_are_cumulative_and_of_all_fronts() -> None:
-    counts = [Counts(board := Board(NAMES, 2), 0), Counts(board, 1)]
+    counts = [Counts(board := Board(columns(1), 2), 0), Counts(board, 1)]
     for front, value_s, times in ((0, 0.0005, 1), (1, 0.001, 2), (0, 11.0, 1)):
         counts[front].inter_token_latency.observe(value_s, times)
     for each in counts:

@@ -9,6 +9,7 @@ EXAMPLES = """\
   meltcore serve ./my-checkpoint --port 8080 --memory 40GiB
   meltcore serve Qwen/Qwen3-0.6B --served-model-name qwen small --api-key secret
   meltcore serve ./config-only --load-format dummy       random weights of the configured shapes
+  meltcore serve ./my-checkpoint --dp 8                  a replica on each of eight GPUs, one port
   meltcore serve meltcore/sums --daemon                  leave it running; `meltcore stop` ends it
 """
 
@@ -93,6 +94,13 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-batched-tokens", type=positive, metavar="TOKENS", help="tokens a step (8192; CPU: 2048)"
     )
+    group.add_argument(
+        "--dp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="replicas behind the one port, each on GPUs of its own (1); what a dead one worked on fails, others go on",
+    )
     group.add_argument("--memory", type=size_bytes, metavar="SIZE", help="all it may take of each GPU, like 40GiB")
     group.add_argument("--seed", type=not_negative, default=0, help="of dummy weights, and of requests without one")
     group.add_argument(
@@ -161,6 +169,7 @@ def run(args: argparse.Namespace) -> int:
         served_model_names=tuple(args.served_model_name),
         host=args.host,
         port=args.port,
+        dp=args.dp,
         fronts=args.fronts,
         max_queue=args.max_queue,
         max_queue_tokens=args.max_queue_tokens,

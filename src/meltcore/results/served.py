@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_FACTS = ("weights", "tokenizer", "device", "dtype", "max_model_len", "debug")
+_FACTS = ("weights", "tokenizer", "device", "dtype", "replicas", "max_model_len", "debug")
 
 
 def model_facts(listing: Any, model: str) -> dict[str, Any]:

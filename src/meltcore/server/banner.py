@@ -42,18 +42,24 @@ def print_ready(config: ServerConfig, model: Model, fronts: int) -> None:
     """What is served, its limits, and the memory table."""
     engine = model.engine
     console = Console(highlight=False, soft_wrap=True)
+    replicas = f"{config.dp} replicas, each with " if config.dp > 1 else ""
     marks = [f"{engine.weights} weights"] if engine.weights == "dummy" else []
     marks += ["synthetic tokenizer"] if model.text.tokenizer.synthetic else []
     marks += [f"debug {switch}" for switch in config.engine.debug]
     note = f" [{', '.join(marks)}]" if marks else ""
     console.print(f"meltcore: ready: {', '.join(model.names)} on {engine.device} in {engine.dtype}{note}", markup=False)
     console.print(
-        f"  context {engine.max_model_len} tokens, {engine.max_num_seqs} sequences a step, "
+        f"  {replicas}context {engine.max_model_len} tokens, {engine.max_num_seqs} sequences a step, "
         f"{engine.pages_total} KV pages of {engine.page_size} tokens, loaded in {engine.load_s:.1f} s, "
         f"{fronts} front process{'es' if fronts > 1 else ''}",
         markup=False,
     )
-    table = Table(title="memory", title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(
+        title="memory of each replica" if config.dp > 1 else "memory",
+        title_justify="left",
+        show_edge=False,
+        pad_edge=False,
+    )
     table.add_column("part")
     table.add_column("size", justify="right")
     table.add_column("note")

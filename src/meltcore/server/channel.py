@@ -55,7 +55,10 @@ class EndRequests(msgspec.Struct, tag="end", frozen=True):
     outcome: Outcome
 
 
-class EngineDied(msgspec.Struct, tag="died", frozen=True):
+class ReplicaDied(msgspec.Struct, tag="died", frozen=True):
+    """End every open request of this replica; it stays out of use."""
+
+    replica: int
     how: str
 
 
@@ -68,13 +71,14 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
 
 
 class CannotGoOn(msgspec.Struct, tag="failed", frozen=True):
-    """This front cannot start (`where` is "start"), or the engine says what cannot be read ("engine")."""
+    """This front cannot start (`where` is "start"), or the engine of `replica` says what cannot be read ("engine")."""
 
     where: Literal["start", "engine"]
     message: str
+    replica: int = 0
 
 
-ToFront = Setup | Open | Connection | Drain | EndRequests | EngineDied | Leave
+ToFront = Setup | Open | Connection | Drain | EndRequests | ReplicaDied | Leave
 FromFront = Opened | CannotGoOn
 _Message = TypeVar("_Message")
 _encode = msgspec.msgpack.Encoder().encode

@@ -29,10 +29,13 @@ REJECTIONS = ("queue_full", "loading", "draining", "dead")
 _PLAIN = (
     *("accepted", "finished", "aborted", "failed", "in_flight", "in_flight_peak", "waiting_prompt_tokens"),
     *("success_stop", "success_length", "prompt_tokens", "generation_tokens", "log_lines_dropped"),
-    *("connections_closed", "cpu_s", "engine_sign_s"),
+    *("connections_closed", "cpu_s"),
     *(f"rejected_{reason}" for reason in REJECTIONS),
 )
-_STATS = tuple(f"engine_{field}" for field in ("at_s", *EngineStats.__struct_fields__))
+# Of each replica: what it has open, when it last gave a sign of life, whether it has died (in the first front's row),
+# and the engine's own numbers with the time of the step that they are of.
+_OPEN = ("requests", "tokens", "sign_s", "died")
+_STATS = ("stats_at_s", *EngineStats.__struct_fields__)
 
 
 def _histogram_columns() -> Iterator[str]:
@@ -41,7 +44,10 @@ def _histogram_columns() -> Iterator[str]:
         yield f"{name}/sum"
 
 
-NAMES = (*_PLAIN, *_STATS, *_histogram_columns())
+def columns(replicas: int) -> tuple[str, ...]:
+    """The columns of the board of a server with so many replicas."""
+    of_replicas = (f"replica_{name}/{at}" for at in range(replicas) for name in (*_OPEN, *_STATS))
+    return (*_PLAIN, *of_replicas, *_histogram_columns())
 
 
 class Histogram:
@@ -71,11 +77,14 @@ class Histogram:
 class Counts:
     """One front's row, and the sums over all fronts. Without a board: the only front of a server."""
 
-    def __init__(self, board: Board | None = None, front: int = 0) -> None:
-        self.board = board or Board(NAMES, 1)
+    def __init__(self, board: Board | None = None, front: int = 0, replicas: int = 1) -> None:
+        self.board = board or Board(columns(replicas), 1)
+        self.replicas = replicas
         self._row = self.board.rows[front]
         self._column = self.board.column
-        self._stats_at = self._column[_STATS[0]]
+        self._sign_at, self._died_at, self._stats_at = (
+            [self._column[f"replica_{name}/{at}"] for at in range(replicas)] for name in ("sign_s", "died", _STATS[0])
+        )
         self.histograms = {name: Histogram(self.board, front, name, bounds) for name, _, bounds in HISTOGRAMS}
         self.time_to_first_token = self.histograms["time_to_first_token_seconds"]
         self.inter_token_latency = self.histograms["inter_token_latency_seconds"]
@@ -99,22 +108,77 @@ class Counts:
         self.set("in_flight", count)
         self.set("in_flight_peak", max(self.own("in_flight_peak"), self.total("in_flight")))
 
-    def note_step(self, stats: EngineStats, ended_s: float) -> None:
-        """The engine's state after a step of which this front has had outputs."""
-        self.set("engine_sign_s", time.monotonic())
+    def note_step(self, stats: EngineStats, ended_s: float, replica: int = 0) -> None:
+        """A replica's state after a step of which this front has had outputs."""
+        self._row[self._sign_at[replica]] = time.monotonic()
         self.note_cpu()
-        self._row[self._stats_at] = ended_s
-        for at, value in enumerate(msgspec.structs.astuple(stats), self._stats_at + 1):
+        first = self._stats_at[replica]
+        self._row[first] = ended_s
+        for at, value in enumerate(msgspec.structs.astuple(stats), first + 1):
             self._row[at] = value
 
     def note_cpu(self) -> None:
         self.set("cpu_s", time.process_time())
 
-    def engine(self) -> EngineStats:
-        """The newest state of the engine that any front knows."""
-        newest = max(self.board.rows, key=lambda row: row[self._stats_at])
-        values = newest[self._stats_at + 1 : self._stats_at + len(_STATS)]
-        return EngineStats(**dict[str, Any](zip(EngineStats.__struct_fields__, values, strict=True)))
+    def engine(self, replica: int) -> EngineStats:
+        """The newest state of a replica that any front knows. A dead one holds nothing; what it has counted stays."""
+        first = self._stats_at[replica]
+        newest = max(self.board.rows, key=lambda row: row[first])
+        values = dict(zip(EngineStats.__struct_fields__, newest[first + 1 : first + len(_STATS)], strict=True))
+        if self._died(replica):
+            values = {name: value if name.endswith("_total") else 0.0 for name, value in values.items()}
+        return EngineStats(**dict[str, Any](values))
+
+    def engines(self) -> EngineStats:
+        """The sums over all replicas."""
+        each = [msgspec.structs.astuple(self.engine(replica)) for replica in range(self.replicas)]
+        return EngineStats(*map(sum, zip(*each, strict=True)))
+
+    # --- replicas
+
+    def living(self) -> list[int]:
+        """The replicas that work; all of them until one has died."""
+        return [replica for replica in range(self.replicas) if not self._died(replica)]
+
+    def give(self, replica: int, tokens: int) -> None:
+        """A request of `tokens` to do goes to `replica`. Where it was idle, the waiting for a sign of it starts now."""
+        if not self.open_requests(replica):
+            self._row[self._sign_at[replica]] = time.monotonic()
+        self.add(f"replica_requests/{replica}")
+        self.add(f"replica_tokens/{replica}", tokens)
+
+    def take_back(self, replica: int, tokens: int) -> None:
+        """The request has ended, however it did."""
+        self.add(f"replica_requests/{replica}", -1)
+        self.add(f"replica_tokens/{replica}", -tokens)
+
+    def open_requests(self, replica: int) -> float:
+        """What `replica` has open of all fronts."""
+        return self.total(f"replica_requests/{replica}")
+
+    def open_tokens(self, replica: int) -> float:
+        """Prompts and allowed answers of what `replica` has open of all fronts."""
+        return self.total(f"replica_tokens/{replica}")
+
+    def sign_s(self, replica: int) -> float:
+        """When any front last had a sign of `replica`, in monotonic seconds."""
+        at = self._sign_at[replica]
+        return max(row[at] for row in self.board.rows)
+
+    def note_death(self, replica: int) -> None:
+        """For the first front, which is the one that sees it."""
+        self.board.rows[0][self._died_at[replica]] = 1
+
+    def forget_open(self, front: int) -> None:
+        """Nothing is open at `front` any more: it has died."""
+        row = self.board.rows[front]
+        for name in ("in_flight", "waiting_prompt_tokens"):
+            row[self._column[name]] = 0
+        for replica in range(self.replicas):
+            row[self._column[f"replica_requests/{replica}"]] = row[self._column[f"replica_tokens/{replica}"]] = 0
+
+    def _died(self, replica: int) -> bool:
+        return bool(self.board.rows[0][self._died_at[replica]])
 
     def finish(self, choice: Choice, times: RequestTimes | None, now_s: float) -> None:
         """Count one whole answer. The engine's own times are there only where the engine ended it."""

@@ -33,13 +33,14 @@ from meltcore.server.protocol import ChatRequest, CompletionRequest
 from meltcore.server.sampling import sampling_params
 
 ENGINE_GONE = "the engine has died; the server is going down"
+REPLICA_GONE = "the replica that worked on this has died; the others go on, so the request can be sent again"
 
 
 class Front:
     """Holds the model and the open requests of one front process; health and limits are those of the whole server."""
 
-    def __init__(self, config: ServerConfig, counts: Counts, send: Callable[[ToEngine], None]) -> None:
-        """`send` takes messages to the engine; what it answers to this front goes to `on_message`."""
+    def __init__(self, config: ServerConfig, counts: Counts, send: Callable[[ToEngine, int], None]) -> None:
+        """`send` takes messages to a replica's engine; what it answers to this front goes to `on_message`."""
         self.config = config
         self.names = config.served_model_names or (config.engine.model,)
         self.counts = counts
@@ -50,8 +51,8 @@ class Front:
         self.model: Model | None = None
         self._send = send
         self._admission: Admission | None = None
-        self._last_words: str | None = None  # what the engine said of its own failure
-        self._profiles: list[asyncio.Future[ProfileDone]] = []
+        self._last_words: dict[int, str] = {}  # what a replica's engine said of its own failure
+        self._profiles: list[tuple[int, asyncio.Future[ProfileDone]]] = []  # by the replica that is asked
 
     def open(self, text: TextSide, engine: EngineReady, created: int) -> Model:
         """Everything is loaded: take requests from now on. `created`: Unix seconds, the same for every front."""
@@ -59,20 +60,27 @@ class Front:
         self._admission = Admission(
             max_queue=self.config.max_queue,
             max_queue_tokens=self.config.max_queue_tokens,
-            max_num_seqs=engine.max_num_seqs,
+            max_num_seqs=engine.max_num_seqs * self.config.dp,
         )
         self.health.set("ready", "ready")
         return self.model
 
-    def engine_died(self, how: str) -> str:
-        """Fail every open request at once; nothing is admitted any more. Returns why, in the engine's words if any."""
-        why = f"{self._last_words} ({how})" if self._last_words else how
-        self.health.set("dead", f"{ENGINE_GONE} ({why})")
-        self.requests.end_all(RequestError(ENGINE_GONE, status=500, code="engine_dead"), "failed")
-        for waiting in self._profiles:
-            if not waiting.done():
-                waiting.set_exception(EngineDeadError(ENGINE_GONE))
-        self._profiles.clear()
+    def replica_died(self, replica: int, how: str) -> str:
+        """Fail every open request of it at once; with the last replica, nothing is admitted any more.
+
+        The board must know already. Returns why, in the engine's words if any.
+        """
+        words = self._last_words.get(replica)
+        why = f"{words} ({how})" if words else how
+        gone = REPLICA_GONE
+        if not self.counts.living():
+            gone = ENGINE_GONE
+            self.health.set("dead", f"{ENGINE_GONE} ({why})")
+        self.requests.end_all(RequestError(gone, status=500, code="engine_dead"), "failed", replica)
+        for asked, waiting in self._profiles:
+            if asked == replica and not waiting.done():
+                waiting.set_exception(EngineDeadError(gone))
+        self._profiles = [each for each in self._profiles if each[0] != replica]
         return why
 
     def ready_model(self, name: str | None) -> Model:
@@ -118,10 +126,12 @@ class Front:
 
     def admit(self, generation: Generation, priority: int) -> None:
         """Give the request to the engine, with its time limit. Raises RequestError (429, 503) where it cannot."""
-        if self._admission is None or self.health.state != "ready":  # it may have changed while tokenising
-            self.counts.add(f"rejected_{self.health.state}")
-            raise RequestError(self.health.reason, status=503, code="not_ready")
         counts = self.counts
+        if not counts.living():  # what the first front knows already, and we are to hear yet
+            self.health.set("dead", ENGINE_GONE)
+        if self._admission is None or self.health.state != "ready":  # it may have changed while tokenising
+            counts.add(f"rejected_{self.health.state}")
+            raise RequestError(self.health.reason, status=503, code="not_ready")
         with counts.board.locked():  # the limits are of all fronts together
             in_flight = round(counts.total("in_flight"))
             try:
@@ -134,18 +144,23 @@ class Front:
             except RequestError:
                 counts.add("rejected_queue_full")
                 raise
-            self.health.note_work(was_idle=in_flight == 0)
             self.requests.add(generation, priority)
         left_s = generation.arrived_s + self.config.request_timeout_s - time.monotonic()
         generation.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, generation)
 
     async def profile(self, action: Literal["start", "stop"]) -> ProfileDone:
-        """Start or stop the engine's profiler, into --profile-dir. Raises EngineDeadError."""
+        """Start or stop the engine's profiler, into --profile-dir: of the first replica alone, for all do the same.
+
+        Raises EngineDeadError.
+        """
         directory = self.config.profile_dir
         assert directory is not None
+        replica = min(self.counts.living(), default=None)
+        if replica is None:
+            raise EngineDeadError(ENGINE_GONE)
         done: asyncio.Future[ProfileDone] = asyncio.get_running_loop().create_future()
-        self._profiles.append(done)
-        self._send(Profile(action, directory))
+        self._profiles.append((replica, done))
+        self._send(Profile(action, directory), replica)
         return await done
 
     def _time_out(self, generation: Generation) -> None:
@@ -155,15 +170,23 @@ class Front:
         )
         self.requests.end(generation, error, "aborted")
 
-    def on_message(self, message: FromEngine) -> None:
-        """Take in what the engine says to this front."""
+    def on_message(self, message: FromEngine, replica: int) -> None:
+        """Take in what a replica's engine says to this front."""
         if isinstance(message, StepOutputs):
-            self.requests.on_step(message)
-        elif isinstance(message, Loading) and self.health.state == "loading":
-            self.health.set("loading", f"loading: {message.stage} ({message.fraction:.0%})")
+            self.requests.on_step(message, replica)
+        elif isinstance(message, Loading):
+            # All load the same; were each of them shown, their lines would only take turns.
+            if replica == 0 and self.health.state == "loading":
+                self.health.set("loading", f"loading: {message.stage} ({message.fraction:.0%})")
         elif isinstance(message, EngineFailed):
-            self._last_words = message.message
-        elif isinstance(message, ProfileDone) and self._profiles:
-            waiting = self._profiles.pop(0)
-            if not waiting.done():
-                waiting.set_result(message)
+            self._last_words[replica] = message.message
+        elif isinstance(message, ProfileDone):
+            self._end_profile(message, replica)
+
+    def _end_profile(self, done: ProfileDone, replica: int) -> None:
+        for at, (asked, waiting) in enumerate(self._profiles):
+            if asked == replica:
+                del self._profiles[at]
+                if not waiting.done():
+                    waiting.set_result(done)
+                return

@@ -25,17 +25,17 @@ from meltcore.server.channel import (
     Connection,
     Drain,
     EndRequests,
-    EngineDied,
     Leave,
     Open,
     Opened,
+    ReplicaDied,
     Setup,
     ToFront,
 )
-from meltcore.server.counts import NAMES, Counts
+from meltcore.server.counts import Counts, columns
 from meltcore.server.front import Front
 from meltcore.server.http_server import HttpServer, calm_collector
-from meltcore.server.link import EngineLink
+from meltcore.server.link import EngineLink, socket_folder
 from meltcore.server.listener import raise_file_limit
 from meltcore.server.model import find_checkpoint, load_text
 from meltcore.server.routes import build_app
@@ -45,12 +45,11 @@ class FrontProcess:
     """One further front, from its setup to its end."""
 
     def __init__(self, end: socket.socket, setup: Setup, board: int) -> None:
-        counts = Counts(Board(NAMES, setup.fronts, board), setup.front)
+        replicas = setup.config.dp
+        counts = Counts(Board(columns(replicas), setup.fronts, board), setup.front, replicas)
         self._channel: Channel[ToFront] = Channel(end, ToFront)
-        self._link = EngineLink(
-            Path(setup.directory), setup.front, lambda message: self._front.on_message(message), self._on_unreadable
-        )
-        self._front = Front(setup.config, counts, self._link.send)
+        self._links = [self._link(setup, replica) for replica in range(replicas)]
+        self._front = Front(setup.config, counts, lambda message, replica: self._links[replica].send(message))
         self._http = HttpServer(build_app(self._front), counts)
         self._text = asyncio.create_task(
             asyncio.to_thread(lambda: load_text(setup.config, find_checkpoint(setup.config)))
@@ -61,7 +60,8 @@ class FrontProcess:
         """Serve until told to leave."""
         self._channel.read(self._obey, lambda: os._exit(0))
         await self._http.serve()
-        self._link.close()
+        for link in self._links:
+            link.close()
         await asyncio.to_thread(self._front.log.close)
 
     def _obey(self, message: ToFront, descriptors: list[int]) -> None:
@@ -75,8 +75,9 @@ class FrontProcess:
         elif isinstance(message, EndRequests):
             error = RequestError(message.message, status=message.status, code=message.code)
             front.requests.end_all(error, message.outcome)
-        elif isinstance(message, EngineDied):
-            front.engine_died(message.how)
+        elif isinstance(message, ReplicaDied):
+            front.replica_died(message.replica, message.how)
+            self._links[message.replica].close()
         elif isinstance(message, Leave):
             self._http.stop()
 
@@ -90,8 +91,13 @@ class FrontProcess:
         calm_collector()
         self._channel.send(Opened())
 
-    def _on_unreadable(self, why: str) -> None:
-        self._channel.send(CannotGoOn("engine", why))
+    def _link(self, setup: Setup, replica: int) -> EngineLink:
+        return EngineLink(
+            socket_folder(Path(setup.directory), replica),
+            setup.front,
+            lambda message: self._front.on_message(message, replica),
+            lambda why: self._channel.send(CannotGoOn("engine", why, replica)),
+        )
 
 
 def main() -> int:

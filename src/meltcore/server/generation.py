@@ -41,6 +41,7 @@ class Choice:
         "pieces",
         "prompt_token_ids",
         "prompt_tokens",
+        "replica",
         "request_id",
         "role_sent",
         "tokens_sent",
@@ -56,6 +57,7 @@ class Choice:
         self.prompt_token_ids = prompt
         self.prompt_tokens = len(prompt)
         self.params = params
+        self.replica = 0  # the one that works on it, from the moment it is given away
         self.detokenizer = Detokenizer(tokenizer, params)
         self.pieces: list[str] = []  # text not sent yet
         self.logprobs: list[tuple[int, TokenLogprobs]] = []  # token id and its log-probabilities, not sent yet
@@ -98,6 +100,11 @@ class Choice:
             self.pieces.append(text)
             self.generation.unsent_chars += len(text)
         return counted
+
+    @property
+    def tokens_to_do(self) -> int:
+        """The most that a replica may have to work through: the prompt and all of the answer that is allowed."""
+        return self.prompt_tokens + self.params.max_tokens
 
     def take_news(self) -> bool:
         """Whether an event now would say anything new; asked once before each event."""

@@ -29,16 +29,13 @@ class Health:
             self.state = state
             self.reason = reason
 
-    def note_work(self, *, was_idle: bool) -> None:
-        """Work was given to the engine; after an idle time the waiting starts now."""
-        if was_idle:
-            self._counts.set("engine_sign_s", time.monotonic())
-
     def problem(self) -> str | None:
         """Why the server cannot be relied on now; None where it can. What any front has seen counts."""
         if self.state != "ready":
             return self.reason
-        age_s = time.monotonic() - self._counts.board.most("engine_sign_s")
-        if self._counts.total("in_flight") and age_s > self._stuck_after_s:
-            return f"stuck: no step has finished for {age_s:.0f} s while requests are open"
+        for replica in self._counts.living():
+            age_s = time.monotonic() - self._counts.sign_s(replica)
+            if self._counts.open_requests(replica) and age_s > self._stuck_after_s:
+                of = f" of replica {replica}" if self._counts.replicas > 1 else ""
+                return f"stuck: no step{of} has finished for {age_s:.0f} s while requests are open"
         return None

@@ -14,6 +14,13 @@ from meltcore.engine.messages import FromEngine, ToEngine, socket_address
 _RETRY_S = 0.01
 
 
+def socket_folder(directory: Path, replica: int) -> Path:
+    """Where the sockets of one replica are, made where it is missing."""
+    folder = directory / str(replica)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 class EngineLink:
     """Sends to the engine, and hands each of its messages for this front to `on_message`, on the event loop.
 
@@ -25,7 +32,7 @@ class EngineLink:
         directory: Path,
         front: int,
         on_message: Callable[[FromEngine], None],
-        on_unreadable: Callable[[str], None],
+        on_unreadable: Callable[[str], object],
     ) -> None:
         """Bind the sockets of `front` in `directory`; a running event loop will read them."""
         self._on_message = on_message
@@ -44,7 +51,7 @@ class EngineLink:
         asyncio.get_running_loop().add_reader(self._from_engine.FD, self.receive)
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; all of one turn of the event loop travel together."""
+        """Queue a message; all of one turn of the event loop travel together. Nothing is sent once it is closed."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self.flush)
         self._outgoing.append(message)

@@ -37,7 +37,7 @@ class Metrics(Collector):
             yield histogram
 
     def _gauges(self) -> Iterator[Metric]:
-        counts, engine = self._counts, self._counts.engine()
+        counts, engine = self._counts, self._counts.engines()
         usage = engine.pages_used / engine.pages_total if engine.pages_total else 0.0
         peak = counts.board.most("in_flight_peak")
         for name, help, value in (
@@ -45,6 +45,7 @@ class Metrics(Collector):
             ("num_requests_waiting", "Requests waiting for a place in the batch after the last step", engine.waiting),
             ("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1", usage),
             ("requests_in_flight", "Requests accepted and not ended", counts.total("in_flight")),
+            ("replicas", "Replicas that work", len(counts.living())),
             ("requests_in_flight_peak", "The most requests in flight at once since the start", peak),
             (
                 "front_processes",
@@ -55,9 +56,17 @@ class Metrics(Collector):
             family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
             family.add_metric([self._model], value)
             yield family
+        for name, help, of in (
+            ("replica_requests", "Requests that a replica has open", counts.open_requests),
+            ("replica_tokens", "Prompts and allowed answers of what a replica has open, in tokens", counts.open_tokens),
+        ):
+            family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name", "replica"])
+            for replica in counts.living():
+                family.add_metric([self._model, str(replica)], of(replica))
+            yield family
 
     def _counters(self) -> Iterator[Metric]:
-        total, engine = self._counts.total, self._counts.engine()
+        total, engine = self._counts.total, self._counts.engines()
         for name, help, value in (
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", engine.prefix_queried_tokens_total),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", engine.prefix_hit_tokens_total),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from meltcore.config import ServerConfig
 from meltcore.engine.messages import EngineReady
@@ -31,6 +34,17 @@ class Model:
     text: TextSide
     engine: EngineReady
     created: int  # Unix seconds
+
+
+def common_limits(engines: Sequence[EngineReady]) -> EngineReady:
+    """What every replica can do; the first one's memory table and times stand for all."""
+    return msgspec.structs.replace(
+        engines[0],
+        max_model_len=min(engine.max_model_len for engine in engines),
+        max_num_seqs=min(engine.max_num_seqs for engine in engines),
+        pages_total=min(engine.pages_total for engine in engines),
+        load_s=max(engine.load_s for engine in engines),
+    )
 
 
 def find_checkpoint(config: ServerConfig) -> Checkpoint:

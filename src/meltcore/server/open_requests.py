@@ -30,7 +30,8 @@ class OpenRequests:
     `waiting_prompt_tokens` of the counts are those of requests that have not had their first token.
     """
 
-    def __init__(self, counts: Counts, send: Callable[[ToEngine], None]) -> None:
+    def __init__(self, counts: Counts, send: Callable[[ToEngine, int], None]) -> None:
+        """`send(message, replica)` takes a message to one of the engines."""
         self._counts = counts
         self._send = send
         self._open: dict[str, Choice] = {}
@@ -39,8 +40,13 @@ class OpenRequests:
         return len(self._open)
 
     def add(self, generation: Generation, priority: int) -> None:
-        """Hand every choice of `generation` to the engine; from here on it is accepted and will be ended."""
+        """Hand every choice of `generation` to a replica; from here on it is accepted and will be ended.
+
+        Each goes to the living replica that has the fewest tokens to do; there must be one.
+        """
         for choice in generation.choices:
+            choice.replica = min(self._counts.living(), key=self._counts.open_tokens)
+            self._counts.give(choice.replica, choice.tokens_to_do)
             self._open[choice.request_id] = choice
             self._send(
                 AddRequest(
@@ -49,16 +55,17 @@ class OpenRequests:
                     sampling=choice.params,
                     priority=priority,
                     arrived_s=generation.arrived_s,
-                )
+                ),
+                choice.replica,
             )
             choice.prompt_token_ids = []  # the engine has them now; at 10,000 requests a second copy is real memory
         self._counts.add("waiting_prompt_tokens", generation.prompt_tokens)
         self._counts.add("accepted", len(generation.choices))
         self._counts.note_in_flight(len(self._open))
 
-    def on_step(self, step: StepOutputs) -> None:
+    def on_step(self, step: StepOutputs, replica: int = 0) -> None:
         """Give each choice its new tokens. Outputs of requests that have ended here already are dropped."""
-        self._counts.note_step(step.stats, step.step_ended_s)
+        self._counts.note_step(step.stats, step.step_ended_s, replica)
         for output in step.outputs:
             choice = self._open.get(output.request_id)
             if choice is None:
@@ -83,7 +90,7 @@ class OpenRequests:
             self._note_tokens(choice, counted, now_s)
         if choice.finish_reason is not None:
             if output.finish_reason is None:  # a stop string: the engine does not know yet
-                self._send(AbortRequests([choice.request_id]))
+                self._send(AbortRequests([choice.request_id]), choice.replica)
             self._counts.finish(choice, output.times, now_s)
             self._end(choice, "finished")
             if generation.streaming or not generation.open_choices:
@@ -112,17 +119,20 @@ class OpenRequests:
         if not open_choices and not generation.sending and outcome != "failed":
             return
         generation.error = error
-        if open_choices:
-            self._send(AbortRequests([choice.request_id for choice in open_choices]))
+        for replica in sorted({choice.replica for choice in open_choices}):
+            ids = [choice.request_id for choice in open_choices if choice.replica == replica]
+            self._send(AbortRequests(ids), replica)
         for choice in open_choices:
             self._end(choice, outcome)
         generation.wake()
         if generation.sending and generation.cut_off is not None:
             generation.cut_off()
 
-    def end_all(self, error: RequestError, outcome: Outcome) -> None:
+    def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
+        """End every request, or every one that `replica` works on."""
         for choice in list(self._open.values()):
-            self.end(choice.generation, error, outcome)
+            if replica is None or choice.replica == replica:
+                self.end(choice.generation, error, outcome)
 
     def _end(self, choice: Choice, outcome: Outcome) -> None:
         if self._open.pop(choice.request_id, None) is None:
@@ -130,5 +140,6 @@ class OpenRequests:
         choice.generation.open_choices -= 1
         if choice.first_token_s is None:
             self._counts.add("waiting_prompt_tokens", -choice.prompt_tokens)
+        self._counts.take_back(choice.replica, choice.tokens_to_do)
         self._counts.add(outcome)
         self._counts.set("in_flight", len(self._open))

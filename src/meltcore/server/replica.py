@@ -1,11 +1,15 @@
-"""One engine process: started, watched, ended."""
+"""One engine process: started, watched, ended. A server has one, or several that share its requests (`--dp`).
+
+A replica that dies stays out of use: what it worked on fails at once, the others go on, and the server ends with the
+last of them. It is not started again, since a fault of its GPU would only have it die over and over.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +37,17 @@ class Replica:
         *,
         directory: Path,
         fronts: int = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`command` starts the engine; the folder of the sockets and the number of fronts are its last arguments."""
+        """`command` starts the engine; the folder of the sockets and the number of fronts are its last arguments.
+
+        `environment` is added to ours.
+        """
         self._config = config
         self._command = (*command, str(directory), str(fronts))
         self._on_message = on_message
         self._directory = directory
+        self._environment = dict(environment or {})
         self._link: EngineLink | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ready: asyncio.Future[EngineReady] | None = None
@@ -57,7 +66,7 @@ class Replica:
             stdin=asyncio.subprocess.PIPE,
             stdout=_STDERR,
             start_new_session=True,
-            env=os.environ | ONE_ARENA,
+            env=os.environ | ONE_ARENA | self._environment,
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")  # and kept open: its end is our end
@@ -91,6 +100,10 @@ class Replica:
             except TimeoutError:
                 self.kill()
                 await self._process.wait()
+        self.close_link()
+
+    def close_link(self) -> None:
+        """Say and hear nothing any more. Can be called twice."""
         if self._link is not None:
             self._link.close()
 

@@ -118,7 +118,14 @@ class _Pages:
         problem = self._front.health.problem()
         if problem is not None:
             raise RequestError(problem, status=503, code="not_ready")
-        return {"status": "ready"}
+        counts = self._front.counts
+        if counts.replicas == 1:
+            return {"status": "ready"}
+        living = len(counts.living())
+        return {
+            "status": "ready" if living == counts.replicas else "degraded",
+            "replicas": f"{living} of {counts.replicas}",
+        }
 
     async def live(self, scope: Scope, receive: Receive) -> dict[str, str]:
         return {"status": "live", "version": __version__}
@@ -189,6 +196,7 @@ class _Pages:
             "tokenizer": "synthetic" if model.text.tokenizer.synthetic else "real",
             "device": model.engine.device,
             "dtype": model.engine.dtype,
+            "replicas": self._front.config.dp,
             "debug": list(self._front.config.engine.debug),
         }
 

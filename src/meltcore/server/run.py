@@ -11,28 +11,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from meltcore.config import ServerConfig
-from meltcore.engine.messages import ForgetFront, FromEngine
+from meltcore.engine.messages import ForgetFront
 from meltcore.errors import MeltcoreError, RequestError
 from meltcore.server.banner import Progress, print_listening, print_ready
 from meltcore.server.board import Board
-from meltcore.server.channel import Drain, EndRequests, EngineDied
-from meltcore.server.counts import NAMES, Counts
+from meltcore.server.channel import Drain, EndRequests, ReplicaDied
+from meltcore.server.counts import Counts, columns
 from meltcore.server.front import Front
+from meltcore.server.gpus import replica_environments
 from meltcore.server.http_server import HttpServer, calm_collector
 from meltcore.server.idle import use_one_arena
+from meltcore.server.link import socket_folder
 from meltcore.server.listener import Acceptor, bind, raise_file_limit
-from meltcore.server.model import Model, find_checkpoint, load_text
+from meltcore.server.model import Model, common_limits, find_checkpoint, load_text
 from meltcore.server.replica import ENGINE_COMMAND, Replica
 from meltcore.server.routes import build_app
 from meltcore.server.team import Team, board_rows, front_count
 
-DEAD_LINGER_S = 1.0  # an engine's death is answered and seen at /health for this long before we exit
+DEAD_LINGER_S = 1.0  # the last engine's death is answered and seen at /health for this long before we exit
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one wish, two signals
 IDLE_POLL_S = 0.02  # while draining
 EXIT_FAILED = 1
@@ -49,6 +52,7 @@ def serve(
 
     Raises ConfigError where the server cannot start: the address is taken, the checkpoint or the engine fails.
     """
+    environments = replica_environments(config.dp, 1, config.engine.device)
     use_one_arena()
     listener = bind(config.host, config.port)
     port = int(listener.getsockname()[1])
@@ -59,29 +63,56 @@ def serve(
     directory = Path(tempfile.mkdtemp(prefix="meltcore-"))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_live(config, engine_command, directory, listener))
+            return runner.run(_live(config, engine_command, environments, directory, listener))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-async def _live(config: ServerConfig, engine_command: Sequence[str], directory: Path, listener: socket.socket) -> int:
-    return await _Life(config, engine_command, directory).run(listener)
+async def _live(
+    config: ServerConfig,
+    engine_command: Sequence[str],
+    environments: Sequence[dict[str, str]],
+    directory: Path,
+    listener: socket.socket,
+) -> int:
+    return await _Life(config, engine_command, environments, directory).run(listener)
 
 
 class _Life:
     """One run of a server, from bound socket to exit status."""
 
-    def __init__(self, config: ServerConfig, engine_command: Sequence[str], directory: Path) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine_command: Sequence[str],
+        environments: Sequence[dict[str, str]],
+        directory: Path,
+    ) -> None:
         rows = board_rows(front_count(config))
-        counts = Counts(Board(NAMES, rows))
+        counts = Counts(Board(columns(config.dp), rows), replicas=config.dp)
         self._config = config
         self._directory = directory
-        self._replica = Replica(config.engine, engine_command, self._on_message, directory=directory, fronts=rows)
-        self._front = Front(config, counts, self._replica.send)
+        self._counts = counts
+        self._front = Front(config, counts, lambda message, replica: self._replicas[replica].send(message))
+        self._replicas = [
+            Replica(
+                config.engine,
+                engine_command,
+                partial(self._front.on_message, replica=number),
+                directory=socket_folder(directory, number),
+                fronts=rows,
+                environment=environment,
+            )
+            for number, environment in enumerate(environments)
+        ]
         self._http = HttpServer(build_app(self._front), counts)
         self._team = Team(
-            config, counts, directory, on_lost=self._on_front_lost, on_unreadable=self._replica.fail
-        )  # fmt: skip
+            config,
+            counts,
+            directory,
+            on_lost=self._on_front_lost,
+            on_unreadable=lambda replica, why: self._replicas[replica].fail(why),
+        )
         self._stop = asyncio.Event()
         self._stopped_s: float | None = None  # when the first signal came
 
@@ -94,7 +125,7 @@ class _Life:
         try:
             return await self._load_and_serve()
         finally:
-            await self._replica.stop()
+            await asyncio.gather(*(replica.stop() for replica in self._replicas))
             acceptor.close()
             self._http.stop()
             await asyncio.gather(http, self._team.leave())
@@ -104,7 +135,7 @@ class _Life:
         stop = asyncio.create_task(self._stop.wait())
         if not await self._load_or_stop(stop):
             return 0
-        died = asyncio.create_task(self._replica.wait())
+        died = asyncio.gather(*(self._watch(number) for number in range(len(self._replicas))))
         front_failed = self._team.failed
         any_end: set[asyncio.Future[Any]] = {stop, died, front_failed}
         await asyncio.wait(any_end, return_when=asyncio.FIRST_COMPLETED)
@@ -113,7 +144,8 @@ class _Life:
         if not died.done():
             await self._drain(died)
         if died.done():
-            return await self._engine_died(died.result())
+            await asyncio.sleep(DEAD_LINGER_S)
+            return EXIT_FAILED
         died.cancel()
         return EXIT_FAILED if front_failed.done() else 0
 
@@ -141,18 +173,19 @@ class _Life:
     async def _load(self) -> Model:
         """Read the text side, start the engine and the other fronts, all at once. Raises MeltcoreError."""
         checkpoint = await asyncio.to_thread(find_checkpoint, self._config)
-        starting = asyncio.create_task(self._replica.start())
+        starting = asyncio.gather(*(replica.start() for replica in self._replicas))
         reading = asyncio.to_thread(load_text, self._config, checkpoint)
         try:
-            text, engine, _ = await asyncio.gather(reading, starting, self._team.start())
+            text, engines, _ = await asyncio.gather(reading, starting, self._team.start())
         except BaseException:
-            starting.cancel()  # the text side failed, or we are told to stop: nobody waits for the engine any more
+            starting.cancel()  # the text side failed, or we are told to stop: nobody waits for the engines any more
             raise
+        engine = common_limits(engines)
         created = int(time.time())
         await self._team.open(engine, created)
         return self._front.open(text, engine, created)
 
-    async def _drain(self, died: asyncio.Task[str]) -> None:
+    async def _drain(self, died: asyncio.Future[list[None]]) -> None:
         """Refuse new requests, let the open ones finish for a while, then end them."""
         front, limit_s = self._front, self._config.drain_timeout_s
         reason = "the server is going down and takes no new requests"
@@ -167,15 +200,21 @@ class _Life:
             front.requests.end_all(RequestError(error, status=503, code="server_stopping"), "aborted")
             self._team.tell(EndRequests(error, 503, "server_stopping", "aborted"))
 
-    async def _engine_died(self, how: str) -> int:
-        front = self._front
-        open_requests = self._open_requests()
-        why = front.engine_died(how)
-        self._team.tell(EngineDied(why))
-        front.log.write("engine_died", why=why, open_requests=open_requests)
-        print(f"meltcore serve: the engine has died: {why}; {open_requests} open requests failed", file=sys.stderr)
-        await asyncio.sleep(DEAD_LINGER_S)
-        return EXIT_FAILED
+    async def _watch(self, number: int) -> None:
+        """Wait for the death of a replica, and end what it had open; the others, if any, go on."""
+        how = await self._replicas[number].wait()
+        front, counts = self._front, self._counts
+        lost = round(counts.open_requests(number))
+        counts.note_death(number)
+        why = front.replica_died(number, how)
+        self._team.tell(ReplicaDied(number, why))
+        self._replicas[number].close_link()
+        front.log.write("engine_died", replica=number, why=why, open_requests=lost)
+        whose, rest = "the engine", ""
+        if counts.replicas > 1:
+            whose = f"replica {number}"
+            rest = f"; {len(counts.living())} of {counts.replicas} replicas go on without it"
+        print(f"meltcore serve: {whose} has died: {why}; {lost} open requests failed{rest}", file=sys.stderr)
 
     def _on_signal(self) -> None:
         """The first asks to drain; a second one, later, means now."""
@@ -185,24 +224,23 @@ class _Life:
             self._stop.set()
         if now_s - self._stopped_s < SAME_SIGNAL_S:
             return
-        self._replica.kill()
+        for replica in self._replicas:
+            replica.kill()
         self._team.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(EXIT_FORCED)
 
     def _open_requests(self) -> int:
         """Of all fronts."""
-        return round(self._front.counts.total("in_flight"))
+        return round(self._counts.total("in_flight"))
 
     def _on_connection(self, connection: socket.socket) -> None:
         if not self._team.place(connection):
             self._http.take(connection)
 
-    def _on_message(self, message: FromEngine) -> None:
-        self._front.on_message(message)
-
     def _on_front_lost(self, front: int, how: str, open_requests: int) -> None:
-        self._replica.send(ForgetFront(front))
+        for replica in self._counts.living():
+            self._replicas[replica].send(ForgetFront(front))
         self._front.log.write("front_died", front=front, how=how, open_requests=open_requests)
         print(
             f"meltcore serve: front process {front} has died: {how}; {open_requests} open requests failed",

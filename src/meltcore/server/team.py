@@ -23,11 +23,11 @@ from meltcore.server.channel import (
     Channel,
     Drain,
     EndRequests,
-    EngineDied,
     FromFront,
     Leave,
     Open,
     Opened,
+    ReplicaDied,
     Setup,
 )
 from meltcore.server.counts import Counts
@@ -82,9 +82,9 @@ class Team:
         directory: Path,
         *,
         on_lost: Callable[[int, str, int], None],
-        on_unreadable: Callable[[str], None],
+        on_unreadable: Callable[[int, str], None],
     ) -> None:
-        """`on_lost(front, how, open_requests)`: it has died. `on_unreadable(why)`: the engine talks nonsense to one."""
+        """`on_lost(front, how, open_requests)`: it has died. `on_unreadable(replica, why)`: that one talks nonsense."""
         self._config = config
         self._counts = counts
         self._directory = directory
@@ -127,9 +127,9 @@ class Team:
                 return True
         return False
 
-    def tell(self, message: Open | Drain | EndRequests | EngineDied | Leave) -> None:
+    def tell(self, message: Open | Drain | EndRequests | ReplicaDied | Leave) -> None:
         """Say something to every front. One that takes nothing any more hangs, and is ended."""
-        self._draining |= isinstance(message, Drain | EngineDied)
+        self._draining |= isinstance(message, Drain) or not self._counts.living()
         for member in self._members:
             self._say(member, message)
 
@@ -149,7 +149,7 @@ class Team:
             if member.process is not None and member.process.returncode is None:
                 member.process.kill()
 
-    def _say(self, member: Member, message: Open | Drain | EndRequests | EngineDied | Leave) -> None:
+    def _say(self, member: Member, message: Open | Drain | EndRequests | ReplicaDied | Leave) -> None:
         running = member.process is not None and member.process.returncode is None
         if running and member.channel is not None and not member.channel.send(message):
             assert member.process is not None
@@ -183,7 +183,7 @@ class Team:
         if isinstance(message, Opened):
             member.opened.set_result(None)
         elif message.where == "engine":
-            self._on_unreadable(message.message)
+            self._on_unreadable(message.replica, message.message)
         else:
             self._fail(message.message)
 
@@ -212,8 +212,7 @@ class Team:
         with board.locked():
             lost = round(row[column["in_flight"]])
             row[column["failed"]] += lost
-            row[column["in_flight"]] = 0
-            row[column["waiting_prompt_tokens"]] = 0
+            self._counts.forget_open(front)
         return lost
 
     def _fail(self, why: str) -> None:
