@@ -168,7 +168,7 @@ def test_a_daemon_is_ready_when_serve_returns_and_gone_after_stop(tmp_path: Path
         port = url.rpartition(":")[2]
         taken = meltcore("serve", BUNDLED_MODEL, "--port", port, "--daemon")
         assert taken.returncode == 2
-        assert "Address already in use" in taken.stderr
+        assert f"{url} serves {BUNDLED_MODEL} already" in taken.stderr
     finally:
         stopped = meltcore("stop")
     assert stopped.returncode == 0

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine_arguments(parser.add_argument_group("engine"))
     _add_http_arguments(parser.add_argument_group("HTTP"))
     _add_limit_arguments(parser.add_argument_group("limits"))
-    parser.add_argument("--daemon", action="store_true", help="start it, wait until it is ready, leave it running")
+    _add_daemon_arguments(parser.add_argument_group("in the background"))
 
 
 def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
@@ -147,6 +147,17 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-body", type=size_bytes, default=8 * 2**20, metavar="SIZE", help="of a request (8MiB)")
 
 
+def _add_daemon_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--daemon", action="store_true", help="start it, wait until it is ready, leave it running")
+    group.add_argument("--log", metavar="FILE", help="its output (default: a file of its own, which is printed)")
+    group.add_argument(
+        "--start-timeout",
+        type=positive_seconds,
+        metavar="S",
+        help="until it must be ready, else it is ended (no limit)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     from meltcore.config import EngineConfig, ServerConfig
 
@@ -185,7 +196,11 @@ def run(args: argparse.Namespace) -> int:
     if args.daemon:
         from meltcore.server.daemon import start
 
-        return start(config)
+        return start(config, log=args.log, limit_s=args.start_timeout)
+    if args.log is not None or args.start_timeout is not None:
+        from meltcore.errors import ConfigError
+
+        raise ConfigError("--log and --start-timeout are for a server in the background: add --daemon")
     from meltcore.server.run import serve
 
     return serve(config)

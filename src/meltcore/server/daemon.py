@@ -15,6 +15,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import msgspec
@@ -49,13 +50,18 @@ def state_dir() -> Path:
     return folder
 
 
-def start(config: ServerConfig) -> int:
+def start(config: ServerConfig, *, log: Path | str | None = None, limit_s: float | None = None) -> int:
     """Start a server, wait until it is ready, print its address. It outlives us.
 
-    Raises ConfigError with the server's own reason where it does not come up. Ctrl-C ends the half-started one.
+    `log` takes its output; None: a new file among the records. Raises ConfigError with what is on the port already, or
+    with the server's own reason where it does not come up within `limit_s` (None: however long it takes). Ctrl-C ends
+    the half-started one.
     """
-    log = state_dir() / f"serve-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
-    with log.open("wb") as output:
+    for record in running():
+        if record.port == config.port:
+            raise ConfigError(f"{record.url} serves {record.model} already (pid {record.pid}, log {record.log})")
+    log = Path(log or state_dir() / f"serve-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
+    with _open_log(log) as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "meltcore.server.daemon", str(log)],
             stdin=subprocess.PIPE,
@@ -67,7 +73,7 @@ def start(config: ServerConfig) -> int:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(config))
         process.stdin.close()
-        record = _wait_ready(process, log)
+        record = _wait_ready(process, log, limit_s)
     except BaseException:
         process.kill()
         process.wait()
@@ -105,11 +111,21 @@ def stop(records: list[Record], timeout_s: float) -> int:
     return 1 if late else 0
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> Record:
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"--log {path} cannot be written: {error.strerror}") from error
+
+
+def _wait_ready(process: subprocess.Popen[bytes], log: Path, limit_s: float | None) -> Record:
     record: Record | None = None
+    started_s = time.monotonic()
     while True:
         if process.poll() is not None:
             raise ConfigError(_last_line(log) or f"the server ended with exit status {process.returncode}; see {log}")
+        if limit_s is not None and time.monotonic() - started_s > limit_s:
+            raise ConfigError(f"the server was not ready within {limit_s:g} s; its last line: {_last_line(log)}")
         if record is None:
             record = next((found for found in running() if found.pid == process.pid), None)
         elif _is_ready(record):

@@ -1,0 +1,74 @@
+"""scripts/start_server.sh: a server that stays, what a second start says, and what is left of a failed one."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_harness import wait_until
+
+from meltcore.evals.api import Api, ApiError
+from meltcore.models.checkpoint import BUNDLED_MODEL
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).parents[2] / "scripts" / "start_server.sh"
+MELTCORE = [sys.executable, "-m", "meltcore.cli.main"]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = tmp_path / "run-meltcore"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m meltcore.cli.main "$@"\n')
+    program.chmod(0o755)
+    # Its own folder of records: a server that somebody runs here is none of ours.
+    own = {"MODEL": BUNDLED_MODEL, "PORT": str(port), "XDG_STATE_HOME": str(tmp_path), "MELTCORE": str(program)}
+    return {**os.environ, **own, "TP": "1", "CUDA_VISIBLE_DEVICES": "", "LOG": str(tmp_path / "server.log")}
+
+
+def start(settings: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([SCRIPT, *arguments], env=settings, capture_output=True, text=True, timeout=120, check=False)
+
+
+def answers(settings: dict[str, str]) -> bool:
+    try:
+        return Api(f"127.0.0.1:{settings['PORT']}", timeout_s=5).get("/live").status == 200
+    except ApiError:
+        return False
+
+
+def test_the_server_is_ready_stays_and_is_stopped(settings: dict[str, str]) -> None:
+    try:
+        done = start(settings, "--device", "cpu")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"listening on http://127.0.0.1:{settings['PORT']}" in done.stdout
+        api = Api(f"127.0.0.1:{settings['PORT']}")
+        assert api.first_model() == "Qwen/Qwen3.5-35B-A3B"
+        assert api.get("/health").status == 200
+        assert "listening on" in Path(settings["LOG"]).read_text()
+        again = start(settings)
+        assert again.returncode == 2
+        assert f":{settings['PORT']} serves {BUNDLED_MODEL} already (pid" in again.stderr
+        assert api.get("/health").status == 200
+    finally:
+        stop = [*MELTCORE, "stop", "--port", settings["PORT"]]
+        stopped = subprocess.run(stop, env=settings, capture_output=True, text=True, timeout=90, check=False)
+    assert "stopped http://127.0.0.1" in stopped.stdout
+    assert not answers(settings)
+
+
+def test_a_server_that_is_not_ready_in_time_is_ended(settings: dict[str, str]) -> None:
+    done = start(settings | {"START_TIMEOUT": "0.5"}, "--device", "cpu")
+    assert done.returncode == 2
+    assert "was not ready within 0.5 s" in done.stderr
+    wait_until(lambda: not answers(settings), "the half-started server to be gone", 5)
+
+
+def test_a_model_that_is_not_there_is_told(settings: dict[str, str]) -> None:
+    done = start(settings | {"MODEL": "./no-such-folder", "START_TIMEOUT": "60"})
+    assert done.returncode == 2
+    assert "no such folder" in done.stderr
