@@ -112,9 +112,9 @@ def test_both_bodies_draw_the_same_tokens(rows: int, vocab: int, dtype: torch.dt
     last_kept = torch.randint(0, vocab, (rows,))
     last_kept[1::3] = KEEP_ALL
     for last in (None, last_kept):
-        expected = sampling._draw_torch(*case, last)
+        expected = sampling._draw_torch(*case, last, 0)[0]
         on_device = [None if part is None else part.to(device) for part in (*case, last)]
-        assert torch.equal(sampling._draw_triton(*on_device).cpu(), expected)
+        assert torch.equal(sampling._draw_triton(*on_device, 0)[0].cpu(), expected)
         greedy_rows = case[1] == 0
         assert torch.equal(expected[greedy_rows], case[0][greedy_rows].argmax(-1))
 
@@ -129,17 +129,17 @@ def test_a_draw_keeps_to_what_comes_up_to_the_last_token(device: torch.device) -
     """Falling logits, and among equals rising ids: 3, 1, 4, 0, 2."""
     row = torch.tensor([1.0, 2.0, 0.0, 3.0, 2.0])
     for last, allowed in ((3, {3}), (1, {3, 1}), (4, {3, 1, 4}), (2, {0, 1, 2, 3, 4}), (KEEP_ALL, {0, 1, 2, 3, 4})):
-        tokens = sampling._draw_torch(*same_row(row, 300, last))
+        tokens = sampling._draw_torch(*same_row(row, 300, last), 0)[0]
         assert set(tokens.tolist()) == allowed
-        some = sampling._draw_triton(*(part.to(device) for part in same_row(row, 12, last)))
+        some = sampling._draw_triton(*(part.to(device) for part in same_row(row, 12, last)), 0)[0]
         assert torch.equal(some.cpu(), tokens[:12])
 
 
 def test_a_forbidden_token_is_never_drawn(device: torch.device) -> None:
     row = torch.full((900,), float("-inf"))
     row[700] = -1e30
-    assert set(sampling._draw_torch(*same_row(row, 200, KEEP_ALL)).tolist()) == {700}
-    some = sampling._draw_triton(*(part.to(device) for part in same_row(row, 8, KEEP_ALL)))
+    assert set(sampling._draw_torch(*same_row(row, 200, KEEP_ALL), 0)[0].tolist()) == {700}
+    some = sampling._draw_triton(*(part.to(device) for part in same_row(row, 8, KEEP_ALL)), 0)[0]
     assert set(some.tolist()) == {700}
 
 
@@ -148,5 +148,21 @@ def test_a_forbidden_token_is_never_drawn(device: torch.device) -> None:
 def test_both_bodies_draw_the_same_tokens_from_a_whole_vocabulary(dtype: torch.dtype) -> None:
     """Except where the two best scores differ by no more than the logarithms round."""
     case = [part.cuda() for part in random_draws(300, 151936, dtype)]
-    expected, drawn = sampling._draw_torch(*case, None), sampling._draw_triton(*case, None)
+    expected, drawn = sampling._draw_torch(*case, None, 0)[0], sampling._draw_triton(*case, None, 0)[0]
     assert (expected != drawn).sum() <= 1
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_the_best_of_all_parts_is_drawn_from_the_whole(parts: int, device: torch.device) -> None:
+    """What ranks do that hold a part of the vocabulary each; scores with the noise of the ids they stand for."""
+    logits, *settings = random_draws(6, 1000, torch.float32)
+    expected = sampling.draw(logits, *settings)
+    for body, place in ((sampling._draw_torch, torch.device("cpu")), (sampling._draw_triton, device)):
+        winners, scores = [], []
+        for first in range(0, 1000, 1000 // parts):
+            part = logits[:, first : first + 1000 // parts].contiguous().to(place)
+            token, score = body(part, *(each.to(place) for each in settings), None, first)
+            winners.append(token.cpu() + first)
+            scores.append(score.cpu())
+        best = torch.stack(scores).argmax(0, keepdim=True)
+        assert torch.equal(torch.stack(winners).gather(0, best)[0], expected)

@@ -105,7 +105,19 @@ def draw(
     Returns [rows] int64.
     """
     body = _draw_triton if use_triton(logits) else _draw_torch
-    return body(logits, temperatures, seeds, positions, last_kept)
+    return body(logits, temperatures, seeds, positions, last_kept, 0)[0]
+
+
+def draw_part(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_token: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw` among some neighbouring tokens of the vocabulary, the first of which is `first_token`.
+
+    Returns [rows] int64, counted from `first_token`, and the scores [rows] float32 that they won by: the best of all
+    parts is what `draw` takes from the whole vocabulary.
+    """
+    body = _draw_triton if use_triton(logits) else _draw_torch
+    return body(logits, temperatures, seeds, positions, None, first_token)
 
 
 def _draw_torch(
@@ -114,27 +126,30 @@ def _draw_torch(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     last_kept: torch.Tensor | None,
-) -> torch.Tensor:
+    first_token: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     values, hot = logits.float(), (temperatures > 0)[:, None]
     scores = values / torch.where(hot, temperatures[:, None], 1.0)
-    scores += torch.where(hot, gumbel_noise(seeds, positions, logits.shape[1]), 0.0)
+    scores += torch.where(hot, gumbel_noise(seeds, positions, logits.shape[1], first_token), 0.0)
     if last_kept is not None:
         last = last_kept[:, None]
         threshold = values.gather(1, last.clamp(min=0))
         tokens = torch.arange(logits.shape[1], device=logits.device)
         after = (values < threshold) | ((values == threshold) & (tokens > last))
         scores.masked_fill_(after & (last >= 0), float("-inf"))
-    return scores.argmax(-1)
+    best = scores.argmax(-1)
+    return best, scores.gather(1, best[:, None])[:, 0]
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, tokens: int, first_token: int = 0) -> torch.Tensor:
     """Gumbel noise from a counter: one value for each (seed, position, token id), in any batch, on any device.
 
-    seeds, positions: [rows] int64. Returns [rows, vocab_size] float32. The specification of `draw`'s noise.
+    seeds, positions: [rows] int64. Returns [rows, tokens] float32, for ids from `first_token` on. The specification of
+    `draw`'s noise.
     """
     rows = _mix(_mix(seeds) + positions)
-    tokens = torch.arange(vocab_size, device=seeds.device)
-    bits = _mix(rows[:, None] ^ _mix(tokens)[None, :])
+    ids = torch.arange(first_token, first_token + tokens, device=seeds.device)
+    bits = _mix(rows[:, None] ^ _mix(ids)[None, :])
     # The 23 high bits, half a step off zero, make a float32 inside (0, 1) without rounding, so that both logarithms are
     # finite. With one bit more the largest would round to 1: infinite noise, in one of 100 draws from 150,000 tokens.
     uniform = (_shift_right(bits, 41).float() + 0.5) * 2.0**-23
@@ -173,7 +188,9 @@ def _mixed(state):
 
 
 # Settings start anywhere: without this, each new alignment would be compiled for anew.
-@triton.jit(do_not_specialize=["temperatures_ptr", "seeds_ptr", "positions_ptr", "last_kept_ptr", "rows"])
+@triton.jit(
+    do_not_specialize=["temperatures_ptr", "seeds_ptr", "positions_ptr", "last_kept_ptr", "rows", "first_token"]
+)
 def _draw_kernel(
     logits_ptr,
     temperatures_ptr,
@@ -184,6 +201,7 @@ def _draw_kernel(
     tokens_ptr,
     rows,
     vocab,
+    first_token,
     row_stride,
     FILTERED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -193,7 +211,7 @@ def _draw_kernel(
     chunk = tl.program_id(0)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab
-    token_bits = _mixed(token.to(tl.uint64))
+    token_bits = _mixed((first_token + token).to(tl.uint64))
     for member in tl.static_range(ROWS):
         row = tl.program_id(1).to(tl.int64) * ROWS + member
         if row < rows:
@@ -219,13 +237,14 @@ def _draw_kernel(
 
 
 @triton.jit
-def _best_chunk_kernel(scores_ptr, tokens_ptr, output_ptr, chunks, CHUNKS: tl.constexpr):
-    """One program: one row's best token, from the best of each chunk. Ids rise with the chunks."""
+def _best_chunk_kernel(scores_ptr, tokens_ptr, output_ptr, best_ptr, chunks, CHUNKS: tl.constexpr):
+    """One program: one row's best token and its score, from the best of each chunk. Ids rise with the chunks."""
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, CHUNKS)
     scores = tl.load(scores_ptr + row * chunks + each, mask=each < chunks, other=float("-inf"))
-    _, best = _first_largest(scores, each, CHUNKS)
+    score, best = _first_largest(scores, each, CHUNKS)
     tl.store(output_ptr + row, tl.load(tokens_ptr + row * chunks + best).to(tl.int64))
+    tl.store(best_ptr + row, score)
 
 
 def _draw_triton(
@@ -234,11 +253,13 @@ def _draw_triton(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     last_kept: torch.Tensor | None,
-) -> torch.Tensor:
+    first_token: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     (rows, vocab), device = logits.shape, logits.device
     output = torch.empty(rows, dtype=torch.int64, device=device)
+    best = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
-        return output
+        return output, best
     check_rows(logits)
     chunks = triton.cdiv(vocab, _DRAW_CHUNK)
     scores = torch.empty(rows, chunks, dtype=torch.float32, device=device)
@@ -253,14 +274,17 @@ def _draw_triton(
         tokens,
         rows,
         vocab,
+        first_token,
         logits.stride(0),
         FILTERED=last_kept is not None,
         ROWS=_DRAW_ROWS,
         CHUNK=_DRAW_CHUNK,
         num_warps=_WARPS,
     )
-    _best_chunk_kernel[(rows,)](scores, tokens, output, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=_WARPS)
-    return output
+    _best_chunk_kernel[(rows,)](
+        scores, tokens, output, best, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=_WARPS
+    )
+    return output, best
 
 
 def check_rows(logits: torch.Tensor) -> None:
@@ -276,6 +300,6 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     indices = torch.empty(rows, dtype=torch.int64, device="meta")
     return [
         lambda: _greedy_triton(logits),
-        lambda: _draw_triton(logits, temperatures, indices, indices, None),
-        lambda: _draw_triton(logits, temperatures, indices, indices, indices),
+        lambda: _draw_triton(logits, temperatures, indices, indices, None, 0),
+        lambda: _draw_triton(logits, temperatures, indices, indices, indices, 0),
     ]
