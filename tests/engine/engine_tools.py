@@ -24,7 +24,7 @@ VOCAB = 320
 
 
 # Small networks of each family. Qwen2's query heads for a key head are no power of two, as in Qwen2.5-1.5B. The middle
-# layer of the routed one is dense.
+# layer of the routed one is dense, that of the hybrid one attention, of which a quarter of each head turns.
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     "qwen3_moe": {
@@ -39,6 +39,29 @@ FAMILIES: dict[str, dict[str, object]] = {
         "mlp_only_layers": [1],
     },
     "qwen2": {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "qwen3_5_moe_text": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
 }
 
 
@@ -63,17 +86,24 @@ def make_reference(seed: int = 0, family: str = "qwen3", **overrides: object) ->
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Weights that keep the size of what they multiply, and scores of a spread of 4, of which softmax keeps a few."""
+    """Weights that keep the size of what they multiply, and scores of a spread of 4, of which softmax keeps a few.
+
+    Recurrent states forget half in one to a hundred tokens. Zero-centred norms get the scales that others have.
+    """
     torch.manual_seed(seed)
     names = [name for name, _ in model.named_parameters()]
     heads_normed = any(name.endswith("q_norm.weight") for name in names)
+    is_hybrid = any(name.endswith("A_log") for name in names)
     for name, parameter in model.named_parameters():
+        centre = 1.0 if is_hybrid and "linear_attn" not in name else 0.0
         if name.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.uniform_(1.5, 2.5)
+            parameter.uniform_(1.5 - centre, 2.5 - centre)
+        elif name.endswith(("A_log", "dt_bias")):
+            parameter.uniform_(-4.0, 0.0)
         elif name.endswith("bias"):
             parameter.normal_()
         elif parameter.dim() == 1:
-            parameter.uniform_(0.5, 1.5)
+            parameter.uniform_(0.5 - centre, 1.5 - centre)
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
         if not heads_normed and name.endswith(("q_proj.weight", "k_proj.weight")):

@@ -119,15 +119,15 @@ def routed_checkpoint(routed_reference: PreTrainedModel, tmp_path_factory: pytes
 def router_not_renormalised(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = moe_layer.route
     monkeypatch.setattr(
-        moe_layer, "route", lambda logits, choices, renormalised: whole(logits, choices, renormalised=False)
+        moe_layer, "route", lambda *given, shared, **_: whole(*given, renormalised=False, shared=shared)
     )
 
 
 def experts_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = moe_layer.route
 
-    def rotated(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
-        routing = whole(logits, choices, renormalised=renormalised)
+    def rotated(logits: torch.Tensor, choices: int, **how: bool) -> Routing:
+        routing = whole(logits, choices, **how)
         return routing._replace(experts=(routing.experts + 1) % logits.shape[1])
 
     monkeypatch.setattr(moe_layer, "route", rotated)
@@ -136,8 +136,8 @@ def experts_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
 def weights_of_choices_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = moe_layer.route
 
-    def swapped(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
-        routing = whole(logits, choices, renormalised=renormalised)
+    def swapped(logits: torch.Tensor, choices: int, **how: bool) -> Routing:
+        routing = whole(logits, choices, **how)
         return routing._replace(weights=routing.weights.flip(-1))
 
     monkeypatch.setattr(moe_layer, "route", swapped)
@@ -145,9 +145,7 @@ def weights_of_choices_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def last_choice_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = moe_layer.route
-    monkeypatch.setattr(
-        moe_layer, "route", lambda logits, choices, renormalised: whole(logits, choices - 1, renormalised=renormalised)
-    )
+    monkeypatch.setattr(moe_layer, "route", lambda logits, choices, **how: whole(logits, choices - 1, **how))
 
 
 def norm_before_the_experts_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

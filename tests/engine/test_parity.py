@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "qwen3_moe", "qwen3_5_moe_text"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -70,7 +70,7 @@ def test_many_sequences_of_unlike_lengths(reference: PreTrainedModel, checkpoint
     assert_parity(seen, reference, prompts)
 
 
-def test_cached_prefix(reference: PreTrainedModel, checkpoint: Path) -> None:
+def test_cached_prefix(family: str, reference: PreTrainedModel, checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint)
     shared = tools.random_prompt(130, 3)
     seen.add("first", [*shared, 5, 6, 7])
@@ -80,7 +80,8 @@ def test_cached_prefix(reference: PreTrainedModel, checkpoint: Path) -> None:
         seen.add(request_id, prompt)
     assert_parity(seen, reference, prompts)
     # Two full pages for the first two; the third is two pages itself and keeps one token to compute, so one page.
-    assert seen.engine.stats().prefix_hit_tokens_total == 128 + 128 + 64
+    hits = 0 if family == "qwen3_5_moe_text" else 128 + 128 + 64  # recurrent states are not cached yet
+    assert seen.engine.stats().prefix_hit_tokens_total == hits
 
 
 @pytest.mark.parametrize("overlap", [False, True])

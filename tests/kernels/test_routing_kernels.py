@@ -34,6 +34,24 @@ def test_the_likeliest_experts_and_their_weights(
 
 
 @pytest.mark.parametrize("renormalised", [True, False])
+@SHAPES
+def test_a_shared_expert_comes_behind_the_choices(
+    tokens: int, experts: int, choices: int, renormalised: bool, device: torch.device
+) -> None:
+    """Weighted by the sigmoid of the last column, which changes nothing else."""
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, experts + 1) * 3
+    alone = routing_file._route_torch(logits[:, :-1], choices, renormalised=renormalised)
+    expected = Routing(
+        torch.cat([alone.experts, torch.full((tokens, 1), experts, dtype=torch.int32)], 1),
+        torch.cat([alone.weights, logits[:, -1:].sigmoid()], 1),
+    )
+    how = {"renormalised": renormalised, "shared": True}
+    assert_same(routing_file._route_torch(logits, choices, **how), expected)
+    assert_same(routing_file._route_triton(logits.to(device), choices, **how), expected)
+
+
+@pytest.mark.parametrize("renormalised", [True, False])
 def test_routing_is_softmax_then_the_largest(renormalised: bool) -> None:
     torch.manual_seed(0)
     logits = torch.randn(50, 16)

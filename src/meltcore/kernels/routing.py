@@ -36,14 +36,15 @@ class Segments(NamedTuple):
     bounds: torch.Tensor
 
 
-def route(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
+def route(logits: torch.Tensor, choices: int, *, renormalised: bool, shared: bool = False) -> Routing:
     """The `choices` likeliest experts by softmax; among equals the lower number.
 
     logits: [tokens, experts] of any floating type, contiguous. renormalised: the weights of a token's experts add up to
-    one, else they are the experts' shares of the softmax over all.
+    one, else they are the experts' shares of the softmax over all. shared: the last column is of an expert that is not
+    chosen; every token has it behind its choices, weighted by the sigmoid of its logit.
     """
     body = _route_triton if use_triton(logits) else _route_torch
-    return body(logits, choices, renormalised=renormalised)
+    return body(logits, choices, renormalised=renormalised, shared=shared)
 
 
 def by_expert(experts: torch.Tensor, count: int) -> Segments:
@@ -51,12 +52,15 @@ def by_expert(experts: torch.Tensor, count: int) -> Segments:
     return _by_expert_triton(experts, count) if use_triton(experts) else _by_expert_torch(experts, count)
 
 
-def _route_torch(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
-    wide = logits.float()
+def _route_torch(logits: torch.Tensor, choices: int, *, renormalised: bool, shared: bool = False) -> Routing:
+    wide, gate = logits.float().tensor_split([logits.shape[1] - shared], dim=1)
     experts = wide.argsort(dim=-1, descending=True, stable=True)[:, :choices]
     weights = wide.softmax(-1).gather(1, experts)
     if renormalised:
         weights = weights / weights.sum(-1, keepdim=True)
+    if shared:
+        experts = torch.cat([experts, torch.full_like(experts[:, :1], wide.shape[1])], 1)
+        weights = torch.cat([weights, gate.sigmoid()], 1)
     return Routing(experts.int(), weights)
 
 
@@ -78,9 +82,10 @@ def _route_kernel(
     EXPERT_BLOCK: tl.constexpr,
     CHOICE_BLOCK: tl.constexpr,
     RENORMALISED: tl.constexpr,
+    SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: ROWS tokens, one choice after the other."""
+    """One program: ROWS tokens, one choice after the other. EXPERTS are those to choose from, SHARED is 0 or 1 more."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -88,7 +93,7 @@ def _route_kernel(
     expert = tl.arange(0, EXPERT_BLOCK)[None, :]
     place = tl.arange(0, CHOICE_BLOCK)[None, :]
     # Tokens past the end repeat the last one and are not stored.
-    start = tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * EXPERTS
+    start = tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * (EXPERTS + SHARED)
     logits = tl.load(logits_ptr + start + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
     largest = tl.max(logits, axis=1)
     total = tl.sum(tl.exp(logits - largest[:, None]), axis=1)
@@ -103,10 +108,15 @@ def _route_kernel(
         logits = tl.where(expert == best[:, None], float("-inf"), logits)
     if RENORMALISED:
         total = tl.sum(weights, axis=1)
-    inside = (token < tokens)[:, None] & (place < CHOICES)
-    output = token.to(tl.int64)[:, None] * CHOICES + place
+    weights = weights / total[:, None]
+    if SHARED:
+        gate = tl.load(logits_ptr + start + EXPERTS).to(tl.float32)
+        experts = tl.where(place == CHOICES, EXPERTS, experts)
+        weights = tl.where(place == CHOICES, 1.0 / (1.0 + tl.exp(-gate)), weights)
+    inside = (token < tokens)[:, None] & (place < CHOICES + SHARED)
+    output = token.to(tl.int64)[:, None] * (CHOICES + SHARED) + place
     tl.store(experts_ptr + output, experts, mask=inside)
-    tl.store(weights_ptr + output, weights / total[:, None], mask=inside)
+    tl.store(weights_ptr + output, weights, mask=inside)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -133,10 +143,10 @@ def _by_expert_kernel(
         tl.store(bounds_ptr + EXPERTS, place)
 
 
-def _route_triton(logits: torch.Tensor, choices: int, *, renormalised: bool) -> Routing:
-    tokens, count = logits.shape
-    experts = torch.empty(tokens, choices, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, choices, dtype=torch.float32, device=logits.device)
+def _route_triton(logits: torch.Tensor, choices: int, *, renormalised: bool, shared: bool = False) -> Routing:
+    tokens, count = logits.shape[0], logits.shape[1] - shared
+    experts = torch.empty(tokens, choices + shared, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(experts.shape, dtype=torch.float32, device=logits.device)
     if tokens:
         overlap = overlaps(logits.device)
         _route_kernel[(triton.cdiv(tokens, _ROWS),)](
@@ -148,8 +158,9 @@ def _route_triton(logits: torch.Tensor, choices: int, *, renormalised: bool) -> 
             CHOICES=choices,
             ROWS=_ROWS,
             EXPERT_BLOCK=triton.next_power_of_2(count),
-            CHOICE_BLOCK=triton.next_power_of_2(choices),
+            CHOICE_BLOCK=triton.next_power_of_2(choices + shared),
             RENORMALISED=renormalised,
+            SHARED=int(shared),
             OVERLAP=overlap,
             num_warps=_ROWS,
             **({"launch_pdl": True} if overlap else {}),

@@ -14,12 +14,15 @@ class Destination(Protocol):
     def copy_(self, source: torch.Tensor) -> object: ...
 
 
-class Reordered:
-    """Rows of a checkpoint's tensor in another order: `order[i]` is which of them becomes row i of `target`."""
+def reordered(target: Destination, order: torch.Tensor | None) -> Destination:
+    """For a tensor whose row order[i] is to be row i of `target`. order: [rows] int64, None for the same order."""
+    if order is None or torch.equal(order, torch.arange(len(order))):
+        return target
+    return _Reordered(target, order)
 
+
+class _Reordered:
     def __init__(self, target: Destination, order: torch.Tensor) -> None:
-        if order.shape[0] != target.shape[0]:
-            raise ValueError(f"an order of {order.shape[0]} rows for a tensor of {list(target.shape)}")
         self._target, self._order = target, order
 
     @property

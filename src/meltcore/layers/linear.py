@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meltcore.layers.destination import Destination
+from meltcore.layers.destination import Destination, reordered
 from meltcore.layers.group import Group
 from meltcore.layers.norm import RMSNorm
 from meltcore.layers.pieces import piece, within
@@ -50,22 +50,22 @@ class Linear(nn.Module):
         """Hold the weight in FP8, before anything is loaded into it."""
         self.weight = Fp8Weight(sum(self.output_sizes), self.input_size)
 
-    def part(self, index: int) -> Destination:
+    def part(self, index: int, order: torch.Tensor | None = None) -> Destination:
+        """order: in which the outputs of that matrix that are kept stand here, see `reordered`."""
         rows = self._rows_of(index)
         output_sizes, input_size = self._published
         return piece(
-            self.weight.rows(rows.start, rows.stop),
+            reordered(self.weight.rows(rows.start, rows.stop), order),
             (output_sizes[index], input_size),
             within(self._outputs[index]),
             within(self._inputs),
         )
 
-    def bias_part(self, index: int) -> Destination:
+    def bias_part(self, index: int, order: torch.Tensor | None = None) -> Destination:
         if self.bias is None:
             raise ValueError("this layer has no bias")
-        return piece(
-            self.bias[within(self._rows_of(index))], self._published[0][index : index + 1], within(self._outputs[index])
-        )
+        target = reordered(self.bias[within(self._rows_of(index))], order)
+        return piece(target, self._published[0][index : index + 1], within(self._outputs[index]))
 
     def forward(self, hidden: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """Of norm(hidden) where a norm is given."""

@@ -5,15 +5,15 @@ from torch import nn
 
 from meltcore.layers.group import Group
 from meltcore.layers.linear import Linear
-from meltcore.layers.norm import RMSNorm
+from meltcore.layers.norm import MakeNorm
 
 
 class GatedMLP(nn.Module):
     """residual + down(silu(gate(x)) * up(x)), x = norm(residual); gate and up in one product."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, eps: float) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, norm: MakeNorm) -> None:
         super().__init__()
-        self.norm = RMSNorm(hidden_size, eps)
+        self.norm = norm(hidden_size)
         self.gate_up = Linear(hidden_size, intermediate_size, intermediate_size)
         self.down = Linear(intermediate_size, hidden_size)
 

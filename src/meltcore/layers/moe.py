@@ -8,7 +8,7 @@ from meltcore.kernels.linear import linear
 from meltcore.kernels.routing import route
 from meltcore.layers.destination import Destination
 from meltcore.layers.group import Group
-from meltcore.layers.norm import RMSNorm
+from meltcore.layers.norm import MakeNorm
 from meltcore.layers.pieces import Pieces, piece, within
 
 
@@ -16,18 +16,27 @@ class RoutedMLP(nn.Module):
     """residual + the weighted sum of the gated feed-forwards of the experts that the router chooses for norm(residual).
 
     router: [experts, hidden_size]; gate_up: [experts, 2 * width, hidden_size]; down: [experts, hidden_size, width].
-    renormalised: a token's weights add up to one.
+    renormalised: a token's weights add up to one. shared: every token goes through one more expert, whose weight is the
+    sigmoid of a gate. It stands last in all three: the product with the router gives its gate, too.
     """
 
     def __init__(
-        self, hidden_size: int, width: int, experts: int, choices: int, eps: float, *, renormalised: bool
+        self,
+        hidden_size: int,
+        width: int,
+        experts: int,
+        choices: int,
+        norm: MakeNorm,
+        *,
+        renormalised: bool,
+        shared: bool = False,
     ) -> None:
         super().__init__()
-        self.experts, self.choices, self.renormalised = experts, choices, renormalised
+        self.experts, self.choices, self.renormalised, self.shared = experts, choices, renormalised, shared
         self._published_width, self._kept = width, range(width)
         self._group: Group | None = None
-        self.norm = RMSNorm(hidden_size, eps)
-        self.router = nn.Parameter(torch.empty(experts, hidden_size), requires_grad=False)
+        self.norm = norm(hidden_size)
+        self.router = nn.Parameter(torch.empty(experts + shared, hidden_size), requires_grad=False)
         self._allocate(hidden_size)
 
     @property
@@ -43,7 +52,8 @@ class RoutedMLP(nn.Module):
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """residual: [tokens, hidden_size], changed in place and returned."""
         hidden = self.norm(residual)
-        routing = route(linear(hidden, self.router), self.choices, renormalised=self.renormalised)
+        logits = linear(hidden, self.router)
+        routing = route(logits, self.choices, renormalised=self.renormalised, shared=self.shared)
         if self._group is None:
             return experts_add(residual, hidden, routing, self.gate_up, self.down)
         share = experts_add(torch.zeros_like(residual), hidden, routing, self.gate_up, self.down)
@@ -52,7 +62,7 @@ class RoutedMLP(nn.Module):
     # --- where a checkpoint's tensors go ---
 
     def gate_part(self, expert: int) -> Destination:
-        """[published width, hidden_size], as `up_part` is."""
+        """[published width, hidden_size], as `up_part` is. The shared expert's number is `experts`."""
         return self._rows(self.gate_up[expert, : self.width])
 
     def up_part(self, expert: int) -> Destination:
@@ -64,26 +74,27 @@ class RoutedMLP(nn.Module):
         return piece(target, (target.shape[0], self._published_width), slice(None), within(self._kept))
 
     def gate_up_of_all(self) -> Destination:
-        """[experts, 2 * published width, hidden_size]."""
+        """[experts, 2 * published width, hidden_size], without the shared one's."""
+        gate_up = self.gate_up[: self.experts]
         if self._group is None:
-            return self.gate_up
+            return gate_up
         whole, kept = self._published_width, self._kept
         ups = range(whole + kept.start, whole + kept.stop)
         return Pieces(
-            (self.experts, 2 * whole, self.gate_up.shape[2]),
-            ((slice(None), within(kept)), self.gate_up[:, : self.width]),
-            ((slice(None), within(ups)), self.gate_up[:, self.width :]),
+            (self.experts, 2 * whole, gate_up.shape[2]),
+            ((slice(None), within(kept)), gate_up[:, : self.width]),
+            ((slice(None), within(ups)), gate_up[:, self.width :]),
         )
 
     def down_of_all(self) -> Destination:
-        """[experts, hidden_size, published width]."""
-        shape = (*self.down.shape[:2], self._published_width)
-        return piece(self.down, shape, slice(None), slice(None), within(self._kept))
+        """[experts, hidden_size, published width], without the shared one's."""
+        shape = (self.experts, self.down.shape[1], self._published_width)
+        return piece(self.down[: self.experts], shape, slice(None), slice(None), within(self._kept))
 
     def _rows(self, target: torch.Tensor) -> Destination:
         return piece(target, (self._published_width, target.shape[1]), within(self._kept))
 
     def _allocate(self, hidden_size: int) -> None:
-        experts, width = self.experts, self.width
+        experts, width = self.experts + self.shared, self.width
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(experts, hidden_size, width), requires_grad=False)

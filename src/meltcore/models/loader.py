@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +19,15 @@ from meltcore.models.decoder import Decoder
 from meltcore.models.quantization import hold_in_fp8
 from meltcore.models.qwen2 import Qwen2
 from meltcore.models.qwen3 import Qwen3
+from meltcore.models.qwen3_5 import Qwen3_5
 from meltcore.models.qwen3_moe import Qwen3Moe
 
 Progress = Callable[[str, float], None]
 ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], Decoder]] = {
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3_5MoeForCausalLM": Qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5,
     "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 # The spread that published models are initialised with (initializer_range in their configurations).
@@ -48,16 +52,26 @@ def build_model(
     if not known:
         asked = ", ".join(names) or "nothing"
         raise ConfigError(f"{checkpoint.name}: config.json names {asked}; we have {', '.join(ARCHITECTURES)}")
-    with torch.device("meta"):
+    with torch.device("meta"), _default_dtype(dtype):
         model = ARCHITECTURES[known[0]](checkpoint.config)
         if group is not None:
             model.divide(group)
-        model = model.to(dtype)
         if quantization == "fp8":
             if model.config.experts is not None:
                 raise ConfigError(f"--quantization fp8 does not compute routed experts, which {checkpoint.name} has")
             hold_in_fp8(model, device)
     return model.to_empty(device=device)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What is allocated has this type unless it names another: so some things stay float32 in any model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:

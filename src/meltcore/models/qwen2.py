@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meltcore.models.decoder import Decoder, DecoderConfig
+from meltcore.models.decoder import Decoder
+from meltcore.models.decoder_config import DecoderConfig
 
 
 class Qwen2(Decoder):

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meltcore.errors import ConfigError
-from meltcore.models.decoder import Decoder, DecoderConfig, ExpertsConfig
+from meltcore.models.decoder import Decoder
+from meltcore.models.decoder_config import DecoderConfig, ExpertsConfig
 
 
 class Qwen3Moe(Decoder):
