@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
 
-    vocab_size = int(open_checkpoint(args.model, files="config").config["vocab_size"])
+    vocab_size = int(open_checkpoint(args.model, files="config").text_config["vocab_size"])
     prompts = prompts_of(args, vocab_size)
     answer = STRATEGIES[args.strategy](args)
     answer(list(islice(prompts, args.batch)))

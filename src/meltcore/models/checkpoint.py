@@ -20,6 +20,7 @@ _PUBLISHED = {
     "Qwen/Qwen2.5-1.5B-Instruct": Path(__file__).parent / "published" / "qwen2.5-1.5b-instruct",
     "Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b",
     "Qwen/Qwen3-30B-A3B": Path(__file__).parent / "published" / "qwen3-30b-a3b",
+    "Qwen/Qwen3.5-35B-A3B": Path(__file__).parent / "published" / "qwen3.5-35b-a3b",
 }
 
 Files = Literal["config", "text", "all"]
@@ -37,9 +38,14 @@ class Checkpoint:
     generation_config: dict[str, Any]
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """What config.json says of the language model: in one that sees as well, it stands in a part of its own."""
+        return {**self.config, **self.config.get("text_config", {})}
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """End ids: generation_config's (one or several) first, else the model config's."""
-        found = self.generation_config.get("eos_token_id", self.config.get("eos_token_id"))
+        found = self.generation_config.get("eos_token_id", self.text_config.get("eos_token_id"))
         if found is None:
             return ()
         return tuple(found) if isinstance(found, list) else (int(found),)

@@ -71,7 +71,7 @@ def _load_tokenizer(checkpoint: Checkpoint, *, may_be_missing: bool) -> Tokenize
     folder = checkpoint.folder
     if not may_be_missing or (folder / "tokenizer.json").exists():
         return Tokenizer.from_folder(folder)
-    vocab_size = checkpoint.config.get("vocab_size")
+    vocab_size = checkpoint.text_config.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ConfigError(f"{folder}/config.json has no vocab_size to make a synthetic tokenizer for")
     return Tokenizer.synthetic_bytes(vocab_size)

@@ -1,0 +1,242 @@
+"""Qwen3.5-35B-A3B as it is published: its tensors, counted and in each of their forms, and what is left out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from meltcore.errors import ConfigError
+from meltcore.kernels.rotary import half_split
+from meltcore.layers.attention import Attention
+from meltcore.layers.delta_net import DeltaNet
+from meltcore.layers.moe import RoutedMLP
+from meltcore.models.cache import CacheGroup, StateGroup
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.decoder import Decoder
+from meltcore.models.loader import build_model, load_weights
+
+MODEL = "Qwen/Qwen3.5-35B-A3B"
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+CPU = torch.device("cpu")
+
+
+def published_config(**changes: Any) -> dict[str, Any]:
+    config = dict(open_checkpoint(MODEL, files="config").config)
+    return config | {"text_config": config["text_config"] | changes}
+
+
+def published_shapes(text: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every text tensor of the published files, written out here a second time."""
+    hidden, head, width, experts = (
+        text[n] for n in ("hidden_size", "head_dim", "moe_intermediate_size", "num_experts")
+    )
+    queries, keys = text["num_attention_heads"] * head, text["num_key_value_heads"] * head
+    heads, values = text["linear_num_value_heads"], text["linear_num_value_heads"] * text["linear_value_head_dim"]
+    channels = 2 * text["linear_num_key_heads"] * text["linear_key_head_dim"] + values
+    every = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate.weight": (experts, hidden),
+        "mlp.experts.gate_up_proj": (experts, 2 * width, hidden),
+        "mlp.experts.down_proj": (experts, hidden, width),
+        "mlp.shared_expert.gate_proj.weight": (width, hidden),
+        "mlp.shared_expert.up_proj.weight": (width, hidden),
+        "mlp.shared_expert.down_proj.weight": (hidden, width),
+        "mlp.shared_expert_gate.weight": (1, hidden),
+    }
+    linear = {
+        "linear_attn.in_proj_qkv.weight": (channels, hidden),
+        "linear_attn.in_proj_z.weight": (values, hidden),
+        "linear_attn.in_proj_b.weight": (heads, hidden),
+        "linear_attn.in_proj_a.weight": (heads, hidden),
+        "linear_attn.conv1d.weight": (channels, 1, text["linear_conv_kernel_dim"]),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (text["linear_value_head_dim"],),
+        "linear_attn.out_proj.weight": (hidden, values),
+    }
+    full = {
+        "self_attn.q_proj.weight": (2 * queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "self_attn.q_norm.weight": (head,),
+        "self_attn.k_norm.weight": (head,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "lm_head.weight": (text["vocab_size"], hidden),
+        "model.language_model.embed_tokens.weight": (text["vocab_size"], hidden),
+        "model.language_model.norm.weight": (hidden,),
+    }
+    for layer in range(text["num_hidden_layers"]):
+        own = every | (full if (layer + 1) % text["full_attention_interval"] == 0 else linear)
+        shapes |= {f"model.language_model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    return shapes
+
+
+def each_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with a tensor for every matrix of every expert."""
+    table: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, matrix = name.partition(".experts.")
+        if not matrix:
+            table[name] = tensor
+        for expert, own in enumerate(tensor if matrix else ()):
+            parts = own.chunk(2) if matrix == "gate_up_proj" else (own,)
+            for part, kind in zip(parts, ("gate", "up") if len(parts) == 2 else ("down",), strict=True):
+                table[f"{prefix}.experts.{expert}.{kind}_proj.weight"] = part.clone()
+    return table
+
+
+def small_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = published_shapes(published_config(**SMALL)["text_config"])
+    return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+def build(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
+    (folder / "config.json").write_text(json.dumps(published_config(**SMALL | changes)))
+    return build_model(open_checkpoint(str(folder), files="config"), dtype, CPU)
+
+
+def load(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Decoder:
+    model = build(folder, dtype)
+    save_file(tensors, folder / "model.safetensors")
+    load_weights(model, open_checkpoint(str(folder), files="all"), lambda stage, fraction: None)
+    return model
+
+
+def test_the_published_text_part_is_known_tensor_by_tensor() -> None:
+    """693 tensors and 34,660,610,688 parameters: what loading the published files has reported."""
+    model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, torch.device("meta"))
+    shapes = published_shapes(published_config()["text_config"])
+    table = dict(model.checkpoint_tensors())
+    for name, (tensor, stands_for) in model.fused_tensors().items():
+        table[name] = tensor
+        for part in stands_for:
+            del table[part]
+    assert {name: tuple(tensor.shape) for name, tensor in table.items()} == shapes
+    assert len(table) == 693
+    assert sum(math.prod(shape) for shape in shapes.values()) == 34_660_610_688
+    assert sum(parameter.numel() for parameter in model.parameters()) == 34_660_610_688
+
+
+def test_what_the_published_model_keeps_of_a_sequence() -> None:
+    model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, torch.device("meta"))
+    pages, states = model.cache_groups()
+    assert pages == CacheGroup(layers=10, kv_heads=2, head_dim=256)
+    assert states == StateGroup(30, conv_channels=8192, conv_width=4, heads=32, key_dim=128, value_dim=128)
+    assert model.recurrent_layers() == set(range(40)) - {3, 7, 11, 15, 19, 23, 27, 31, 35, 39}
+
+
+@pytest.mark.parametrize("form", [dict, each_expert])
+def test_every_tensor_arrives_in_each_published_form(tmp_path: Path, form: Any) -> None:
+    tensors = small_tensors()
+    model = load(tmp_path, form(tensors))
+    delta, attention, mlp = model.blocks[0].attention, model.blocks[3].attention, model.blocks[3].mlp
+    assert isinstance(delta, DeltaNet)
+    assert isinstance(attention, Attention)
+    assert isinstance(mlp, RoutedMLP)
+    first, last = "model.language_model.layers.0.linear_attn.", "model.language_model.layers.3."
+    in_proj = torch.cat([tensors[f"{first}in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
+    experts, shared = last + "mlp.experts.", last + "mlp.shared_expert."
+    gate_up = torch.cat([tensors[f"{shared}gate_proj.weight"], tensors[f"{shared}up_proj.weight"]])
+    for ours, theirs in (
+        (delta.projection.weight.values, in_proj),
+        (delta.conv, tensors[first + "conv1d.weight"][:, 0]),
+        (delta.a_log, tensors[first + "A_log"]),
+        (delta.value_norm, tensors[first + "norm.weight"]),
+        (mlp.gate_up, torch.cat([tensors[experts + "gate_up_proj"], gate_up[None]])),
+        (mlp.down[:-1], tensors[experts + "down_proj"]),
+        (mlp.down[-1], tensors[shared + "down_proj.weight"]),
+        (mlp.router[-1:], tensors[last + "mlp.shared_expert_gate.weight"]),
+        (attention.output.weight.values, tensors[last + "self_attn.o_proj.weight"]),
+        (model.norm.weight, 1 + tensors["model.language_model.norm.weight"].float()),
+    ):
+        assert torch.equal(ours, theirs.float())
+
+
+def test_queries_gates_and_keys_are_put_in_the_order_of_the_kernels(tmp_path: Path) -> None:
+    tensors = small_tensors()
+    attention = load(tmp_path, tensors).blocks[3].attention
+    assert isinstance(attention, Attention)
+    order = half_split(16, 4)
+    published = tensors["model.language_model.layers.3.self_attn.q_proj.weight"].float().view(2, 2, 16, 32)
+    gates, queries, keys, _ = attention.qkv.weight.values.split([32, 32, 16, 16])
+    assert torch.equal(gates.view(2, 16, 32), published[:, 1])
+    assert torch.equal(queries.view(2, 16, 32), published[:, 0, order])
+    assert torch.equal(keys, tensors["model.language_model.layers.3.self_attn.k_proj.weight"].float()[order])
+    assert attention.key_norm is not None
+    norm = tensors["model.language_model.layers.3.self_attn.k_norm.weight"].float()
+    assert torch.equal(attention.key_norm.weight, 1 + norm[order])
+
+
+def test_scales_decays_and_time_steps_stay_float32_in_a_16_bit_model(tmp_path: Path) -> None:
+    model = load(tmp_path, small_tensors(), torch.bfloat16)
+    wide = {name.rpartition(".blocks.")[2] for name, held in model.named_parameters() if held.dtype == torch.float32}
+    kinds = {name.split(".", 2)[-1] for name in wide}
+    assert kinds == {
+        "weight",  # the last norm's
+        "attention.a_log",
+        "attention.dt_bias",
+        "attention.norm.weight",
+        "attention.query_norm.weight",
+        "attention.key_norm.weight",
+        "mlp.norm.weight",
+    }
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_what_sees_and_what_predicts_further_is_left_out(tmp_path: Path) -> None:
+    others = {
+        "mtp.fc.weight": torch.zeros(4, 8),
+        "mtp.layers.0.mlp.experts.3.up_proj.weight": torch.zeros(4, 4),
+        "model.visual.blocks.0.attn.qkv.bias": torch.zeros(4),
+    }
+    load(tmp_path, small_tensors() | others)
+
+
+@pytest.mark.parametrize("name", ["model.language_model.layers.0.linear_attn.extra", "model.layers.0.mlp.gate.weight"])
+def test_other_tensors_are_unexpected(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="1 unexpected tensors"):
+        load(tmp_path, small_tensors() | {name: torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias to True"),
+        ({"attn_output_gate": False}, "attn_output_gate to False"),
+        ({"linear_num_value_heads": None}, "lacks linear_num_value_heads"),
+        ({"full_attention_interval": None}, "lacks full_attention_interval"),
+        ({"layer_types": ["linear_attention"] * 4}, "full_attention for one at least"),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "got sliding_attention"),
+        ({"linear_num_key_heads": 4}, "linear_num_value_heads is a multiple of 4; got 2"),
+        ({"shared_expert_intermediate_size": 48}, "moe_intermediate_size 24; got shared_expert_intermediate_size 48"),
+    ],
+)
+def test_what_is_not_computed_is_refused_with_its_value(tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(tmp_path, **changes)
