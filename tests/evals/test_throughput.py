@@ -194,6 +194,21 @@ def test_an_honest_server_passes_every_gate(counting: Callable[..., CountingServ
     assert result.speed_sum is None
 
 
+def test_whole_answers_are_checked_alike_and_have_no_first_token(
+    counting: Callable[..., CountingServer], tmp_path: Path
+) -> None:
+    server = counting()
+    result = run_throughput(config(server.address, stream=False), tmp_path)
+    assert (result.verdict in FINE, result.reasons, server.streamed) == (True, [], 0)
+    for level in result.levels:
+        assert (level.ttft_ms.n, level.itl_ms.n, level.tpot_ms.n, level.e2e_ms.n) == (0, 0, 0, 8)
+        assert level.checks is not None
+        assert level.checks.counts_agree
+        assert level.total_tokens_per_s > level.output_tokens_per_s > 0
+    lying = run_throughput(config(counting("wrong-sums").address, stream=False), tmp_path)
+    assert [gate.status for gate in lying.gates] == ["PASS", "FAIL", "PASS"]
+
+
 @pytest.mark.parametrize(
     ("lie", "gate", "reason"),
     [

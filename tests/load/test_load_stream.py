@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meltcore.load.record import Record
-from meltcore.load.stream import StreamExchange, error_message
+from meltcore.load.stream import StreamExchange, WholeExchange, error_message
 
 
 def event(text: str | None = None, *, finish: str | None = None, usage: int | None = None, role: bool = False) -> bytes:
@@ -20,10 +20,15 @@ USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens
 DONE = b"data: [DONE]\n\n"
 
 
-def play(*parts: tuple[float, bytes], status: int = 200, content_type: str = "text/event-stream") -> StreamExchange:
+def play(
+    *parts: tuple[float, bytes],
+    status: int = 200,
+    content_type: str = "text/event-stream",
+    kind: type[StreamExchange] = StreamExchange,
+) -> StreamExchange:
     """Feed `parts` at their times, then end the response."""
     ended: list[StreamExchange] = []
-    exchange = StreamExchange(Record(index=0, intended_s=1.0), ended.append, keep_text=True)
+    exchange = kind(Record(index=0, intended_s=1.0), ended.append, keep_text=True)
     exchange.now_s = 1.5
     exchange.on_head(status, {"content-type": content_type})
     for now_s, data in parts:
@@ -83,6 +88,41 @@ def test_an_error_status_keeps_the_servers_message() -> None:
 
 def test_an_answer_that_is_no_stream_fails_once() -> None:
     assert play((2.0, b"{}"), content_type="application/json").record.failure == "not a stream"
+
+
+def whole(**changes: object) -> bytes:
+    choice = {"index": 0, "message": {"role": "assistant", "content": "one two"}, "finish_reason": "stop"}
+    body = {"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 2}} | changes
+    return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+
+
+def test_an_answer_not_streamed_is_one_chunk_at_its_end() -> None:
+    body = whole()
+    exchange = play((2.0, body[:30]), (3.0, body[30:]), content_type="application/json", kind=WholeExchange)
+    record = exchange.record
+    assert (record.failure, exchange.text, record.ended_s) == (None, "one two", 3.0)
+    assert (record.prompt_tokens, record.output_tokens, record.finish_reason) == (5, 2, "stop")
+    assert record.times_s.tolist() == [3.0]
+    text = whole(choices=[{"index": 0, "text": "plain", "finish_reason": "length"}])
+    assert play((2.0, text), content_type="application/json", kind=WholeExchange).text == "plain"
+
+
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [
+        (whole()[:-9], "bad json"),
+        (whole(usage=None), "no usage"),
+        (whole(choices=[{"message": {"content": ""}, "finish_reason": "stop"}]), "empty answer"),
+        (whole(choices=[{"message": {"content": "a"}}]), "truncated stream"),
+        (b"", "bad json"),
+    ],
+)
+def test_less_than_a_whole_json_answer_is_a_failure_too(body: bytes, failure: str) -> None:
+    assert play((2.0, body), content_type="application/json", kind=WholeExchange).record.failure == failure
+
+
+def test_a_stream_that_was_not_asked_for_is_a_failure() -> None:
+    assert play((2.0, event("a")), kind=WholeExchange).record.failure == "not JSON"
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fixed-output", action="store_true", help="exactly that many: end tokens are ignored")
     parser.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer.json or its folder")
     parser.add_argument("--reuse-prompts", action="store_true", help="the same 128 prompts at every level")
+    parser.add_argument(
+        "--no-stream", action="store_true", help="whole answers, as the public harness asks: no TTFT, no ITL"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the prompts (default: a new one each run)")
     parser.add_argument(
         "--speed-only",
@@ -218,6 +221,7 @@ def _throughput_config(args: argparse.Namespace, **settings: "tuple[int, ...]") 
         fixed_output=args.fixed_output,
         reuse_prompts=args.reuse_prompts,
         speed_only=args.speed_only,
+        stream=not args.no_stream,
         tokenizer=args.tokenizer,
         seed=secrets.randbits(32) if args.seed is None else args.seed,
         model=args.model,

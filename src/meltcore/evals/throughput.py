@@ -85,6 +85,7 @@ def load_config(config: ThroughputConfig, model: str, folder: Path) -> LoadConfi
         model=model,
         api_key=config.api_key,
         seed=config.seed,
+        stream=config.stream,
         temperature=None,  # each request has its own
         keep_text=not config.speed_only,
         records_path=folder / "requests.jsonl",
@@ -100,6 +101,7 @@ def _settings(config: ThroughputConfig) -> dict[str, object]:
         "output_tokens": config.output_tokens,
         "fixed_output": config.fixed_output or config.speed_only,
         "reuse_prompts": config.reuse_prompts,
+        "stream": config.stream,
         "speed_only": config.speed_only,
         "seed": config.seed,
     }

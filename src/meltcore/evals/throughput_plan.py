@@ -26,7 +26,8 @@ class ThroughputConfig:
     """What is asked for. `fixed_output`: every answer has exactly `output_tokens` tokens, its end token ignored.
 
     `reuse_prompts` takes all levels' prompts from the same 128, warm-ups too, as the hackathon's harness does: a prefix
-    cache then answers for the model. `speed_only` sends token ids, ignores end tokens and checks no answer.
+    cache then answers for the model. `stream` False asks for whole answers, which have neither TTFT nor ITL, as that
+    harness does. `speed_only` sends token ids, ignores end tokens and checks no answer.
     """
 
     url: str
@@ -37,6 +38,7 @@ class ThroughputConfig:
     fixed_output: bool = False
     reuse_prompts: bool = False
     speed_only: bool = False
+    stream: bool = True
     tokenizer: str | None = None  # tokenizer.json or its folder; speed alone takes ids below 30,000 without
     seed: int = 0
     model: str | None = None

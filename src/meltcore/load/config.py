@@ -55,6 +55,7 @@ class LoadConfig:
     slo_ms: dict[str, float] = field(default_factory=dict)  # ttft, tpot, itl, e2e: limits of a good request
     processes: int = 1
     timeouts: Timeouts = Timeouts()
+    stream: bool = True  # else whole answers, which have no TTFT and no ITL
     continuous_usage: bool = True  # ask for token counts with every chunk; some servers refuse the field
     temperature: float | None = 0.0  # None: left to the server
     extra_body: dict[str, Any] = field(default_factory=dict)

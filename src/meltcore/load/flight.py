@@ -9,7 +9,7 @@ from meltcore.load.config import Timeouts
 from meltcore.load.connection import ConnectError, Connection, Target, get
 from meltcore.load.record import Record
 from meltcore.load.requests import Request
-from meltcore.load.stream import StreamExchange
+from meltcore.load.stream import StreamExchange, WholeExchange
 
 SWEEP_S = 0.25
 HEALTH_TIMEOUT_S = 2.0
@@ -23,7 +23,10 @@ Ended = Callable[[Connection | None], None]
 class Flight:
     """Launches requests and gives every one of them exactly one record, to `on_record`, whatever becomes of it."""
 
-    def __init__(self, target: Target, timeouts: Timeouts, on_record: Callable[[Record], None]) -> None:
+    def __init__(
+        self, target: Target, timeouts: Timeouts, on_record: Callable[[Record], None], *, stream: bool = True
+    ) -> None:
+        self._exchange = StreamExchange if stream else WholeExchange
         self._target = target
         self._timeouts = timeouts
         self._on_record = on_record
@@ -39,7 +42,7 @@ class Flight:
     def launch(self, connection: Connection, request: Request, intended_s: float, ended: Ended) -> None:
         """Send `request`; `ended` is called once it has its record, with the connection if it can carry another."""
         record = Record(index=request.index, intended_s=intended_s)
-        exchange = StreamExchange(record, self._done, keep_text=request.judge is not None or request.sampled)
+        exchange = self._exchange(record, self._done, keep_text=request.judge is not None or request.sampled)
         self._active[exchange] = (connection, request, ended)
         record.sent_s = time.monotonic()
         connection.send(request.data, exchange)

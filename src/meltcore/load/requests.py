@@ -29,10 +29,12 @@ class RequestMaker:
     """Makes request `i` of a level: prompt `first + i` of the workload, so no level repeats another's prompts."""
 
     def __init__(self, config: LoadConfig, target: Target, model: str, workload: Workload, first: int) -> None:
-        options: dict[str, Any] = {"include_usage": True}
-        if config.continuous_usage:
-            options["continuous_usage_stats"] = True
-        self._common: dict[str, Any] = {"model": model, "stream": True, "stream_options": options}
+        self._common: dict[str, Any] = {"model": model, "stream": config.stream}
+        if config.stream:
+            options = {"include_usage": True}
+            if config.continuous_usage:
+                options["continuous_usage_stats"] = True
+            self._common["stream_options"] = options
         if config.temperature is not None:
             self._common["temperature"] = config.temperature
         self._extra = config.extra_body

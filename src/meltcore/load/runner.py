@@ -183,6 +183,7 @@ class _Run:
             server_peak_in_flight=server_peak,
             workload=self._workload_name,
             judged=self._judged,
+            streamed=self._config.stream,
             slo_ms=self._config.slo_ms,
         )
 

@@ -79,8 +79,9 @@ class LocalShare:
         self._on_records = on_records
         self._records: list[Record] = []
         self._stopping = False
-        self._flight = Flight(setup.target, setup.config.timeouts, self._records.append)
-        self._loop = self._make_loop(open_workload(setup.config, setup.prompts))
+        config = setup.config
+        self._flight = Flight(setup.target, config.timeouts, self._records.append, stream=config.stream)
+        self._loop = self._make_loop(open_workload(config, setup.prompts))
 
     @property
     def in_flight(self) -> int:

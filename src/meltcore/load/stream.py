@@ -23,6 +23,7 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None  # chat form
+    message: _Delta | None = None  # chat form, of an answer that comes whole
     text: str | None = None  # completions form
     finish_reason: str | None = None
 
@@ -76,6 +77,9 @@ class StreamExchange:
         "record",
     )
 
+    CONTENT_TYPE = "text/event-stream"
+    NOT_THAT = "not a stream"
+
     def __init__(self, record: Record, on_done: Callable[[StreamExchange], None], *, keep_text: bool) -> None:
         self.record = record
         self.now_s = 0.0
@@ -99,8 +103,8 @@ class StreamExchange:
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         self.record.status = status
-        if status == 200 and not headers.get("content-type", "").lower().startswith("text/event-stream"):
-            self._end("not a stream", f"content-type is {headers.get('content-type', 'absent')}")
+        if status == 200 and not headers.get("content-type", "").lower().startswith(self.CONTENT_TYPE):
+            self._end(self.NOT_THAT, f"content-type is {headers.get('content-type', 'absent')}")
 
     def on_body(self, data: bytes) -> None:
         if self._on_done is None:
@@ -144,7 +148,7 @@ class StreamExchange:
         usage = event.usage
         if event.choices:
             choice = event.choices[0]
-            delta = choice.delta
+            delta = choice.delta or choice.message
             text = choice.text if delta is None else delta.content or delta.reasoning_content or delta.reasoning
             if text:
                 self._chunk_times.append(self.now_s)
@@ -200,6 +204,31 @@ class StreamExchange:
         if len(self._chunk_tokens) == len(self._chunk_times):
             record.chunk_tokens = self._chunk_tokens.tobytes()
         on_done(self)
+
+
+class WholeExchange(StreamExchange):
+    """Reads one answer that was not asked to be streamed: all of its text is one chunk, which comes at its end."""
+
+    __slots__ = ("_body",)
+
+    CONTENT_TYPE = "application/json"
+    NOT_THAT = "not JSON"
+
+    def __init__(self, record: Record, on_done: Callable[[StreamExchange], None], *, keep_text: bool) -> None:
+        super().__init__(record, on_done, keep_text=keep_text)
+        self._body: list[bytes] = []
+
+    def on_body(self, data: bytes) -> None:
+        if self.record.status == 200:
+            self._body.append(data)
+        else:
+            super().on_body(data)
+
+    def on_end(self) -> None:
+        if self.record.status == 200:
+            self._event(b"".join(self._body))
+            self._saw_done = True
+        super().on_end()
 
 
 def error_message(body: str) -> str:

@@ -30,6 +30,7 @@ class LevelRun:
     server_peak_in_flight: int | None = None
     workload: str = ""
     judged: bool = False
+    streamed: bool = True
     warmup_requests: int = 0
     slo_ms: dict[str, float]
 
@@ -68,7 +69,7 @@ def summarise(run: LevelRun) -> LevelResult:
         timeline=_timeline(run, in_flight, tokens, ended_s),
         client=_client(run.watches),
     )
-    _add_latencies(result, whole)
+    _add_latencies(result, whole, run.streamed)
     if run.slo_ms:
         result.slo = dict(run.slo_ms)
         result.goodput_per_s = _rate(sum(_meets(record, run.slo_ms) for record in whole), duration_s)
@@ -201,10 +202,12 @@ def _client(watches: list[ClientWatch]) -> ClientLoad:
     )
 
 
-def _add_latencies(result: LevelResult, whole: list[Record]) -> None:
-    result.ttft_ms = distribution([ttft_ms(record) for record in whole])
+def _add_latencies(result: LevelResult, whole: list[Record], streamed: bool) -> None:
     result.e2e_ms = distribution([e2e_ms(record) for record in whole])
     result.queue_delay_ms = distribution([(record.sent_s - record.intended_s) * MS for record in whole])
+    if not streamed:  # nobody saw the first token come, nor any other
+        return
+    result.ttft_ms = distribution([ttft_ms(record) for record in whole])
     result.tpot_ms = distribution([value for record in whole if (value := tpot_ms(record)) is not None])
     counted = bool(whole) and all(record.tokens_so_far is not None for record in whole)
     result.itl_unit = "token" if counted else "chunk"
