@@ -20,6 +20,8 @@ class EngineConfig:
     quantization: Quantization = "none"  # fp8: linear layers in e4m3, scales by output and by token; from sm_89 on
     kv_cache_dtype: KVCacheDType = "auto"  # fp8: e4m3 without scales, half as much to read; from sm_89 on
     device: str = "auto"  # auto, cpu, cuda, cuda:1
+    tp: int = 1  # tensor parallel: ranks that share one model, each on a GPU of its own from `device` on
+    rank_timeout_s: float = 10.0  # a step that takes longer is stuck, with more ranks than one
     max_model_len: int | None = None  # tokens, prompt and answer together
     max_num_seqs: int | None = None  # sequences in one step; 1024 on CUDA, 256 on a CPU
     max_num_batched_tokens: int | None = None  # tokens in one step; 8192 on CUDA, 2048 on a CPU

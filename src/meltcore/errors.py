@@ -26,3 +26,7 @@ class RequestError(MeltcoreError):
 
 class EngineDeadError(MeltcoreError):
     """The engine process is gone; every open request of it has failed."""
+
+
+class RankError(MeltcoreError):
+    """A rank of a tensor-parallel group is gone or stuck; the engine cannot go on."""

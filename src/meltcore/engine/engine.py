@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 
 from meltcore.config import EngineConfig
-from meltcore.engine.memory import plan_memory
+from meltcore.engine.group_runner import GroupRunner
+from meltcore.engine.loading import choose_device, load, or_default
 from meltcore.engine.messages import (
     AddRequest,
     EngineReady,
@@ -22,21 +23,17 @@ from meltcore.engine.messages import (
 )
 from meltcore.engine.page_pool import PAGE_SIZE, PagePool
 from meltcore.engine.prefix_cache import PrefixCache
+from meltcore.engine.ranks import Ranks
 from meltcore.engine.request import Request, Sampled, TokenMask
-from meltcore.engine.runner import LaunchedStep, ModelRunner
+from meltcore.engine.runner import LaunchedStep, Layout, ModelRunner
 from meltcore.engine.sampler import Sampler
 from meltcore.engine.scheduler import Scheduler
 from meltcore.engine.state_pool import StatePool
 from meltcore.engine.warm_up import warm_up
-from meltcore.errors import ConfigError, RequestError
+from meltcore.errors import RequestError
 from meltcore.kernels.dispatch import force_reference
-from meltcore.kernels.fp8 import FP8
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
-from meltcore.models.decoder import Decoder
-from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights
-from meltcore.models.quantization import require_fp8
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.loader import Progress
 
 
 class Engine:
@@ -57,44 +54,13 @@ class Engine:
         progress = progress or (lambda stage, fraction: None)
         self.config = config
         self.checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")
-        device = choose_device(config.device)
-        model = _load(self.checkpoint, config, device, progress)
-        self.max_model_len = _context_limit(config, model)
-        model.prepare(self.max_model_len)
-        cache_dtype = _cache_dtype(model, config, device)
-        plan = plan_memory(
-            model,
-            memory_bytes=config.memory_bytes,
-            max_model_len=self.max_model_len,
-            max_num_seqs=_or_default(config.max_num_seqs, device, cuda=1024, cpu=256),
-            may_run_fewer=config.max_num_seqs is None,
-            cache_dtype=cache_dtype,
-        )
-        self.max_num_seqs, self.memory = plan.max_num_seqs, plan.rows
-        pages = plan.pages if pages is None else pages
-        self.pool = PagePool(pages)
-        self.states = StatePool(plan.state_slots) if plan.state_slots else None
-        # A page without the recurrent state after it is no beginning to go on from.
-        cached = "no-prefix-cache" not in config.debug and self.states is None
-        self.scheduler = Scheduler(
-            self.pool,
-            PrefixCache(self.pool) if cached else None,
-            self.states,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=_or_default(config.max_num_batched_tokens, device, cuda=8192, cpu=2048),
-            max_model_len=self.max_model_len,
-        )
-        self.vocab_size = model.config.vocab_size
-        self.runner = ModelRunner(
-            model,
-            Sampler(self.vocab_size, device, config.seed),
-            pages=pages,
-            state_slots=plan.state_slots,
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            cache_dtype=cache_dtype,
-        )
-        self._make_fast(device, progress)
+        device = choose_device(config.device, ranks=config.tp)
+        self._ranks = Ranks(config) if config.tp > 1 else None
+        try:
+            self._prepare(device, progress, pages)
+        except BaseException:
+            self.close()
+            raise
         if overlap is None:
             overlap = device.type == "cuda" and "no-overlap" not in config.debug
         self._overlap = overlap
@@ -108,6 +74,40 @@ class Engine:
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self.load_s = time.monotonic() - started
+
+    def _prepare(self, device: torch.device, progress: Progress, pages: int | None) -> None:
+        """Load the model, and lay out what serving needs for as many sequences as the memory left can hold."""
+        config, ranks = self.config, self._ranks
+        group = None if ranks is None else ranks.meet(device)
+        loaded = load(config, self.checkpoint, device, progress, group)
+        plan = loaded.plan if ranks is None else ranks.common_plan(loaded.plan)
+        self.max_model_len, self.max_num_seqs = loaded.max_model_len, plan.max_num_seqs
+        self.memory = plan.rows if ranks is None else [_on_each_rank(row) for row in plan.rows]
+        pages = plan.pages if pages is None else pages
+        self.pool = PagePool(pages)
+        self.states = StatePool(plan.state_slots) if plan.state_slots else None
+        # A page without the recurrent state after it is no beginning to go on from.
+        cached = "no-prefix-cache" not in config.debug and self.states is None
+        self.scheduler = Scheduler(
+            self.pool,
+            PrefixCache(self.pool) if cached else None,
+            self.states,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=or_default(config.max_num_batched_tokens, device, cuda=8192, cpu=2048),
+            max_model_len=self.max_model_len,
+        )
+        self.vocab_size = loaded.model.config.vocab_size
+        layout = Layout(pages, plan.state_slots, self.max_num_seqs, self.max_model_len)
+        sampler = Sampler(self.vocab_size, device, config.seed)
+        if ranks is None or group is None:
+            self.runner = ModelRunner(loaded.model, sampler, layout, loaded.cache_dtype)
+        else:
+            ranks.settle(layout)
+            self.runner = GroupRunner(loaded.model, sampler, layout, loaded.cache_dtype, group, ranks)
+            ranks.wait_settled()
+        self._make_fast(device, progress)
+        if ranks is not None:
+            ranks.serve()
 
     @property
     def has_work(self) -> bool:
@@ -177,10 +177,20 @@ class Engine:
             preemptions_total=self.scheduler.preemptions,
         )
 
+    def check(self) -> None:
+        """Raise RankError where a rank has failed; for times without work, since `step` notices by itself."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    def close(self) -> None:
+        """End the processes of other ranks. There can be no step after."""
+        if self._ranks is not None:
+            self._ranks.close()
+
     def ready(self) -> EngineReady:
         model = self.runner.model
         return EngineReady(
-            device=_describe(self.runner.device),
+            device=_describe(self.runner.device, self.config.tp),
             dtype=_precision(model.embedding.dtype, self.config),
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -260,47 +270,6 @@ class Engine:
         )
 
 
-def choose_device(name: str) -> torch.device:
-    """auto: the first GPU where there is one. Raises ConfigError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def _or_default(value: int | None, device: torch.device, *, cuda: int, cpu: int) -> int:
-    if value is not None:
-        return value
-    return cuda if device.type == "cuda" else cpu
-
-
-def _load(checkpoint: Checkpoint, config: EngineConfig, device: torch.device, progress: Progress) -> Decoder:
-    model = build_model(checkpoint, _choose_dtype(checkpoint, config, device), device, config.quantization)
-    if config.load_format == "dummy":
-        fill_dummy_weights(model, config.seed)
-    else:
-        load_weights(model, checkpoint, progress)
-    return model
-
-
-def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> torch.dtype:
-    if config.dtype != "auto":
-        return _DTYPES[config.dtype]
-    if device.type == "cpu":
-        return torch.float32
-    stored = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
-    if stored not in _DTYPES:
-        raise ConfigError(f"{checkpoint.name} is stored as {stored}; name one of {', '.join(_DTYPES)} with --dtype")
-    return _DTYPES[stored]
-
-
 def _precision(dtype: torch.dtype, config: EngineConfig) -> str:
     """What answers are computed in, so that results of unlike precision are told apart by name."""
     names = [str(dtype).removeprefix("torch.")]
@@ -311,24 +280,13 @@ def _precision(dtype: torch.dtype, config: EngineConfig) -> str:
     return "+".join(names)
 
 
-def _cache_dtype(model: Decoder, config: EngineConfig, device: torch.device) -> torch.dtype:
-    if config.kv_cache_dtype == "auto":
-        return model.embedding.dtype
-    require_fp8("--kv-cache-dtype fp8", device)
-    return FP8
+def _describe(device: torch.device, ranks: int) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return f"{ranks} x {name}" if ranks > 1 else name
 
 
-def _context_limit(config: EngineConfig, model: Decoder) -> int:
-    most = model.config.max_position_embeddings
-    if config.max_model_len is None:
-        return most
-    if not 2 <= config.max_model_len <= most:
-        raise ConfigError(f"--max-model-len must be from 2 to the model's {most}; got {config.max_model_len}")
-    return config.max_model_len
-
-
-def _describe(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+def _on_each_rank(row: MemoryRow) -> MemoryRow:
+    return MemoryRow(row.name, row.size_bytes, f"{row.note}, on each rank" if row.note else "on each rank")
 
 
 def _listed(result: Sampled) -> list[TokenLogprobs] | None:

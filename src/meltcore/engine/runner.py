@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,12 +25,18 @@ from meltcore.models.loader import Progress
 LogitsAt = Callable[[torch.Tensor], torch.Tensor]
 
 
+class Event(Protocol):
+    """A point in what the device was told to do."""
+
+    def synchronize(self) -> None: ...
+
+
 class LaunchedStep(NamedTuple):
     """A step under way on the device. `read` waits for it."""
 
     chunks: list[Chunk]
     result: SampleResult
-    done: torch.cuda.Event | None
+    done: Event | None
 
     def read(self) -> list[Sampled]:
         """What each sampling chunk chose, in the order of `chunks`."""
@@ -40,33 +46,33 @@ class LaunchedStep(NamedTuple):
         return [Sampled(token_id, logprobs) for token_id, logprobs in self.result.read(requests)]
 
 
+class Layout(NamedTuple):
+    """How much a runner has places for: pages and state slots, beside one of each for padding; sequences at once, and
+    the tokens of one."""
+
+    pages: int
+    state_slots: int
+    max_num_seqs: int
+    max_model_len: int
+
+
 class ModelRunner:
     """Holds the caches and a table row for each running sequence: its pages, its state slot and its newest token."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        sampler: Sampler,
-        *,
-        pages: int,
-        state_slots: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        cache_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, model: Decoder, sampler: Sampler, layout: Layout, cache_dtype: torch.dtype) -> None:
         self.model = model
         self.sampler = sampler
         self.device = model.embedding.device
-        rows = max_num_seqs + 1  # row 0 is for padding
+        rows = layout.max_num_seqs + 1  # row 0 is for padding
         group, state_group = split_groups(model.cache_groups())
-        shape = (pages + 1, PAGE_SIZE, group.kv_heads, group.head_dim)  # page 0 is for padding
+        shape = (layout.pages + 1, PAGE_SIZE, group.kv_heads, group.head_dim)  # page 0 is for padding
         self._states: StateCache | None = None
         if state_group is not None:
             dtype = model.embedding.dtype
-            self._states = StateCache(state_group, slots=state_slots, rows=rows, dtype=dtype, device=self.device)
+            self._states = StateCache(state_group, slots=layout.state_slots, rows=rows, dtype=dtype, device=self.device)
         self.caches = _caches(model, shape, cache_dtype, self._states)
-        self._max_num_seqs = max_num_seqs
-        self._page_table = torch.zeros(rows, pages_for(max_model_len), dtype=torch.int64, device=self.device)
+        self._max_num_seqs = layout.max_num_seqs
+        self._page_table = torch.zeros(rows, pages_for(layout.max_model_len), dtype=torch.int64, device=self.device)
         self._last_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._graphs: GraphPool | None = None
 
@@ -80,14 +86,8 @@ class ModelRunner:
     def launch(self, plan: list[Chunk]) -> LaunchedStep:
         """Start a step and return without waiting for the device."""
         chunks, step = self._describe(plan)
-        token_ids, logits_at = self._compute(step)
-        result = self.choose(logits_at, token_ids, [chunk.request for chunk in chunks if chunk.samples])
-        on_host = result.copy_to_host()
-        done = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        return LaunchedStep(chunks, on_host, done)
+        result = self._run(step, [chunk.request for chunk in chunks if chunk.samples])
+        return LaunchedStep(chunks, result.copy_to_host(), self._done())
 
     def choose(self, logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
         """Replace the greedy choice `token_ids` [rows] where a request wants another; in place.
@@ -102,6 +102,23 @@ class ModelRunner:
         token_ids[at] = chosen.token_ids
         self._last_token[self._tensor([requests[row].row for row in rows])] = chosen.token_ids
         return SampleResult(token_ids, [rows[row] for row in chosen.logprob_rows], chosen.logprobs)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """[rows] int64, from the logits that the model gives."""
+        return greedy(logits)
+
+    def _run(self, step: Step, requests: list[Request]) -> SampleResult:
+        """Compute a step and choose; `requests` are those that sample, in the order of the step."""
+        token_ids, logits_at = self._compute(step)
+        return self.choose(logits_at, token_ids, requests)
+
+    def _done(self) -> Event | None:
+        """What marks that the device is past all that was launched; nothing on a CPU, where it is done at once."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _describe(self, plan: list[Chunk]) -> tuple[list[Chunk], Step]:
         """A plan in numbers, and its chunks in the order of their results."""
@@ -128,7 +145,7 @@ class ModelRunner:
             return decoded.token_ids, lambda at: self.model.logits(decoded.hidden[at]).float()
         last_tokens, sample_rows = to_device_together([step.batch.last_tokens, step.batch.sample_rows], self.device)
         logits = self.model.logits(self._forward(step.batch)[last_tokens])
-        token_ids = greedy(logits)
+        token_ids = self.likeliest(logits)
         self._last_token.index_copy_(0, sample_rows, token_ids)
         return token_ids, lambda at: logits[at].float()
 
@@ -187,7 +204,7 @@ class ModelRunner:
             chunks=nothing,
         )
         hidden = self.model(self._last_token[rows], positions, self.caches, segments)
-        token_ids = greedy(self.model.logits(hidden))
+        token_ids = self.likeliest(self.model.logits(hidden))
         self._last_token.index_copy_(0, rows, token_ids)
         return hidden, token_ids
 

@@ -96,7 +96,7 @@ class Sampler:
             return greedy(logits)
         seeds, positions, top_k = to_device_together(
             [
-                [self._seed_of(request) for request in requests],
+                [self.seed_of(request) for request in requests],
                 [request.length for request in requests],
                 [each.top_k if _is_filtered(each) else 0 for each in settings],
             ],
@@ -116,7 +116,7 @@ class Sampler:
             kept = last_kept(logits, temperatures, top_k, top_p, min_p)
         return draw(logits, temperatures, seeds, positions, kept)
 
-    def _seed_of(self, request: Request) -> int:
+    def seed_of(self, request: Request) -> int:
         """The request's own seed, or one that no other request of this engine shares."""
         if request.sampling.seed is not None:
             return request.sampling.seed

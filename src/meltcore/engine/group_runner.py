@@ -1,0 +1,145 @@
+"""A runner on every rank of a group: rank 0 plans a step and tells the others, all compute it.
+
+Each rank has the logits of its own tokens. For the likeliest token, and for one drawn by temperature alone, ranks
+exchange one candidate a row. Only rows that need more (top-k, log-probabilities, penalties, ...) are put together, on
+rank 0, which chooses and tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from meltcore.engine.batch import Step
+from meltcore.engine.rank_messages import Choices
+from meltcore.engine.ranks import Ranks
+from meltcore.engine.request import Request
+from meltcore.engine.runner import Event, Layout, LogitsAt, ModelRunner
+from meltcore.engine.sampler import Sampler, SampleResult
+from meltcore.engine.transfer import to_device, to_device_together
+from meltcore.kernels.candidates import candidates, drawn_candidates, tokens_of
+from meltcore.layers.group import Group
+from meltcore.models.decoder import Decoder
+from meltcore.models.loader import Progress
+
+
+class GroupRunner(ModelRunner):
+    """`launch` is rank 0's; the others `follow`. ranks: rank 0's hold on them, None elsewhere."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        sampler: Sampler,
+        layout: Layout,
+        cache_dtype: torch.dtype,
+        group: Group,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(model, sampler, layout, cache_dtype)
+        self._group = group
+        self._ranks = ranks
+
+    def capture_graphs(self, progress: Progress) -> None:
+        if self._ranks is not None:
+            self._ranks.capture_graphs()
+        super().capture_graphs(progress)
+
+    @torch.inference_mode()
+    def follow(self, step: Step, choices: Choices) -> None:
+        """Compute a step that rank 0 computes too."""
+        token_ids, logits_at = self._compute(step)
+        self._choose(logits_at, token_ids, choices, [])
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        return tokens_of(self._group.largest(candidates(logits, self._first_token(logits))))
+
+    def _run(self, step: Step, requests: list[Request]) -> SampleResult:
+        assert self._ranks is not None
+        choices = self._choices(requests)
+        self._ranks.run(step, choices)
+        with _blamed(self._ranks):
+            token_ids, logits_at = self._compute(step)
+            return self._choose(logits_at, token_ids, choices, requests)
+
+    def _done(self) -> Event | None:
+        event = super()._done()
+        return None if event is None or self._ranks is None else _WatchedEvent(event, self._ranks)
+
+    def _choices(self, requests: list[Request]) -> Choices:
+        others = [index for index, request in enumerate(requests) if not request.plain_greedy]
+        drawn = [index for index in others if _by_temperature_alone(requests[index])]
+        full = [index for index in others if index not in drawn]
+        drawing = [requests[index] for index in drawn]
+        return Choices(
+            drawn=drawn,
+            drawn_rows=[request.row for request in drawing],
+            seeds=[self.sampler.seed_of(request) for request in drawing],
+            positions=[request.length for request in drawing],
+            temperatures=[request.sampling.temperature for request in drawing],
+            full=full,
+            full_rows=[requests[index].row for index in full],
+        )
+
+    def _choose(
+        self, logits_at: LogitsAt, token_ids: torch.Tensor, choices: Choices, requests: list[Request]
+    ) -> SampleResult:
+        """Replace the greedy choice `token_ids` where a request wants another; in place. requests: rank 0's."""
+        if choices.drawn:
+            self._draw(logits_at, token_ids, choices)
+        if not choices.full:
+            return SampleResult(token_ids, [], None)
+        at, rows = to_device_together([choices.full, choices.full_rows], self.device)
+        whole = self._group.side_by_side(logits_at(at))
+        if whole is None:
+            chosen = SampleResult(torch.empty_like(at), [], None)
+        else:
+            chosen = self.sampler.sample(whole, [requests[index] for index in choices.full])
+        token_ids[at] = self._last_token[rows] = self._group.as_first(chosen.token_ids)
+        return SampleResult(token_ids, [choices.full[row] for row in chosen.logprob_rows], chosen.logprobs)
+
+    def _draw(self, logits_at: LogitsAt, token_ids: torch.Tensor, choices: Choices) -> None:
+        at, rows, seeds, positions = to_device_together(
+            [choices.drawn, choices.drawn_rows, choices.seeds, choices.positions], self.device
+        )
+        temperatures = to_device(choices.temperatures, torch.float32, self.device)
+        logits = logits_at(at)
+        own = drawn_candidates(logits, temperatures, seeds, positions, self._first_token(logits))
+        token_ids[at] = self._last_token[rows] = tokens_of(self._group.largest(own))
+
+    def _first_token(self, logits: torch.Tensor) -> int:
+        return self._group.rank * logits.shape[1]
+
+
+class _WatchedEvent:
+    """An event that is waited for with an eye on the other ranks."""
+
+    def __init__(self, event: Event, ranks: Ranks) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._event, self._ranks = event, ranks
+
+    def synchronize(self) -> None:
+        self._ranks.wait(self._event)
+
+
+def _by_temperature_alone(request: Request) -> bool:
+    """Whether a draw from all tokens by their own logits is all that is asked for."""
+    each = request.sampling
+    return (
+        each.temperature > 0
+        and (each.top_k, each.top_p, each.min_p) == (0, 1.0, 0.0)
+        and (each.presence_penalty, each.frequency_penalty, each.repetition_penalty) == (0.0, 0.0, 1.0)
+        and each.logprobs is None
+        and each.min_tokens == 0
+        and request.token_mask is None
+    )
+
+
+@contextmanager
+def _blamed(ranks: Ranks) -> Iterator[None]:
+    """A failure of what is computed together is put down to the rank that caused it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ranks.blame(error) from error

@@ -1,0 +1,242 @@
+"""Rank 0's hold on the other ranks: it starts them, tells them each step, and sees when one is gone or stuck.
+
+No wait here or in a step is without a limit. Which step each rank has begun stands in a small array of shared memory,
+so that a step costs rank 0 no message back.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+
+from meltcore.config import EngineConfig
+from meltcore.engine.batch import Step
+from meltcore.engine.memory import MemoryPlan
+from meltcore.engine.rank_messages import (
+    CaptureGraphs,
+    Choices,
+    FromRank,
+    Leave,
+    RankFailed,
+    RankLoaded,
+    RankStage,
+    RunStep,
+    Settle,
+    ToRank,
+    encoder,
+    from_rank_decoder,
+    rank_address,
+)
+from meltcore.engine.runner import Layout
+from meltcore.errors import RankError
+from meltcore.layers.group import Group
+
+_RANK_COMMAND = (sys.executable, "-m", "meltcore.engine.rank_process")
+_STDERR = 2
+START_LIMIT_S = 120.0  # for a process to start; importing torch from a slow disk takes its time
+LOAD_LIMIT_S = 3600.0  # for reading weights and laying out memory
+WARM_UP_LIMIT_S = 600.0  # for a step that compiles kernels
+_LEAVE_LIMIT_S = 5.0
+_LOOK_EVERY_S = 0.05  # for failures, while a step is awaited
+_BLAME_S = 2.0  # after a collective has failed: how long until its cause is seen
+
+
+class Ranks:
+    """The processes of ranks 1 and up. Their end is our end: every method raises RankError where one has failed."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start them and wait until all run."""
+        self._config, self._size = config, config.tp
+        self._group: Group | None = None
+        self.limit_s = WARM_UP_LIMIT_S
+        self._folder = Path(tempfile.mkdtemp(prefix="meltcore-ranks-"))
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.bind(rank_address(self._folder, 0))
+        self._outboxes: list[zmq.Socket[bytes]] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._begun = step_board(self._folder, self._size)
+        self._step = 0
+        # Runs when we are collected or the interpreter ends, whichever is first.
+        self._end = weakref.finalize(self, _end, self._processes, self._context, self._folder)
+        for rank in range(1, self._size):
+            outbox = self._context.socket(zmq.PUSH)
+            outbox.set_hwm(0)
+            outbox.bind(rank_address(self._folder, rank))
+            self._outboxes.append(outbox)
+            self._processes[rank] = _start(self._folder, rank, config)
+        self._wait_for_all("started", START_LIMIT_S)
+
+    def meet(self, device: torch.device) -> Group:
+        """Join the group as rank 0."""
+        group = Group(0, self._size)
+        try:
+            group.join(self._folder / "group", device, collective_limit_s(self._config, device))
+        except RuntimeError as error:
+            raise self.blame(error) from error
+        self._group = group
+        return group
+
+    def common_plan(self, own: MemoryPlan) -> MemoryPlan:
+        """Once all have loaded their share: what every rank can hold, from our plan and theirs."""
+        plans = [own]
+        for message in self._collect(LOAD_LIMIT_S, "load its weights"):
+            assert isinstance(message, RankLoaded)
+            plans.append(message.plan)
+        least = min(plans, key=lambda plan: plan.pages)
+        return least._replace(
+            state_slots=min(plan.state_slots for plan in plans), max_num_seqs=min(plan.max_num_seqs for plan in plans)
+        )
+
+    def settle(self, layout: Layout) -> None:
+        """Have all others lay out caches and tables; `wait_settled` waits for them."""
+        self._send(Settle(layout))
+
+    def wait_settled(self) -> None:
+        self._wait_for_all("settled", LOAD_LIMIT_S)
+
+    def capture_graphs(self) -> None:
+        self._send(CaptureGraphs())
+
+    def serve(self) -> None:
+        """From now on nothing is compiled: a step that takes longer than `rank_timeout_s` is stuck."""
+        self.limit_s = self._config.rank_timeout_s
+
+    def run(self, step: Step, choices: Choices) -> None:
+        """Have all others compute a step."""
+        self._step += 1
+        self._send(RunStep(self._step, step, choices))
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Until the device is past `event`, or a rank is gone or stuck."""
+        started = looked = time.monotonic()
+        while not self._passed(event):
+            now = time.monotonic()
+            if now - looked > _LOOK_EVERY_S:
+                looked = now
+                self.check()
+                if now - started > self.limit_s:
+                    raise RankError(self._late(now - started))
+
+    def _passed(self, event: torch.cuda.Event) -> bool:
+        try:
+            return event.query()
+        except RuntimeError as error:  # the device's own failure, or a collective that was given up
+            raise self.blame(error) from error
+
+    def check(self) -> None:
+        """Raise RankError where a rank has failed or its process is gone."""
+        while self._inbox.poll(0):
+            self._take(self._inbox.recv())
+        for rank, process in self._processes.items():
+            if process.poll() is not None:
+                raise RankError(f"rank {rank} (process {process.pid}) has ended: {_how(process.returncode)}")
+
+    def blame(self, error: RuntimeError) -> RankError:
+        """What a collective's failure is due to: it may be seen before the end of the process that caused it."""
+        until = time.monotonic() + _BLAME_S
+        while time.monotonic() < until:
+            try:
+                self.check()
+            except RankError as cause:
+                return cause
+            time.sleep(_LOOK_EVERY_S)
+        return RankError(f"{self._late(self.limit_s)} ({' '.join(str(error).split())[:200]})")
+
+    def close(self) -> None:
+        """Leave the group together, or end the processes by force where one has failed. Can be called twice."""
+        if not self._end.alive:
+            return
+        try:
+            self.check()
+            self._send(Leave())
+            until = time.monotonic() + _LEAVE_LIMIT_S
+            while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < until:
+                time.sleep(0.01)
+        except RankError:
+            pass  # reported where it was met; what is left is to end the others
+        finally:
+            self._end()
+            if self._group is not None:
+                self._group.leave()
+
+    def _send(self, message: ToRank) -> None:
+        content = encoder.encode(message)
+        for outbox in self._outboxes:
+            outbox.send(content)
+
+    def _take(self, content: bytes) -> FromRank:
+        message = from_rank_decoder.decode(content)
+        if isinstance(message, RankFailed):
+            raise RankError(f"rank {message.rank} (process {self._processes[message.rank].pid}): {message.message}")
+        return message
+
+    def _collect(self, limit_s: float, what: str) -> Iterable[FromRank]:
+        """One message of every other rank."""
+        until = time.monotonic() + limit_s
+        for count in range(len(self._processes)):
+            while not self._inbox.poll(int(1000 * _LOOK_EVERY_S)):
+                self.check()
+                if time.monotonic() > until:
+                    raise RankError(f"{count} of {len(self._processes)} ranks could {what} within {limit_s:g} s")
+            yield self._take(self._inbox.recv())
+
+    def _wait_for_all(self, stage: str, limit_s: float) -> None:
+        for message in self._collect(limit_s, f"be {stage}"):
+            assert isinstance(message, RankStage)
+            assert message.stage == stage, f"rank {message.rank} says {message.stage}"
+
+    def _late(self, waited_s: float) -> str:
+        late = [rank for rank in self._processes if self._begun[rank] < self._step]
+        if not late:
+            return f"step {self._step}, begun by all ranks, is not done after {waited_s:.1f} s"
+        names = ", ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in late)
+        return f"{names} did not begin step {self._step} within {waited_s:.1f} s"
+
+
+def step_board(folder: Path, size: int) -> np.memmap:
+    """[size] int64, shared by the processes that open it in `folder`: the number of the step each rank has begun."""
+    path = folder / "steps"
+    if not path.exists():
+        path.write_bytes(bytes(8 * size))
+    return np.memmap(path, dtype=np.int64, mode="r+", shape=(size,))
+
+
+def collective_limit_s(config: EngineConfig, device: torch.device) -> float:
+    """How long one collective may wait for a rank: on a CPU it is what notices one that is stuck. On a GPU that is
+    `Ranks.wait`, and this the last resort."""
+    return config.rank_timeout_s if device.type == "cpu" else WARM_UP_LIMIT_S
+
+
+def _start(folder: Path, rank: int, config: EngineConfig) -> subprocess.Popen[bytes]:
+    # Its standard output joins our standard error: ours may hold nothing but our own lines. Its standard input stays
+    # open as long as we live, and its end is the end of the rank.
+    process = subprocess.Popen([*_RANK_COMMAND, str(folder), str(rank)], stdin=subprocess.PIPE, stdout=_STDERR)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(config) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _end(processes: dict[int, subprocess.Popen[bytes]], context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> None:
+    for process in processes.values():
+        process.kill()  # one that is stopped, too
+    for process in processes.values():
+        process.wait()
+    context.destroy(linger=0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _how(returncode: int) -> str:
+    return f"exit status {returncode}" if returncode >= 0 else f"killed by signal {-returncode}"
