@@ -90,7 +90,7 @@ def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.de
         return _DTYPES[config.dtype]
     if device.type == "cpu":
         return torch.float32
-    stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"
+    stored = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
     if stored not in _DTYPES:
         raise ConfigError(f"{checkpoint.name} is stored as {stored}; name one of {', '.join(_DTYPES)} with --dtype")
     return _DTYPES[stored]
