@@ -206,6 +206,7 @@ def test_sigterm_drains_every_replica_and_ends_them_all() -> None:
         server.signal()
         assert all(b"[DONE]" in rest(connection) for connection in streams)
         assert server.wait_exit(6) == 0
+        assert "Traceback" not in server.stderr
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), "the engines to be gone", 3)
 
 

@@ -135,7 +135,7 @@ class _Life:
         stop = asyncio.create_task(self._stop.wait())
         if not await self._load_or_stop(stop):
             return 0
-        died = asyncio.gather(*(self._watch(number) for number in range(len(self._replicas))))
+        died = asyncio.create_task(self._watch_all())
         front_failed = self._team.failed
         any_end: set[asyncio.Future[Any]] = {stop, died, front_failed}
         await asyncio.wait(any_end, return_when=asyncio.FIRST_COMPLETED)
@@ -144,6 +144,7 @@ class _Life:
         if not died.done():
             await self._drain(died)
         if died.done():
+            died.result()
             await asyncio.sleep(DEAD_LINGER_S)
             return EXIT_FAILED
         died.cancel()
@@ -185,7 +186,7 @@ class _Life:
         await self._team.open(engine, created)
         return self._front.open(text, engine, created)
 
-    async def _drain(self, died: asyncio.Future[list[None]]) -> None:
+    async def _drain(self, died: asyncio.Task[None]) -> None:
         """Refuse new requests, let the open ones finish for a while, then end them."""
         front, limit_s = self._front, self._config.drain_timeout_s
         reason = "the server is going down and takes no new requests"
@@ -199,6 +200,10 @@ class _Life:
             error = f"the server is going down, and {limit_s:g} s (--drain-timeout) were not enough for this answer"
             front.requests.end_all(RequestError(error, status=503, code="server_stopping"), "aborted")
             self._team.tell(EndRequests(error, 503, "server_stopping", "aborted"))
+
+    async def _watch_all(self) -> None:
+        """Until the last replica has died."""
+        await asyncio.gather(*(self._watch(number) for number in range(len(self._replicas))))
 
     async def _watch(self, number: int) -> None:
         """Wait for the death of a replica, and end what it had open; the others, if any, go on."""
