@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench_output import Row, write_result
 
-from meltcore.demo.server_process import ServerProcess
+from meltcore.demo.server_process import OwnServer
 from meltcore.load.config import LoadConfig
 from meltcore.load.runner import run_levels
 from meltcore.models.checkpoint import BUNDLED_MODEL
@@ -107,7 +107,7 @@ def main() -> None:
     most = max(FRONT_LEVELS)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with ServerProcess([BUNDLED_MODEL, "--debug", "no-prefix-cache"], log, say=print) as server:
+        with OwnServer([BUNDLED_MODEL, "--debug", "no-prefix-cache"], log, say=print) as server:
             url = server.wait_ready()
             run_level(url, 8, 8)
             for _ in range(arguments.rounds):

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from bench_output import Row, write_result
 
-from meltcore.demo.server_process import ServerProcess
+from meltcore.demo.server_process import OwnServer
 from meltcore.load.config import LoadConfig
 from meltcore.load.probe import read_gauges
 from meltcore.load.runner import run_levels
@@ -186,7 +186,7 @@ def main() -> None:
         if url is None:
             log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
             command = [args.model, *flags, *args.serve_flags.split()]
-            url = stack.enter_context(ServerProcess(command, log, say=print)).wait_ready()
+            url = stack.enter_context(OwnServer(command, log, say=print)).wait_ready()
         for users in map(int, args.users.split(",")):
             level, front_us = measure(url, users, args)
             rows += level_rows(users, level, front_us, peer)

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from bench_output import Row, write_result
 
-from meltcore.demo.server_process import ServerProcess
+from meltcore.demo.server_process import OwnServer
 from meltcore.hardware.nvml import NoDriverError, Nvml
 from meltcore.load.config import LoadConfig
 from meltcore.load.probe import read_gauges
@@ -168,7 +168,7 @@ def main() -> int:
     command += ["--fronts", str(args.fronts)] if args.fronts else []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with ServerProcess(command, log, say=print) as server:
+        with OwnServer(command, log, say=print) as server:
             url = server.wait_ready()
             first = run(url, args.before, args)
             before = at_rest(url, server.pid)
