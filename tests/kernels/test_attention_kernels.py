@@ -12,8 +12,10 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from meltcore.kernels import decode_attention as decode_file
+from meltcore.kernels import decode_share
 from meltcore.kernels import prefill_attention as prefill_file
 from meltcore.kernels.attention import BLOCK_QUERIES, decode_attention, prefill_attention, query_tiles
+from meltcore.kernels.decode_lanes import decode_in_lanes, lane_count
 from meltcore.kernels.qkv import HeadNorms
 from meltcore.kernels.rotary import rotary_table
 
@@ -223,6 +225,56 @@ def test_a_share_asked_for_ahead_gives_the_same(device: torch.device) -> None:
     for i, keys in enumerate(made.keys):
         expected = dense_attention(given.queries[i : i + 1], keys, made.values[i], len(keys) - 1, 0.125)
         assert_close(out[i : i + 1], expected, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "head_dim", "dtype", "lengths", "lanes"),
+    [
+        (2, 2, 64, torch.float32, [20, 64, 65, 129, 700], 3),
+        (2, 1, 64, torch.float32, [700, 1, 2, 64, 300], 7),
+        (3, 1, 64, torch.float32, [64 * 30], 11),  # one sequence in all lanes
+        (2, 2, 128, torch.bfloat16, [1, 128, 500], 1),
+        (2, 1, 64, torch.float16, [65, 30], 40),  # more lanes than pages
+    ],
+)
+def test_lanes_that_cut_sequences_anywhere_give_the_same(
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    lengths: list[int],
+    lanes: int,
+    device: torch.device,
+) -> None:
+    """A padding row among them comes out as zeros; a second launch finds the counters of arrivals as the first did."""
+    torch.manual_seed(14)
+    made = make_sequences(lengths, kv_heads, head_dim, dtype, device)
+    given = make_new_tokens(made, group, normed=True)
+    qkv = torch.cat((given.qkv[:1], given.qkv))
+    positions = torch.cat((torch.tensor([-1], device=device), given.positions))
+    spare = made.page_table.shape[0] * (made.page_table.shape[0] - 1) // 2 - made.rows.sum()
+    made.page_table[spare] = 2**40
+    rows = torch.cat((spare[None], made.rows))
+    out = qkv.new_full((len(qkv), *given.queries.shape[1:]), 6e4)
+    for _ in range(2):
+        decode_in_lanes(
+            qkv, given.norms, given.rotary, positions, *made[:3], rows, head_dim**-0.5, out.fill_(6e4), lanes
+        )
+    assert (out[0] == 0).all()
+    for i, keys in enumerate(made.keys):
+        expected = dense_attention(given.queries[i : i + 1], keys, made.values[i], len(keys) - 1, head_dim**-0.5)
+        assert_close(out[i + 1 : i + 2], expected, dtype)
+    assert not decode_share.arrivals_of(device).any()
+
+
+def test_lanes_serve_the_middle_between_few_and_many_sequences() -> None:
+    cpu = torch.device("cpu")
+    counts = {sequences: lane_count(sequences, 8, 128, cpu) for sequences in (1, 16, 17, 100, 128, 129, 1000)}
+    assert [sequences for sequences, lanes in counts.items() if lanes] == [17, 100, 128]
+    assert len({counts[17], counts[100], counts[128]}) == 1, "as many lanes as run at once, however many sequences"
+    many = torch.empty(129, 1, 64)
+    with pytest.raises(ValueError, match="129 sequences"):
+        decode_in_lanes(many, None, many, many, *[torch.empty(1, 64, 1, 64)] * 2, many, many, 1.0, many, 3)
 
 
 @pytest.mark.parametrize("splits", [1, 4])

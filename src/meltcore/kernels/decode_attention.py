@@ -12,23 +12,19 @@ the new key and value, and whichever ends last merges the sequence's shares. Thr
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from meltcore.kernels.attend import as_cached, attend_block, attend_torch, gather_pages, require_layout, rotated
-from meltcore.kernels.capability import capability
+from meltcore.kernels.capability import capability, processors
+from meltcore.kernels.decode_lanes import decode_in_lanes, lane_count
+from meltcore.kernels.decode_share import MOST_SPLIT_PAIRS, arrivals_of, block_keys_of, least_rows, merge_if_last
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.qkv import HeadNorms, store_kv, turned_queries
-
-# tl.dot takes no fewer rows; a group of query heads is padded to it.
-_LEAST_ROWS = 16
-# Pairs of a sequence and a key head that can be split; more of them fill any GPU unsplit.
-_MOST_SPLIT_PAIRS = 2**16
 
 
 def decode_attention(
@@ -109,17 +105,14 @@ def decode_launch(
     next to nothing where it finds no share.
     """
     pairs = sequences * kv_heads
-    # A block of keys and one of values take at most 32 KiB: two in flight and three programs a processor keep 192 KiB
-    # on the way on Hopper (about 40 KiB would hide 1 us at 4.4 TB/s), and 64 KiB still fits consumer GPUs.
-    block_keys = min(64, max(16, 2**14 // (head_dim * element_bytes)))
     if pairs < processors:
         share_pages, most, stages, ahead = min(4, max(1, 8 * pairs // processors)), 16, 3, True
     else:
-        share_pages, most, ahead = 32, 2 if pairs <= 32 * processors else 1, False
-        # With one block less in flight five programs share a processor on Hopper: this many are then one wave.
-        stages = 2 if 3 * processors < pairs <= 5 * processors else 3
+        share_pages, most, stages, ahead = 32, 2 if pairs <= 32 * processors else 1, 3, False
     splits = 1 << (min(most, -(-max_pages // share_pages)).bit_length() - 1)
-    return DecodeLaunch(splits, share_pages, block_keys, warps=4, stages=stages, ahead=ahead)
+    return DecodeLaunch(
+        splits, share_pages, block_keys_of(head_dim, element_bytes), warps=4, stages=stages, ahead=ahead
+    )
 
 
 def _decode_triton(
@@ -141,19 +134,26 @@ def _decode_triton(
     require_layout(qkv, key_cache, value_cache, page_table, out)
     if sequences == 0:
         return
+    lanes = lane_count(sequences, kv_heads, head_dim, qkv.device) if launch is None and splits is None else 0
+    if lanes:
+        decode_in_lanes(
+            qkv, norms, rotary_table, positions, key_cache, value_cache, page_table, rows, scale, out, lanes
+        )
+        return
     if launch is None:
-        processors = _processors(qkv.device)
-        launch = decode_launch(sequences, kv_heads, head_dim, qkv.element_size(), page_table.shape[1], processors)
+        launch = decode_launch(
+            sequences, kv_heads, head_dim, qkv.element_size(), page_table.shape[1], processors(qkv.device)
+        )
     if splits is not None:
         launch = launch._replace(splits=splits)
     overlap = launch.ahead and overlaps(qkv.device)
     partial = weights = arrivals = out  # unused where there is nothing to merge
     if launch.splits > 1:
-        if sequences * kv_heads > _MOST_SPLIT_PAIRS:
+        if sequences * kv_heads > MOST_SPLIT_PAIRS:
             raise ValueError(f"{sequences} sequences of {kv_heads} key heads cannot be split")
         partial = torch.empty(sequences, heads, launch.splits, head_dim, dtype=torch.float32, device=out.device)
         weights = torch.empty(sequences, heads, launch.splits, dtype=torch.float32, device=out.device)
-        arrivals = _arrivals(out.device)
+        arrivals = arrivals_of(out.device)
     # Key heads vary fastest: programs that run together read neighbouring parts of the same pages. Splits vary
     # slowest: the programs without work are the last.
     _decode_kernel[(kv_heads, sequences, launch.splits)](
@@ -178,7 +178,7 @@ def _decode_triton(
         NORMED=norms is not None,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(heads // kv_heads)),
+        ROWS=least_rows(heads // kv_heads),
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         BLOCK_KEYS=launch.block_keys,
@@ -189,86 +189,6 @@ def _decode_triton(
         num_stages=launch.stages,
         **({"launch_pdl": True} if overlap else {}),
     )
-
-
-@lru_cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many shares of each sequence and key head are done: zeros before and after every launch.
-
-    One for the device, since launches follow each other on one stream. Made once: captured graphs keep its address.
-    """
-    return torch.zeros(_MOST_SPLIT_PAIRS, dtype=torch.int32, device=device)
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@triton.jit
-def _merged(
-    partial,
-    weights,
-    places,
-    exists,
-    shares,
-    SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Heads at `places`, [GROUP]: their shares' outputs [GROUP, HEAD_DIM], weighted by the sums of their exponentials.
-
-    Shares are always added in the same order. Other processors wrote them during this launch: reads go past the L1
-    cache, which may hold older neighbours.
-    """
-    dims = tl.arange(0, HEAD_DIM)[None, None, :]
-    split = tl.arange(0, BLOCK)[None, :]
-    rows = places[:, None] * SPLITS + split
-    inside = exists[:, None] & (split < shares)
-    # The first shares, most often all, are on their way before the largest weight is known.
-    values = tl.load(partial + rows[:, :, None] * HEAD_DIM + dims, inside[:, :, None], other=0.0, cache_modifier=".cg")
-    log = tl.load(weights + rows, inside, other=float("-inf"), cache_modifier=".cg")
-    highest = tl.maximum(tl.max(log, 1), -1e38)  # finite in the rows that are no head
-    weight = tl.exp2(log - highest[:, None])
-    total = tl.sum(weight, 1)
-    mixed = tl.sum(values * weight[:, :, None], 1)
-    for first in range(BLOCK, shares, BLOCK):
-        rows += BLOCK
-        inside = exists[:, None] & (first + split < shares)
-        values = tl.load(
-            partial + rows[:, :, None] * HEAD_DIM + dims, inside[:, :, None], other=0.0, cache_modifier=".cg"
-        )
-        log = tl.load(weights + rows, inside, other=float("-inf"), cache_modifier=".cg")
-        raised = tl.maximum(highest, tl.max(log, 1))
-        shrink = tl.exp2(highest - raised)
-        weight = tl.exp2(log - raised[:, None])
-        total = total * shrink + tl.sum(weight, 1)
-        mixed = mixed * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
-        highest = raised
-    return mixed / tl.where(exists, total, 1.0)[:, None]
-
-
-@triton.jit
-def _merge_if_last(
-    out,
-    partial,
-    weights,
-    arrivals,
-    pair,
-    shares,
-    GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Count a share of `pair`, a sequence and key head; whoever hands in the last writes the outputs of its group."""
-    if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == shares - 1:
-        tl.store(arrivals + pair, 0)
-        member = tl.arange(0, triton.next_power_of_2(GROUP))
-        exists = member < GROUP
-        places = pair * GROUP + member
-        merged = _merged(partial, weights, places, exists, shares, SPLITS, HEAD_DIM, BLOCK=min(SPLITS, 8))
-        result = out + places[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        tl.store(result, merged.to(out.dtype.element_ty), exists[:, None])
 
 
 @triton.jit(do_not_specialize=["least_pages"])
@@ -399,7 +319,11 @@ def _decode_kernel(
         tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], mixed, in_group)
         tl.store(weights + part, highest + tl.log2(total), member < GROUP)
         tl.debug_barrier()  # all of this program's share is written before it is counted
-        _merge_if_last(out, partial, weights, arrivals, sequence * KV_HEADS + kv_head, shares, GROUP, SPLITS, HEAD_DIM)
+        pair = sequence * KV_HEADS + kv_head
+        first_row = pair * GROUP * SPLITS
+        merge_if_last(
+            out, partial, weights, arrivals, pair, first_row, SPLITS, 1, shares, GROUP, HEAD_DIM, BLOCK=min(SPLITS, 8)
+        )
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
@@ -418,8 +342,15 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         given = qkv, norms, rotary, column, cache, cache, page_table, column
         return lambda: _decode_triton(*given, 1.0, out, splits, launch)
 
-    in_fp8 = [case(norms, 1, cache=cache.to(FP8)), case(norms, 16, ahead=True, cache=cache.to(FP8))]
+    def in_lanes(norms: HeadNorms | None, cache: torch.Tensor = cache) -> CompileCase:
+        given = qkv, norms, rotary, column, cache, cache, page_table, column
+        return lambda: decode_in_lanes(*given, 1.0, out, 49)
+
+    in_fp8 = [
+        *(case(norms, 1, cache=cache.to(FP8)), case(norms, 16, ahead=True, cache=cache.to(FP8))),
+        in_lanes(norms, cache.to(FP8)),
+    ]
     return [
-        *(case(norms, 1), case(norms, 16), case(norms, 16, ahead=True), case(None, 16)),
+        *(case(norms, 1), case(norms, 16), case(norms, 16, ahead=True), case(None, 16), in_lanes(norms)),
         *(in_fp8 if capability(cache.device) >= FP8_CAPABILITY else ()),
     ]

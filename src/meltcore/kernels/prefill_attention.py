@@ -90,17 +90,17 @@ class PrefillLaunch(NamedTuple):
     stages: int
 
 
-def prefill_launch(group: int, head_dim: int, element_bytes: int) -> PrefillLaunch:
-    """Two heads of a group share a tile where registers allow: each block of keys then serves 128 rows.
+def prefill_launch(head_dim: int, element_bytes: int) -> PrefillLaunch:
+    """64 queries of one head a program. Two heads of a group in one tile of 8 warps read each key once, and are slower:
+    257 TFLOP/s against 278 at 8 prompts of 1,024 tokens, 416 against 454 at one of 8,192 (H200, 2026-11-21).
 
-    A block of keys and one of values take 32 KiB; with three stages (two of them ahead) and the queries that is
-    128 KiB on Hopper, which keeps a third block for its asynchronous matrix instructions, and 96 KiB elsewhere, just
-    within consumer GPUs. Wider heads and float32 (a path for checking, without matrix units) do with two stages.
+    A block of keys and one of values take 32 KiB; with three stages (two of them ahead) and the queries that is at most
+    112 KiB on Hopper, which keeps a third block for its asynchronous matrix instructions, and less elsewhere, within
+    consumer GPUs. Wider heads and float32 (a path for checking, without matrix units) do with two stages.
     """
     if head_dim > 128 or element_bytes > 2:
         return PrefillLaunch(1, max(16, 2**13 // (head_dim * element_bytes)), warps=8, stages=2)
-    packed = 2 if group % 2 == 0 else 1
-    return PrefillLaunch(packed, 64, warps=4 * packed, stages=3)
+    return PrefillLaunch(1, 64, warps=4, stages=3)
 
 
 def _prefill_triton(
@@ -120,7 +120,7 @@ def _prefill_triton(
     require_layout(qkv, key_cache, value_cache, page_table, out)
     if len(tiles) == 0:
         return
-    launch = launch or prefill_launch(heads // kv_heads, head_dim, qkv.element_size())
+    launch = launch or prefill_launch(head_dim, qkv.element_size())
     # Heads vary fastest, so that the tiles start in their order, most keys first.
     _prefill_kernel[(heads // launch.packed, len(tiles))](
         qkv,

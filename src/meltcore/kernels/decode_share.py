@@ -1,0 +1,102 @@
+"""What the kernels of decode attention share: tiles of one size, and sequences cut into shares that are merged again.
+
+A share of a sequence leaves its outputs and the logarithm of its exponentials' sum in rows of `partial` and `weights`;
+`arrivals` counts the shares of each pair of a sequence and a key head.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from meltcore.kernels.jit import tl, triton
+
+# Pairs of a sequence and a key head that can be split; more of them fill any GPU unsplit.
+MOST_SPLIT_PAIRS = 2**16
+
+
+def least_rows(group: int) -> int:
+    """Rows of a tile for a group of query heads: tl.dot takes no fewer than 16."""
+    return max(16, 1 << (group - 1).bit_length())
+
+
+def block_keys_of(head_dim: int, element_bytes: int) -> int:
+    """Keys of a block. One of keys and one of values take at most 32 KiB: two in flight and three programs a processor
+    keep 192 KiB on the way on Hopper (about 40 KiB would hide 1 us at 4.4 TB/s), and 64 KiB still fits consumer GPUs.
+    """
+    return min(64, max(16, 2**14 // (head_dim * element_bytes)))
+
+
+@lru_cache
+def arrivals_of(device: torch.device) -> torch.Tensor:
+    """How many shares of each sequence and key head are done: zeros before and after every launch.
+
+    One for the device, since launches follow each other on one stream. Made once: captured graphs keep its address.
+    """
+    return torch.zeros(MOST_SPLIT_PAIRS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _merged(partial, weights, first, exists, share_stride, shares, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Heads whose first shares are in the rows `first`, [GROUP]: the outputs [GROUP, HEAD_DIM] of all their shares,
+    weighted by the sums of their exponentials.
+
+    Shares are always added in the same order. Other processors wrote them during this launch: reads go past the L1
+    cache, which may hold older neighbours.
+    """
+    dims = tl.arange(0, HEAD_DIM)[None, None, :]
+    split = tl.arange(0, BLOCK)[None, :]
+    rows = first[:, None] + split * share_stride
+    inside = exists[:, None] & (split < shares)
+    # The first shares, most often all, are on their way before the largest weight is known.
+    values = tl.load(partial + rows[:, :, None] * HEAD_DIM + dims, inside[:, :, None], other=0.0, cache_modifier=".cg")
+    log = tl.load(weights + rows, inside, other=float("-inf"), cache_modifier=".cg")
+    highest = tl.maximum(tl.max(log, 1), -1e38)  # finite in the rows that are no head
+    weight = tl.exp2(log - highest[:, None])
+    total = tl.sum(weight, 1)
+    mixed = tl.sum(values * weight[:, :, None], 1)
+    for done in range(BLOCK, shares, BLOCK):
+        rows += BLOCK * share_stride
+        inside = exists[:, None] & (done + split < shares)
+        values = tl.load(
+            partial + rows[:, :, None] * HEAD_DIM + dims, inside[:, :, None], other=0.0, cache_modifier=".cg"
+        )
+        log = tl.load(weights + rows, inside, other=float("-inf"), cache_modifier=".cg")
+        raised = tl.maximum(highest, tl.max(log, 1))
+        shrink = tl.exp2(highest - raised)
+        weight = tl.exp2(log - raised[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        mixed = mixed * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
+        highest = raised
+    return mixed / tl.where(exists, total, 1.0)[:, None]
+
+
+@triton.jit
+def merge_if_last(
+    out,
+    partial,
+    weights,
+    arrivals,
+    pair,
+    first,
+    head_stride,
+    share_stride,
+    shares,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count a share of `pair`, a sequence and key head; whoever hands in the last writes the outputs of its group.
+
+    Share i of the group's head h is in row `first + h * head_stride + i * share_stride`.
+    """
+    if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == shares - 1:
+        tl.store(arrivals + pair, 0)
+        member = tl.arange(0, triton.next_power_of_2(GROUP))
+        exists = member < GROUP
+        merged = _merged(partial, weights, first + member * head_stride, exists, share_stride, shares, HEAD_DIM, BLOCK)
+        result = out + (pair * GROUP + member)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        tl.store(result, merged.to(out.dtype.element_ty), exists[:, None])
