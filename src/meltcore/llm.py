@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meltcore.config import EngineConfig
-from meltcore.engine.engine import Engine
+from meltcore.engine.engine import Engine, choose_device
 from meltcore.engine.messages import AddRequest, FinishReason, SequenceOutput, TokenLogprobs
 from meltcore.engine.request import TokenMask
 from meltcore.engine.sampling_params import SamplingParams
@@ -18,6 +20,10 @@ from meltcore.text.detokenizer import Detokenizer
 from meltcore.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+
+# Tokens a step on a GPU. A server takes half as many, since who waits for the next token waits for the whole step; here
+# nobody does. 400 requests of 128 to 1,024 tokens: 33,400 output tokens/s against 31,600 (H200, 2026-11-21).
+GPU_BATCHED_TOKENS = 16_384
 
 
 @dataclass
@@ -41,7 +47,10 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        self.engine = Engine(EngineConfig(model=model, **settings))
+        config = EngineConfig(model=model, **settings)
+        if config.max_num_batched_tokens is None and choose_device(config.device).type == "cuda":
+            config = replace(config, max_num_batched_tokens=GPU_BATCHED_TOKENS)
+        self.engine = Engine(config)
         folder = self.engine.checkpoint.folder
         has_tokenizer = (folder / "tokenizer.json").exists()
         synthetic = self.engine.config.load_format == "dummy" and not has_tokenizer
@@ -93,9 +102,10 @@ class LLM:
                 request_id = str(self._count)
                 self.engine.add(AddRequest(request_id, token_ids, sampling, arrived_s=time.monotonic()), mask)
                 answers[request_id] = (Completion(token_ids), Detokenizer(self.tokenizer, sampling))
-            while self.engine.has_work:
-                for output in self.engine.step().outputs:
-                    self._take(output, *answers[output.request_id])
+            with _spared_the_collector():
+                while self.engine.has_work:
+                    for output in self.engine.step().outputs:
+                        self._take(output, *answers[output.request_id])
         except BaseException:
             # A refused prompt, an error in a mask or Ctrl-C: leave an engine that can be used again.
             self.engine.abort(answers)
@@ -126,6 +136,20 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         return list(prompt)
+
+
+@contextmanager
+def _spared_the_collector() -> Iterator[None]:
+    """Leave what is there already out of the garbage collector's rounds: looking at all that torch and the engine made
+    kept the device waiting for 0.1 to 0.3 s, three times in 1,000 requests."""
+    if gc.get_freeze_count():
+        yield  # somebody else's choice, not ours to undo
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

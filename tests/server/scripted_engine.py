@@ -52,14 +52,14 @@ class Running:
 
     def step(self, tokens: int) -> SequenceOutput:
         request, sampling = self.request, self.request.sampling
-        if request.prompt_token_ids[0] == ERROR_TOKEN:
+        if request.prompt[0] == ERROR_TOKEN:
             return SequenceOutput(request.request_id, [], finish_reason="error", error="scripted failure")
         now_s = time.monotonic()
         self.first_token_s = self.first_token_s or now_s
         ids: list[int] = []
         reason, stop_id = None, None
         while reason is None and len(ids) < tokens:
-            ids.append(request.prompt_token_ids[self.generated % len(request.prompt_token_ids)])
+            ids.append(request.prompt[self.generated % len(request.prompt)])
             self.generated += 1
             if ids[-1] in sampling.stop_token_ids and self.generated > sampling.min_tokens:
                 reason, stop_id = "stop", ids[-1]

@@ -116,14 +116,15 @@ class Engine:
 
     def add(self, message: AddRequest, token_mask: TokenMask | None = None) -> None:
         """Queue a sequence. Raises RequestError where it cannot be served; the fronts check the same first."""
-        length = len(message.prompt_token_ids)
+        prompt = message.prompt
+        length = len(prompt)
         if message.request_id in self._requests:
             raise RequestError(f"request id {message.request_id} is in use", param="request_id")
         if not 1 <= length < self.max_model_len:
             raise RequestError(
                 f"the prompt must have 1 to {self.max_model_len - 1} tokens; it has {length}", param="prompt"
             )
-        if not 0 <= min(message.prompt_token_ids) <= max(message.prompt_token_ids) < self.vocab_size:
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise RequestError(f"prompt token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
         message.sampling.check(self.vocab_size)
         stop_ids = frozenset(message.sampling.stop_token_ids)

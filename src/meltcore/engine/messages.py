@@ -6,6 +6,8 @@ to what it has sent; the rest (loading, failures) goes to the first. All times a
 for every process of a machine.
 """
 
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,13 +27,27 @@ def socket_address(directory: Path, way: Literal["to-engine", "from-engine"], fr
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
-    """One sequence to generate. `priority`: lower runs earlier; ties run in order of arrival."""
+    """One sequence to generate. `priority`: lower runs earlier; ties run in order of arrival.
+
+    Fronts pack the prompt (`packed`): as lists of numbers 10,000 waiting prompts are hundreds of megabytes, and the
+    C library does not give all of that back.
+    """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: bytes | list[int]
     sampling: SamplingParams
     priority: int = 0
     arrived_s: float = 0.0
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        ids = self.prompt_token_ids
+        return array("I", ids) if isinstance(ids, bytes) else ids
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Four bytes a token, as this machine has them: both ends of a socket are processes of one machine."""
+    return array("I", token_ids).tobytes()
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -33,7 +33,7 @@ class Request:
         self.id = message.request_id
         self.sampling = message.sampling
         # Four bytes a token instead of a list's forty: ten thousand prompts waiting would be hundreds of megabytes.
-        self.token_ids = array("I", message.prompt_token_ids)
+        self.token_ids = array("I", message.prompt)
         self.prompt_length = len(self.token_ids)
         # Lower runs earlier; what was preempted keeps its place.
         self.rank = (message.priority, order)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
-from meltcore.engine.messages import SequenceOutput, TokenLogprobs
+from meltcore.engine.messages import SequenceOutput, TokenLogprobs, packed
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import RequestError
 from meltcore.text.detokenizer import Detokenizer
@@ -54,7 +54,7 @@ class Choice:
         self.index = index
         # Not the client's x-request-id: two clients may send the same one, and the engine's ids must differ.
         self.request_id = next(_ENGINE_IDS)
-        self.prompt_token_ids = prompt
+        self.prompt_token_ids = packed(prompt)
         self.prompt_tokens = len(prompt)
         self.params = params
         self.replica = 0  # the one that works on it, from the moment it is given away

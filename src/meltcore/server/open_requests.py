@@ -58,7 +58,7 @@ class OpenRequests:
                 ),
                 choice.replica,
             )
-            choice.prompt_token_ids = []  # the engine has them now; at 10,000 requests a second copy is real memory
+            choice.prompt_token_ids = b""  # the engine has them now; at 10,000 requests a second copy is real memory
         self._counts.add("waiting_prompt_tokens", generation.prompt_tokens)
         self._counts.add("accepted", len(generation.choices))
         self._counts.note_in_flight(len(self._open))
