@@ -2,6 +2,7 @@
 
 import shlex
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -248,6 +249,23 @@ def test_a_baseline_that_does_not_come_up_is_ended_and_told(
     missing = ["--command", "/no/such/program serve"]
     assert main([*baseline(items, tmp_path / "runs"), *missing]) == 2
     assert "/no/such/program cannot be started" in capsys.readouterr().err
+
+
+def test_a_baseline_told_to_end_leaves_no_server_behind(items: Path, tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    words = baseline(items, tmp_path / "runs", "--never", "--child", str(child))
+    process = subprocess.Popen([sys.executable, "-m", "meltcore.cli.main", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline_s = time.monotonic() + 30
+        while not (child.exists() and child.read_text()) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        process.terminate()
+        _, error = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, error) == (130, "meltcore eval: interrupted\n")
+    assert gone(int(child.read_text()))
 
 
 def test_a_baseline_does_not_measure_a_server_that_is_there_already(
