@@ -15,7 +15,19 @@ from compile_tools import AbsentGPU, CompilePool, Task
 from kernel_tools import jit_functions, kernel_modules
 from triton.runtime.jit import JITFunction
 
-from meltcore.kernels import experts, norm, qkv, routing, swiglu
+from meltcore.kernels import (
+    delta_chunks,
+    delta_convolve,
+    delta_decode,
+    delta_prefill,
+    delta_scan,
+    experts,
+    norm,
+    qkv,
+    routing,
+    swiglu,
+)
+from meltcore.kernels.delta import DeltaShape
 from meltcore.kernels.jit import ModelShape
 
 MODELS = {
@@ -34,6 +46,27 @@ MODELS = {
         choices=8,
         expert_width=768,
     ),
+    "Qwen3.5-35B-A3B": ModelShape(
+        hidden_size=2048,
+        intermediate_size=512,
+        heads=16,
+        kv_heads=2,
+        head_dim=256,
+        page_size=64,
+        experts=256,
+        choices=8,
+        expert_width=512,
+        delta=(16, 32, 128, 128, 4),
+    ),
+    "small hybrid": ModelShape(
+        hidden_size=192,
+        intermediate_size=512,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        page_size=64,
+        delta=(2, 4, 32, 64, 4),
+    ),
 }
 # Shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities), KiB.
 SHARED_LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
@@ -45,16 +78,18 @@ def kernels_of(module: ModuleType) -> set[str]:
     return {name for name in jit_functions(module) if name.endswith("_kernel")}
 
 
+# The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
+OF_MODELS = {
+    **dict.fromkeys((experts, routing), ("Qwen3-30B-A3B",)),
+    **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
+}
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module)]
 
 
 def cases() -> Iterator[Task]:
-    """Every file for every architecture; other sizes and float32 where shared memory is least.
-
-    Kernels of routed experts are compiled for a model that has them, all others for those that have none.
-    """
+    """Every file for every architecture; other sizes and float32 where shared memory is least."""
     for module in KERNEL_FILES:
-        main, *others = ("Qwen3-30B-A3B",) if module in (experts, routing) else ("Qwen3-0.6B", "sums")
+        main, *others = OF_MODELS.get(module, ("Qwen3-0.6B", "sums"))
         capabilities = [each for each in SHARED_LIMIT_KIB if each >= getattr(module, "LEAST_CAPABILITY", 0)]
         for capability in capabilities:
             yield Task(module.__name__, capability, MODELS[main], torch.bfloat16)
@@ -136,7 +171,17 @@ def routing_launches(tokens: int) -> None:
     routing._by_expert_triton(routing._route_triton(meta(tokens, 128), 8, renormalised=True).experts, 128)
 
 
-@pytest.mark.parametrize("launch", [norm_launches, swiglu_launches, qkv_launches, routing_launches])
+def delta_launches(tokens: int) -> None:
+    shape = DeltaShape(2, 4, 32, 64, 4)
+    projected, weights, caches = shape.examples(tokens + 3, torch.bfloat16)
+    indices = meta(7, dtype=torch.int64)[tokens % 2 :]
+    out, chunks = meta(tokens + 3, shape.heads * shape.value_dim), meta(9, 2, dtype=torch.int32)[tokens % 2 :]
+    delta_decode._decode_triton(projected[:3], weights, *caches, indices[:3], indices[:3], shape, out[:3])
+    where = indices[:5], indices[:5], indices[:6], chunks, tokens % 4, shape
+    delta_prefill._prefill_triton(projected, weights, *caches, *where, out)
+
+
+@pytest.mark.parametrize("launch", [norm_launches, swiglu_launches, qkv_launches, routing_launches, delta_launches])
 def test_the_number_of_tokens_compiles_nothing_again(
     launch: Callable[[int], None], compiled: list[tuple[JITFunction, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

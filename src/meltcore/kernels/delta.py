@@ -13,13 +13,19 @@ A sequence owns a slot of two tensors: states [slots, heads, key_dim, value_dim]
 Slots may be any distance apart. A sequence at position 0 begins from nothing, whatever its slot holds.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
 
+from meltcore.kernels.jit import tl, triton
+
 L2_EPS = 1e-6
+# Tokens of a prompt whose changes to the state are worked out together.
+CHUNK = 64
 
 
 class DeltaWeights(NamedTuple):
@@ -46,7 +52,8 @@ class DeltaShape(NamedTuple):
 
     @classmethod
     def of(cls, weights: DeltaWeights, states: torch.Tensor, key_heads: int) -> DeltaShape:
-        return cls(key_heads, *states.shape[1:], weights.conv.shape[1])
+        _, heads, key_dim, value_dim = states.shape
+        return cls(key_heads, heads, key_dim, value_dim, weights.conv.shape[1])
 
     @property
     def conv_channels(self) -> int:
@@ -55,6 +62,24 @@ class DeltaShape(NamedTuple):
     @property
     def width(self) -> int:
         return self.conv_channels + self.heads * (self.value_dim + 2)
+
+    def constants(self) -> dict[str, int]:
+        """As the kernels take them."""
+        return {name.upper(): size for name, size in self._asdict().items()}
+
+    def examples(
+        self, tokens: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, DeltaWeights, tuple[torch.Tensor, torch.Tensor]]:
+        """What the kernels are compiled for: a product, the weights, conv_states and states, on the meta device."""
+
+        def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device="meta")
+
+        per_head = empty(self.heads, dtype=torch.float32)
+        conv = empty(self.conv_channels, self.kernel)
+        weights = DeltaWeights(conv, per_head, per_head, empty(self.value_dim), 1e-6)
+        states = empty(9, self.heads, self.key_dim, self.value_dim, dtype=torch.float32)
+        return empty(tokens, self.width), weights, (empty(9, self.kernel, self.conv_channels), states)
 
 
 def require_layout(
@@ -130,3 +155,28 @@ def delta_step_torch(
     change = beta[..., None] * (value - (key[..., None, :] @ state)[..., 0, :])
     state = state + key[..., :, None] * change[..., None, :]
     return (query[..., None, :] @ state)[..., 0, :], state
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gates(a, b, a_log, dt_bias):
+    """g, the logarithm of what stays of a state, and beta; all float32."""
+    shifted = a + dt_bias
+    softplus = tl.where(shifted > 20.0, shifted, tl.log(1.0 + tl.exp(tl.minimum(shifted, 20.0))))
+    return -tl.exp(a_log) * softplus, 1.0 / (1.0 + tl.exp(-b))
+
+
+@triton.jit
+def unit_rows(heads):
+    """[ROWS, DIM] float32, each row scaled to length 1."""
+    return heads * tl.rsqrt(tl.sum(heads * heads, 1) + 1e-6)[:, None]  # L2_EPS
+
+
+@triton.jit
+def gated_norm(mixed, gate, weight, eps, VALUE_DIM: tl.constexpr):
+    """[ROWS, VALUE_DIM] float32 rows scaled to unit mean square, by `weight` [1, VALUE_DIM] and by silu(gate)."""
+    return mixed * tl.rsqrt(tl.sum(mixed * mixed, 1) / VALUE_DIM + eps)[:, None] * weight * silu(gate)

@@ -1,6 +1,16 @@
-"""Gated DeltaNet of one new token of many sequences (decode)."""
+"""Gated DeltaNet of one new token of many sequences (decode).
+
+One kernel takes a token from the fused product to the input of the output product. It is bound by the states, 64 KiB a
+head that are read once and written once. A program has a whole head: cutting values would leave the norm, which is over
+all of them, to another kernel or to whichever program ends last, and either takes longer than one processor does to
+move 64 KiB.
+"""
+
+# mypy: allow-untyped-defs
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -10,10 +20,15 @@ from meltcore.kernels.delta import (
     convolve_torch,
     delta_step_torch,
     gated_norm_torch,
+    gates,
     gates_torch,
     heads_torch,
     require_layout,
+    silu,
 )
+from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.overlap import overlaps
 
 
 def delta_decode(
@@ -32,7 +47,8 @@ def delta_decode(
     """
     shape = DeltaShape.of(weights, states, key_heads)
     require_layout(projected, weights, conv_states, states, shape)
-    _decode_torch(projected, weights, conv_states, states, positions, slots, shape, out)
+    body = _decode_triton if use_triton(projected) else _decode_torch
+    body(projected, weights, conv_states, states, positions, slots, shape, out)
 
 
 def _decode_torch(
@@ -57,3 +73,171 @@ def _decode_torch(
     mixed, states[slots] = delta_step_torch(*heads_torch(convolved, shape), g, beta, state)
     out.copy_(gated_norm_torch(mixed, projected, weights, shape))
     out.masked_fill_((positions < 0)[:, None], 0)
+
+
+class DecodeLaunch(NamedTuple):
+    """How a head's state is spread: over how many warps, and whether it is asked for before the product has ended."""
+
+    warps: int
+    ahead: bool
+
+
+def decode_launch(shape: DeltaShape) -> DecodeLaunch:
+    """A thread holds 64 numbers of the state."""
+    return DecodeLaunch(warps=max(1, min(8, shape.key_dim * shape.value_dim // 2048)), ahead=True)
+
+
+def _decode_triton(
+    projected: torch.Tensor,
+    weights: DeltaWeights,
+    conv_states: torch.Tensor,
+    states: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    shape: DeltaShape,
+    out: torch.Tensor,
+    launch: DecodeLaunch | None = None,
+) -> None:
+    if len(projected) == 0:
+        return
+    launch = launch or decode_launch(shape)
+    overlap = launch.ahead and overlaps(projected.device)
+    # Heads vary fastest: those of a sequence lie side by side.
+    _decode_kernel[(shape.heads, len(projected))](
+        projected,
+        weights.conv,
+        weights.a_log,
+        weights.dt_bias,
+        weights.norm,
+        conv_states,
+        states,
+        positions,
+        slots,
+        out,
+        weights.eps,
+        projected.stride(0),
+        conv_states.stride(0),
+        states.stride(0),
+        **shape.constants(),
+        OVERLAP=overlap,
+        num_warps=launch.warps,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+
+
+@triton.jit
+def _earlier(ring, conv, channels, position, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
+    """The convolution's sum over what is in the ring: [DIM] float32.
+
+    All taps as one tile: of tensors with fewer elements than threads, Triton would load what each thread needs later,
+    many times over.
+    """
+    tap = tl.arange(0, triton.next_power_of_2(KERNEL))[:, None]
+    earlier = position - (KERNEL - 1) + tap
+    entries = ring + (earlier + KERNEL) % KERNEL * CHANNELS + channels[None, :]
+    inputs = tl.load(entries, (earlier >= 0) & (tap < KERNEL - 1), other=0.0)
+    weights = tl.load(conv + channels[None, :] * KERNEL + tap, tap < KERNEL - 1, other=0.0)
+    return tl.sum(inputs.to(tl.float32) * weights.to(tl.float32), 0)
+
+
+@triton.jit
+def _convolved(total, new, conv, channels, KERNEL: tl.constexpr):
+    """`total` of the earlier inputs and the new one, rounded as the torch body does."""
+    total += new.to(tl.float32) * tl.load(conv + channels * KERNEL + KERNEL - 1).to(tl.float32)
+    return silu(total).to(new.dtype).to(tl.float32)
+
+
+@triton.jit
+def _unit(head):
+    """[DIM] float32, scaled to length 1."""
+    return head * tl.rsqrt(tl.sum(head * head, 0) + 1e-6)  # L2_EPS
+
+
+# Indices may lie at any address of a longer tensor.
+@triton.jit(do_not_specialize=["positions", "slots"])
+def _decode_kernel(
+    projected,
+    conv,
+    a_log,
+    dt_bias,
+    norm,
+    conv_states,
+    states,
+    positions,
+    slots,
+    out,
+    eps,
+    projected_stride,
+    conv_stride,
+    state_stride,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One value head of one sequence, all of its state at once in registers."""
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(positions + sequence).to(tl.int32)
+    slot = tl.load(slots + sequence)
+    value_dims, key_dims = tl.arange(0, VALUE_DIM), tl.arange(0, KEY_DIM)
+    result = out + sequence * (HEADS * VALUE_DIM) + head * VALUE_DIM + value_dims
+
+    # What no recent kernel wrote is asked for before the one in front has ended: all but the product.
+    place = states + slot * state_stride + (head * KEY_DIM + key_dims[:, None]) * VALUE_DIM + value_dims[None, :]
+    state = tl.load(place, position > 0, other=0.0)
+    ring = conv_states + slot * conv_stride
+    query_channels = head // GROUP * KEY_DIM + key_dims
+    key_channels = KEYS + query_channels
+    value_channels = 2 * KEYS + head * VALUE_DIM + value_dims
+    query = _earlier(ring, conv, query_channels, position, CHANNELS, KERNEL)
+    key = _earlier(ring, conv, key_channels, position, CHANNELS, KERNEL)
+    value = _earlier(ring, conv, value_channels, position, CHANNELS, KERNEL)
+    log, bias, weight = tl.load(a_log + head), tl.load(dt_bias + head), tl.load(norm + value_dims).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    if position < 0:
+        tl.store(result, tl.zeros((VALUE_DIM,), out.dtype.element_ty))
+        return
+
+    token = projected + sequence * projected_stride
+    new_query, new_key = tl.load(token + query_channels), tl.load(token + key_channels)
+    new_value = tl.load(token + value_channels)
+    gate = tl.load(token + CHANNELS + head * VALUE_DIM + value_dims).to(tl.float32)
+    b = tl.load(token + CHANNELS + HEADS * VALUE_DIM + head).to(tl.float32)
+    a = tl.load(token + CHANNELS + HEADS * VALUE_DIM + HEADS + head).to(tl.float32)
+    # Nobody reads this entry in this step: the heads that share a key head need no order among them.
+    entry = ring + position % KERNEL * CHANNELS
+    tl.store(entry + value_channels, new_value)
+    if head % GROUP == 0:
+        tl.store(entry + query_channels, new_query)
+        tl.store(entry + key_channels, new_key)
+
+    query = _unit(_convolved(query, new_query, conv, query_channels, KERNEL)) * (KEY_DIM**-0.5)
+    key = _unit(_convolved(key, new_key, conv, key_channels, KERNEL))
+    value = _convolved(value, new_value, conv, value_channels, KERNEL)
+    g, beta = gates(a, b, log, bias)
+    stays = tl.exp(g)
+    # The query reads the old state and what is added to it, so that both sums over the state are one pass.
+    held = tl.sum(state * key[:, None], 0)
+    read = tl.sum(state * query[:, None], 0)
+    change = beta * (value - stays * held)
+    mixed = stays * read + tl.sum(query * key, 0) * change
+    tl.store(place, stays * state + key[:, None] * change[None, :])
+    mixed *= tl.rsqrt(tl.sum(mixed * mixed, 0) / VALUE_DIM + eps) * weight * silu(gate)
+    tl.store(result, mixed.to(out.dtype.element_ty))
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    shape = DeltaShape(*model.delta)
+    projected, weights, slots = shape.examples(64, dtype)
+    index = torch.empty(64, dtype=torch.int64, device="meta")
+    out = torch.empty(64, shape.heads * shape.value_dim, dtype=dtype, device="meta")
+    return [lambda: _decode_triton(projected, weights, *slots, index, index, shape, out)]

@@ -1,10 +1,11 @@
-"""Gated DeltaNet of chunks of prompts (prefill), ragged."""
+"""Gated DeltaNet of chunks of prompts (prefill), ragged.
+
+In Triton three steps: the convolution of all tokens; what each chunk of 64 tokens tells without the state; and the
+states' way through the chunks of their sequences. Segments begin and end anywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 
 from meltcore.kernels.delta import (
@@ -17,20 +18,10 @@ from meltcore.kernels.delta import (
     heads_torch,
     require_layout,
 )
-
-# Tokens whose changes to the state are worked out together.
-CHUNK = 64
-
-
-def delta_chunks(sizes: Sequence[int], decodes: int) -> np.ndarray:
-    """How segments of `sizes` tokens, the first `decodes` of which are single, are cut: [chunks, 2] int32.
-
-    A row is a segment and which of its chunks of CHUNK tokens, counted from the segment's first token.
-    """
-    counts = -(-np.asarray(sizes[decodes:], dtype=np.int32) // CHUNK)
-    segments = np.arange(decodes, len(sizes), dtype=np.int32).repeat(counts)
-    within = np.arange(len(segments), dtype=np.int32) - (counts.cumsum() - counts).repeat(counts)
-    return np.stack([segments, within.astype(np.int32)], 1)
+from meltcore.kernels.delta_chunks import prepare_chunks
+from meltcore.kernels.delta_convolve import convolve_chunks
+from meltcore.kernels.delta_scan import scan_chunks
+from meltcore.kernels.dispatch import use_triton
 
 
 def delta_prefill(
@@ -52,13 +43,50 @@ def delta_prefill(
     """
     shape = DeltaShape.of(weights, states, key_heads)
     require_layout(projected, weights, conv_states, states, shape)
+    body = _prefill_triton if use_triton(projected) else _prefill_torch
+    body(projected, weights, conv_states, states, starts, slots, first_tokens, chunks, decodes, shape, out)
+
+
+def _prefill_triton(
+    projected: torch.Tensor,
+    weights: DeltaWeights,
+    conv_states: torch.Tensor,
+    states: torch.Tensor,
+    starts: torch.Tensor,
+    slots: torch.Tensor,
+    first_tokens: torch.Tensor,
+    chunks: torch.Tensor,
+    decodes: int,
+    shape: DeltaShape,
+    out: torch.Tensor,
+) -> None:
+    if len(chunks) == 0:
+        return
+    where = first_tokens, chunks
+    convolved = convolve_chunks(projected, weights, conv_states, starts, slots, *where, shape)
+    prepared = prepare_chunks(projected, convolved, weights, *where, shape)
+    slot_of = conv_states, states, starts, slots, first_tokens
+    scan_chunks(projected, convolved, prepared, weights, *slot_of, decodes, shape, out)
+
+
+def _prefill_torch(
+    projected: torch.Tensor,
+    weights: DeltaWeights,
+    conv_states: torch.Tensor,
+    states: torch.Tensor,
+    starts: torch.Tensor,
+    slots: torch.Tensor,
+    first_tokens: torch.Tensor,
+    chunks: torch.Tensor,
+    decodes: int,
+    shape: DeltaShape,
+    out: torch.Tensor,
+) -> None:
     ends = first_tokens.tolist()
     for segment in range(decodes, len(ends) - 1):
-        tokens = slice(ends[segment], ends[segment + 1])
-        slot = int(slots[segment])
-        out[tokens] = _segment_torch(
-            projected[tokens], weights, conv_states[slot], states[slot], int(starts[segment]), shape
-        )
+        tokens, slot = slice(ends[segment], ends[segment + 1]), int(slots[segment])
+        kept = conv_states[slot], states[slot]
+        out[tokens] = _segment_torch(projected[tokens], weights, *kept, int(starts[segment]), shape)
 
 
 def _segment_torch(

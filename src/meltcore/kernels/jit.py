@@ -24,7 +24,10 @@ CompileCase = Callable[[], object]
 
 
 class ModelShape(NamedTuple):
-    """The sizes of a model that kernels are compiled for. choices: experts of a token; no experts in a dense model."""
+    """The sizes of a model that kernels are compiled for. choices: experts of a token; no experts in a dense model.
+
+    delta: of Gated DeltaNet, in the order of kernels/delta.py's `DeltaShape`; none in a model without it.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -35,3 +38,4 @@ class ModelShape(NamedTuple):
     experts: int = 0
     choices: int = 0
     expert_width: int = 0
+    delta: tuple[int, ...] = ()

@@ -1,0 +1,121 @@
+"""Gated DeltaNet's Triton bodies against the torch ones: decode, prompts in chunks, and the two after each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from delta_tools import SMALL, Slots, distance, make_segments, make_weights
+from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, applies here too
+
+from meltcore.kernels import delta_decode as decode_file
+from meltcore.kernels import delta_prefill as prefill_file
+from meltcore.kernels import delta_scan as scan_file
+from meltcore.kernels.delta import DeltaShape
+from meltcore.kernels.delta_scan import ScanLaunch
+
+# ||out - torch|| / ||torch||, by type.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+POISON = float("nan")
+
+
+def used_slots(count: int, shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> Slots:
+    conv = torch.randn(count, shape.kernel, shape.conv_channels).to(device, dtype)
+    return Slots(conv, torch.randn(count, *shape[1:4]).to(device))
+
+
+DECODE_SHAPES = [
+    (SMALL, torch.float32),
+    (DeltaShape(key_heads=1, heads=3, key_dim=16, value_dim=32, kernel=4), torch.bfloat16),
+    (DeltaShape(key_heads=2, heads=2, key_dim=64, value_dim=32, kernel=3), torch.float16),
+    (DeltaShape(key_heads=1, heads=2, key_dim=128, value_dim=128, kernel=4), torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), DECODE_SHAPES)
+def test_decode_agrees_with_its_reference(shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> None:
+    """Sequences at their beginning, in their first tokens and further on, and padding between them."""
+    torch.manual_seed(shape.key_dim)
+    weights = make_weights(shape, dtype, device)
+    expected = used_slots(9, shape, dtype, device)
+    positions = torch.tensor([5, 0, -1, 1, 2, 1000, -1], device=device)
+    slots = torch.tensor([3, 8, 0, 1, 7, 4, 0], device=device)
+    result = expected.clone()
+    result.states[0] = result.conv_states[0] = float("nan")  # the kernel does without the null slot
+    projected = torch.randn(7, shape.width).to(device, dtype)
+    outs = torch.full((2, 7, shape.heads * shape.value_dim), POISON, dtype=dtype, device=device)
+    decode_file._decode_torch(projected, weights, *expected, positions, slots, shape, outs[0])
+    decode_file._decode_triton(projected, weights, *result, positions, slots, shape, outs[1])
+    assert distance(outs[1], outs[0]) <= TOLERANCE[dtype]
+    assert outs[1][positions < 0].eq(0).all()
+    assert distance(result.states[1:], expected.states[1:]) <= TOLERANCE[dtype]
+    assert torch.equal(result.conv_states[1:], expected.conv_states[1:])
+    assert torch.equal(result.states[[2, 5, 6]], expected.states[[2, 5, 6]])
+
+
+def test_decode_takes_slots_that_lie_apart(device: torch.device) -> None:
+    """All layers of a slot may be neighbours, so that a snapshot is one copy."""
+    torch.manual_seed(3)
+    weights = make_weights(SMALL, torch.float32, device)
+    layers = [used_slots(4, SMALL, torch.float32, device) for _ in range(3)]
+    apart = Slots(*(torch.stack(parts, 1) for parts in zip(*layers, strict=True)))
+    projected = torch.randn(2, SMALL.width, device=device)
+    positions, slots = torch.tensor([4, 9], device=device), torch.tensor([3, 1], device=device)
+    outs = torch.empty(2, 2, SMALL.heads * SMALL.value_dim, device=device)
+    decode_file._decode_triton(projected, weights, *layers[1], positions, slots, SMALL, outs[0])
+    decode_file._decode_triton(
+        projected, weights, apart.conv_states[:, 1], apart.states[:, 1], positions, slots, SMALL, outs[1]
+    )
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(apart.states, torch.stack([layer.states for layer in layers], 1))
+    assert torch.equal(apart.conv_states, torch.stack([layer.conv_states for layer in layers], 1))
+
+
+PREFILL_SHAPES = [
+    # shape, dtype, tokens and first positions of the segments, decay
+    (SMALL, torch.float32, [(1, 4), (2, 0), (63, 1), (64, 0), (65, 7), (130, 2)], 1.0),
+    (SMALL, torch.float32, [(70, 0), (129, 64)], 16.0),
+    (DeltaShape(key_heads=1, heads=3, key_dim=32, value_dim=64, kernel=4), torch.bfloat16, [(100, 3), (66, 0)], 1.0),
+    (DeltaShape(key_heads=2, heads=2, key_dim=16, value_dim=32, kernel=3), torch.float16, [(3, 2), (80, 0)], 16.0),
+]
+
+
+@pytest.mark.parametrize("values", [None, 16], ids=["chosen", "narrow"])
+@pytest.mark.parametrize(("shape", "dtype", "given", "decay"), PREFILL_SHAPES)
+def test_prefill_agrees_with_its_reference(
+    shape: DeltaShape,
+    dtype: torch.dtype,
+    given: list[tuple[int, int]],
+    decay: float,
+    values: int | None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Segments in one batch, from their beginning and from what their slots hold. What nobody owns is poisoned."""
+    torch.manual_seed(len(given))
+    if values:
+        monkeypatch.setattr(scan_file, "scan_launch", lambda *_: ScanLaunch(values, warps=4, stages=2))
+    weights = make_weights(shape, dtype, device, decay)
+    sizes, starts = zip(*given, strict=True)
+    expected = used_slots(len(given) + 2, shape, dtype, device)
+    owned = (torch.randperm(len(given)) + 2).tolist()
+    for slot, start in zip(owned, starts, strict=True):
+        if start == 0:
+            expected.states[slot] = expected.conv_states[slot] = float("nan")
+    result = expected.clone()
+    segments = make_segments(sizes, starts, owned, device)
+    projected = torch.randn(sum(sizes), shape.width).to(device, dtype)
+    outs = torch.full((2, sum(sizes), shape.heads * shape.value_dim), POISON, dtype=dtype, device=device)
+    where = segments.starts, segments.state_slots, segments.first_tokens, segments.chunks, segments.decodes, shape
+    prefill_file._prefill_torch(projected, weights, *expected, *where, outs[0])
+    prefill_file._prefill_triton(projected, weights, *result, *where, outs[1])
+    for segment, size in enumerate(sizes):
+        first = sum(sizes[:segment])
+        ours, theirs = (out[first : first + size] for out in (outs[1], outs[0]))
+        if segment < segments.decodes:
+            assert ours.isnan().all()
+            continue
+        slot = owned[segment]
+        assert distance(ours, theirs) <= TOLERANCE[dtype], f"outputs of {size} tokens"
+        assert distance(result.states[slot], expected.states[slot]) <= TOLERANCE[dtype], f"state after {size} tokens"
+        torch.testing.assert_close(result.conv_states[slot], expected.conv_states[slot], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(result.states[:2], expected.states[:2])
