@@ -152,7 +152,13 @@ class SeenEngine:
 
 
 def open_engine(
-    folder: Path, *, overlap: bool = False, pages: int | None = None, debug: tuple = (), **settings: object
+    folder: Path,
+    *,
+    overlap: bool = False,
+    pages: int | None = None,
+    state_slots: int | None = None,
+    debug: tuple = (),
+    **settings: object,
 ) -> SeenEngine:
     defaults: dict[str, object] = {
         "device": "cpu",
@@ -162,7 +168,7 @@ def open_engine(
         "memory_bytes": 256 * 2**20,
     }
     config = EngineConfig(model=str(folder), debug=debug, **(defaults | settings))  # type: ignore[arg-type]
-    return SeenEngine(Engine(config, overlap=overlap, pages=pages))
+    return SeenEngine(Engine(config, overlap=overlap, pages=pages, state_slots=state_slots))
 
 
 def random_prompt(length: int, seed: int, vocab: int = VOCAB) -> list[int]:

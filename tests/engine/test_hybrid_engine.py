@@ -20,13 +20,15 @@ def folder(tmp_path: Path) -> Path:
 def assert_as_alone(
     seen: tools.SeenEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, prompts: dict[str, list[int]]
 ) -> None:
-    """Run what was added, and compare the logits of every generated token with an engine's that has nothing else."""
-    tokens = seen.run()
+    """Run what was added, and compare the logits of every generated token with those of a prompt that is computed in
+    one piece, by itself, from position 0."""
+    seen.run()
+    plain = hybrid_tools.open_hybrid(folder, monkeypatch, debug=("no-prefix-cache",))
     for request_id, prompt in prompts.items():
-        alone = hybrid_tools.open_hybrid(folder, monkeypatch, debug=("no-prefix-cache",))
-        alone.add("alone", prompt, max_tokens=len(tokens[request_id]))
-        assert alone.run()["alone"] == tokens[request_id]
-        ours, theirs = torch.stack(seen.logits[request_id]), torch.stack(alone.logits["alone"])
+        ours = torch.stack(seen.logits[request_id])
+        plain.add(request_id, prompt, max_tokens=len(ours))
+        plain.run()
+        theirs = torch.stack(plain.logits[request_id])
         assert tools.relative_error(ours, theirs) <= TOLERANCE, request_id
 
 
@@ -71,8 +73,72 @@ def test_preempted_sequences_resume_with_same_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     prompts = {f"r{index}": tools.random_prompt(100, 50 + index) for index in range(3)}
-    seen = hybrid_tools.open_hybrid(folder, monkeypatch, overlap=overlap, pages=6, max_model_len=300)
+    seen = hybrid_tools.open_hybrid(folder, monkeypatch, overlap=overlap, pages=5, max_model_len=300)
     for request_id, prompt in prompts.items():
-        seen.add(request_id, prompt, max_tokens=100)
+        seen.add(request_id, prompt, max_tokens=40)
     assert_as_alone(seen, folder, monkeypatch, prompts)
     assert seen.engine.stats().preemptions_total > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_third_prompt_with_a_common_beginning_hits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """The first leaves its pages, the second finds them without a state and has one kept, the third goes on from it."""
+    seen = hybrid_tools.open_hybrid(folder, monkeypatch, overlap=overlap)
+    shared = tools.random_prompt(130, 3)
+    hits = []
+    prompts = {f"r{index}": shared + tools.random_prompt(90, 10 + index) for index in range(3)}
+    for request_id, prompt in prompts.items():
+        seen.add(request_id, prompt)
+        hits.append(-seen.engine.stats().prefix_hit_tokens_total)
+        seen.run()
+        hits[-1] += seen.engine.stats().prefix_hit_tokens_total
+    assert hits == [0, 0, 128]
+    assert_as_alone(seen, folder, monkeypatch, prompts)
+
+
+@pytest.mark.parametrize("length", [70, 128, 200])
+def test_the_next_turn_of_a_conversation_hits(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    seen = hybrid_tools.open_hybrid(folder, monkeypatch)
+    first = tools.random_prompt(length, 4)
+    seen.add("first", first)
+    answer = seen.run()["first"]
+    second = first + answer + tools.random_prompt(20, 5)
+    seen.add("second", second)
+    assert_as_alone(seen, folder, monkeypatch, {"second": second})
+    assert seen.engine.stats().prefix_hit_tokens_total == length // 64 * 64
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_few_slots_under_a_crowd_of_common_beginnings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Snapshots are taken, restored and evicted among running and aborted sequences."""
+    seen = hybrid_tools.open_hybrid(
+        folder, monkeypatch, overlap=overlap, max_num_seqs=3, state_slots=5, pages=8, max_model_len=300
+    )
+    beginnings = [tools.random_prompt(130, index) for index in range(2)]
+    prompts = {f"r{index}": beginnings[index % 2] + tools.random_prompt(index, index) for index in range(16)}
+    for index, (request_id, prompt) in enumerate(prompts.items()):
+        seen.add(request_id, prompt, max_tokens=5 + 7 * (index % 3))
+        seen.engine.step()
+        if index % 4 == 3:
+            seen.engine.abort([request_id])
+    kept = {request_id: prompt for number, (request_id, prompt) in enumerate(prompts.items()) if number % 4 != 3}
+    assert_as_alone(seen, folder, monkeypatch, kept)
+    assert seen.engine.stats().prefix_hit_tokens_total > 0
+
+
+def test_what_ends_gives_its_slot_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = hybrid_tools.open_hybrid(folder, monkeypatch, overlap=True, max_num_seqs=2)
+    states = seen.engine.states
+    assert states is not None
+    for index in range(3):
+        seen.add(f"r{index}", tools.random_prompt(70, index), max_tokens=50)
+    seen.engine.step()
+    seen.engine.abort(["r0"])
+    with pytest.raises(AssertionError, match="still"):
+        seen.engine.check_idle()
+    seen.run()
+    assert states.used == 0

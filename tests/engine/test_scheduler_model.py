@@ -7,6 +7,7 @@ reading the whole context back through the pages. A page handed out too early, h
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from meltcore.engine.prefix_cache import PrefixCache
 from meltcore.engine.request import Request, Sampled, State
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.engine.scheduler import Chunk, Scheduler, pages_for
+from meltcore.engine.state_pool import StatePool
 
 END_ID = 1
 
@@ -40,18 +42,27 @@ def expected_output(prompt: list[int], sampling: SamplingParams, max_model_len: 
 class FakeDevice:
     """Executes plans in order, tokens still unread included, over pages that remember what was written.
 
-    A slot holds its token and a digest of everything before it, as a key and a value depend on the whole context: a
-    page with the right tokens after the wrong beginning is wrong.
+    A place in a page holds its token and a digest of everything before it, as a key and a value depend on the whole
+    context: a page with the right tokens after the wrong beginning is wrong. A state slot holds the digest alone.
     """
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, slots: int) -> None:
+        self.states: list[int | None] = [None] * (slots + 1)
         self.pages: list[list[tuple[int, int] | None]] = [[None] * PAGE_SIZE for _ in range(pages + 1)]
         self.last_token: dict[int, int] = {}
 
     def run(self, plan: list[Chunk]) -> list[Sampled]:
         written: set[tuple[int, int]] = set()
         for chunk in plan:
+            if chunk.restore:
+                self.states[chunk.request.state_slot] = self.states[chunk.restore]
+        for chunk in plan:
             self._write(chunk, written)
+            if chunk.request.state_slot:
+                self._advance(chunk)
+        for chunk in plan:
+            if chunk.snapshot:
+                self.states[chunk.snapshot] = self.states[chunk.request.state_slot]
         sampled = []
         for chunk in plan:
             if chunk.samples:
@@ -69,6 +80,13 @@ class FakeDevice:
             assert (page, offset) not in written, "two sequences write the same slot in one step"
             written.add((page, offset))
             self.pages[page][offset] = (token, hash((self._digest(request, position - 1), token)))
+
+    def _advance(self, chunk: Chunk) -> None:
+        """The state of a sequence at position 0 begins from nothing, whatever its slot holds."""
+        slot = chunk.request.state_slot
+        if chunk.start:
+            assert self.states[slot] == self._digest(chunk.request, chunk.start - 1), "the state of another beginning"
+        self.states[slot] = self._digest(chunk.request, chunk.end - 1)
 
     def _digest(self, request: Request, position: int) -> int:
         if position < 0:
@@ -92,15 +110,25 @@ class FakeDevice:
 class World:
     """A scheduler on a fake device, driven one step ahead or not, with every invariant checked after every step."""
 
-    def __init__(self, *, pages: int, max_model_len: int, seqs: int, budget: int, overlap: bool, cache: bool) -> None:
+    def __init__(
+        self, *, pages: int, slots: int, max_model_len: int, seqs: int, budget: int, overlap: bool, cache: bool
+    ) -> None:
         self.pool = PagePool(pages)
+        self.states = StatePool(slots) if slots else None
         self.cache = PrefixCache(self.pool) if cache else None
         self.max_model_len = max_model_len
         self.overlap = overlap
-        self.device = FakeDevice(pages)
+        self.device = FakeDevice(pages, slots)
         self.scheduler = Scheduler(
-            self.pool, self.cache, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_model_len
+            self.pool,
+            self.cache,
+            self.states,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
         )
+        self.restored = self.lost_with_page = self.lost_to_room = 0  # snapshots
+        self._snapshots: set[bytes] = set()
         self.launched: tuple[list[Chunk], list[Sampled]] | None = None
         self.requests: list[Request] = []
         self.steps = 0
@@ -138,11 +166,48 @@ class World:
             assert chunk.request.state is State.RUNNING
             assert chunk.size > 0
             assert len(chunk.request.pages) >= pages_for(chunk.start + chunk.size)
+        if self.states is not None:
+            self.check_slots(plan)
         if self.scheduler.has_work and self.launched is None:
             assert plan, "there is work, nothing is under way, and nothing was scheduled"
 
+    def check_slots(self, plan: list[Chunk]) -> None:
+        own = [request.state_slot for request in self.scheduler.running]
+        targets = [chunk.snapshot for chunk in plan if chunk.snapshot]
+        assert 0 not in own, "a sequence runs on the null slot"
+        assert len({*own, *targets}) == len(own) + len(targets), "two states share a slot"
+        for chunk in plan:
+            self.restored += chunk.restore > 0
+            assert chunk.restore == 0 or chunk.start > 0
+            assert chunk.snapshot == 0 or chunk.end % PAGE_SIZE == 0
+
+    def check_states(self) -> None:
+        """A sequence has a slot while it runs, a step under way one for each snapshot, and nothing else has one. A
+        snapshot is the state after the very page that it is found by."""
+        assert self.states is not None
+        self.states.check()
+        for request in self.requests:
+            assert (request.state_slot > 0) == (request.state is State.RUNNING)
+        under_way = self.launched[0] if self.launched else []
+        held = len(self.scheduler.running) + sum(chunk.snapshot > 0 for chunk in under_way)
+        assert self.states.used == held, "slots are held that no sequence has"
+        snapshots = self.scheduler.snapshots
+        if snapshots is not None:
+            snapshots.check()
+            assert self.cache is not None
+            lost = self._snapshots - snapshots._slot_of.keys()
+            self.lost_to_room += sum(self.cache.knows(key) for key in lost)
+            self.lost_with_page += sum(not self.cache.knows(key) for key in lost)
+            self._snapshots = set(snapshots._slot_of)
+            for key, slot in snapshots._slot_of.items():
+                last = self.device.pages[self.cache._page_of[key]][-1]
+                assert last is not None
+                assert self.device.states[slot] == last[1], "a snapshot of another beginning"
+
     def check(self) -> None:
         self.pool.check()
+        if self.states is not None:
+            self.check_states()
         if self.cache is not None:
             self.cache.check()
         holders: dict[int, int] = {}
@@ -177,20 +242,23 @@ def draw_prompt(choice: random.Random, limit: int) -> list[int]:
     return [(page + offset) % 40 + 2 for page in pages for offset in range(PAGE_SIZE)][:length]
 
 
-def drive(choice: random.Random, steps: int) -> World:
-    """One random history: adds, aborts and steps over a tiny pool, then run to the end."""
+def drive(choice: random.Random, steps: int, *, recurrent: bool) -> World:
+    """One random history: adds, aborts and steps over tiny pools, then run to the end."""
     max_model_len = choice.choice([40, 150, 400, 400, 400])
+    seqs = choice.choice([1, 5, 8, 8])
     world = World(
-        pages=pages_for(max_model_len) + choice.choice([0, 1, 2, 4]),
+        pages=pages_for(max_model_len) + choice.choice([0, 10, 20, 30] if recurrent else [0, 1, 2, 4]),
+        slots=seqs + choice.choice([0, 1, 2, 4]) if recurrent else 0,
         max_model_len=max_model_len,
-        seqs=choice.choice([1, 5, 8, 8]),
+        seqs=seqs,
         budget=choice.choice([1, 12, 64, 64, 300, 300]),
         overlap=choice.random() < 0.5,
         cache=choice.random() < 0.8,
     )
     for _ in range(steps):
         if choice.random() < 0.4:
-            sampling = SamplingParams(max_tokens=choice.choice([1, 20, 200, 400]), ignore_eos=choice.random() < 0.9)
+            lengths = [1, 5, 20, 200] if recurrent else [1, 20, 200, 400]  # more beginnings, more snapshots
+            sampling = SamplingParams(max_tokens=choice.choice(lengths), ignore_eos=choice.random() < 0.9)
             world.add(draw_prompt(choice, max_model_len - 1), sampling, priority=choice.choice([0, 0, 0, 1, -1]))
         if world.requests and choice.random() < 0.1:
             world.abort(choice.randrange(len(world.requests)))
@@ -213,19 +281,35 @@ def drive(choice: random.Random, steps: int) -> World:
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
-@given(choice=st.randoms(use_true_random=False))
-def test_random_histories_keep_every_invariant_and_every_text(choice: random.Random) -> None:
+@given(choice=st.randoms(use_true_random=False), recurrent=st.booleans())
+def test_random_histories_keep_every_invariant_and_every_text(choice: random.Random, recurrent: bool) -> None:
     """Hypothesis makes every choice of the history, so that a failing one shrinks to a short one."""
-    drive(choice, steps=30)
+    drive(choice, steps=30, recurrent=recurrent)
+
+
+def histories(steps: int, *, recurrent: bool) -> Iterator[World]:
+    seed = 0
+    while steps > 0:
+        world = drive(random.Random(seed), steps=100, recurrent=recurrent)
+        steps -= world.steps
+        seed += 1
+        yield world
 
 
 def test_forty_thousand_steps_preempt_and_hit_the_prefix_cache() -> None:
-    steps = preemptions = hits = seed = 0
-    while steps < 40_000:
-        world = drive(random.Random(seed), steps=100)
-        steps += world.steps
+    preemptions = hits = 0
+    for world in histories(40_000, recurrent=False):
         preemptions += world.scheduler.preemptions
         hits += world.scheduler.prefix_hit_tokens
-        seed += 1
     assert preemptions > 100, "the histories must reach the corner that they are for"
     assert hits > 10_000
+
+
+def test_forty_thousand_steps_with_recurrent_states_restore_and_evict_snapshots() -> None:
+    preemptions = restored = lost_with_page = lost_to_room = 0
+    for world in histories(40_000, recurrent=True):
+        preemptions += world.scheduler.preemptions
+        restored += world.restored
+        lost_with_page += world.lost_with_page
+        lost_to_room += world.lost_to_room
+    assert min(preemptions, restored, lost_with_page, lost_to_room) > 50

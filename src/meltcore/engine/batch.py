@@ -20,12 +20,15 @@ class StateStep(NamedTuple):
     """What recurrent layers are told of a step besides.
 
     slots: each chunk's; first_tokens: the index of each one's first token, then the number of tokens; pieces: how
-    those longer than one token are cut (`delta_chunks`).
+    those longer than one token are cut (`delta_chunks`); restores, snapshots: (from, to) slots to copy in this order
+    before the step and after it.
     """
 
     slots: list[int]
     first_tokens: np.ndarray
     pieces: np.ndarray
+    restores: list[tuple[int, int]]
+    snapshots: list[tuple[int, int]]
 
 
 class Batch(NamedTuple):
@@ -136,16 +139,19 @@ def build_batch(plan: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk], Bat
         unread_rows=unread_rows,
         last_tokens=[token for token, _ in samples],
         sample_rows=[row for _, row in samples],
-        states=_state_step(chunks, sizes, decodes) if recurrent else None,
+        states=_state_step(plan, chunks, sizes, decodes) if recurrent else None,
     )
     return chunks, batch
 
 
-def _state_step(chunks: list[Chunk], sizes: np.ndarray, decodes: int) -> StateStep:
+def _state_step(plan: list[Chunk], chunks: list[Chunk], sizes: np.ndarray, decodes: int) -> StateStep:
+    """Copies in the order of the plan: a snapshot may be evicted and its slot handed out once its copy is planned."""
     return StateStep(
         slots=[chunk.request.state_slot for chunk in chunks],
         first_tokens=np.concatenate([[0], np.cumsum(sizes)]),
         pieces=delta_chunks(sizes.tolist(), decodes),
+        restores=[(chunk.restore, chunk.request.state_slot) for chunk in plan if chunk.restore],
+        snapshots=[(chunk.request.state_slot, chunk.snapshot) for chunk in plan if chunk.snapshot],
     )
 
 

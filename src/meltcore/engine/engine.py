@@ -49,6 +49,7 @@ class Engine:
         progress: Progress | None = None,
         overlap: bool | None = None,
         pages: int | None = None,
+        state_slots: int | None = None,
     ) -> None:
         started = time.monotonic()
         progress = progress or (lambda stage, fraction: None)
@@ -57,7 +58,7 @@ class Engine:
         device = choose_device(config.device, ranks=config.tp)
         self._ranks = Ranks(config) if config.tp > 1 else None
         try:
-            self._prepare(device, progress, pages)
+            self._prepare(device, progress, pages, state_slots)
         except BaseException:
             self.close()
             raise
@@ -75,7 +76,7 @@ class Engine:
         self._generated_tokens = 0
         self.load_s = time.monotonic() - started
 
-    def _prepare(self, device: torch.device, progress: Progress, pages: int | None) -> None:
+    def _prepare(self, device: torch.device, progress: Progress, pages: int | None, state_slots: int | None) -> None:
         """Load the model, and lay out what serving needs for as many sequences as the memory left can hold."""
         config, ranks = self.config, self._ranks
         group = None if ranks is None else ranks.meet(device)
@@ -85,19 +86,18 @@ class Engine:
         self.memory = plan.rows if ranks is None else [_on_each_rank(row) for row in plan.rows]
         pages = plan.pages if pages is None else pages
         self.pool = PagePool(pages)
-        self.states = StatePool(plan.state_slots) if plan.state_slots else None
-        # A page without the recurrent state after it is no beginning to go on from.
-        cached = "no-prefix-cache" not in config.debug and self.states is None
+        state_slots = plan.state_slots if state_slots is None else state_slots
+        self.states = StatePool(state_slots) if plan.state_slots else None
         self.scheduler = Scheduler(
             self.pool,
-            PrefixCache(self.pool) if cached else None,
+            None if "no-prefix-cache" in config.debug else PrefixCache(self.pool),
             self.states,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=or_default(config.max_num_batched_tokens, device, cuda=8192, cpu=2048),
             max_model_len=self.max_model_len,
         )
         self.vocab_size = loaded.model.config.vocab_size
-        layout = Layout(pages, plan.state_slots, self.max_num_seqs, self.max_model_len)
+        layout = Layout(pages, state_slots, self.max_num_seqs, self.max_model_len)
         sampler = Sampler(self.vocab_size, device, config.seed)
         if ranks is None or group is None:
             self.runner = ModelRunner(loaded.model, sampler, layout, loaded.cache_dtype)
@@ -213,6 +213,8 @@ class Engine:
             self.states.check()
         if self.scheduler.cache is not None:
             self.scheduler.cache.check()
+        if self.scheduler.snapshots is not None:
+            self.scheduler.snapshots.check()
 
     def _make_fast(self, device: torch.device, progress: Progress) -> None:
         """Choose the kernels' bodies; on a GPU compile them all, and record decode steps as graphs."""

@@ -47,6 +47,7 @@ def load(
         max_num_seqs=or_default(config.max_num_seqs, device, cuda=1024, cpu=256),
         may_run_fewer=config.max_num_seqs is None,
         cache_dtype=cache_dtype,
+        snapshots="no-prefix-cache" not in config.debug,
     )
     return Loaded(model, device, max_model_len, cache_dtype, plan)
 

@@ -20,6 +20,8 @@ HOST_SHARE = 0.25
 # The most that recurrent states take of what weights and reserve leave, where nobody asked for more: a sequence of a
 # few thousand tokens needs about as much in pages as its states take (Qwen3.5-35B-A3B: 62 MiB, and 20 KiB a token).
 STATE_SHARE = 0.5
+# Snapshots to keep where their share has room, though fewer sequences run at once: they may be turns of conversations.
+CONVERSATIONS = 64
 
 
 class MemoryPlan(NamedTuple):
@@ -57,11 +59,13 @@ def plan_memory(
     max_num_seqs: int,
     may_run_fewer: bool,
     cache_dtype: torch.dtype,
+    snapshots: bool = True,
 ) -> MemoryPlan:
     """Divide what the weights and the reserve leave. Raises ConfigError where one full sequence does not fit.
 
     may_run_fewer: `max_num_seqs` is a wish, lowered where the recurrent states of so many would take more than their
-    share; else it is what somebody asked for, and a ConfigError where it does not fit.
+    share; else it is what somebody asked for, and a ConfigError where it does not fit. snapshots: whether the prefix
+    cache is to keep some of the states.
     """
     device = model.embedding.device
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -71,12 +75,16 @@ def plan_memory(
     slot_bytes = states_of.slot_bytes(model.embedding.element_size()) if states_of else 0
     budget = _Budget(total, weights, int(total * RESERVE_SHARE), page_bytes, slot_bytes)
 
-    if states_of and may_run_fewer:
-        max_num_seqs = max(1, min(max_num_seqs, int(budget.room * STATE_SHARE) // slot_bytes - 1))
-    slots = max_num_seqs if states_of else 0
+    slots = 0
+    if states_of:
+        share = min(int(budget.room * STATE_SHARE), budget.room - page_bytes * pages_for(max_model_len))
+        share = max(0, share // slot_bytes - 1)
+        if may_run_fewer:
+            max_num_seqs = max(1, min(max_num_seqs, share * 3 // 4))
+        slots = max_num_seqs + (_snapshots(max_num_seqs, share) if snapshots else 0)
     fitting = max(0, (budget.room - budget.states(slots)) // page_bytes)
     if fitting < pages_for(max_model_len):
-        raise ConfigError(_refusal(budget, fitting, slots, max_model_len))
+        raise ConfigError(_refusal(budget, fitting, slots, max_num_seqs, max_model_len))
     pages = min(pages_for(max_model_len) * max_num_seqs, fitting)
     rows = [
         MemoryRow("weights", weights),
@@ -84,21 +92,32 @@ def plan_memory(
         MemoryRow("reserve", budget.reserve, "activations and workspaces"),
     ]
     if slots:
-        note = f"{slots:,} slots of {_size(slot_bytes)}"
+        note = f"{slots:,} slots of {_size(slot_bytes)}: {max_num_seqs:,} to run, the rest for snapshots"
         rows.insert(1, MemoryRow("recurrent states", budget.states(slots), note))
     return MemoryPlan(pages, slots, max_num_seqs, rows)
 
 
-def _refusal(budget: _Budget, pages: int, slots: int, max_model_len: int) -> str:
+def _snapshots(max_num_seqs: int, share: int) -> int:
+    """States to keep beside those of running sequences: as many, while all stay within their share of slots."""
+    return max(min(max(max_num_seqs, CONVERSATIONS), share - max_num_seqs), _few(max_num_seqs))
+
+
+def _few(max_num_seqs: int) -> int:
+    """The fewest snapshots that make the prefix cache worth having."""
+    return max(max_num_seqs // 8, 1)
+
+
+def _refusal(budget: _Budget, pages: int, slots: int, max_num_seqs: int, max_model_len: int) -> str:
     """Why one sequence of `max_model_len` does not fit, and the largest settings that would."""
     longest = pages * PAGE_SIZE
     needed = budget.page * pages_for(max_model_len)
     advice = [f"--max-model-len {longest} or less"] if longest else []
     states = ""
     if slots:
-        states = f", the recurrent states of {slots} sequences ({_size(budget.states(slots))})"
-        most = (budget.room - needed) // budget.slot - 1
-        advice += [f"--max-num-seqs {most} or less"] if 0 < most < slots else []
+        states = f", the recurrent states of {max_num_seqs} sequences and of snapshots ({_size(budget.states(slots))})"
+        fitting = max(0, (budget.room - needed) // budget.slot - 1)
+        most = max((sequences for sequences in range(fitting) if sequences + _few(sequences) <= fitting), default=0)
+        advice += [f"--max-num-seqs {most} or less"] if 0 < most < max_num_seqs else []
     return (
         f"{_size(budget.total)} hold the weights ({_size(budget.weights)}){states}, a reserve of "
         f"{_size(budget.reserve)} and pages for {longest} tokens; --max-model-len {max_model_len} needs "

@@ -48,6 +48,7 @@ class Request:
         self.registered_pages = 0  # how many of them the prefix cache has seen
         self.sent_pages = 0  # how many of them the device's page table holds
         self.state_slot = 0  # where its recurrent state is; 0, the null slot, while it is not running
+        self.stops: list[int] = []  # positions at which its prompt is cut to take a snapshot of its state, ascending
         self.row = -1
         self.on_device = False  # its newest token is in its row of the device's table
         self.plain_greedy = _is_plain_greedy(message.sampling) and token_mask is None

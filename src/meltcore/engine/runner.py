@@ -182,7 +182,10 @@ class ModelRunner:
             first_tokens=first_tokens,
             chunks=chunks,
         )
-        return self.model(token_ids, positions, self.caches, segments)
+        hidden = self.model(token_ids, positions, self.caches, segments)
+        if self._states is not None and batch.states is not None:
+            self._states.finish(batch.states)
+        return hidden
 
     def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One new token for each row, from the device's tables alone: hidden states and greedy tokens.

@@ -17,15 +17,26 @@ from meltcore.engine.page_pool import PAGE_SIZE, PagePool
 from meltcore.engine.prefix_cache import PrefixCache
 from meltcore.engine.request import Request, Sampled, State
 from meltcore.engine.state_pool import StatePool
+from meltcore.engine.state_snapshots import Beginning, StateSnapshots
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + size) of one sequence in one step; it samples where they end at the last token."""
+    """Tokens [start, start + size) of one sequence in one step; it samples where they end at the last token.
+
+    restore: the snapshot to copy into the sequence's state slot before the step; snapshot: the slot to copy its state
+    to after it; 0 where there is none.
+    """
 
     request: Request
     start: int
     size: int
     samples: bool
+    restore: int = 0
+    snapshot: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
 
 
 class Finished(NamedTuple):
@@ -56,6 +67,7 @@ class Scheduler:
         self.pool = pool
         self.cache = cache
         self.states = states
+        self.snapshots = None if states is None or cache is None else StateSnapshots(states, cache)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.running: list[Request] = []  # in order of rank
@@ -83,6 +95,8 @@ class Scheduler:
         budget = self._schedule_decodes(plan, self.max_num_batched_tokens)
         budget = self._schedule_prompts(plan, budget)
         self._admit(plan, budget)
+        if self.snapshots is not None:
+            self._take_snapshots(self.snapshots, plan)
         for chunk in plan:
             chunk.request.computed += chunk.size
             chunk.request.in_flight += chunk.samples
@@ -100,6 +114,8 @@ class Scheduler:
             result = next(results) if chunk.samples else None
             if result is not None:
                 request.in_flight -= 1
+            if chunk.snapshot:
+                self._keep_snapshot(chunk)
             if request.state is State.FINISHED:
                 continue
             if result is not None:
@@ -156,7 +172,7 @@ class Scheduler:
                 continue
             if request.in_flight:
                 continue
-            count = min(request.remaining, budget)
+            count = self._count(request, budget)
             while not self._grow(request, request.computed + count):
                 victim = self._last_not_in(planned)
                 if victim is None or victim is request:
@@ -173,18 +189,39 @@ class Scheduler:
         while budget > 0 and self._free_rows and (request := self._next_waiting()) is not None:
             if request.in_flight:
                 break  # preempted with a token under way: what to recompute is known after the next update
-            hits = self.cache.match(request) if self.cache is not None else []
-            retained = sum(self.pool.is_retained(page) for page in hits)
-            if pages_for(request.length) - len(hits) > self.pool.available - retained:
+            found = Beginning(self.cache.match(request) if self.cache is not None else [], 0, [])
+            if self.snapshots is not None:
+                found = self.snapshots.find(request, found.pages)
+            retained = sum(self.pool.is_retained(page) for page in found.pages)
+            if pages_for(request.length) - len(found.pages) > self.pool.available - retained:
                 break
             heapq.heappop(self._waiting)
             self._waiting_count -= 1
-            self._start(request, hits)
-            count = min(request.remaining, budget)
+            self._start(request, found)
+            count = self._count(request, budget)
             grown = self._grow(request, request.computed + count)
             assert grown, "pages were counted before admission"
-            plan.append(self._chunk(request, count))
+            plan.append(self._chunk(request, count)._replace(restore=found.slot))
             budget -= count
+
+    def _take_snapshots(self, snapshots: StateSnapshots, plan: list[Chunk]) -> None:
+        """Give a slot to the states to keep after this step. They come last, and leave one for every free row: to run
+        a sequence is worth more than to have run one."""
+        assert self.states is not None
+        for index, chunk in enumerate(plan):
+            stops = chunk.request.stops
+            if stops and stops[0] == chunk.end:
+                stops.pop(0)
+                if self.states.available > len(self._free_rows) and snapshots.claim(chunk.request, chunk.end):
+                    plan[index] = chunk._replace(snapshot=self.states.take())
+
+    def _keep_snapshot(self, chunk: Chunk) -> None:
+        """The step that took it is over. Where its sequence is still running, the page it belongs to is known first."""
+        assert self.snapshots is not None
+        assert self.cache is not None
+        if chunk.request.state is State.RUNNING:
+            self.cache.register(chunk.request)
+        self.snapshots.attach(chunk.request, chunk.end, chunk.snapshot)
 
     # --- single sequences ---
 
@@ -198,6 +235,11 @@ class Scheduler:
     def _chunk(self, request: Request, count: int) -> Chunk:
         return Chunk(request, request.computed, count, samples=count == request.remaining)
 
+    def _count(self, request: Request, budget: int) -> int:
+        """Tokens of a prompt to compute next."""
+        until = request.stops[0] if request.stops else request.length
+        return min(until - request.computed, budget)
+
     def _grow(self, request: Request, tokens: int) -> bool:
         """Give the sequence pages for its first `tokens` tokens; False, and nothing taken, where they are not there."""
         count = pages_for(tokens) - len(request.pages)
@@ -207,7 +249,8 @@ class Scheduler:
             request.pages += self.pool.allocate(count)
         return True
 
-    def _start(self, request: Request, hits: list[int]) -> None:
+    def _start(self, request: Request, found: Beginning) -> None:
+        hits = found.pages
         self.pool.share(hits)
         request.pages = list(hits)
         request.sent_pages = 0
@@ -220,7 +263,9 @@ class Scheduler:
         self.prefix_hit_tokens += request.computed
         request.row = self._free_rows.pop()
         if self.states is not None:
-            request.state_slot = self.states.take()
+            if found.slot:
+                self.states.touch(found.slot)
+            request.state_slot, request.stops = self.states.take(), found.stops
         request.state = State.RUNNING
         insort(self.running, request, key=lambda running: running.rank)
 

@@ -35,8 +35,19 @@ class StateCache:
     def begin(self, step: StateStep, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Before a step of these rows: what `Segments` has for recurrent layers, state_slots, first_tokens and chunks.
 
-        Notes the slots, for the steps in which the host names rows alone.
+        Notes the slots, for the steps in which the host names rows alone, and restores snapshots.
         """
+        self._copy(step.restores)
         slots, first_tokens = to_device_together([step.slots, step.first_tokens], rows.device)
         self._slot_of_row[rows] = slots
         return slots, first_tokens, to_device(step.pieces, torch.int32, rows.device)
+
+    def finish(self, step: StateStep) -> None:
+        """After a step: take its snapshots."""
+        self._copy(step.snapshots)
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Slot to slot, one after the other in the order of the stream."""
+        for source, target in pairs:
+            self.conv[target].copy_(self.conv[source])
+            self.states[target].copy_(self.states[source])

@@ -1,8 +1,12 @@
-"""Slots of recurrent state: which sequence has which.
+"""Slots of recurrent state: which sequence has which, and which hold snapshots.
 
-A running sequence of a model with recurrent layers has one slot, from its start to its end or preemption. What a slot
-holds when it is handed out is of no account: a sequence at position 0 begins from zero whatever is there.
+A slot is free (content worthless), held (by a running sequence, or for a snapshot that a step under way is taking), or
+a snapshot (the state after the beginning of some text, kept until the room is needed). What a slot holds when it is
+handed out is of no account: a sequence at position 0 begins from zero whatever is there.
 """
+
+from collections import OrderedDict
+from collections.abc import Callable
 
 
 class StatePool:
@@ -12,34 +16,63 @@ class StatePool:
         self.total = slots
         self._free = list(range(slots, 0, -1))
         self._held: set[int] = set()
+        self._snapshots: OrderedDict[int, None] = OrderedDict()
+        self.on_evict: Callable[[int], None] = lambda slot: None
 
     @property
     def available(self) -> int:
         """Slots that `take` could hand out now."""
-        return len(self._free)
+        return len(self._free) + len(self._snapshots)
 
     @property
     def used(self) -> int:
-        return self.total - self.available
+        return len(self._held)
+
+    @property
+    def snapshots(self) -> set[int]:
+        return set(self._snapshots)
 
     def take(self) -> int:
-        """Hold a slot. The caller checked `available`."""
-        if not self._free:
+        """Hold a slot, evicting the snapshot longest unused where none is free. The caller checked `available`."""
+        if self._free:
+            slot = self._free.pop()
+        elif self._snapshots:
+            slot, _ = self._snapshots.popitem(last=False)
+            self.on_evict(slot)
+        else:
             raise RuntimeError(f"asked for a state slot, all {self.total} are held")
-        slot = self._free.pop()
         self._held.add(slot)
         return slot
 
     def release(self, slot: int) -> None:
-        """Let go of a held slot."""
-        if slot not in self._held:
-            raise RuntimeError(f"state slot {slot} released, which nobody holds")
-        self._held.remove(slot)
+        """Let go of a held slot, whose content is worthless from now on."""
+        self._let_go(slot)
+        self._free.append(slot)
+
+    def keep(self, slot: int) -> None:
+        """Let go of a held slot, whose content is a snapshot from now on."""
+        self._let_go(slot)
+        self._snapshots[slot] = None
+
+    def touch(self, slot: int) -> None:
+        """A snapshot was of use: it is evicted after those that were not since."""
+        self._snapshots.move_to_end(slot)
+
+    def drop(self, slot: int) -> None:
+        """Give up a snapshot."""
+        del self._snapshots[slot]
         self._free.append(slot)
 
     def check(self) -> None:
         """Raise AssertionError where the books do not balance; for tests and for an idle engine."""
-        free = set(self._free)
+        free, snapshots = set(self._free), self.snapshots
         assert len(free) == len(self._free), "a slot is free twice"
-        assert self._held.isdisjoint(free), "a held slot is up for grabs"
-        assert self._held | free == set(range(1, self.total + 1)), "a slot is lost, or the null slot is in use"
+        assert self._held.isdisjoint(free | snapshots), "a held slot is up for grabs"
+        assert free.isdisjoint(snapshots), "a snapshot's slot is free"
+        every = set(range(1, self.total + 1))
+        assert self._held | free | snapshots == every, "a slot is lost, or the null slot is in use"
+
+    def _let_go(self, slot: int) -> None:
+        if slot not in self._held:
+            raise RuntimeError(f"state slot {slot} released, which nobody holds")
+        self._held.remove(slot)
