@@ -8,7 +8,7 @@ from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.report.compare import compare, environment_changes
 from meltcore.results.runfolder import RunFolder
-from meltcore.results.schema import RunResult
+from meltcore.results.schema import EvalScore, RunResult
 
 
 def faster() -> RunResult:
@@ -49,6 +49,23 @@ def test_unlike_and_partial_runs_are_refused_unless_forced(changes: dict[str, ob
     with pytest.raises(ConfigError, match=reason):
         compare(slower(), other)
     assert compare(slower(), other, force=True)
+
+
+def test_scores_of_two_evaluations_are_set_side_by_side() -> None:
+    ours, theirs = slower(), faster()
+    ours.eval_score = EvalScore(total_tokens_per_s=300.0, output_tokens_per_s=60.0)
+    assert [row for row in compare(ours, theirs) if row.load == "score"] == []
+    theirs.eval_score = EvalScore(total_tokens_per_s=100.0, output_tokens_per_s=30.0)
+    found = {row.metric: row.ratio for row in compare(theirs, ours) if row.load == "score"}
+    assert found == {"prompts and answers": 3.0, "answers alone": 2.0}
+
+
+def test_weights_that_a_server_does_not_name_are_a_change_and_no_reason_against() -> None:
+    ours, theirs = slower(), faster()
+    ours.settings = {"weights": "real"}
+    theirs.settings = {}
+    assert compare(ours, theirs)
+    assert ("weights", "real", "not named") in environment_changes(ours, theirs)
 
 
 def test_runs_without_a_common_level_are_refused_even_when_forced() -> None:

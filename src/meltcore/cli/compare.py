@@ -8,7 +8,7 @@ EXAMPLES = """\
   meltcore compare A B --json
   meltcore compare A B --force
 """
-METRICS = ("output_tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms", "accuracy")
+METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms", "accuracy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from meltcore.results.wording import load_of
 CAVEAT = (
     "One run an arm: these ratios hold no evidence of a difference. Repeat both runs, alternating, before concluding."
 )
+_NOT_NAMED = "not named"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Metric:
 
 METRICS = (
     Metric("output tok/s", lambda level: level.output_tokens_per_s, "higher"),
+    Metric("total tok/s", lambda level: level.total_tokens_per_s, "higher"),
     Metric("TTFT p50 ms", lambda level: level.ttft_ms.p50, "lower"),
     Metric("TTFT p99 ms", lambda level: level.ttft_ms.p99, "lower"),
     Metric("ITL p50 ms", lambda level: level.itl_ms.p50, "lower"),
@@ -60,11 +62,26 @@ def compare(first: RunResult, second: RunResult, *, force: bool = False) -> list
     pairs = [(level, others[_key(level)]) for level in first.levels if _key(level) in others]
     if not pairs:
         raise ConfigError("these runs have no level in common")
-    return [
+    rows = [
         Row(load_of(level), metric.name, metric.value(level), metric.value(other), metric.better)
         for level, other in pairs
         for metric in METRICS
     ]
+    return rows + _sums(first, second)
+
+
+def _sums(first: RunResult, second: RunResult) -> list[Row]:
+    """What the levels of two evaluations add up to, where both have a score or both a speed sum."""
+    rows = []
+    for name in ("eval_score", "speed_sum"):
+        found, other = getattr(first, name), getattr(second, name)
+        if found is not None and other is not None:
+            load = "score" if name == "eval_score" else "speed sum"
+            rows += [
+                Row(load, "prompts and answers", found.total_tokens_per_s, other.total_tokens_per_s, "higher"),
+                Row(load, "answers alone", found.output_tokens_per_s, other.output_tokens_per_s, "higher"),
+            ]
+    return rows
 
 
 def reasons_not_to_compare(first: RunResult, second: RunResult) -> list[str]:
@@ -78,8 +95,9 @@ def reasons_not_to_compare(first: RunResult, second: RunResult) -> list[str]:
         bad = [load_of(level) for level in run.levels if level.verdict != "OK"]
         if bad:
             reasons.append(f"{name} run is not OK at {', '.join(bad)}")
-    weights = [str(run.settings.get("weights", "not named")) for run in (first, second)]
-    if weights[0] != weights[1]:
+    # Another's server does not say what its weights are: beside real ones that is shown as a change, no more.
+    weights = [_weights(run) for run in (first, second)]
+    if weights[0] != weights[1] and set(weights) != {"real", _NOT_NAMED}:
         reasons.append(f"the weights differ: {weights[0]} against {weights[1]}")
     others = {_key(level): level for level in second.levels}
     for level in first.levels:
@@ -110,9 +128,14 @@ def _environment(run: RunResult) -> dict[str, str]:
         "python": found.python,
         "git revision": found.git_revision or "none",
         "seed": str(found.seed),
-        "model": str(run.settings.get("model", "not named")),
+        "model": str(run.settings.get("model", _NOT_NAMED)),
+        "weights": _weights(run),
     }
     return facts | found.versions
+
+
+def _weights(run: RunResult) -> str:
+    return str(run.settings.get("weights", _NOT_NAMED))
 
 
 def _key(level: LevelResult) -> tuple[str, int, float | None]:
