@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from server_harness import MODEL, RunningServer, chat_body, running, scripted_server, wait_until
 
+from meltcore.config import EngineConfig, ServerConfig
 from meltcore.engine.messages import AbortRequests, AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import ConfigError, RequestError
@@ -17,7 +18,7 @@ from meltcore.models.checkpoint import BUNDLED_MODEL
 from meltcore.server.board import Board
 from meltcore.server.counts import Counts, columns
 from meltcore.server.generation import Generation
-from meltcore.server.gpus import replica_environments, visible_gpus
+from meltcore.server.gpus import place_replicas, visible_gpus
 from meltcore.server.health import Health
 from meltcore.server.open_requests import OpenRequests
 from meltcore.text.tokenizer import Tokenizer
@@ -119,16 +120,23 @@ def test_one_stuck_replica_is_a_problem_of_the_server() -> None:
 # --- GPUs
 
 
+def server_config(*, dp: int, tp: int, device: str = "auto") -> ServerConfig:
+    return ServerConfig(engine=EngineConfig(model="m", tp=tp, device=device), dp=dp)
+
+
 def test_replicas_get_neighbouring_gpus_of_those_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
-    found = replica_environments(2, 2, "auto")
-    assert found == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,GPU-7"}]
-    assert replica_environments(1, 4, "cuda:2") == [{}]  # alone, the engine finds its GPU by itself
-    assert replica_environments(2, 1, "cpu") == [{}, {}]
+    found = place_replicas(server_config(dp=2, tp=2))
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in found] == ["4,5", "6,GPU-7"]
+    assert {place.engine.device for place in found} == {"cuda"}  # never the CPU instead of a GPU that cannot be used
+    alone = server_config(dp=1, tp=4, device="cuda:2")
+    assert place_replicas(alone) == [(alone.engine, {})]  # it finds its GPUs by itself
+    on_cpu = server_config(dp=2, tp=1, device="cpu")
+    assert place_replicas(on_cpu) == [(on_cpu.engine, {})] * 2
     with pytest.raises(ConfigError, match=r"--dp 3 wants 6 GPUs \(2 a replica\); 4 are visible"):
-        replica_environments(3, 2, "auto")
+        place_replicas(server_config(dp=3, tp=2))
     with pytest.raises(ConfigError, match="--device cuda:1 is one GPU"):
-        replica_environments(2, 1, "cuda:1")
+        place_replicas(server_config(dp=2, tp=1, device="cuda:1"))
 
 
 def test_without_a_list_every_gpu_of_the_machine_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +147,7 @@ def test_without_a_list_every_gpu_of_the_machine_is_visible(tmp_path: Path, monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus(tmp_path) == []
     with pytest.raises(ConfigError, match="0 are visible"):
-        replica_environments(2, 1, "cuda")
+        place_replicas(server_config(dp=2, tp=1, device="cuda"))
 
 
 # --- whole servers

@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import NamedTuple
 
+from meltcore.config import EngineConfig, ServerConfig
 from meltcore.errors import ConfigError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE_FILES = "nvidia[0-9]*"  # one a GPU; counting them needs neither torch nor the driver's library
 
 
-def replica_environments(replicas: int, gpus_each: int, device: str) -> list[dict[str, str]]:
-    """What to add to the environment of each replica's engine; nothing for one alone, nor on a CPU.
+class Place(NamedTuple):
+    """What one replica's engine is told, and what its environment has beside ours."""
 
-    Raises ConfigError where there are too few GPUs, or `device` names a single one for several replicas.
+    engine: EngineConfig
+    environment: dict[str, str]
+
+
+def place_replicas(config: ServerConfig) -> list[Place]:
+    """A place for each replica. One alone finds its GPUs by itself, and on a CPU there is nothing to share out.
+
+    Raises ConfigError where there are too few GPUs, or --device names a single one for several replicas.
     """
+    engine, replicas, gpus_each = config.engine, config.dp, config.engine.tp
     if replicas == 1:
-        return [{}]
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {device} is one GPU, and --dp {replicas} wants one or more for each replica")
-    gpus = [] if device == "cpu" else visible_gpus()
-    if not gpus and device != "cuda":
-        return [{} for _ in range(replicas)]
+        return [Place(engine, {})]
+    if engine.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"--device {engine.device} is one GPU, and --dp {replicas} wants one or more for each replica"
+        )
+    gpus = [] if engine.device == "cpu" else visible_gpus()
+    if not gpus and engine.device != "cuda":
+        return [Place(engine, {})] * replicas
     if len(gpus) < replicas * gpus_each:
         raise ConfigError(
             f"--dp {replicas} wants {replicas * gpus_each} GPUs ({gpus_each} a replica); {len(gpus)} are visible"
         )
-    return [
-        {_VISIBLE: ",".join(gpus[first : first + gpus_each])} for first in range(0, replicas * gpus_each, gpus_each)
-    ]
+    # By name: an engine left to choose would quietly take the CPU where its GPU cannot be used.
+    on_gpus = dataclasses.replace(engine, device="cuda")
+    firsts = range(0, replicas * gpus_each, gpus_each)
+    return [Place(on_gpus, {_VISIBLE: ",".join(gpus[first : first + gpus_each])}) for first in firsts]
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:

@@ -25,7 +25,7 @@ from meltcore.server.board import Board
 from meltcore.server.channel import Drain, EndRequests, ReplicaDied
 from meltcore.server.counts import Counts, columns
 from meltcore.server.front import Front
-from meltcore.server.gpus import replica_environments
+from meltcore.server.gpus import Place, place_replicas
 from meltcore.server.http_server import HttpServer, calm_collector
 from meltcore.server.idle import use_one_arena
 from meltcore.server.link import socket_folder
@@ -52,7 +52,7 @@ def serve(
 
     Raises ConfigError where the server cannot start: the address is taken, the checkpoint or the engine fails.
     """
-    environments = replica_environments(config.dp, 1, config.engine.device)
+    places = place_replicas(config)
     use_one_arena()
     listener = bind(config.host, config.port)
     port = int(listener.getsockname()[1])
@@ -63,7 +63,7 @@ def serve(
     directory = Path(tempfile.mkdtemp(prefix="meltcore-"))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_live(config, engine_command, environments, directory, listener))
+            return runner.run(_live(config, engine_command, places, directory, listener))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -71,11 +71,11 @@ def serve(
 async def _live(
     config: ServerConfig,
     engine_command: Sequence[str],
-    environments: Sequence[dict[str, str]],
+    places: Sequence[Place],
     directory: Path,
     listener: socket.socket,
 ) -> int:
-    return await _Life(config, engine_command, environments, directory).run(listener)
+    return await _Life(config, engine_command, places, directory).run(listener)
 
 
 class _Life:
@@ -85,7 +85,7 @@ class _Life:
         self,
         config: ServerConfig,
         engine_command: Sequence[str],
-        environments: Sequence[dict[str, str]],
+        places: Sequence[Place],
         directory: Path,
     ) -> None:
         rows = board_rows(front_count(config))
@@ -96,14 +96,14 @@ class _Life:
         self._front = Front(config, counts, lambda message, replica: self._replicas[replica].send(message))
         self._replicas = [
             Replica(
-                config.engine,
+                place.engine,
                 engine_command,
                 partial(self._front.on_message, replica=number),
                 directory=socket_folder(directory, number),
                 fronts=rows,
-                environment=environment,
+                environment=place.environment,
             )
-            for number, environment in enumerate(environments)
+            for number, place in enumerate(places)
         ]
         self._http = HttpServer(build_app(self._front), counts)
         self._team = Team(
