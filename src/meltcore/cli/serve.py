@@ -9,6 +9,7 @@ EXAMPLES = """\
   meltcore serve ./my-checkpoint --port 8080 --memory 40GiB
   meltcore serve Qwen/Qwen3-0.6B --served-model-name qwen small --api-key secret
   meltcore serve ./config-only --load-format dummy       random weights of the configured shapes
+  meltcore serve ./my-checkpoint --tp 8                  one model on eight GPUs
   meltcore serve ./my-checkpoint --dp 8                  a replica on each of eight GPUs, one port
   meltcore serve meltcore/sums --daemon                  leave it running; `meltcore stop` ends it
 """
@@ -95,6 +96,9 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens", type=positive, metavar="TOKENS", help="tokens a step (8192; CPU: 2048)"
     )
     group.add_argument(
+        "--tp", type=int, choices=(1, 2, 4, 8), default=1, help="GPUs that share one model, each a part of it (1)"
+    )
+    group.add_argument(
         "--dp",
         type=positive,
         default=1,
@@ -168,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         device=args.device,
+        tp=args.tp,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

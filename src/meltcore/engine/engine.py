@@ -9,7 +9,7 @@ import torch
 
 from meltcore.config import EngineConfig
 from meltcore.engine.group_runner import GroupRunner
-from meltcore.engine.loading import choose_device, load, or_default
+from meltcore.engine.loading import check_shares, choose_device, load, or_default
 from meltcore.engine.messages import (
     AddRequest,
     EngineReady,
@@ -56,6 +56,8 @@ class Engine:
         self.config = config
         self.checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")
         device = choose_device(config.device, ranks=config.tp)
+        if config.tp > 1:
+            check_shares(self.checkpoint, config.tp)
         self._ranks = Ranks(config) if config.tp > 1 else None
         try:
             self._prepare(device, progress, pages, state_slots)

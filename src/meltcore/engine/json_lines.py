@@ -32,7 +32,7 @@ from meltcore.engine.engine import Engine
 from meltcore.engine.messages import AddRequest, StepOutputs
 from meltcore.engine.process import keep_freed_memory
 from meltcore.engine.sampling_params import SamplingParams
-from meltcore.errors import MeltcoreError, RequestError
+from meltcore.errors import MeltcoreError, RankError, RequestError
 
 # The folders whose code makes the tokens: two engines are the same where these are.
 _ENGINE_CODE = ("engine", "models", "layers", "kernels")
@@ -114,6 +114,10 @@ class JsonLines:
                 self._report(engine.step())
         except BrokenPipeError:
             return 1  # nobody reads any more
+        except RankError as error:
+            self._send(Failed(str(error)))
+            engine.close()
+            os._exit(1)  # a collective that a rank never joined may hold the device for ever
         except Exception as error:
             self._send(Failed(f"a step failed: {type(error).__name__}: {error}"))
             raise

@@ -52,6 +52,11 @@ def load(
     return Loaded(model, device, max_model_len, cache_dtype, plan)
 
 
+def check_shares(checkpoint: Checkpoint, ranks: int) -> None:
+    """Raise ConfigError where the model cannot be shared out among so many, before any of them is started."""
+    build_model(checkpoint, torch.float32, torch.device("meta"), group=Group(0, ranks))
+
+
 def choose_device(name: str, *, ranks: int = 1, rank: int = 0) -> torch.device:
     """Of one of `ranks` ranks, on neighbouring GPUs. auto: from the first GPU on, where there is one.
 

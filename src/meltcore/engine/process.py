@@ -37,12 +37,14 @@ from meltcore.engine.messages import (
     socket_address,
 )
 from meltcore.engine.profiler import Profiler
-from meltcore.errors import MeltcoreError, RequestError
+from meltcore.errors import MeltcoreError, RankError, RequestError
 
 # Between two looks at an idle inbox. The front's death is noticed by the thread on stdin, not by this.
 _IDLE_POLL_MS = 1000
 # A message that cannot be delivered for this long means that nobody reads: the front hangs.
 _SEND_TIMEOUT_MS = 30_000
+# For what was sent to go out at the end.
+_LAST_WORDS_MS = 1000
 # Requests; what fewer have left behind is not worth a look at the whole heap.
 _ENOUGH_FINISHED = 256
 # Parameter numbers of mallopt(3).
@@ -53,7 +55,7 @@ class EngineProcess:
     """Moves messages between the fronts' sockets and an engine."""
 
     def __init__(self, socket_dir: Path, fronts: int = 1) -> None:
-        context = zmq.Context()
+        self._context = context = zmq.Context()
         self._inboxes: list[zmq.Socket[bytes]] = []
         self._outboxes: list[zmq.Socket[bytes]] = []
         self._poller = zmq.Poller()
@@ -61,7 +63,7 @@ class EngineProcess:
             inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
             for socket in (inbox, outbox):
                 socket.set_hwm(0)
-                socket.setsockopt(zmq.LINGER, 1000)
+                socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
             outbox.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
             inbox.connect(socket_address(socket_dir, "to-engine", front))
             outbox.connect(socket_address(socket_dir, "from-engine", front))
@@ -77,7 +79,18 @@ class EngineProcess:
     def serve(self, config: EngineConfig) -> int:
         """Load, then step until told to leave. Returns the exit status."""
         try:
+            return self._serve(config)
+        except RankError as error:
+            self._fail(str(error))
+            self._context.destroy(linger=_LAST_WORDS_MS)
+            # At once: a collective that a rank never joined may hold the device, and whoever tidies up, for ever.
+            os._exit(1)
+
+    def _serve(self, config: EngineConfig) -> int:
+        try:
             engine = Engine(config, progress=lambda stage, fraction: self.send(Loading(stage, fraction)))
+        except RankError:
+            raise
         except MeltcoreError as error:
             return self._fail(str(error))
         except Exception as error:
@@ -90,9 +103,13 @@ class EngineProcess:
             while self._receive(engine):
                 if engine.has_work:
                     self.send_outputs(engine.step())
+        except RankError:
+            engine.close()
+            raise
         except Exception as error:
             self._fail(f"a step failed: {type(error).__name__}: {error}")
             raise
+        engine.close()
         return 0
 
     def send(self, message: FromEngine, front: int = 0) -> None:
@@ -117,9 +134,11 @@ class EngineProcess:
 
     def _receive(self, engine: Engine) -> bool:
         """Take in every message that has come; wait for one where there is nothing else to do. False: leave."""
-        if not engine.has_work and not self._poller.poll(_IDLE_POLL_MS) and self._finished >= _ENOUGH_FINISHED:
-            self._finished = 0
-            give_back_memory()
+        if not engine.has_work and not self._poller.poll(_IDLE_POLL_MS):
+            engine.check()
+            if self._finished >= _ENOUGH_FINISHED:
+                self._finished = 0
+                give_back_memory()
         return all(self._receive_from(front, engine) for front in range(len(self._inboxes)))
 
     def _receive_from(self, front: int, engine: Engine) -> bool:

@@ -49,7 +49,7 @@ LOAD_LIMIT_S = 3600.0  # for reading weights and laying out memory
 WARM_UP_LIMIT_S = 600.0  # for a step that compiles kernels
 _LEAVE_LIMIT_S = 5.0
 _LOOK_EVERY_S = 0.05  # for failures, while a step is awaited
-_BLAME_S = 2.0  # after a collective has failed: how long until its cause is seen
+_BLAME_S = 1.0  # after a collective has failed: how long until its cause is seen
 
 
 class Ranks:
@@ -59,6 +59,7 @@ class Ranks:
         """Start them and wait until all run."""
         self._config, self._size = config, config.tp
         self._group: Group | None = None
+        self._on_gpus = self._failed = False
         self.limit_s = WARM_UP_LIMIT_S
         self._folder = Path(tempfile.mkdtemp(prefix="meltcore-ranks-"))
         self._context = zmq.Context()
@@ -85,7 +86,7 @@ class Ranks:
             group.join(self._folder / "group", device, collective_limit_s(self._config, device))
         except RuntimeError as error:
             raise self.blame(error) from error
-        self._group = group
+        self._group, self._on_gpus = group, device.type == "cuda"
         return group
 
     def common_plan(self, own: MemoryPlan) -> MemoryPlan:
@@ -127,7 +128,7 @@ class Ranks:
                 looked = now
                 self.check()
                 if now - started > self.limit_s:
-                    raise RankError(self._late(now - started))
+                    raise self._failure(self._late(now - started))
 
     def _passed(self, event: torch.cuda.Event) -> bool:
         try:
@@ -141,7 +142,7 @@ class Ranks:
             self._take(self._inbox.recv())
         for rank, process in self._processes.items():
             if process.poll() is not None:
-                raise RankError(f"rank {rank} (process {process.pid}) has ended: {_how(process.returncode)}")
+                raise self._failure(f"rank {rank} (process {process.pid}) has ended: {_how(process.returncode)}")
 
     def blame(self, error: RuntimeError) -> RankError:
         """What a collective's failure is due to: it may be seen before the end of the process that caused it."""
@@ -152,24 +153,21 @@ class Ranks:
             except RankError as cause:
                 return cause
             time.sleep(_LOOK_EVERY_S)
-        return RankError(f"{self._late(self.limit_s)} ({' '.join(str(error).split())[:200]})")
+        return self._failure(f"{self._late(self.limit_s)} ({' '.join(str(error).split())[:200]})")
 
     def close(self) -> None:
         """Leave the group together, or end the processes by force where one has failed. Can be called twice."""
         if not self._end.alive:
             return
-        try:
-            self.check()
+        if not self._failed:
             self._send(Leave())
-            until = time.monotonic() + _LEAVE_LIMIT_S
-            while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < until:
-                time.sleep(0.01)
-        except RankError:
-            pass  # reported where it was met; what is left is to end the others
-        finally:
-            self._end()
-            if self._group is not None:
-                self._group.leave()
+        # NCCL would wait for ranks that are gone.
+        if self._group is not None and not (self._failed and self._on_gpus):
+            self._group.leave()
+        until = time.monotonic() + (0.0 if self._failed else _LEAVE_LIMIT_S)
+        while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < until:
+            time.sleep(0.01)
+        self._end()
 
     def _send(self, message: ToRank) -> None:
         content = encoder.encode(message)
@@ -179,7 +177,8 @@ class Ranks:
     def _take(self, content: bytes) -> FromRank:
         message = from_rank_decoder.decode(content)
         if isinstance(message, RankFailed):
-            raise RankError(f"rank {message.rank} (process {self._processes[message.rank].pid}): {message.message}")
+            process = self._processes[message.rank]
+            raise self._failure(f"rank {message.rank} (process {process.pid}): {message.message}")
         return message
 
     def _collect(self, limit_s: float, what: str) -> Iterable[FromRank]:
@@ -189,13 +188,17 @@ class Ranks:
             while not self._inbox.poll(int(1000 * _LOOK_EVERY_S)):
                 self.check()
                 if time.monotonic() > until:
-                    raise RankError(f"{count} of {len(self._processes)} ranks could {what} within {limit_s:g} s")
+                    raise self._failure(f"{count} of {len(self._processes)} ranks could {what} within {limit_s:g} s")
             yield self._take(self._inbox.recv())
 
     def _wait_for_all(self, stage: str, limit_s: float) -> None:
         for message in self._collect(limit_s, f"be {stage}"):
             assert isinstance(message, RankStage)
             assert message.stage == stage, f"rank {message.rank} says {message.stage}"
+
+    def _failure(self, what: str) -> RankError:
+        self._failed = True
+        return RankError(what)
 
     def _late(self, waited_s: float) -> str:
         late = [rank for rank in self._processes if self._begun[rank] < self._step]

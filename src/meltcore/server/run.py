@@ -18,8 +18,8 @@ from typing import Any
 import uvloop
 
 from meltcore.config import ServerConfig
-from meltcore.engine.messages import ForgetFront
-from meltcore.errors import MeltcoreError, RequestError
+from meltcore.engine.messages import EngineReady, ForgetFront
+from meltcore.errors import ConfigError, MeltcoreError, RequestError
 from meltcore.server.banner import Progress, print_listening, print_ready
 from meltcore.server.board import Board
 from meltcore.server.channel import Drain, EndRequests, ReplicaDied
@@ -174,7 +174,7 @@ class _Life:
     async def _load(self) -> Model:
         """Read the text side, start the engine and the other fronts, all at once. Raises MeltcoreError."""
         checkpoint = await asyncio.to_thread(find_checkpoint, self._config)
-        starting = asyncio.gather(*(replica.start() for replica in self._replicas))
+        starting = asyncio.gather(*(self._start(number) for number in range(len(self._replicas))))
         reading = asyncio.to_thread(load_text, self._config, checkpoint)
         try:
             text, engines, _ = await asyncio.gather(reading, starting, self._team.start())
@@ -185,6 +185,14 @@ class _Life:
         created = int(time.time())
         await self._team.open(engine, created)
         return self._front.open(text, engine, created)
+
+    async def _start(self, number: int) -> EngineReady:
+        try:
+            return await self._replicas[number].start()
+        except MeltcoreError as error:
+            if len(self._replicas) == 1:
+                raise
+            raise ConfigError(f"replica {number}: {error}") from error
 
     async def _drain(self, died: asyncio.Task[None]) -> None:
         """Refuse new requests, let the open ones finish for a while, then end them."""

@@ -1,0 +1,189 @@
+"""Two ranks against one: the same logits and tokens; and what happens when a rank is gone or stuck."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import engine_tools as tools
+import pytest
+import torch
+
+from meltcore.engine.group_runner import GroupRunner
+from meltcore.engine.messages import AddRequest
+from meltcore.engine.request import Request
+from meltcore.engine.sampler import SampleResult
+from meltcore.engine.sampling_params import SamplingParams
+from meltcore.errors import ConfigError, RankError
+
+LOGITS_TOLERANCE = 1e-5  # relative to the largest; sums of float32 in another order
+STUCK_AFTER_S = 2.0
+
+# What each kind of network adds: a bias and a key head that both ranks hold, head norms, experts.
+NETWORKS: dict[str, dict[str, object]] = {
+    "qwen2": {"family": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3"},
+    "qwen3_moe": {"family": "qwen3_moe"},
+}
+# Every way that ranks choose together: alone, by candidates, and from whole rows.
+SAMPLING: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0, "seed": 5},
+    "drawn without a seed": {"temperature": 0.7},
+    "logprobs": {"logprobs": 3},
+    "top-k": {"temperature": 0.9, "top_k": 6, "seed": 8},
+    "top-p": {"temperature": 1.2, "top_p": 0.7, "min_p": 0.02, "seed": 9},
+    "penalties": {"frequency_penalty": 0.8, "repetition_penalty": 1.3},
+    "no early end": {"temperature": 1.0, "seed": 2, "min_tokens": 20, "ignore_eos": False},
+}
+
+
+class Answers(NamedTuple):
+    tokens: dict[str, list[int]]
+    logits: dict[str, list[torch.Tensor]]  # of the rows that are put together
+
+
+@contextmanager
+def opened(folder: Path, ranks: int, **settings: object) -> Iterator[tools.SeenEngine]:
+    seen = tools.open_engine(folder, tp=ranks, **({"rank_timeout_s": 30.0} | settings))
+    if ranks > 1:
+        del seen.engine.runner.choose  # the recording one: with ranks there are no rows of logits to record
+    try:
+        yield seen
+    finally:
+        seen.engine.close()
+
+
+def answers(seen: tools.SeenEngine) -> Answers:
+    """Prompts of several lengths, one cut into chunks, each with every kind of sampling."""
+    logits: dict[str, list[torch.Tensor]] = {}
+    sampler = seen.engine.runner.sampler
+    whole = sampler.sample
+
+    def recording(rows: torch.Tensor, requests: list[Request]) -> SampleResult:
+        for row, request in zip(rows, requests, strict=True):
+            logits.setdefault(request.id, []).append(row.clone())
+        return whole(rows, requests)
+
+    sampler.sample = recording  # type: ignore[method-assign]
+    for number, (name, sampling) in enumerate(SAMPLING.items()):
+        for length in (3, 90):
+            seen.add(f"{name}, {length}", tools.random_prompt(length, number), max_tokens=24, **sampling)
+    return Answers(seen.run(), logits)
+
+
+@pytest.mark.parametrize(
+    ("network", "overlap"), [("qwen2", False), ("qwen3", False), ("qwen3", True), ("qwen3_moe", False)]
+)
+def test_two_ranks_give_the_logits_and_tokens_of_one(network: str, overlap: bool, tmp_path: Path) -> None:
+    tools.make_reference(**NETWORKS[network]).save_pretrained(tmp_path)  # type: ignore[arg-type]
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 12, "overlap": overlap}
+    with opened(tmp_path, 1, **settings) as alone:
+        expected = answers(alone)
+    with opened(tmp_path, 2, **settings) as together:
+        assert isinstance(together.engine.runner, GroupRunner)
+        found = answers(together)
+        assert together.engine.ready().device == "2 x CPU"
+    assert found.tokens == expected.tokens
+    assert len({tuple(tokens) for tokens in found.tokens.values()}) > len(SAMPLING)
+    compared = 0
+    for request_id, rows in found.logits.items():
+        for ours, theirs in zip(rows, expected.logits[request_id], strict=True):
+            assert tools.relative_error(ours, theirs) <= LOGITS_TOLERANCE, request_id
+            compared += 1
+    assert compared >= 24 * 2 * 5
+
+
+def test_a_token_mask_is_obeyed_by_all_ranks(checkpoint: Path) -> None:
+    allowed = torch.zeros(tools.VOCAB, dtype=torch.bool)
+    allowed[[7, 200, 319]] = True
+    tokens = []
+    for ranks in (1, 2):
+        with opened(checkpoint, ranks) as seen:
+            message = AddRequest("masked", tools.random_prompt(30, 0), SamplingParams(max_tokens=8, ignore_eos=True))
+            seen.engine.add(message, lambda generated: allowed)
+            tokens.append(seen.run()["masked"])
+    assert tokens[0] == tokens[1]
+    assert set(tokens[0]) <= {7, 200, 319}
+
+
+def step_until(seen: tools.SeenEngine, limit_s: float) -> None:
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        seen.engine.step()
+
+
+def only_rank(seen: tools.SeenEngine) -> int:
+    """The process of rank 1."""
+    assert seen.engine._ranks is not None
+    (process,) = seen.engine._ranks._processes.values()
+    return process.pid
+
+
+def gone(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (signal.SIGKILL, r"rank 1 \(process \d+\) has ended: killed by signal 9"),
+        (signal.SIGSTOP, r"rank 1 \(process \d+\) did not begin step \d+ within 2\.0 s"),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_is_gone_or_stuck_is_an_error_within_seconds(
+    checkpoint: Path, end: signal.Signals, message: str
+) -> None:
+    with opened(checkpoint, 2, rank_timeout_s=STUCK_AFTER_S) as seen:
+        process = only_rank(seen)
+        seen.add("long", tools.random_prompt(20, 0), max_tokens=900)
+        for _ in range(3):
+            seen.engine.step()
+        os.kill(process, end)
+        with pytest.raises(RankError, match=message):
+            step_until(seen, STUCK_AFTER_S + 8.0)
+    assert gone(process)
+
+
+def test_a_rank_that_dies_at_rest_is_noticed_without_a_step(checkpoint: Path) -> None:
+    with opened(checkpoint, 2) as seen:
+        seen.engine.check()
+        os.kill(only_rank(seen), signal.SIGKILL)
+        time.sleep(0.2)
+        with pytest.raises(RankError, match="killed by signal 9"):
+            seen.engine.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 3, "num_key_value_heads": 1}, "--tp 2 does not divide this model's 3 attention heads"),
+        ({"intermediate_size": 97}, "--tp 2 does not divide this model's 97 columns of the feed-forward"),
+        ({"vocab_size": 321}, "--tp 2 does not divide this model's 321 tokens of the vocabulary"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_before_a_rank_is_started(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    tools.make_reference(**changes).save_pretrained(tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        tools.open_engine(tmp_path, tp=2)
+
+
+def test_more_ranks_than_gpus_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ConfigError, match="--tp 4 needs 4 GPUs from cuda:0 on; torch sees 3"):
+        tools.open_engine(checkpoint, tp=4, device="auto")
+    with pytest.raises(ConfigError, match="--tp 2 needs 2 GPUs from cuda:2 on; torch sees 3"):
+        tools.open_engine(checkpoint, tp=2, device="cuda:2")
