@@ -204,7 +204,7 @@ def test_the_death_of_a_replica_fails_its_requests_alone_and_the_others_go_on(fr
 def test_a_replica_that_cannot_load_keeps_the_server_from_starting() -> None:
     with scripted_server("--fail", "no room on this GPU", "--fail-of", "1", dp=2, wait=False) as server:
         assert server.wait_exit() == 2
-        assert "no room on this GPU" in server.stderr
+        assert "replica 1: no room on this GPU" in server.stderr
 
 
 def test_sigterm_drains_every_replica_and_ends_them_all() -> None:

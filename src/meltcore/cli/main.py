@@ -30,7 +30,7 @@ VERBS: dict[str, Verb] = {
     "stop": Verb("meltcore.cli.stop", "end a server started with serve --daemon", needs_engine=True),
     "demo": Verb("meltcore.cli.demo", "serve, check, load and report, in one go", needs_engine=True),
     "load": Verb("meltcore.cli.load", "load any OpenAI-compatible server and measure it"),
-    "eval": Verb("meltcore.cli.eval", "check a server's answers and API forms"),
+    "eval": Verb("meltcore.cli.eval", "check a server's answers, API forms and speed, and score it"),
     "report": Verb("meltcore.cli.report", "draw the HTML report of a run folder again"),
     "compare": Verb("meltcore.cli.compare", "two runs' levels side by side"),
     "monitor": Verb("meltcore.cli.monitor", "log the GPUs' temperature, power, clocks, errors and activity"),
