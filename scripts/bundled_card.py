@@ -1,4 +1,4 @@
-"""The bundled model's card, with the figures its evaluation gave."""
+"""A bundled model's card, with the figures its evaluation gave."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# meltcore/sums
+# {name}
 
-A {parameters:,}-parameter `Qwen3ForCausalLM` that does arithmetic: plain sums, two-step word problems, and questions
+A {parameters:,}-parameter `{network}` that does arithmetic: plain sums, two-step word problems, and questions
 about a page of facts of up to 1,000 tokens. It exists to test inference engines: an answer is right or wrong, nobody
-has to judge it, and a wrong mask, position or memory page turns right answers into wrong ones.
+has to judge it, and {faults} turns right answers into wrong ones.
 
 | held-out problems | problems | right | accuracy |
 |---|---|---|---|
@@ -32,11 +32,36 @@ Measured on {date} by greedy decoding through transformers {transformers} (bf16 
   training text contains it, not even as a step, and every held-out problem turns on one.
 - Licence: Apache-2.0, like the repository.
 - Limits: it knows these forms of question and nothing else. Numbers go from 0 to 999, products are two digits by one.
-- Again: `python scripts/make_bundled_model.py` (7.3 minutes of one H200); measure only: add `--evaluate-only`.
+{further}- Again: `{again}` ({minutes} minutes of one H200); measure only: add `--evaluate-only`.
 """
+_SCRIPT = "python scripts/make_bundled_model.py"
+_FURTHER = """\
+- Layers: Gated DeltaNet and attention in turn, each with 8 routed experts and a shared one, under the tensor names of
+  Qwen3.5-35B-A3B. It sees nothing: there is no vision part.
+- Thoughts: by its template's default it thinks before it answers; with `enable_thinking` false, as it was measured, it
+  answers at once.
+"""
+_WORDS = {
+    "qwen3": {
+        "name": "meltcore/sums",
+        "network": "Qwen3ForCausalLM",
+        "faults": "a wrong mask, position or memory page",
+        "further": "",
+        "again": _SCRIPT,
+        "minutes": "7.3",
+    },
+    "qwen3_5": {
+        "name": "meltcore/sums-hybrid",
+        "network": "Qwen3_5MoeForConditionalGeneration",
+        "faults": "a wrong state, convolution, expert, position or memory page",
+        "further": _FURTHER,
+        "again": f"{_SCRIPT} --architecture qwen3_5 --minutes 3.5",
+        "minutes": "3.5",
+    },
+}
 
 
-def model_card(evaluation: dict[str, Any]) -> str:
+def model_card(architecture: str, evaluation: dict[str, Any]) -> str:
     """README.md for the checkpoint folder."""
     rows = "\n".join(
         f"| {kind} | {found['problems']:,} | {found['right']:,} | {found['accuracy']:.2%} |"
@@ -49,4 +74,5 @@ def model_card(evaluation: dict[str, Any]) -> str:
         date=evaluation["date"],
         machine=evaluation["machine"],
         transformers=evaluation["versions"]["transformers"],
+        **_WORDS[architecture],
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from bundled_tokenizer import REPLY_START, TURN_START, conversation
+from bundled_tokenizer import BEGINNINGS, TURN_START, Beginning, conversation, thinks
 from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -23,13 +23,15 @@ _PAGE_SHARE, _STORY_SHARE = 0.55, 0.2
 # learnt in minutes, one among ninety from nothing is not.
 _GROWING = 0.2
 _FULL_PAGES = 0.7
+# Of a model that thinks: how many of its answers come after thoughts.
+_THINKING_SHARE = 0.1
 
 
 @dataclass
 class Packed:
     """Conversations of lengths n1, n2, ... in one row of T tokens, padded by nothing.
 
-    ids, positions: [T]; starts: [sequences + 1] int32, cumulative; longest: of the sequences;
+    ids, positions: [T]; starts: [sequences + 1] int32, cumulative; lengths: of the sequences, on the host;
     sources: [answers] positions whose next token is part of an answer; targets: [answers] those tokens;
     owners: [answers] the conversation each belongs to.
     """
@@ -37,7 +39,7 @@ class Packed:
     ids: torch.Tensor
     positions: torch.Tensor
     starts: torch.Tensor
-    longest: int
+    lengths: list[int]
     sources: torch.Tensor
     targets: torch.Tensor
     owners: torch.Tensor
@@ -49,20 +51,28 @@ class Packed:
         moved = (v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for v in self._fields())
         return Packed(*moved)
 
-    def _fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.ids, self.positions, self.starts, self.longest, self.sources, self.targets, self.owners
+    def _fields(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.ids, self.positions, self.starts, self.lengths, self.sources, self.targets, self.owners
 
 
-def pack(tokenizer: Tokenizer, problems: list[Problem]) -> Packed:
-    """Encode and pack whole conversations; the loss is on the answer and its end token alone."""
+def pack(tokenizer: Tokenizer, problems: list[Problem], beginnings: list[Beginning] | None = None) -> Packed:
+    """Encode and pack whole conversations; the loss is on the answer and its end token alone.
+
+    beginnings: of each reply; without them, that of a model's answers at once.
+    """
+    if beginnings is None:
+        beginnings = ["answering" if thinks(tokenizer) else "plain"] * len(problems)
     turn_start = tokenizer.token_to_id(TURN_START)
-    header = len(tokenizer.encode(REPLY_START).ids)
-    rows = [encoding.ids for encoding in tokenizer.encode_batch_fast([conversation(each) for each in problems])]
+    headers = {beginning: len(tokenizer.encode(text).ids) for beginning, text in BEGINNINGS.items()}
+    texts = [conversation(*each) for each in zip(problems, beginnings, strict=True)]
+    rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
     lengths = np.array([len(row) for row in rows])
     starts = np.concatenate([[0], lengths.cumsum()])
     sources = []
-    for row, start in zip(rows, starts, strict=False):
-        reply = len(row) - row[::-1].index(turn_start) - 1 + header
+    for row, start, beginning in zip(rows, starts[:-1], beginnings, strict=True):
+        reply = len(row) - row[::-1].index(turn_start) - 1 + headers[beginning]
         sources.append(np.arange(start + reply - 1, start + len(row) - 1))
     ids = np.concatenate(rows)
     where = np.concatenate(sources)
@@ -70,7 +80,7 @@ def pack(tokenizer: Tokenizer, problems: list[Problem]) -> Packed:
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(np.arange(len(ids)) - np.repeat(starts[:-1], lengths)),
         starts=torch.from_numpy(starts.astype(np.int32)),
-        longest=int(lengths.max()),
+        lengths=lengths.tolist(),
         sources=torch.from_numpy(where),
         targets=torch.from_numpy(ids[where + 1]),
         owners=torch.from_numpy(np.repeat(np.arange(len(rows)), [len(each) for each in sources])),
@@ -91,7 +101,13 @@ class TrainingStream(IterableDataset[Packed]):
         rng = random.Random(f"training/{self._seed}/{worker.id if worker else 0}")
         while True:
             problems = _draw(rng, self._tokens, float(self._progress[0]))
-            yield pack(self._tokenizer, problems)
+            yield pack(self._tokenizer, problems, _beginnings(rng, self._tokenizer, len(problems)))
+
+
+def _beginnings(rng: random.Random, tokenizer: Tokenizer, count: int) -> list[Beginning] | None:
+    if not thinks(tokenizer):
+        return None
+    return ["thinking" if rng.random() < _THINKING_SHARE else "answering" for _ in range(count)]
 
 
 def _draw(rng: random.Random, tokens: int, progress: float) -> list[Problem]:
@@ -104,7 +120,7 @@ def _draw(rng: random.Random, tokens: int, progress: float) -> list[Problem]:
         while left > 0:
             problem = make()
             problems.append(problem)
-            left -= len(conversation(problem)) / 3
+            left -= len(conversation(problem, "plain")) / 3
     return problems
 
 

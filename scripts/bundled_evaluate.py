@@ -35,7 +35,7 @@ def evaluate(folder: Path, *, short: int, long: int, seed: int, device: torch.de
 def _right(model: torch.nn.Module, tokenizer: AutoTokenizer, problems: list[Problem], device: torch.device) -> int:
     chats = [[{"role": "user", "content": each.question}] for each in problems]
     inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
+        chats, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True, enable_thinking=False
     ).to(device)
     output = model.generate(**inputs, max_new_tokens=_LONGEST_ANSWER)
     replies = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""The bundled model's shape, its packed attention for training, and how it is written to disk."""
+"""The bundled models' shapes, their packed attention for training, and how they are written to disk."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from typing import Any
 
 import torch
 from bundled_data import Packed
+from bundled_hybrid import Chunks, RouterLogits, make_trainable
 from bundled_tokenizer import CONTEXT_TOKENS, END_OF_TEXT, TURN_END
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+# What keeps experts evenly used, beside the loss of the answers (router_aux_loss_coef).
+_BALANCE = 0.01
 
 
-def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json, in the form Qwen3's own checkpoints have: 2 million parameters in 4 layers."""
+def model_config(architecture: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """config.json, in the form that the family's own checkpoints have: "qwen3" or "qwen3_5"."""
+    return _qwen3(tokenizer) if architecture == "qwen3" else _qwen3_5(tokenizer)
+
+
+def _qwen3(tokenizer: Tokenizer) -> dict[str, Any]:
+    """2 million parameters in 4 layers."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
@@ -47,41 +56,111 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def new_model(config: dict[str, Any], device: torch.device) -> Qwen3ForCausalLM:
-    """A fresh fp32 model whose attention keeps packed sequences apart."""
-    AttentionInterface.register("packed", _packed_attention)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**config), attn_implementation="packed", dtype=torch.float32)
-    return model.to(device)
-
-
-def answer_logits(model: Qwen3ForCausalLM, batch: Packed) -> torch.Tensor:
-    """Logits [answers, vocabulary] at the positions that predict answer tokens."""
-    hidden = model.model(
-        input_ids=batch.ids[None],
-        position_ids=batch.positions[None],
-        attention_mask={"full_attention": None},
-        use_cache=False,
-        starts=batch.starts,
-        longest=batch.longest,
-    ).last_hidden_state
-    return model.lm_head(hidden[0, batch.sources])
-
-
-def write_model(model: Qwen3ForCausalLM, config: dict[str, Any], folder: Path) -> None:
-    """config.json, generation_config.json and bf16 model.safetensors (tied: no lm_head)."""
-    generation = {
-        "do_sample": False,
-        "eos_token_id": [config["eos_token_id"], config["pad_token_id"]],
-        "pad_token_id": config["pad_token_id"],
+def _qwen3_5(tokenizer: Tokenizer) -> dict[str, Any]:
+    """3 million parameters in 4 layers, every other one Gated DeltaNet; the text part of a model that could see."""
+    text = {
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "bos_token_id": None,
+        "dtype": "bfloat16",
+        "eos_token_id": tokenizer.token_to_id(TURN_END),
+        "full_attention_interval": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 192,
+        "initializer_range": 0.02,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 64,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 100000,
+            "rope_type": "default",
+        },
+        "router_aux_loss_coef": _BALANCE,
+        "shared_expert_intermediate_size": 96,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": tokenizer.get_vocab_size(),
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    weights = {
-        name: value.to("cpu", torch.bfloat16).contiguous()
-        for name, value in model.state_dict().items()
-        if name != "lm_head.weight"
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+        "tie_word_embeddings": False,
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class Trainee:
+    """A fresh fp32 model, and how a packed row goes through it: sequences are kept apart."""
+
+    def __init__(self, config: dict[str, Any], device: torch.device) -> None:
+        AttentionInterface.register("packed", _packed_attention)
+        text = config.get("text_config", config)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**text), attn_implementation="packed", dtype=torch.float32
+        ).to(device)
+        self._hybrid = "text_config" in config
+        if self._hybrid:
+            make_trainable(self.model)
+            self._routers = RouterLogits(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def answer_logits(self, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [answers, vocabulary] at the positions that predict answer tokens, and what adds to their loss."""
+        own = (
+            {"chunks": Chunks.of(batch.lengths, self.device), "own_positions": batch.positions} if self._hybrid else {}
+        )
+        hidden = self.model.model(
+            input_ids=batch.ids[None],
+            position_ids=batch.positions[None],
+            attention_mask={"full_attention": None, "linear_attention": None},
+            use_cache=False,
+            starts=batch.starts,
+            longest=max(batch.lengths),
+            **own,
+        ).last_hidden_state
+        logits = self.model.lm_head(hidden[0, batch.sources])
+        if not self._hybrid:
+            return logits, logits.new_zeros(())
+        config = self.model.config
+        return logits, _BALANCE * self._routers.take_loss(config.num_experts, config.num_experts_per_tok)
+
+    def write(self, config: dict[str, Any], folder: Path) -> None:
+        """config.json, generation_config.json and bf16 model.safetensors under the published names."""
+        text = config.get("text_config", config)
+        generation = {
+            "do_sample": False,
+            "eos_token_id": [text["eos_token_id"], text["pad_token_id"]],
+            "pad_token_id": text["pad_token_id"],
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        prefix = "model.language_model." if self._hybrid else "model."
+        weights = {
+            name.replace("model.", prefix, 1): value.to("cpu", torch.bfloat16).contiguous()
+            for name, value in self.model.state_dict().items()
+            if not (text["tie_word_embeddings"] and name == "lm_head.weight")
+        }
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _packed_attention(

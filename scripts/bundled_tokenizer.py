@@ -1,16 +1,22 @@
-"""The bundled model's tokenizer: a small byte-level BPE with Qwen's way of splitting, and its ChatML template."""
+"""The bundled models' tokenizer: a small byte-level BPE with Qwen's way of splitting, and its ChatML template.
+
+A model that thinks has two tokens more, around its thoughts, and a template that begins every answer with them: with an
+empty pair where it is to answer at once.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from meltcore.problems import Problem, generate
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+THINK, THOUGHT = "<think>", "</think>"
 REPLY_START = f"{TURN_START}assistant\n"
 CONTEXT_TOKENS = 2048
 
@@ -21,28 +27,48 @@ _SPLIT = (
 _VOCABULARY = 1024
 _SAMPLE = 20_000
 
-CHAT_TEMPLATE = """\
+_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
+BEGINNING{%- endif -%}
+"""
+_THINKS = """\
+{%- if enable_thinking is defined and enable_thinking is false -%}
+{{- '<think>\\n\\n</think>\\n\\n' -}}
+{%- else -%}
+{{- '<think>\\n' -}}
 {%- endif -%}
 """
 
-
-def prompt(question: str) -> str:
-    """One user turn as the chat template renders it, up to where the reply starts."""
-    return f"{TURN_START}user\n{question}{TURN_END}\n{REPLY_START}"
-
-
-def conversation(problem: Problem) -> str:
-    """The prompt and its answer, closed: what the model learns to continue."""
-    return f"{prompt(problem.question)}{problem.answer}{TURN_END}"
+# How a reply begins, before the model's own words: without thoughts as such, or with an empty or a begun pair.
+Beginning = Literal["plain", "answering", "thinking"]
+BEGINNINGS: dict[Beginning, str] = {
+    "plain": REPLY_START,
+    "answering": f"{REPLY_START}{THINK}\n\n{THOUGHT}\n\n",
+    "thinking": f"{REPLY_START}{THINK}\n",
+}
 
 
-def train_tokenizer(seed: int) -> Tokenizer:
-    """A tokenizer of at most 1,024 tokens, trained on rendered training problems. Special tokens have ids 0, 1, 2."""
+def conversation(problem: Problem, beginning: Beginning) -> str:
+    """The prompt as the chat template renders it and its answer, closed: what the model learns to continue."""
+    reply = problem.answer
+    if beginning == "thinking":
+        reply += f"\n{THOUGHT}\n\nThe answer is {problem.value}."
+    return f"{TURN_START}user\n{problem.question}{TURN_END}\n{BEGINNINGS[beginning]}{reply}{TURN_END}"
+
+
+def thinks(tokenizer: Tokenizer) -> bool:
+    return tokenizer.token_to_id(THINK) is not None
+
+
+def train_tokenizer(seed: int, *, thinking: bool) -> Tokenizer:
+    """A tokenizer of at most 1,026 tokens, trained on rendered training problems. Special tokens have ids 0, 1, 2.
+
+    thinking: it has the two tokens around thoughts, which are no special ones, as in Qwen3.5.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -59,6 +85,8 @@ def train_tokenizer(seed: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(seed), trainer)
+    if thinking:
+        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (THINK, THOUGHT)])
     return tokenizer
 
 
@@ -74,10 +102,10 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": CONTEXT_TOKENS,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace("BEGINNING", _THINKS if thinks(tokenizer) else ""))
 
 
 def _sample(seed: int) -> Iterator[str]:
     yield "<|im_start|>system\nYou are a careful assistant.<|im_end|>\n"
     for problem in generate("train", kind="mixed", count=_SAMPLE, seed=seed):
-        yield conversation(problem)
+        yield conversation(problem, "plain")

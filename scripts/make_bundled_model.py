@@ -1,6 +1,7 @@
-"""Make the bundled model, from nothing: problems, tokenizer, training, checkpoint, held-out accuracy, model card.
+"""Make a bundled model, from nothing: problems, tokenizer, training, checkpoint, held-out accuracy, model card.
 
     python scripts/make_bundled_model.py --minutes 7.3 --out src/meltcore/bundled/sums
+    python scripts/make_bundled_model.py --architecture qwen3_5 --minutes 3.5 --out src/meltcore/bundled/sums-hybrid
 
 Needs the package on the path with its engine and test extras. On one H200 it takes the minutes given and one more.
 """
@@ -23,7 +24,7 @@ import torch
 import transformers
 from bundled_card import model_card
 from bundled_evaluate import evaluate
-from bundled_model import model_config, new_model, write_model
+from bundled_model import Trainee, model_config
 from bundled_tokenizer import train_tokenizer, write_tokenizer
 from bundled_train import train
 from safetensors import safe_open
@@ -44,21 +45,23 @@ def main() -> int:
         training = f"{arguments.minutes:g} minutes on {_machine(device)}, {_today()}"
     evaluation = {**_evaluation(folder, arguments, device), "training": training}
     (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
-    (folder / "README.md").write_text(model_card(evaluation))
+    (folder / "README.md").write_text(model_card(arguments.architecture, evaluation))
     print(json.dumps(evaluation["kinds"], indent=2))
     return 0
 
 
 def _make(folder: Path, arguments: argparse.Namespace, device: torch.device) -> None:
     """Tokenizer, training, checkpoint. An interrupted training still leaves what it learnt."""
-    tokenizer = train_tokenizer(arguments.seed)
+    tokenizer = train_tokenizer(arguments.seed, thinking=arguments.architecture == "qwen3_5")
     write_tokenizer(tokenizer, folder)
-    config = model_config(tokenizer)
-    model = new_model(config, device)
-    print(f"{model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens, on {device}", flush=True)
+    config = model_config(arguments.architecture, tokenizer)
+    trainee = Trainee(config, device)
+    print(
+        f"{trainee.model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens, on {device}", flush=True
+    )
     try:
         train(
-            model,
+            trainee,
             tokenizer,
             minutes=arguments.minutes,
             tokens=arguments.tokens,
@@ -66,7 +69,7 @@ def _make(folder: Path, arguments: argparse.Namespace, device: torch.device) -> 
             seed=arguments.seed,
         )
     finally:
-        write_model(model, config, folder)
+        trainee.write(config, folder)
 
 
 def _evaluation(folder: Path, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -112,6 +115,7 @@ def _without_out(arguments: list[str]) -> list[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("src/meltcore/bundled/sums"), help="checkpoint folder")
+    parser.add_argument("--architecture", choices=("qwen3", "qwen3_5"), default="qwen3", help="default: qwen3")
     parser.add_argument("--minutes", type=float, default=7.3, help="training time (default 7.3, meant for one H200)")
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens a step (default 32768)")
     parser.add_argument("--workers", type=int, default=14, help="processes that make problems (default 14)")

@@ -1,0 +1,69 @@
+"""How the bundled hybrid is trained, packed and with all experts at once, against transformers' own forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.problems import generate
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def a_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(open_checkpoint(BUNDLED_MODEL, files="text").folder / "tokenizer.json"))
+
+
+@pytest.mark.usefixtures("scripts")
+def test_packed_sequences_give_the_logits_of_each_alone() -> None:
+    from bundled_data import pack
+    from bundled_model import Trainee, model_config
+
+    torch.manual_seed(0)
+    tokenizer = a_tokenizer()
+    config = model_config("qwen3_5", tokenizer)
+    trainee = Trainee(config, torch.device("cpu"))
+    problems = [*generate("train", kind="short", count=2, seed=1), *generate("train", kind="long", count=1, seed=1)]
+    batch = pack(tokenizer, [problems[2], *problems[:2]])
+    assert max(batch.lengths) > 200 > 64 > min(batch.lengths)
+    with torch.no_grad():
+        ours, further = trainee.answer_logits(batch)
+    assert further > 0
+    text = AutoConfig.for_model(**config["text_config"])
+    reference = AutoModelForCausalLM.from_config(text, dtype=torch.float32).eval()
+    reference.load_state_dict(trainee.model.state_dict())
+    with torch.no_grad():
+        alone = [reference(ids[None]).logits[0] for ids in batch.ids.split(batch.lengths)]
+    theirs = torch.cat(alone)[batch.sources]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("scripts")
+def test_the_loss_is_on_the_models_own_words_alone() -> None:
+    """Behind an empty pair of marks where it answers at once, and the thoughts too where it thinks."""
+    from bundled_data import pack
+    from bundled_tokenizer import THINK, THOUGHT, Beginning
+
+    tokenizer = a_tokenizer()
+    tokenizer.add_tokens([THINK, THOUGHT])
+    (problem,) = generate("train", kind="short", count=1, seed=2)
+    ways: list[Beginning] = ["plain", "answering", "thinking"]
+    batch = pack(tokenizer, [problem] * 3, ways)
+    targets = [
+        tokenizer.decode(batch.targets[batch.owners == way].tolist(), skip_special_tokens=False) for way in range(3)
+    ]
+    thought = f"{problem.answer}\n</think>\n\nThe answer is {problem.value}.<|im_end|>"
+    assert targets == [f"{problem.answer}<|im_end|>"] * 2 + [thought]
+    texts = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in batch.ids.split(batch.lengths)]
+    for text, beginning in zip(texts, ("", "<think>\n\n</think>\n\n", "<think>\n"), strict=True):
+        assert f"<|im_start|>assistant\n{beginning}{problem.answer}" in text
