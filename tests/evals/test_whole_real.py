@@ -1,5 +1,6 @@
 """The whole evaluation of a real server: the bundled model answers GSM8K's form, sums, and counts as it should."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,21 +10,43 @@ from meltcore.cli.main import main
 from meltcore.demo.server_process import OwnServer
 from meltcore.evals.gsm8k_data import BUNDLED
 from meltcore.results.runfolder import read_result
+from meltcore.results.schema import RunResult
 
-QUICK = ["--requests", "4", "--input-tokens", "16", "--output-tokens", "12", "--limit", "40", "--shots", "none"]
+pytestmark = pytest.mark.slow
+QUICK = ["--requests", "4", "--input-tokens", "16", "--output-tokens", "12", "--tokenizer", TOKENIZER]
 
 
-@pytest.mark.slow
-def test_the_bundled_model_gets_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    serve = ["meltcore/sums", "--device", "cpu"]
-    with OwnServer(serve, tmp_path / "log", say=print) as server:
-        address = server.wait_ready()
-        options = ["--data", BUNDLED, "--tokenizer", TOKENIZER, "--out", str(tmp_path / "runs"), *QUICK]
-        assert main(["eval", "all", address, *options]) == 0, capsys.readouterr().out
-    [folder] = (tmp_path / "runs").iterdir()
-    result = read_result(folder)
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with OwnServer(["meltcore/sums", "--device", "cpu"], log, say=print) as server:
+        yield server.wait_ready()
+
+
+def evaluate(address: str, out: Path, *options: str) -> RunResult:
+    assert main(["eval", "all", address, "--out", str(out), *QUICK, *options]) == 0
+    [folder] = out.iterdir()
+    return read_result(folder)
+
+
+def test_the_bundled_model_gets_a_score(address: str, tmp_path: Path) -> None:
+    result = evaluate(address, tmp_path, "--data", BUNDLED, "--limit", "40", "--shots", "none")
     assert result.evaluation is not None
     assert result.evaluation.share >= 0.95
     assert result.eval_score is not None
     assert result.eval_score.total_tokens_per_s > result.eval_score.output_tokens_per_s > 0
     assert result.settings["weights"] == "real"
+
+
+def test_speed_alone_gives_a_speed_sum_and_no_score(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = evaluate(address, tmp_path, "--speed-only")
+    assert [gate.status for gate in result.gates] == ["NOT RUN", "PASS", "NOT RUN", "NOT RUN"]
+    assert result.speed_sum is not None
+    assert (result.eval_score, result.evaluation) == (None, None)
+    assert {level.output_tokens for level in result.levels} == {4 * 12}
+    printed = capsys.readouterr().out
+    assert "NOT RUN  GSM8K" in printed
+    assert "speed sum:" in printed
+    assert "score:" not in printed
