@@ -24,11 +24,12 @@ from meltcore.errors import ConfigError, RankError
 LOGITS_TOLERANCE = 1e-5  # relative to the largest; sums of float32 in another order
 STUCK_AFTER_S = 2.0
 
-# What each kind of network adds: a bias and a key head that both ranks hold, head norms, experts.
+# What each adds: a bias and a key head that both ranks hold; head norms; experts; recurrent layers, a shared expert.
 NETWORKS: dict[str, dict[str, object]] = {
     "qwen2": {"family": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3": {"family": "qwen3"},
     "qwen3_moe": {"family": "qwen3_moe"},
+    "qwen3_5": {"family": "qwen3_5_moe_text"},
 }
 # Every way that ranks choose together: alone, by candidates, and from whole rows.
 SAMPLING: dict[str, dict[str, object]] = {
@@ -78,7 +79,8 @@ def answers(seen: tools.SeenEngine) -> Answers:
 
 
 @pytest.mark.parametrize(
-    ("network", "overlap"), [("qwen2", False), ("qwen3", False), ("qwen3", True), ("qwen3_moe", False)]
+    ("network", "overlap"),
+    [("qwen2", False), ("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("qwen3_5", True)],
 )
 def test_two_ranks_give_the_logits_and_tokens_of_one(network: str, overlap: bool, tmp_path: Path) -> None:
     tools.make_reference(**NETWORKS[network]).save_pretrained(tmp_path)  # type: ignore[arg-type]

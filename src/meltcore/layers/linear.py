@@ -6,7 +6,7 @@ from torch import nn
 from meltcore.layers.destination import Destination, reordered
 from meltcore.layers.group import Group
 from meltcore.layers.norm import RMSNorm
-from meltcore.layers.pieces import piece, within
+from meltcore.layers.pieces import piece, stacked_piece, within
 from meltcore.layers.weight import DenseWeight, Fp8Weight
 
 
@@ -60,6 +60,16 @@ class Linear(nn.Module):
             within(self._outputs[index]),
             within(self._inputs),
         )
+
+    def joint_part(self, first: int, stop: int) -> Destination:
+        """Where a checkpoint's matrix goes that is several of ours, one below the other."""
+        own = [self._rows_of(index) for index in range(first, stop)]
+        sizes, input_size = self._published[0][first:stop], self._published[1]
+        whole = self.weight.rows(own[0].start, own[-1].stop)
+        if whole.shape[0] == sum(sizes):
+            return whole
+        targets = [self.weight.rows(rows.start, rows.stop) for rows in own]
+        return stacked_piece((sum(sizes), input_size), self._outputs[first:stop], sizes, targets)
 
     def bias_part(self, index: int, order: torch.Tensor | None = None) -> Destination:
         if self.bias is None:

@@ -52,13 +52,13 @@ def _query_order(attention: Attention, dims: torch.Tensor) -> torch.Tensor:
 
 def delta_tensors(delta: DeltaNet) -> dict[str, Destination]:
     return {
-        "linear_attn.in_proj_qkv.weight": delta.projection.part(0),
-        "linear_attn.in_proj_z.weight": delta.projection.part(1),
-        "linear_attn.in_proj_b.weight": delta.projection.part(2),
-        "linear_attn.in_proj_a.weight": delta.projection.part(3),
-        "linear_attn.conv1d.weight": delta.conv[:, None],
-        "linear_attn.A_log": delta.a_log,
-        "linear_attn.dt_bias": delta.dt_bias,
+        "linear_attn.in_proj_qkv.weight": delta.projection.joint_part(0, 3),  # queries, keys and values
+        "linear_attn.in_proj_z.weight": delta.projection.part(3),
+        "linear_attn.in_proj_b.weight": delta.projection.part(4),
+        "linear_attn.in_proj_a.weight": delta.projection.part(5),
+        "linear_attn.conv1d.weight": delta.conv_part(),
+        "linear_attn.A_log": delta.head_part(delta.a_log),
+        "linear_attn.dt_bias": delta.head_part(delta.dt_bias),
         "linear_attn.norm.weight": delta.value_norm,
         "linear_attn.out_proj.weight": delta.output.part(0),
     }
