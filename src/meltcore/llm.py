@@ -17,6 +17,7 @@ from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import RequestError
 from meltcore.text.chat_template import ChatTemplate, Message, render_chat
 from meltcore.text.detokenizer import Detokenizer
+from meltcore.text.thinking import ThoughtMarks, template_defaults
 from meltcore.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -28,7 +29,10 @@ GPU_BATCHED_TOKENS = 16_384
 
 @dataclass
 class Completion:
-    """One answer. `token_ids` include the end token; `text` leaves special tokens and a matched stop string out."""
+    """One answer. `token_ids` include the end token; `text` leaves special tokens and a matched stop string out.
+
+    `thoughts`: what the model wrote in a chat before it answered; it is no part of `text`.
+    """
 
     prompt_token_ids: list[int]
     text: str = ""
@@ -37,6 +41,7 @@ class Completion:
     stop_reason: str | int | None = None  # the stop string or stop id that ended it
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
+    thoughts: str = ""
 
 
 class LLM:
@@ -57,7 +62,9 @@ class LLM:
         self.tokenizer = (
             Tokenizer.synthetic_bytes(self.engine.vocab_size) if synthetic else Tokenizer.from_folder(folder)
         )
-        self._template = ChatTemplate.from_folder(folder)
+        published = self.engine.checkpoint.config
+        self._template = ChatTemplate.from_folder(folder, template_defaults(published))
+        self._thought_marks = ThoughtMarks.of(self.tokenizer, published)
         self._count = 0
 
     def generate(
@@ -78,7 +85,7 @@ class LLM:
         masks: list[TokenMask | None] = list(token_masks or [None] * len(token_ids))
         if len(masks) != len(token_ids):
             raise RequestError(f"{len(masks)} token_masks for {len(token_ids)} prompts", param="token_masks")
-        return self._run(token_ids, settings, masks)
+        return self._run(token_ids, settings, masks, None)
 
     def chat(
         self,
@@ -90,10 +97,16 @@ class LLM:
         """Answer conversations (lists of {"role", "content"}) through the checkpoint's chat template."""
         many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
         texts = [render_chat(self._template, list(each), chat_template_kwargs) for each in many]  # type: ignore[arg-type]
-        return self.generate([self.tokenizer.encode(text, add_special_tokens=False) for text in texts], sampling)
+        token_ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        settings = _one_each(sampling or SamplingParams(), len(token_ids))
+        return self._run(token_ids, settings, [None] * len(token_ids), self._thought_marks)
 
     def _run(
-        self, prompts: list[list[int]], settings: list[SamplingParams], masks: list[TokenMask | None]
+        self,
+        prompts: list[list[int]],
+        settings: list[SamplingParams],
+        masks: list[TokenMask | None],
+        marks: ThoughtMarks | None,
     ) -> list[Completion]:
         answers: dict[str, tuple[Completion, Detokenizer]] = {}
         try:
@@ -101,7 +114,9 @@ class LLM:
                 self._count += 1
                 request_id = str(self._count)
                 self.engine.add(AddRequest(request_id, token_ids, sampling, arrived_s=time.monotonic()), mask)
-                answers[request_id] = (Completion(token_ids), Detokenizer(self.tokenizer, sampling))
+                thinking = marks is not None and marks.left_open(token_ids)
+                detokenizer = Detokenizer(self.tokenizer, sampling, marks, thinking=thinking)
+                answers[request_id] = (Completion(token_ids), detokenizer)
             with _spared_the_collector():
                 while self.engine.has_work:
                     for output in self.engine.step().outputs:
@@ -131,6 +146,8 @@ class LLM:
             completion.text += detokenizer.flush()
             completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_token_id
             completion.cached_tokens = output.cached_tokens
+        completion.thoughts += "".join(detokenizer.thoughts)
+        detokenizer.thoughts.clear()
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

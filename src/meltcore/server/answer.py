@@ -80,8 +80,9 @@ class AnswerEndpoint:
         generation = Generation(
             exchange.request_id, arrived_s=exchange.arrived_s, streaming=streaming, every_token=continuous
         )
+        marks = model.text.thought_marks if isinstance(request, ChatRequest) else None
         for prompt, settings in zip(prompts, params, strict=True):
-            generation.add_choice(prompt, settings, model.text.tokenizer)
+            generation.add_choice(prompt, settings, model.text.tokenizer, marks)
         front.admit(generation, priority)
         reply = self._reply_form(generation, request.model, model.text.tokenizer, usage_in_events=continuous)
         return generation, reply, options is not None and bool(options.include_usage)

@@ -12,6 +12,7 @@ from meltcore.engine.messages import SequenceOutput, TokenLogprobs, packed
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import RequestError
 from meltcore.text.detokenizer import Detokenizer
+from meltcore.text.thinking import ThoughtMarks
 from meltcore.text.tokenizer import Tokenizer
 
 MAX_UNSENT_CHARS = 256 * 1024  # a streaming client further behind than this is cut off; the sockets buffer more
@@ -44,11 +45,18 @@ class Choice:
         "replica",
         "request_id",
         "role_sent",
+        "thoughts",
         "tokens_sent",
     )
 
     def __init__(
-        self, generation: Generation, index: int, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer
+        self,
+        generation: Generation,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        marks: ThoughtMarks | None,
     ) -> None:
         self.generation = generation
         self.index = index
@@ -58,8 +66,10 @@ class Choice:
         self.prompt_tokens = len(prompt)
         self.params = params
         self.replica = 0  # the one that works on it, from the moment it is given away
-        self.detokenizer = Detokenizer(tokenizer, params)
+        thinking = marks is not None and marks.left_open(prompt)
+        self.detokenizer = Detokenizer(tokenizer, params, marks, thinking=thinking)
         self.pieces: list[str] = []  # text not sent yet
+        self.thoughts: list[str] = []  # likewise, of what comes before the answer
         self.logprobs: list[tuple[int, TokenLogprobs]] = []  # token id and its log-probabilities, not sent yet
         self.logprob_offset = 0  # characters of the answer before the next logprobs entry
         self.output_tokens = 0
@@ -99,6 +109,10 @@ class Choice:
         if text:
             self.pieces.append(text)
             self.generation.unsent_chars += len(text)
+        if detokenizer.thoughts:
+            self.thoughts += detokenizer.thoughts
+            self.generation.unsent_chars += sum(map(len, detokenizer.thoughts))
+            detokenizer.thoughts.clear()
         return counted
 
     @property
@@ -113,11 +127,17 @@ class Choice:
         self.end_sent = self.finish_reason is not None
         unseen = self.generation.every_token and self.output_tokens > self.tokens_sent
         self.tokens_sent = self.output_tokens
-        return unseen or self.end_sent or bool(self.pieces)
+        return unseen or self.end_sent or bool(self.pieces or self.thoughts)
 
     def take_text(self) -> str:
         """The text not sent yet, now counted as sent."""
-        pieces = self.pieces
+        return self._take(self.pieces)
+
+    def take_thoughts(self) -> str:
+        """The thoughts not sent yet, now counted as sent."""
+        return self._take(self.thoughts)
+
+    def _take(self, pieces: list[str]) -> str:
         text = pieces[0] if len(pieces) == 1 else "".join(pieces)
         pieces.clear()
         self.generation.unsent_chars -= len(text)
@@ -143,8 +163,11 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._has_news = False
 
-    def add_choice(self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self.choices.append(Choice(self, len(self.choices), prompt, params, tokenizer))
+    def add_choice(
+        self, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer, marks: ThoughtMarks | None = None
+    ) -> None:
+        """marks: around thoughts, where these are to be kept apart from the answer."""
+        self.choices.append(Choice(self, len(self.choices), prompt, params, tokenizer, marks))
         self.open_choices += 1
 
     @property

@@ -14,6 +14,7 @@ from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
 from meltcore.server.sampling import checkpoint_defaults
 from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.thinking import ThoughtMarks, template_defaults
 from meltcore.text.tokenizer import Tokenizer
 
 
@@ -23,6 +24,7 @@ class TextSide:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    thought_marks: ThoughtMarks | None  # of a model that may think before it answers a chat
     sampling_defaults: dict[str, Any]
 
 
@@ -62,7 +64,8 @@ def load_text(config: ServerConfig, checkpoint: Checkpoint) -> TextSide:
         tokenizer.piece(token_id)
     return TextSide(
         tokenizer=tokenizer,
-        template=ChatTemplate.from_folder(checkpoint.folder),
+        template=ChatTemplate.from_folder(checkpoint.folder, template_defaults(checkpoint.config)),
+        thought_marks=ThoughtMarks.of(tokenizer, checkpoint.config),
         sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config),
     )
 

@@ -97,18 +97,23 @@ class ChatReply(Reply):
         # The role rides on the first text: an event of its own would look like a first token that is none.
         role = b"" if choice.role_sent else b'"role":"assistant",'
         choice.role_sent = True
-        return b'{"index":%d,"delta":{%s"content":%s},"logprobs":%s,"finish_reason":%s}' % (
+        thoughts = b'"reasoning_content":%s,' % _json(choice.take_thoughts()) if choice.thoughts else b""
+        return b'{"index":%d,"delta":{%s%s"content":%s},"logprobs":%s,"finish_reason":%s}' % (
             choice.index,
             role,
+            thoughts,
             _json(choice.take_text()),
             self._logprobs_json(choice),
             _FINISH[choice.finish_reason],
         )
 
     def _full_choice(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.take_text(), "refusal": None}
+        if choice.thoughts:
+            message["reasoning_content"] = choice.take_thoughts()
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.take_text(), "refusal": None},
+            "message": message,
             "logprobs": self._take_logprobs(choice),
             "finish_reason": choice.finish_reason,
         }

@@ -29,8 +29,11 @@ _RESERVED = frozenset(
 class ChatTemplate:
     """Turns messages into the prompt text a model was trained on."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
-        """`special_tokens`: names a template may use (bos_token, eos_token, ...). Raises ConfigError on bad syntax."""
+    def __init__(
+        self, source: str, special_tokens: dict[str, str] | None = None, defaults: dict[str, Any] | None = None
+    ) -> None:
+        """`special_tokens`: names a template may use (bos_token, eos_token, ...); `defaults`: variables that a request
+        may set to something else. Raises ConfigError on bad syntax."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
@@ -41,15 +44,15 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
-        self._special_tokens = special_tokens or {}
+        self._variables = {**(special_tokens or {}), **(defaults or {})}
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ChatTemplate | None:
+    def from_folder(cls, folder: Path, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
         """Read chat_template.jinja, else tokenizer_config.json's `chat_template`; None where there is neither."""
         config_path = folder / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
         source = _find_source(folder, config)
-        return None if source is None else cls(source, _special_tokens(config))
+        return None if source is None else cls(source, _special_tokens(config), defaults)
 
     def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
         """The prompt for `messages`, ending where the assistant's answer begins.
@@ -59,7 +62,7 @@ class ChatTemplate:
         kwargs = kwargs or {}
         for name in sorted(_RESERVED & kwargs.keys()):
             raise RequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
-        variables = {**self._special_tokens, **kwargs, "messages": messages, "add_generation_prompt": True}
+        variables = {**self._variables, **kwargs, "messages": messages, "add_generation_prompt": True}
         parts: list[str] = []
         length = 0
         try:

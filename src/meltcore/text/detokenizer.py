@@ -8,6 +8,7 @@ from typing import Protocol
 
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.text.stop_strings import StopStrings
+from meltcore.text.thinking import ThoughtMarks
 from meltcore.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -69,15 +70,30 @@ class Detokenizer:
 
     The pieces that `add` and `flush` return, joined, are the text of all ids. After a stop string nothing more comes:
     `token_count` then counts the tokens up to and including the one that completed it.
+
+    With `marks`, text between them is not returned but appended to `thoughts`, and is not searched for stop strings;
+    blanks at the beginning of what follows are dropped. `thinking`: the prompt has begun thoughts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        marks: ThoughtMarks | None = None,
+        *,
+        thinking: bool = False,
+    ) -> None:
         self._decoder: _IncrementalDecoder
         if tokenizer.is_byte_level:
             self._decoder = _ByteDecoder(tokenizer)
         else:
             self._decoder = _WindowDecoder(tokenizer, params.skip_special_tokens)
         self._hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._marks = marks
+        if marks is not None:
+            self._hidden |= set(marks)
+        self._thinking, self._after_thoughts = thinking, False
+        self.thoughts: list[str] = []  # whoever shows them takes them from here
         self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
         self.token_count = 0
@@ -93,7 +109,9 @@ class Detokenizer:
         shown = ""
         for token_id in token_ids:
             self.token_count += 1
-            text = "" if token_id in self._hidden else self._decoder.add(token_id)
+            text = self._hide(token_id) if token_id in self._hidden else self._decoder.add(token_id)
+            if self._thinking or self._after_thoughts:
+                text = self._apart(text)
             if self._stops is None or self.token_count <= self._min_tokens:
                 shown += text
                 continue
@@ -108,7 +126,30 @@ class Detokenizer:
         if self.stopped is not None:
             return ""
         text = self._decoder.flush()
+        if self._thinking:
+            text = self._apart(text)
         if self._stops is None:
             return text
         released, self.stopped = self._stops.feed(text)
         return released if self.stopped is not None else released + self._stops.release()
+
+    def _hide(self, token_id: int) -> str:
+        """A token without a text of its own; a mark ends one text and begins another."""
+        if self._marks is None or token_id not in self._marks:
+            return ""
+        text = self._decoder.flush()
+        if self._thinking:
+            text = self._apart(text)
+        self._thinking = token_id == self._marks.begin
+        self._after_thoughts = token_id == self._marks.end
+        return text
+
+    def _apart(self, text: str) -> str:
+        """Of new text, what belongs to the answer."""
+        if self._thinking:
+            if text:
+                self.thoughts.append(text)
+            return ""
+        text = text.lstrip()
+        self._after_thoughts = not text
+        return text

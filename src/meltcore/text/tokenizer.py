@@ -78,6 +78,11 @@ class Tokenizer:
         text: str = self._raw.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary; None where there is none."""
+        found: int | None = self._raw.token_to_id(token)
+        return found
+
     def piece(self, token_id: int) -> bytes:
         """The bytes one token stands for, alone. Joined and decoded they give the text of a byte-level vocabulary."""
         found = self._pieces.get(token_id)
