@@ -12,7 +12,6 @@ from server_harness import wait_until
 from meltcore.evals.api import Api, ApiError
 from meltcore.models.checkpoint import BUNDLED_MODEL
 
-pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "scripts" / "start_server.sh"
 MELTCORE = [sys.executable, "-m", "meltcore.cli.main"]
 
@@ -41,6 +40,7 @@ def answers(settings: dict[str, str]) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_server_is_ready_stays_and_is_stopped(settings: dict[str, str]) -> None:
     try:
         done = start(settings, "--device", "cpu")
@@ -59,6 +59,30 @@ def test_the_server_is_ready_stays_and_is_stopped(settings: dict[str, str]) -> N
         stopped = subprocess.run(stop, env=settings, capture_output=True, text=True, timeout=90, check=False)
     assert "stopped http://127.0.0.1" in stopped.stdout
     assert not answers(settings)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "asked"),
+    [(8, {}, "--tp 8"), (8, {"DP": "2"}, "--tp 4"), (6, {}, "--tp 4"), (8, {"TP": "2"}, "--tp 2"), (0, {}, "")],
+)
+def test_all_gpus_are_used_unless_told_otherwise(
+    settings: dict[str, str], tmp_path: Path, gpus: int, given: dict[str, str], asked: str
+) -> None:
+    del settings["TP"]
+    for name, text in (
+        ("nvidia-smi", "\n".join(f"echo 'GPU {at}: NVIDIA H200'" for at in range(gpus))),
+        ("run-meltcore", 'echo "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{settings['PATH']}"
+    done = start(settings | {"PATH": path} | given, "--max-model-len", "4096")
+    assert done.returncode == 0
+    words = done.stdout
+    assert words.startswith(f"serve {BUNDLED_MODEL} --served-model-name Qwen/Qwen3.5-35B-A3B ")
+    assert words.endswith("--daemon --start-timeout 900 --max-model-len 4096\n")
+    assert asked in words
+    assert ("--tp" in words) == bool(asked)
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended(settings: dict[str, str]) -> None:
