@@ -151,6 +151,8 @@ class World:
         self.launched = launched if self.overlap else None
         if to_read is not None:
             self.scheduler.update(*to_read)
+            if self.scheduler.pacer is not None:
+                self.scheduler.note_time(to_read[0], 1 + sum(chunk.size for chunk in to_read[0]) / 20)
         self.check()
         self.steps += 1
 

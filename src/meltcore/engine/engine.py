@@ -68,6 +68,8 @@ class Engine:
             overlap = device.type == "cuda" and "no-overlap" not in config.debug
         self._overlap = overlap
         self._launched: LaunchedStep | None = None
+        self._launched_s = 0.0
+        self._returned_s = 0.0  # when `step` did last
         self._requests: dict[str, Request] = {}
         self._ended: list[SequenceOutput] = []
         self._eos = frozenset(self.checkpoint.eos_token_ids)
@@ -154,12 +156,15 @@ class Engine:
                 chunk.request.scheduled_s = started
                 self._prompt_tokens += chunk.request.prompt_length
         launched = self.runner.launch(plan) if plan else None
-        to_read = self._launched if self._overlap else launched
-        self._launched = launched if self._overlap else None
+        to_read, begun_s = (self._launched, self._launched_s) if self._overlap else (launched, started)
+        self._launched, self._launched_s = (launched, started) if self._overlap else (None, 0.0)
         outputs, self._ended = self._ended, []
         if to_read is not None:
             outputs += self._read(to_read)
         ended = time.monotonic()
+        if self.scheduler.pacer is not None and to_read is not None:
+            self.scheduler.note_time(to_read.chunks, ended - max(begun_s, self._returned_s))
+        self._returned_s = ended
         if plan:
             self._steps += 1
         self._step_s += ended - started

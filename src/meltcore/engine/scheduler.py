@@ -13,11 +13,15 @@ from bisect import insort
 from typing import NamedTuple
 
 from meltcore.engine.messages import FinishReason
+from meltcore.engine.pacing import Contents, Pacer
 from meltcore.engine.page_pool import PAGE_SIZE, PagePool
 from meltcore.engine.prefix_cache import PrefixCache
 from meltcore.engine.request import Request, Sampled, State
 from meltcore.engine.state_pool import StatePool
 from meltcore.engine.state_snapshots import Beginning, StateSnapshots
+
+# Prompts of more than so many step budgets are read in small pieces while other sequences decode (see pacing.py).
+LONG_PROMPT_STEPS = 2
 
 
 class Chunk(NamedTuple):
@@ -70,6 +74,8 @@ class Scheduler:
         self.snapshots = None if states is None or cache is None else StateSnapshots(states, cache)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.pacer: Pacer | None = None  # while there is a sequence with a very long prompt
+        self._long: set[str] = set()
         self.running: list[Request] = []  # in order of rank
         self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap by rank; what ended in it is skipped
         self._waiting_count = 0
@@ -87,16 +93,23 @@ class Scheduler:
         return bool(self.running) or self._waiting_count > 0
 
     def add(self, request: Request) -> None:
+        if request.prompt_length > LONG_PROMPT_STEPS * self.max_num_batched_tokens:
+            self._long.add(request.id)
+            self.pacer = self.pacer or Pacer(self.max_num_batched_tokens)
         self._push(request)
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks: decoding sequences first, then prompts. Empty where nothing can run now."""
         plan: list[Chunk] = []
         budget = self._schedule_decodes(plan, self.max_num_batched_tokens)
+        if self.pacer is not None:
+            self.pacer.plan(decoding=bool(plan))
         budget = self._schedule_prompts(plan, budget)
         self._admit(plan, budget)
         if self.snapshots is not None:
             self._take_snapshots(self.snapshots, plan)
+        if self.pacer is not None:
+            self.pacer.planned(self._contents(plan).others)
         for chunk in plan:
             chunk.request.computed += chunk.size
             chunk.request.in_flight += chunk.samples
@@ -128,6 +141,11 @@ class Scheduler:
                 finished.append(end)
         return finished
 
+    def note_time(self, plan: list[Chunk], took_s: float) -> None:
+        """How long the step of this plan took; only asked for while there is a `pacer`."""
+        if self.pacer is not None:
+            self.pacer.note(took_s, self._contents(plan))
+
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a sequence in any state and give back what it holds.
 
@@ -143,6 +161,9 @@ class Scheduler:
             self._waiting_count -= 1
         request.state = State.FINISHED
         request.finish_reason = reason
+        if self._long:
+            self._long.discard(request.id)
+            self.pacer = self.pacer if self._long else None
 
     # --- the three passes of a step ---
 
@@ -173,6 +194,8 @@ class Scheduler:
             if request.in_flight:
                 continue
             count = self._count(request, budget)
+            if count == 0:
+                continue
             while not self._grow(request, request.computed + count):
                 victim = self._last_not_in(planned)
                 if victim is None or victim is request:
@@ -187,6 +210,8 @@ class Scheduler:
     def _admit(self, plan: list[Chunk], budget: int) -> None:
         """Start waiting sequences while the budget, the rows and the pages for their whole text last."""
         while budget > 0 and self._free_rows and (request := self._next_waiting()) is not None:
+            if request.id in self._long and self.pacer is not None and self.pacer.left == 0:
+                break
             if request.in_flight:
                 break  # preempted with a token under way: what to recompute is known after the next update
             found = Beginning(self.cache.match(request) if self.cache is not None else [], 0, [])
@@ -223,6 +248,11 @@ class Scheduler:
             self.cache.register(chunk.request)
         self.snapshots.attach(chunk.request, chunk.end, chunk.snapshot)
 
+    def _contents(self, plan: list[Chunk]) -> Contents:
+        prompts = [chunk for chunk in plan if chunk.size > 1]
+        piece = sum(chunk.size for chunk in prompts if chunk.request.id in self._long)
+        return Contents(len(plan) - len(prompts), piece, sum(chunk.size for chunk in prompts) - piece)
+
     # --- single sequences ---
 
     def _may_run(self, request: Request) -> bool:
@@ -233,11 +263,15 @@ class Scheduler:
         return not (ends_with_it or request.needs_host)
 
     def _chunk(self, request: Request, count: int) -> Chunk:
+        if self.pacer is not None and request.id in self._long:
+            self.pacer.left -= count
         return Chunk(request, request.computed, count, samples=count == request.remaining)
 
     def _count(self, request: Request, budget: int) -> int:
         """Tokens of a prompt to compute next."""
         until = request.stops[0] if request.stops else request.length
+        if self.pacer is not None and request.id in self._long:
+            budget = min(budget, self.pacer.left)
         return min(until - request.computed, budget)
 
     def _grow(self, request: Request, tokens: int) -> bool:

@@ -1,0 +1,84 @@
+"""How fast a very long prompt is read while others write.
+
+A step budget is meant for many short prompts. One prompt of 200,000 tokens would fill it for dozens of steps, each ten
+to thirty times as long as a step that only decodes, and everybody else's tokens would come at that pace. So such a
+prompt is read in pieces that at most double the time of a step, by what steps were seen to take.
+
+A piece has a price however small it is: kernels launched one by one instead of a graph, and with routed experts most of
+their weights. Where even the smallest piece more than doubles a step, large pieces are read, so seldom that the others
+still have half of the time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# A step with a piece may take this many times as long as one without; pieces are cut for a little less.
+SLOWDOWN = 2.0
+AIM = 1.8
+# Tokens: of the first piece, of the smallest one, and of one that is read seldom (most of a GPU's matrix rate).
+FIRST_PIECE, LEAST_PIECE, SELDOM_PIECE = 256, 16, 1024
+# Steps without a piece: how many tell what a step takes, and how often one checks whether it still does.
+FIRST_LOOKS, LOOK_EVERY = 3, 32
+# How much the newest of such steps counts.
+_NEWEST = 0.25
+
+
+class Contents(NamedTuple):
+    """Of a step: how many sequences decode in it, and its tokens of long prompts and of ordinary ones."""
+
+    decodes: int
+    piece: int
+    others: int
+
+
+class Pacer:
+    """Allots tokens of long prompts to the steps that decode. `left` is what the step being planned may still hold."""
+
+    def __init__(self, budget: int) -> None:
+        """budget: tokens a step may hold at all."""
+        self.left = budget
+        self._budget = budget
+        self._piece = min(FIRST_PIECE, budget)
+        self._seldom_since_s = 0.0  # what a step took when pieces became seldom; 0 while they are not
+        self._step_s = 0.0  # of a step without a piece
+        self._looks = 0
+        self._steps = 0
+        self._credit_s = 0.0  # below 0: time that the others are owed
+        self._others = 0
+
+    def plan(self, *, decoding: bool) -> None:
+        """A step is being planned; `decoding`: it holds sequences that decode."""
+        self._steps += 1
+        if not decoding:
+            self.left = self._budget
+            return
+        rests = self._looks < FIRST_LOOKS or self._credit_s < 0 or self._steps % LOOK_EVERY == 0
+        # Where steps are long anyway, because of ordinary prompts, a long one takes turns with them.
+        self.left = min(self._budget, max(0 if rests else self._piece, self._others))
+
+    def planned(self, others: int) -> None:
+        """The step being planned holds this many tokens of ordinary prompts."""
+        self._others = others
+
+    def note(self, took_s: float, step: Contents) -> None:
+        """A step is over: the time it took, and what it held."""
+        if step.others or not step.decodes:
+            return  # its time says nothing of a piece's
+        if not step.piece:
+            self._looks += 1
+            self._step_s += (took_s - self._step_s) * (1.0 if self._looks == 1 else _NEWEST)
+        elif self._step_s:
+            self._adapt(step.piece, took_s / self._step_s)
+        self._credit_s = min(0.0, self._credit_s + SLOWDOWN * self._step_s - took_s)
+
+    def _adapt(self, piece: int, slowdown: float) -> None:
+        """Cut pieces by what one of this size did to its step."""
+        if self._seldom_since_s:
+            if self._step_s > SLOWDOWN * self._seldom_since_s:  # more sequences decode by now: a piece may fit
+                self._piece, self._seldom_since_s = LEAST_PIECE, 0.0
+        elif slowdown > SLOWDOWN and piece <= LEAST_PIECE:
+            self._piece, self._seldom_since_s = min(SELDOM_PIECE, self._budget), self._step_s
+        elif slowdown > AIM or piece >= self._piece:
+            fitting = int(piece * (AIM - 1) / max(slowdown - 1, 0.1))
+            self._piece = min(max(fitting, LEAST_PIECE), 2 * self._piece, self._budget)
