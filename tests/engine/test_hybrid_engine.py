@@ -140,5 +140,8 @@ def test_what_ends_gives_its_slot_back(folder: Path, monkeypatch: pytest.MonkeyP
     seen.engine.abort(["r0"])
     with pytest.raises(AssertionError, match="still"):
         seen.engine.check_idle()
+    assert seen.engine.stats().state_slots_used == states.used > 0
     seen.run()
-    assert states.used == 0
+    stats = seen.engine.stats()
+    assert (stats.state_slots_used, stats.state_slots) == (0, states.total)
+    assert stats.state_snapshots == len(states.snapshots) > 0

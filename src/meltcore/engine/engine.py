@@ -183,6 +183,9 @@ class Engine:
             prefix_queried_tokens_total=self.scheduler.prefix_queried_tokens,
             prefix_hit_tokens_total=self.scheduler.prefix_hit_tokens,
             preemptions_total=self.scheduler.preemptions,
+            state_slots=0 if self.states is None else self.states.total,
+            state_slots_used=0 if self.states is None else self.states.used,
+            state_snapshots=0 if self.states is None else len(self.states.snapshots),
         )
 
     def check(self) -> None:

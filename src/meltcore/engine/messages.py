@@ -127,6 +127,9 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_queried_tokens_total: int = 0
     prefix_hit_tokens_total: int = 0
     preemptions_total: int = 0
+    state_slots: int = 0
+    state_slots_used: int = 0
+    state_snapshots: int = 0
 
 
 class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):

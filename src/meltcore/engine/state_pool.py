@@ -6,7 +6,7 @@ handed out is of no account: a sequence at position 0 begins from zero whatever 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 
 class StatePool:
@@ -29,8 +29,8 @@ class StatePool:
         return len(self._held)
 
     @property
-    def snapshots(self) -> set[int]:
-        return set(self._snapshots)
+    def snapshots(self) -> Collection[int]:
+        return self._snapshots.keys()
 
     def take(self) -> int:
         """Hold a slot, evicting the snapshot longest unused where none is free. The caller checked `available`."""
@@ -65,7 +65,7 @@ class StatePool:
 
     def check(self) -> None:
         """Raise AssertionError where the books do not balance; for tests and for an idle engine."""
-        free, snapshots = set(self._free), self.snapshots
+        free, snapshots = set(self._free), set(self._snapshots)
         assert len(free) == len(self._free), "a slot is free twice"
         assert self._held.isdisjoint(free | snapshots), "a held slot is up for grabs"
         assert free.isdisjoint(snapshots), "a snapshot's slot is free"

@@ -72,7 +72,7 @@ class StateSnapshots:
     def check(self) -> None:
         """Raise AssertionError where the books disagree; for tests and for an idle engine."""
         assert {slot: key for key, slot in self._slot_of.items()} == self._key_of, "keys and snapshots disagree"
-        assert set(self._key_of) == self._states.snapshots, "the pool keeps other snapshots than are known"
+        assert set(self._key_of) == set(self._states.snapshots), "the pool keeps other snapshots than are known"
         assert all(self._cache.knows(key) for key in self._slot_of), "a snapshot without its page"
 
     def _key(self, request: Request, end: int) -> bytes:
