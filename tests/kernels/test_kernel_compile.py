@@ -16,6 +16,7 @@ from kernel_tools import jit_functions, kernel_modules
 from triton.runtime.jit import JITFunction
 
 from meltcore.kernels import (
+    decode_attention,
     delta_chunks,
     delta_convolve,
     delta_decode,
@@ -23,6 +24,8 @@ from meltcore.kernels import (
     delta_scan,
     experts,
     norm,
+    output_gate,
+    prefill_attention,
     qkv,
     routing,
     swiglu,
@@ -57,6 +60,7 @@ MODELS = {
         choices=8,
         expert_width=512,
         delta=(16, 32, 128, 128, 4),
+        shared_expert=True,
     ),
     "small hybrid": ModelShape(
         hidden_size=192,
@@ -80,7 +84,8 @@ def kernels_of(module: ModuleType) -> set[str]:
 
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
-    **dict.fromkeys((experts, routing), ("Qwen3-30B-A3B",)),
+    **dict.fromkeys((experts, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")),
+    **dict.fromkeys((decode_attention, output_gate, prefill_attention, qkv), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
     **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module)]

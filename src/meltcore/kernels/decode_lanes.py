@@ -24,6 +24,7 @@ from meltcore.kernels.qkv import HeadNorms
 
 # Every program adds up the pages of this many sequences; more of them leave their rounds even enough.
 MOST_SEQUENCES = 128
+MOST_HEAD_DIM = 128
 _STAGES = 3
 _WARPS = 4
 
@@ -35,7 +36,7 @@ def lane_count(sequences: int, kv_heads: int, head_dim: int, device: torch.devic
     way, so two to a processor on Hopper. (The registers of a third fit only smaller blocks, which are slower.)
     """
     programs = processors(device) * max(1, shared_bytes(device) // (96 * 2**10))
-    if sequences > MOST_SEQUENCES or sequences * kv_heads < processors(device) or head_dim > 128:
+    if sequences > MOST_SEQUENCES or sequences * kv_heads < processors(device) or head_dim > MOST_HEAD_DIM:
         return 0
     return max(1, programs // kv_heads)
 

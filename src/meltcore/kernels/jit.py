@@ -24,7 +24,8 @@ CompileCase = Callable[[], object]
 
 
 class ModelShape(NamedTuple):
-    """The sizes of a model that kernels are compiled for. choices: experts of a token; no experts in a dense model.
+    """The sizes of a model that kernels are compiled for. choices: experts of a token, of those to choose from, beside
+    which there may be a shared one; no experts in a dense model.
 
     delta: of Gated DeltaNet, in the order of kernels/delta.py's `DeltaShape`; none in a model without it.
     """
@@ -39,3 +40,4 @@ class ModelShape(NamedTuple):
     choices: int = 0
     expert_width: int = 0
     delta: tuple[int, ...] = ()
+    shared_expert: bool = False

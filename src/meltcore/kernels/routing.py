@@ -189,9 +189,10 @@ def _by_expert_triton(experts: torch.Tensor, count: int) -> Segments:
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     if model.experts == 0:
         return []
-    logits = torch.empty(64, model.experts, dtype=dtype, device="meta")
-    chosen = torch.empty(64, model.choices, dtype=torch.int32, device="meta")
+    shared = model.shared_expert
+    logits = torch.empty(64, model.experts + shared, dtype=dtype, device="meta")
+    chosen = torch.empty(64, model.choices + shared, dtype=torch.int32, device="meta")
     return [
-        lambda: _route_triton(logits, model.choices, renormalised=True),
-        lambda: _by_expert_triton(chosen, model.experts),
+        lambda: _route_triton(logits, model.choices, renormalised=True, shared=shared),
+        lambda: _by_expert_triton(chosen, model.experts + shared),
     ]
