@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--works", default=f"{SHORT} {LONG}", help='"LEVELS@LOW:HIGH/OUT ..."')
     parser.add_argument("--seqs", type=int, default=1024)
     parser.add_argument("--budget", type=int, default=8192, help="tokens a step")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--debug", default="", help="debug switches, with commas")
@@ -74,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
 
     debug = ("no-prefix-cache", *filter(None, args.debug.split(",")))
-    settings = {"load_format": "dummy", "max_model_len": 4096, "max_num_seqs": args.seqs, "debug": debug}
+    settings = {"load_format": "dummy", "tp": args.tp, "max_model_len": 4096, "max_num_seqs": args.seqs, "debug": debug}
     llm = LLM(args.model, max_num_batched_tokens=args.budget, **settings)
 
     def generate(prompts: list[list[int]], out: int) -> int:

@@ -111,7 +111,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--debug",
         action="append",
         default=[],
-        choices=("reference-kernels", "no-graphs", "no-overlap", "no-prefix-cache"),
+        choices=("reference-kernels", "no-graphs", "no-overlap", "no-prefix-cache", "no-peer-memory"),
         help="for bisecting; can be given several times",
     )
 

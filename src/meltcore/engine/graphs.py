@@ -66,7 +66,8 @@ class GraphPool:
             self._step(rows, positions)  # compiles what this size needs, outside of the recording
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # What other threads ask of CUDA meanwhile, NCCL's own for one, does not end the recording.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 hidden, token_ids = self._step(rows, positions)
             self._captured[size] = _Captured(graph, hidden, token_ids)
             progress("capturing graphs", (number + 1) / len(self._sizes))

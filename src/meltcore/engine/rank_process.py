@@ -34,7 +34,7 @@ from meltcore.engine.rank_messages import (
     rank_address,
     to_rank_decoder,
 )
-from meltcore.engine.ranks import collective_limit_s, step_board
+from meltcore.engine.ranks import join_group, step_board
 from meltcore.engine.sampler import Sampler
 from meltcore.errors import MeltcoreError
 from meltcore.kernels.dispatch import force_reference
@@ -75,7 +75,7 @@ class RankProcess:
         device = choose_device(config.device, ranks=config.tp, rank=self._rank)
         force_reference("reference-kernels" in config.debug)
         self._send(RankStage(self._rank, "started"))
-        group.join(self._folder / "group", device, collective_limit_s(config, device))
+        join_group(group, self._folder, device, config)
         checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")
         loaded = load(config, checkpoint, device, lambda stage, fraction: None, group)
         self._send(RankLoaded(self._rank, loaded.plan))

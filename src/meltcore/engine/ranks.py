@@ -83,7 +83,7 @@ class Ranks:
         """Join the group as rank 0."""
         group = Group(0, self._size)
         try:
-            group.join(self._folder / "group", device, collective_limit_s(self._config, device))
+            join_group(group, self._folder, device, self._config)
         except RuntimeError as error:
             raise self.blame(error) from error
         self._group, self._on_gpus = group, device.type == "cuda"
@@ -216,10 +216,12 @@ def step_board(folder: Path, size: int) -> np.memmap:
     return np.memmap(path, dtype=np.int64, mode="r+", shape=(size,))
 
 
-def collective_limit_s(config: EngineConfig, device: torch.device) -> float:
-    """How long one collective may wait for a rank: on a CPU it is what notices one that is stuck. On a GPU that is
-    `Ranks.wait`, and this the last resort."""
-    return config.rank_timeout_s if device.type == "cpu" else WARM_UP_LIMIT_S
+def join_group(group: Group, folder: Path, device: torch.device, config: EngineConfig) -> None:
+    """Every rank's way into its group. Raises RuntimeError where another does not come."""
+    # How long a collective waits for a rank is what notices a stuck one on a CPU. On GPUs that is `Ranks.wait`, and
+    # this the last resort.
+    limit_s = config.rank_timeout_s if device.type == "cpu" else WARM_UP_LIMIT_S
+    group.join(folder / "group", device, limit_s, peer_memory="no-peer-memory" not in config.debug)
 
 
 def _start(folder: Path, rank: int, config: EngineConfig) -> subprocess.Popen[bytes]:

@@ -6,6 +6,7 @@ vocabulary; what a layer adds to the residual stream is the sum of what all rank
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from meltcore.errors import ConfigError
+from meltcore.kernels.all_reduce import Peers, one_shot_largest, one_shot_sum, suits_one_shot
+from meltcore.layers.peer_memory import can_reach_all, open_inboxes
 
 
 class Group:
@@ -20,6 +23,7 @@ class Group:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.peers: Peers | None = None  # what small sums go through; collectives do all of them where there is none
 
     # --- what a rank holds ---
 
@@ -39,35 +43,56 @@ class Group:
 
     # --- what ranks tell each other ---
 
-    def join(self, meeting_point: Path, device: torch.device, limit_s: float) -> None:
-        """Find the others: all are given the same file, which nobody has used before. A wait for them ends after
-        `limit_s` with a RuntimeError.
+    def join(self, meeting_point: Path, device: torch.device, limit_s: float, *, peer_memory: bool = True) -> None:
+        """Find the others: all are given the same file, which nobody has used before.
 
-        A process can be in one group at a time, since torch.distributed keeps it for the whole process.
+        peer_memory: small sums go through memory of all GPUs, where these can reach each other. Raises RuntimeError
+        where the others do not come within `limit_s`, and ConfigError where this process is in a group already:
+        torch.distributed keeps one for the whole process.
         """
+        if dist.is_initialized():
+            raise ConfigError("--tp: this process is in a group of torch.distributed already, and can be in only one")
+        on_gpus = device.type == "cuda"
+        if on_gpus:
+            torch.cuda.set_device(device)
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it looks for a name of this host to resolve
+        store = dist.FileStore(str(meeting_point), self.size)
+        limit = timedelta(seconds=limit_s)
+        store.set_timeout(limit)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(meeting_point), self.size),
+            "nccl" if on_gpus else "gloo",
+            store=dist.PrefixStore("collectives", store),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=limit_s),
-            device_id=device if device.type == "cuda" else None,
+            timeout=limit,
+            device_id=device if on_gpus else None,
         )
+        first = (device.index or 0) - self.rank
+        if on_gpus and peer_memory and can_reach_all(range(first, first + self.size)):
+            self.peers = open_inboxes(self.rank, self.size, device, lambda own: self._exchange(store, own))
 
     def leave(self) -> None:
+        self.peers = None
         dist.destroy_process_group()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of everybody's values, in place."""
+        if self.peers is not None and suits_one_shot(values):
+            return one_shot_sum(values, self.peers)
         dist.all_reduce(values)
         return values
 
     def add_sum(self, residual: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """residual + the sum of everybody's shares, in the memory of `residual`; `share` is overwritten."""
+        if self.peers is not None and suits_one_shot(share):
+            return one_shot_sum(share, self.peers, residual)
         return residual.add_(self.sum(share))
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of everybody's values, one by one, in place. [...] int64."""
+        if self.peers is not None and suits_one_shot(values):
+            return one_shot_largest(values, self.peers)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
@@ -85,3 +110,8 @@ class Group:
         """Rank 0's values, in place."""
         dist.broadcast(values, src=0)
         return values
+
+    def _exchange(self, store: dist.Store, own: bytes) -> list[bytes]:
+        """Everybody's bytes, in order of ranks."""
+        store.set(f"inbox of {self.rank}", own.hex())
+        return [bytes.fromhex(store.get(f"inbox of {rank}").decode()) for rank in range(self.size)]

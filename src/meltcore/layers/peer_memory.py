@@ -1,0 +1,64 @@
+"""Memory of each rank's GPU that the GPUs of all others can write to, by CUDA's inter-process handles.
+
+Plain peer access, and no NVLink multicast. The driver's own library is called, since torch has no words for it that do
+not set up more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from meltcore.kernels.all_reduce import Peers, inbox_bytes, new_steps
+
+_DRIVER = "libcuda.so.1"
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = [("reserved", ctypes.c_byte * 64)]
+
+
+def can_reach_all(devices: range) -> bool:
+    """Whether every one of these GPUs can write to every other's memory."""
+    return all(
+        torch.cuda.can_device_access_peer(first, second) for first in devices for second in devices if first != second
+    )
+
+
+def open_inboxes(rank: int, ranks: int, device: torch.device, exchange: Callable[[bytes], list[bytes]]) -> Peers:
+    """Allocate our inbox and open everybody else's.
+
+    `exchange` gives everybody's bytes, in order of ranks, for ours. What is allocated stays for as long as the process
+    does. Raises RuntimeError with the driver's reason where it refuses.
+    """
+    torch.cuda.synchronize(device)  # makes the device's context the current one
+    driver = ctypes.CDLL(_DRIVER)
+    size = ctypes.c_size_t(inbox_bytes(ranks))
+    own = ctypes.c_uint64()
+    handle = _Handle()
+    _call(driver, "cuMemAlloc_v2", ctypes.byref(own), size)
+    _call(driver, "cuMemsetD8_v2", own, ctypes.c_ubyte(0), size)
+    _call(driver, "cuIpcGetMemHandle", ctypes.byref(handle), own)
+    torch.cuda.synchronize(device)  # zeros before anybody writes
+    addresses = []
+    for other, content in enumerate(exchange(bytes(handle))):
+        address = own
+        if other != rank:
+            address = ctypes.c_uint64()
+            theirs = _Handle.from_buffer_copy(content)
+            _call(driver, "cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        addresses.append(address.value)
+    return Peers(torch.tensor(addresses, dtype=torch.int64, device=device), new_steps(device), rank)
+
+
+def _call(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
+    status = getattr(driver, name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{name}: {text.value.decode() if text.value else f'error {status}'}")
