@@ -170,22 +170,31 @@ def test_long_and_ordinary_prompts_take_turns(first: str) -> None:
     assert sum(request.id in sim.token_times for request in ordinary) > 100, "ordinary prompts starve"
 
 
-def test_pieces_grow_with_the_load() -> None:
-    """More sequences decode by and by, steps take longer, and pieces may: what a step takes is looked at again."""
+def crowded(decodes: int, tokens: int, position: float) -> float:
+    return 0.002 + 1e-4 * decodes + 1e-5 * tokens
 
-    def crowded(decodes: int, tokens: int, position: float) -> float:
-        return 0.002 + 1e-4 * decodes + 1e-5 * tokens
 
-    sim, _ = under_load(crowded)
-    sim.add(LONG, 10)
+def pieces_of(sim: Sim, steps: int) -> list[int]:
+    """Tokens of prompts in each of the next steps; those that a step left out are not counted."""
     pieces = []
-    for _ in range(300):
-        if sim.steps == 250:
-            for _ in range(100):
-                sim.add(100, 10_000)
+    for _ in range(steps):
         sim.step()
         pieces.append(sum(chunk.size for chunk in sim._launched if chunk.size > 1))
-    assert pieces[-1] > 2 * pieces[140] > 200
+    return [piece for piece in pieces if piece]
+
+
+def test_pieces_grow_and_shrink_with_the_load() -> None:
+    """What a step takes is looked at again and again, while it holds a piece nearly always."""
+    sim, _ = under_load(crowded)
+    sim.add(LONG, 10)
+    few = pieces_of(sim, 50)[-1]
+    crowd = [sim.add(100, 10_000) for _ in range(100)]
+    many = pieces_of(sim, 100)[-1]
+    for request in crowd:
+        sim.scheduler.finish(request, "abort")
+    few_again = pieces_of(sim, 130)[-1]
+    assert many > 3 * few
+    assert few_again == pytest.approx(few, rel=0.1)
 
 
 def test_pacing_ends_with_the_last_long_prompt() -> None:

@@ -21,7 +21,7 @@ FIRST_PIECE, LEAST_PIECE, SELDOM_PIECE = 256, 16, 1024
 # Steps without a piece: how many tell what a step takes, and how often one checks whether it still does.
 FIRST_LOOKS, LOOK_EVERY = 3, 32
 # How much the newest of such steps counts.
-_NEWEST = 0.25
+_NEWEST = 0.5
 
 
 class Contents(NamedTuple):
