@@ -133,7 +133,7 @@ class Scheduler:
                 continue
             if result is not None:
                 request.token_ids.append(result.token_id)
-            if self.cache is not None:
+            if self.cache is not None and request.computed >= (request.registered_pages + 1) * PAGE_SIZE:
                 self.cache.register(request)
             end = self._end_of(request) if result is not None else None
             if end is not None:
@@ -168,12 +168,15 @@ class Scheduler:
     # --- the three passes of a step ---
 
     def _schedule_decodes(self, plan: list[Chunk], budget: int) -> int:
+        """Here and in `update`, what most tokens do not need, a page, is asked before a function is called for it: this
+        loop is most of the host's time in a step of many sequences."""
         for request in list(self.running):
             if budget == 0:
                 break
-            if request.state is not State.RUNNING or request.remaining != 1 or not self._may_run(request):
+            length = request.length
+            if request.state is not State.RUNNING or length != request.computed + 1 or not self._may_run(request):
                 continue
-            while not self._grow(request, request.length):
+            while length > len(request.pages) * PAGE_SIZE and not self._grow(request, length):
                 # The highest rank gives way: it comes last in this loop, so it is not in the plan yet.
                 victim = self.running[-1]
                 self._preempt(victim)
