@@ -49,6 +49,42 @@ def test_parity_on_cuda(
         assert seen.engine.stats().preemptions_total > 0
 
 
+@pytest.fixture(scope="module")
+def recurrent_reference() -> PreTrainedModel:
+    return tools.make_reference(family="qwen3_5_moe_text")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("debug", [(), ("no-graphs",)])
+def test_recurrent_states_on_cuda(
+    recurrent_reference: PreTrainedModel, tmp_path: Path, overlap: bool, debug: tuple[str, ...]
+) -> None:
+    """Three sequences at a time in graphs padded to four, on slots that snapshots are copied to and from."""
+    recurrent_reference.save_pretrained(tmp_path)
+    seen = tools.open_engine(
+        tmp_path,
+        device="cuda",
+        overlap=overlap,
+        debug=debug,
+        max_num_seqs=4,
+        state_slots=6,
+        max_model_len=300,
+        max_num_batched_tokens=96,
+    )
+    beginnings = [tools.random_prompt(130, index) for index in range(2)]
+    prompts = {f"r{index}": beginnings[index % 2] + tools.random_prompt(5 * index, 9) for index in range(9)}
+    tokens: dict[str, list[int]] = {}
+    for first in (0, 3, 6):
+        for index in range(first, first + 3):
+            seen.add(f"r{index}", prompts[f"r{index}"], max_tokens=40)
+        tokens |= seen.run()
+    for request_id, prompt in prompts.items():
+        ours = torch.stack(seen.logits[request_id]).cpu()
+        theirs = tools.reference_logits(recurrent_reference, prompt, tokens[request_id])
+        assert tools.relative_error(ours, theirs) <= 1e-4
+    assert seen.engine.stats().prefix_hit_tokens_total >= 3 * 128
+
+
 def test_graph_and_eager_give_the_same_bits_at_the_same_padded_batch(checkpoint: Path) -> None:
     """Four sequences fill a captured size, so that eager steps compute on the very same shapes."""
     logits = []
