@@ -1,10 +1,7 @@
-"""Two ranks against one: the same logits and tokens; and what happens when a rank is gone or stuck."""
+"""Two ranks against one: the same logits and tokens."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +16,10 @@ from meltcore.engine.messages import AddRequest
 from meltcore.engine.request import Request
 from meltcore.engine.sampler import SampleResult
 from meltcore.engine.sampling_params import SamplingParams
-from meltcore.errors import ConfigError, RankError
+from meltcore.errors import ConfigError
 
 LOGITS_TOLERANCE = 1e-5  # relative to the largest; sums of float32 in another order
-STUCK_AFTER_S = 2.0
+GPU_LOGITS_TOLERANCE = 1e-4  # kernels add up in the order that suits a size, and a share has another
 
 # What each adds: a bias and a key head that both ranks hold; head norms; experts; recurrent layers, a shared expert.
 NETWORKS: dict[str, dict[str, object]] = {
@@ -114,56 +111,20 @@ def test_a_token_mask_is_obeyed_by_all_ranks(checkpoint: Path) -> None:
     assert set(tokens[0]) <= {7, 200, 319}
 
 
-def step_until(seen: tools.SeenEngine, limit_s: float) -> None:
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until:
-        seen.engine.step()
-
-
-def only_rank(seen: tools.SeenEngine) -> int:
-    """The process of rank 1."""
-    assert seen.engine._ranks is not None
-    (process,) = seen.engine._ranks._processes.values()
-    return process.pid
-
-
-def gone(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-@pytest.mark.parametrize(
-    ("end", "message"),
-    [
-        (signal.SIGKILL, r"rank 1 \(process \d+\) has ended: killed by signal 9"),
-        (signal.SIGSTOP, r"rank 1 \(process \d+\) did not begin step \d+ within 2\.0 s"),
-    ],
-    ids=["killed", "stopped"],
-)
-def test_a_rank_that_is_gone_or_stuck_is_an_error_within_seconds(
-    checkpoint: Path, end: signal.Signals, message: str
-) -> None:
-    with opened(checkpoint, 2, rank_timeout_s=STUCK_AFTER_S) as seen:
-        process = only_rank(seen)
-        seen.add("long", tools.random_prompt(20, 0), max_tokens=900)
-        for _ in range(3):
-            seen.engine.step()
-        os.kill(process, end)
-        with pytest.raises(RankError, match=message):
-            step_until(seen, STUCK_AFTER_S + 8.0)
-    assert gone(process)
-
-
-def test_a_rank_that_dies_at_rest_is_noticed_without_a_step(checkpoint: Path) -> None:
-    with opened(checkpoint, 2) as seen:
-        seen.engine.check()
-        os.kill(only_rank(seen), signal.SIGKILL)
-        time.sleep(0.2)
-        with pytest.raises(RankError, match="killed by signal 9"):
-            seen.engine.check()
+@pytest.mark.gpu
+@pytest.mark.parametrize("debug", [(), ("no-peer-memory",), ("no-graphs",)], ids=lambda debug: "".join(debug) or "fast")
+def test_two_gpus_give_the_logits_and_tokens_of_one(checkpoint: Path, debug: tuple) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs are needed")
+    settings = {"device": "cuda", "memory_bytes": 2**30, "max_num_batched_tokens": 64, "max_num_seqs": 20}
+    with opened(checkpoint, 1, **settings) as alone:
+        expected = answers(alone)
+    with opened(checkpoint, 2, debug=debug, **settings) as together:
+        found = answers(together)
+    assert found.tokens == expected.tokens
+    for request_id, rows in found.logits.items():
+        for ours, theirs in zip(rows, expected.logits[request_id], strict=True):
+            assert tools.relative_error(ours, theirs) <= GPU_LOGITS_TOLERANCE, request_id
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from meltcore.engine.rank_messages import (
     rank_address,
     to_rank_decoder,
 )
-from meltcore.engine.ranks import join_group, step_board
+from meltcore.engine.ranks import join_group, limit_waits, step_board
 from meltcore.engine.sampler import Sampler
 from meltcore.errors import MeltcoreError
 from meltcore.kernels.dispatch import force_reference
@@ -83,6 +83,7 @@ class RankProcess:
         assert isinstance(settled, Settle)
         sampler = Sampler(loaded.model.config.vocab_size, device, config.seed)
         runner = GroupRunner(loaded.model, sampler, settled.layout, loaded.cache_dtype, group)
+        limit_waits(group, config)
         gc.collect()
         gc.freeze()
         self._send(RankStage(self._rank, "settled"))

@@ -59,7 +59,7 @@ class Ranks:
         """Start them and wait until all run."""
         self._config, self._size = config, config.tp
         self._group: Group | None = None
-        self._on_gpus = self._failed = False
+        self._failed = False
         self.limit_s = WARM_UP_LIMIT_S
         self._folder = Path(tempfile.mkdtemp(prefix="meltcore-ranks-"))
         self._context = zmq.Context()
@@ -86,7 +86,7 @@ class Ranks:
             join_group(group, self._folder, device, self._config)
         except RuntimeError as error:
             raise self.blame(error) from error
-        self._group, self._on_gpus = group, device.type == "cuda"
+        self._group = group
         return group
 
     def common_plan(self, own: MemoryPlan) -> MemoryPlan:
@@ -113,6 +113,8 @@ class Ranks:
     def serve(self) -> None:
         """From now on nothing is compiled: a step that takes longer than `rank_timeout_s` is stuck."""
         self.limit_s = self._config.rank_timeout_s
+        assert self._group is not None
+        limit_waits(self._group, self._config)
 
     def run(self, step: Step, choices: Choices) -> None:
         """Have all others compute a step."""
@@ -162,7 +164,7 @@ class Ranks:
         if not self._failed:
             self._send(Leave())
         # NCCL would wait for ranks that are gone.
-        if self._group is not None and not (self._failed and self._on_gpus):
+        if self._group is not None and not (self._failed and self._group.on_gpus):
             self._group.leave()
         until = time.monotonic() + (0.0 if self._failed else _LEAVE_LIMIT_S)
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < until:
@@ -197,15 +199,19 @@ class Ranks:
             assert message.stage == stage, f"rank {message.rank} says {message.stage}"
 
     def _failure(self, what: str) -> RankError:
+        """There is no leaving together any more."""
         self._failed = True
         return RankError(what)
 
     def _late(self, waited_s: float) -> str:
+        stopped = [rank for rank, process in self._processes.items() if _is_stopped(process.pid)]
         late = [rank for rank in self._processes if self._begun[rank] < self._step]
-        if not late:
-            return f"step {self._step}, begun by all ranks, is not done after {waited_s:.1f} s"
-        names = ", ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in late)
-        return f"{names} did not begin step {self._step} within {waited_s:.1f} s"
+        names = ", ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in stopped or late)
+        if stopped:
+            return f"{names} was stopped by a signal; step {self._step} is not done after {waited_s:.1f} s"
+        if late:
+            return f"{names} did not begin step {self._step} within {waited_s:.1f} s"
+        return f"step {self._step}, begun by all ranks, is not done after {waited_s:.1f} s"
 
 
 def step_board(folder: Path, size: int) -> np.memmap:
@@ -218,10 +224,14 @@ def step_board(folder: Path, size: int) -> np.memmap:
 
 def join_group(group: Group, folder: Path, device: torch.device, config: EngineConfig) -> None:
     """Every rank's way into its group. Raises RuntimeError where another does not come."""
-    # How long a collective waits for a rank is what notices a stuck one on a CPU. On GPUs that is `Ranks.wait`, and
-    # this the last resort.
-    limit_s = config.rank_timeout_s if device.type == "cpu" else WARM_UP_LIMIT_S
-    group.join(folder / "group", device, limit_s, peer_memory="no-peer-memory" not in config.debug)
+    group.join(folder / "group", device, WARM_UP_LIMIT_S, peer_memory="no-peer-memory" not in config.debug)
+
+
+def limit_waits(group: Group, config: EngineConfig) -> None:
+    """On a CPU the collectives notice a rank that is stuck; on GPUs the host does (`Ranks.wait`), which names it."""
+    if group.on_gpus:
+        return
+    group.limit_waits(config.rank_timeout_s)
 
 
 def _start(folder: Path, rank: int, config: EngineConfig) -> subprocess.Popen[bytes]:
@@ -241,6 +251,14 @@ def _end(processes: dict[int, subprocess.Popen[bytes]], context: zmq.Context[zmq
         process.wait()
     context.destroy(linger=0)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether it is held by SIGSTOP or a debugger; proc(5), the third field of stat."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 def _how(returncode: int) -> str:

@@ -23,6 +23,7 @@ class Group:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.on_gpus = False
         self.peers: Peers | None = None  # what small sums go through; collectives do all of them where there is none
 
     # --- what a rank holds ---
@@ -52,7 +53,7 @@ class Group:
         """
         if dist.is_initialized():
             raise ConfigError("--tp: this process is in a group of torch.distributed already, and can be in only one")
-        on_gpus = device.type == "cuda"
+        self.on_gpus = on_gpus = device.type == "cuda"
         if on_gpus:
             torch.cuda.set_device(device)
         else:
@@ -71,6 +72,10 @@ class Group:
         first = (device.index or 0) - self.rank
         if on_gpus and peer_memory and can_reach_all(range(first, first + self.size)):
             self.peers = open_inboxes(self.rank, self.size, device, lambda own: self._exchange(store, own))
+
+    def limit_waits(self, limit_s: float) -> None:
+        """From now on a collective ends with a RuntimeError where another rank keeps it waiting for so long."""
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s))
 
     def leave(self) -> None:
         self.peers = None

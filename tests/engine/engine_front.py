@@ -1,0 +1,68 @@
+"""A front as the engine process sees one: it binds the sockets, starts the process, and says what a test wants said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from meltcore.config import EngineConfig
+from meltcore.engine.messages import (
+    EngineReady,
+    FromEngine,
+    Loading,
+    SequenceOutput,
+    StepOutputs,
+    socket_address,
+)
+
+WAIT_MS = 60_000
+
+
+class Front:
+    """The other end: binds the sockets and starts the process, as the server does."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        context = zmq.Context.instance()
+        self.to_engine = context.socket(zmq.PUSH)
+        self.from_engine = context.socket(zmq.PULL)
+        self.to_engine.bind(socket_address(folder, "to-engine", 0))
+        self.from_engine.bind(socket_address(folder, "from-engine", 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "meltcore.engine.process", str(folder)], stdin=subprocess.PIPE
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(config) + b"\n")
+        self.process.stdin.flush()
+
+    def send(self, *messages: object) -> None:
+        self.to_engine.send(msgspec.msgpack.encode(list(messages)))
+
+    def receive(self) -> FromEngine:
+        assert self.from_engine.poll(WAIT_MS), "the engine said nothing"
+        return msgspec.msgpack.decode(self.from_engine.recv(), type=FromEngine)
+
+    def ready(self) -> EngineReady:
+        while isinstance(message := self.receive(), Loading):
+            assert 0 <= message.fraction <= 1
+        assert isinstance(message, EngineReady), message
+        return message
+
+    def outputs(self, count: int) -> dict[str, list[SequenceOutput]]:
+        """Read until `count` requests have ended."""
+        seen: dict[str, list[SequenceOutput]] = {}
+        while sum(outputs[-1].finish_reason is not None for outputs in seen.values()) < count:
+            message = self.receive()
+            assert isinstance(message, StepOutputs), message
+            for output in message.outputs:
+                seen.setdefault(output.request_id, []).append(output)
+        return seen
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.to_engine.close(0)
+        self.from_engine.close(0)
