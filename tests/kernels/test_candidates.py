@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meltcore.kernels import candidates as kernel
 from meltcore.kernels.candidates import candidates, drawn_candidates, tokens_of
 from meltcore.kernels.sampling import draw, greedy
 
@@ -46,3 +47,13 @@ def test_the_largest_candidate_is_the_token_drawn(parts: int) -> None:
         for first in range(0, VOCAB, size)
     ]
     assert torch.equal(tokens_of(torch.stack(each).amax(0)), draw(logits, temperatures, seeds, positions))
+
+
+def test_both_bodies_pack_alike(device: torch.device) -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(40, 50)
+    logits[:5, 7] = torch.tensor([float("nan"), float("inf"), float("-inf"), -0.0, 0.0])
+    columns = torch.full((40,), 7)
+    expected = kernel._packed_torch(logits[:, 7].clone(), columns + HIGH_BITS)
+    found = kernel._packed_triton(logits.to(device), 50, columns.to(device), columns.to(device), HIGH_BITS)
+    assert torch.equal(found.cpu(), expected)

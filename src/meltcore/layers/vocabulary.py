@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from meltcore.kernels.embedding import rows_or_zeros
 from meltcore.layers.group import Group
 
 
@@ -14,8 +15,5 @@ def look_up(embedding: torch.Tensor, token_ids: torch.Tensor, group: Group | Non
     """
     if group is None:
         return embedding[token_ids]
-    rows = embedding.shape[0]
-    own = token_ids - group.rank * rows
-    elsewhere = (own < 0) | (own >= rows)
-    # A token's row and zeros from all other ranks: the sum is exact in any type.
-    return group.sum(embedding[own.clamp(0, rows - 1)].masked_fill_(elsewhere[:, None], 0.0))
+    # A token's row, and zeros from all other ranks: the sum is exact in any type.
+    return group.sum(rows_or_zeros(embedding, token_ids, group.rank * embedding.shape[0]))
