@@ -137,7 +137,7 @@ def test_no_tokens_are_no_work(device: torch.device) -> None:
 @pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize(("pairs", "experts"), [(8, 128), (1024, 128), (4096, 128), (16384, 256), (65536, 8)])
 def test_launches_fit_in_shared_memory(pairs: int, experts: int, element_bytes: int, shared_kib: int) -> None:
-    launch = ExpertsLaunch.of(pairs, experts, element_bytes, shared_kib * 1024)
+    launch = ExpertsLaunch.sound(pairs, experts, element_bytes, shared_kib * 1024)
     step_bytes = (launch.pairs + launch.rows) * launch.columns * element_bytes
     assert launch.stages >= 2
     assert launch.stages * step_bytes <= shared_kib * 1024
@@ -176,3 +176,25 @@ def test_a_graph_follows_the_routing_of_its_inputs() -> None:
         hidden.normal_()
         graph.replay()
         assert torch.equal(result, step())
+
+
+@pytest.mark.parametrize(("pairs", "place"), [(9, 0), (18, 0), (19, 1), (10**6, -1)])
+def test_on_an_h200_launches_come_from_the_table(pairs: int, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.empty(257, 1024, 2048, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(experts_file, "capability", lambda device: 90)
+    found = ExpertsLaunch.of(pairs, weight)
+    assert found == ExpertsLaunch(*experts_file.TABLE[257, 1024, 2048][place][1])
+    # Neither for another processor nor for another type or shape.
+    monkeypatch.setattr(experts_file, "shared_bytes", lambda device: 227 * 1024)
+    sound = ExpertsLaunch.sound(pairs, 257, 2, 227 * 1024)
+    assert ExpertsLaunch.of(pairs, weight[:, :1000]) == sound
+    monkeypatch.setattr(experts_file, "capability", lambda device: 100)
+    assert ExpertsLaunch.of(pairs, weight) == sound
+
+
+def test_the_table_rises_and_its_tiles_divide_what_they_are_for() -> None:
+    for (_, _, columns), launches in experts_file.TABLE.items():
+        most = [pairs for pairs, _ in launches]
+        assert most == sorted(set(most))
+        for _, launch in launches:
+            assert columns % ExpertsLaunch(*launch).columns == 0

@@ -72,6 +72,8 @@ MODELS = {
         delta=(2, 4, 32, 64, 4),
     ),
 }
+# What one of 8 GPUs has of its experts.
+MODELS["Qwen3.5-35B-A3B, an eighth"] = MODELS["Qwen3.5-35B-A3B"]._replace(expert_width=64)
 # Shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities), KiB.
 SHARED_LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 COMPILE_LIMIT_S = 900  # for all of them, on one slow core
@@ -102,6 +104,8 @@ def cases() -> Iterator[Task]:
         yield Task(module.__name__, smallest, MODELS[main], torch.float32)
         for model in others:
             yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16)
+    for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
+        yield Task(experts.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
 
 
 def named(task: Task) -> str:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.capability import shared_bytes
+from meltcore.kernels.capability import capability, shared_bytes
 from meltcore.kernels.dispatch import use_triton
+from meltcore.kernels.expert_launches import TABLE
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.routing import Routing, Segments, by_expert
@@ -26,6 +27,7 @@ from meltcore.kernels.swiglu import swiglu
 # Columns of a program that sums up: 8 elements a thread of 4 warps, 16 bytes in 16-bit types.
 _SUM_BLOCK = 1024
 _MOST_STAGES = 4
+_TUNED = 90  # the compute capability that the table of launches is for
 
 
 def experts_add(
@@ -184,7 +186,17 @@ class ExpertsLaunch(NamedTuple):
     warps: int
 
     @classmethod
-    def of(cls, pairs: int, experts: int, element_bytes: int, shared_bytes: int) -> ExpertsLaunch:
+    def of(cls, pairs: int, weight: torch.Tensor) -> ExpertsLaunch:
+        """pairs: of all experts together; weight: [experts, rows, columns]. What was found for it on such a device, or
+        what is sound everywhere.
+        """
+        found = TABLE.get(tuple(weight.shape)) if capability(weight.device) == _TUNED else None
+        if found and weight.element_size() == 2:
+            return cls(*next((launch for most, launch in found if pairs <= most), found[-1][1]))
+        return cls.sound(pairs, weight.shape[0], weight.element_size(), shared_bytes(weight.device))
+
+    @classmethod
+    def sound(cls, pairs: int, experts: int, element_bytes: int, shared_bytes: int) -> ExpertsLaunch:
         """pairs: of all experts together; shared_bytes: that a program may have.
 
         A tile holds twice what an expert gets where all get the same, up to 128: a second tile would read the weight
@@ -211,9 +223,6 @@ def _experts_add_triton(
     (tokens, size), width, choices = hidden.shape, down.shape[2], routing.experts.shape[1]
     if tokens == 0:
         return residual
-    launch = launch or ExpertsLaunch.of(
-        tokens * choices, down.shape[0], hidden.element_size(), shared_bytes(hidden.device)
-    )
     segments = by_expert(routing.experts, down.shape[0])
     activated = torch.empty(tokens * choices, width, dtype=hidden.dtype, device=hidden.device)
     outputs = torch.empty(tokens * choices, size, dtype=hidden.dtype, device=hidden.device)
@@ -240,12 +249,13 @@ def _product(
     output: torch.Tensor,
     segments: Segments,
     choices: int,
-    launch: ExpertsLaunch,
+    launch: ExpertsLaunch | None,
     *,
     gated: bool,
 ) -> None:
     experts, rows, input_size = weight.shape
     pairs = segments.pairs.numel()
+    launch = launch or ExpertsLaunch.of(pairs, weight)
     # An expert with pairs ends with at most one tile that is not full.
     most_tiles = min(pairs, pairs // launch.pairs + min(pairs, experts))
     overlap = overlaps(weight.device)
@@ -273,14 +283,17 @@ def _product(
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     if model.experts == 0:
         return []
-    gate_up = torch.empty(model.experts, 2 * model.expert_width, model.hidden_size, dtype=dtype, device="meta")
-    down = torch.empty(model.experts, model.hidden_size, model.expert_width, dtype=dtype, device="meta")
+    experts, choices = model.experts + model.shared_expert, model.choices + model.shared_expert
+    gate_up = torch.empty(experts, 2 * model.expert_width, model.hidden_size, dtype=dtype, device="meta")
+    down = torch.empty(experts, model.hidden_size, model.expert_width, dtype=dtype, device="meta")
 
     def case(tokens: int) -> CompileCase:
         hidden = torch.empty(tokens, model.hidden_size, dtype=dtype, device="meta")
-        chosen = torch.empty(tokens, model.choices, dtype=torch.int32, device="meta")
+        chosen = torch.empty(tokens, choices, dtype=torch.int32, device="meta")
         routing = Routing(chosen, torch.empty(chosen.shape, device="meta"))
         return lambda: _experts_add_triton(hidden, hidden, routing, gate_up, down)
 
-    evenly = (1, 32, 64) if dtype.itemsize == 2 else (1,)
-    return [case(pairs * model.experts // model.choices) for pairs in evenly]
+    pairs = [each * experts for each in ((1, 32, 64) if dtype.itemsize == 2 else (1,))]
+    if capability(gate_up.device) == _TUNED:
+        pairs += [most for weight in (gate_up, down) for most, _ in TABLE.get(tuple(weight.shape), ())]
+    return [case(each // choices) for each in pairs]

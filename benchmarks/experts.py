@@ -1,0 +1,191 @@
+"""Products of routed experts against the device's limits, and the table of launches that kernels/experts.py takes.
+
+Qwen3.5-35B-A3B's experts (256 of which a token has 8, and one that all have; hidden size 2,048) at width 512 and at 64,
+what one of 8 GPUs has of it. bf16, random data, uniform random routing, another one in every launch. Every number is
+the median of CUDA graph replays.
+
+    python benchmarks/experts.py          # the table and benchmarks/results/experts.json
+    python benchmarks/experts.py --tune   # tries launches and writes src/meltcore/kernels/expert_launches.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from attention import matmul_flops_per_us, median_us, read_bytes_per_us
+from bench_output import Row, write_result
+
+from meltcore.kernels import expert_launches
+from meltcore.kernels import experts as experts_file
+from meltcore.kernels.capability import shared_bytes
+from meltcore.kernels.experts import ExpertsLaunch
+from meltcore.kernels.routing import Segments, by_expert
+
+HIDDEN, CHOSEN_FROM, CHOICES = 2048, 256, 8
+EXPERTS, PAIRS = CHOSEN_FROM + 1, CHOICES + 1  # with the shared one, last of all
+TYPE = torch.bfloat16
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+WIDTHS = (512, 64)
+CLOSE = 1.03  # a launch is kept for more tokens while it is at most this much slower than the best
+COMPILERS = 15
+TABLE = Path(expert_launches.__file__)
+
+
+class Product(NamedTuple):
+    """The way up, with its gate, or the way down, of experts of one width."""
+
+    width: int
+    gated: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (EXPERTS, 2 * self.width, HIDDEN) if self.gated else (EXPERTS, HIDDEN, self.width)
+
+    @property
+    def name(self) -> str:
+        return f"{'gate and up' if self.gated else 'down'}, width {self.width}"
+
+
+PRODUCTS = [Product(width, gated) for width in WIDTHS for gated in (True, False)]
+
+
+class Case:
+    """A product with its data."""
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.weight = torch.randn(product.shape, device="cuda", dtype=TYPE) / product.shape[2] ** 0.5
+
+    def routings(self, tokens: int) -> list[Segments]:
+        """As many as read more than the L2 cache holds."""
+        count = 16 if tokens <= 4 else 4
+        return [by_expert(_random_experts(tokens), EXPERTS) for _ in range(count)]
+
+    def measure_us(self, tokens: int, launch: ExpertsLaunch, routings: list[Segments]) -> float:
+        rows, columns = tokens * PAIRS, self.product.shape[2]
+        inputs = torch.randn(tokens if self.product.gated else rows, columns, device="cuda", dtype=TYPE)
+        output = torch.empty(rows, self.product.shape[1] // (2 if self.product.gated else 1), device="cuda", dtype=TYPE)
+
+        def call(segments: Segments) -> None:
+            experts_file._product(inputs, self.weight, output, segments, PAIRS, launch, gated=self.product.gated)
+
+        return median_us([partial(call, segments) for segments in routings])
+
+    def floor_us(self, tokens: int, routings: list[Segments], bandwidth: float, rate: float) -> float:
+        distinct = sum(int((s.bounds[1:] > s.bounds[:-1]).sum()) for s in routings) / len(routings)
+        _, rows, columns = self.product.shape
+        moved = (distinct * rows * columns + tokens * (columns + PAIRS * rows)) * TYPE.itemsize
+        return max(moved / bandwidth, 2 * tokens * PAIRS * rows * columns / rate)
+
+
+def _random_experts(tokens: int) -> torch.Tensor:
+    chosen = torch.rand(tokens, CHOSEN_FROM, device="cuda").topk(CHOICES).indices
+    return torch.cat([chosen, torch.full_like(chosen[:, :1], CHOSEN_FROM)], 1).int()
+
+
+def candidates(product: Product) -> Iterator[ExpertsLaunch]:
+    """Of one tile size after the other, what might suit it."""
+    for pairs, rows, columns, stages in itertools.product((16, 32), (64, 128), (64, 128, 256), (3, 4, 6)):
+        yield ExpertsLaunch(pairs, rows, columns, stages, 4)
+    for rows, columns, stages, warps in itertools.product((128, 256), (64, 128), (3, 4), (4, 8)):
+        yield ExpertsLaunch(64, rows, columns, stages, warps)
+    for rows, columns, stages in itertools.product((128, 256), (64,), (3, 4)):
+        yield ExpertsLaunch(128, rows, columns, stages, 8)
+
+
+def suits(launch: ExpertsLaunch, product: Product) -> bool:
+    """Fits into shared memory, and has work for every column of a step."""
+    step = (launch.pairs + launch.rows) * launch.columns * TYPE.itemsize
+    enough = launch.stages * step + 1024 <= shared_bytes(torch.device("cuda", 0))
+    steps = product.shape[2] // launch.columns
+    return enough and steps >= 1 and (launch.stages == 3 or launch.stages <= steps)
+
+
+def launches_of(product: Product) -> list[ExpertsLaunch]:
+    return [launch for launch in candidates(product) if suits(launch, product)]
+
+
+def likely(launch: ExpertsLaunch, tokens: int) -> bool:
+    """Tiles from what experts get on average to several times that."""
+    even = tokens * CHOICES / CHOSEN_FROM
+    return {16: even <= 16, 32: 2 <= even <= 64, 64: even >= 8, 128: even >= 16}[launch.pairs]
+
+
+def _compile(product: Product, launch: ExpertsLaunch) -> None:
+    case = Case(product)
+    case.measure_us(4, launch, case.routings(4))
+
+
+def tune() -> None:
+    jobs = [(product, launch) for product in PRODUCTS for launch in launches_of(product)]
+    with multiprocessing.get_context("spawn").Pool(COMPILERS) as pool:
+        pool.starmap(_compile, jobs, chunksize=1)
+    lines = []
+    for product in PRODUCTS:
+        case, chosen = Case(product), []
+        for tokens in TOKENS:
+            routings = case.routings(tokens)
+            tried = [launch for launch in launches_of(product) if likely(launch, tokens)]
+            times = {launch: case.measure_us(tokens, launch, routings) for launch in tried}
+            best = min(times, key=lambda launch: times[launch])
+            kept = chosen and times.get(chosen[-1][1], float("inf")) <= CLOSE * times[best]
+            if kept:
+                chosen[-1] = (tokens * PAIRS, chosen[-1][1])
+            else:
+                chosen.append((tokens * PAIRS, best))
+            print(f"{product.name}, {tokens} tokens: {times[best]:.1f} us {tuple(best)}", flush=True)
+        lines.append(f"    {product.shape}: (")
+        lines += [f"        ({most}, {tuple(launch)})," for most, launch in chosen]
+        lines.append("    ),")
+    head, _, _ = TABLE.read_text().partition(" = {")
+    TABLE.write_text("\n".join([f"{head} = {{", *lines, "}\n"]))
+
+
+def measure() -> list[Row]:
+    bandwidth, rate = read_bytes_per_us(), matmul_flops_per_us()
+    rows = []
+    for product in PRODUCTS:
+        case = Case(product)
+        for tokens in TOKENS:
+            routings = case.routings(tokens)
+            launch = ExpertsLaunch.of(tokens * PAIRS, case.weight)
+            time_us = case.measure_us(tokens, launch, routings)
+            floor_us = case.floor_us(tokens, routings, bandwidth, rate)
+            rows.append(
+                Row(
+                    work=f"{product.name}, {tokens:,} tokens",
+                    unit="us",
+                    value=time_us,
+                    peer="floor: weights of the experts met, or products",
+                    peer_value=floor_us,
+                    ratio=floor_us / time_us,
+                    limit_share=floor_us / time_us,
+                )
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true", help="try other launches and write the table")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs an NVIDIA GPU")
+    torch.manual_seed(0)
+    if arguments.tune:
+        tune()
+        return
+    versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    write_result("experts", measure(), versions)
+
+
+if __name__ == "__main__":
+    main()
