@@ -5,19 +5,19 @@ to thirty times as long as a step that only decodes, and everybody else's tokens
 prompt is read in pieces that at most double the time of a step, by what steps were seen to take.
 
 A piece has a price however small it is: kernels launched one by one instead of a graph, and with routed experts most of
-their weights. Where even the smallest piece more than doubles a step, large pieces are read, so seldom that the others
-still have half of the time.
+their weights. Where even the smallest piece more than doubles a step, pieces are cut to take twice as long as that one,
+so that half of what they cost is of use, and are read so seldom that the others still have half of the time.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 # A step with a piece may take this many times as long as one without; pieces are cut for a little less.
 SLOWDOWN = 2.0
 AIM = 1.8
-# Tokens: of the first piece, of the smallest one, and of one that is read seldom (most of a GPU's matrix rate).
-FIRST_PIECE, LEAST_PIECE, SELDOM_PIECE = 256, 16, 1024
+FIRST_PIECE, LEAST_PIECE = 256, 16  # tokens
 # Steps without a piece: how many tell what a step takes, and how often one checks whether it still does.
 FIRST_LOOKS, LOOK_EVERY = 3, 32
 # How much the newest of such steps counts.
@@ -40,7 +40,8 @@ class Pacer:
         self.left = budget
         self._budget = budget
         self._piece = min(FIRST_PIECE, budget)
-        self._seldom_since_s = 0.0  # what a step took when pieces became seldom; 0 while they are not
+        self._least_s = math.inf  # what the smallest piece adds to a step, without what came between by chance
+        self._least_seen = 0
         self._step_s = 0.0  # of a step without a piece
         self._looks = 0
         self._steps = 0
@@ -69,16 +70,17 @@ class Pacer:
             self._looks += 1
             self._step_s += (took_s - self._step_s) * (1.0 if self._looks == 1 else _NEWEST)
         elif self._step_s:
-            self._adapt(step.piece, took_s / self._step_s)
+            self._adapt(step.piece, took_s - self._step_s)
         self._credit_s = min(0.0, self._credit_s + SLOWDOWN * self._step_s - took_s)
 
-    def _adapt(self, piece: int, slowdown: float) -> None:
-        """Cut pieces by what one of this size did to its step."""
-        if self._seldom_since_s:
-            if self._step_s > SLOWDOWN * self._seldom_since_s:  # more sequences decode by now: a piece may fit
-                self._piece, self._seldom_since_s = LEAST_PIECE, 0.0
-        elif slowdown > SLOWDOWN and piece <= LEAST_PIECE:
-            self._piece, self._seldom_since_s = min(SELDOM_PIECE, self._budget), self._step_s
-        elif slowdown > AIM or piece >= self._piece:
-            fitting = int(piece * (AIM - 1) / max(slowdown - 1, 0.1))
+    def _adapt(self, piece: int, added_s: float) -> None:
+        """Cut pieces by what one of this size added to its step."""
+        if piece <= LEAST_PIECE:
+            self._least_s = min(self._least_s, added_s)
+            self._least_seen += 1
+        aim_s = (AIM - 1) * self._step_s
+        if self._least_seen > 1 and self._least_s > (SLOWDOWN - 1) * self._step_s:
+            aim_s = 2 * self._least_s
+        if added_s > aim_s or piece >= self._piece:
+            fitting = int(piece * aim_s / max(added_s, 0.1 * self._step_s))
             self._piece = min(max(fitting, LEAST_PIECE), 2 * self._piece, self._budget)

@@ -1,0 +1,115 @@
+"""What a very long prompt does to sequences that are decoding when it comes: p99 ITL before it and while it is read.
+
+Dummy weights. Once as the engine does it, in pieces (engine/pacing.py), and once with the prompt taking whatever a step
+has left, as ordinary prompts do.
+
+    python benchmarks/long_prompt.py --model Qwen/Qwen3.5-35B-A3B --length 200000 --load 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+from importlib import metadata
+from typing import NamedTuple
+
+from bench_output import Row, write_result
+
+from meltcore.config import EngineConfig
+from meltcore.engine import scheduler
+from meltcore.engine.engine import Engine
+from meltcore.engine.messages import AddRequest
+from meltcore.engine.sampling_params import SamplingParams
+
+REACH = 2.0  # the most that p99 ITL may grow
+PROMPT = 500  # tokens of each sequence of the load
+
+
+class Seen(NamedTuple):
+    itl_ms: float  # p99
+    longest_ms: float
+    ttft_s: float  # of the long prompt
+
+
+class Load:
+    """An engine under `size` sequences that decode."""
+
+    def __init__(self, config: EngineConfig, size: int, tokens: int) -> None:
+        self.engine = Engine(config)
+        self._random = random.Random(0)
+        self._names = itertools.count()
+        self._last_s: dict[str, float] = {}
+        self._load = [self.add(PROMPT, tokens) for _ in range(size)]
+
+    def add(self, length: int, tokens: int) -> str:
+        name = str(next(self._names))
+        ids = [self._random.randrange(self.engine.vocab_size) for _ in range(length)]
+        self.engine.add(AddRequest(name, ids, SamplingParams(max_tokens=tokens, ignore_eos=True)))
+        return name
+
+    def run(self, *, steps: int = 0, until: str = "") -> list[float]:
+        """So many steps, or up to the first token of `until`: seconds between two tokens of the load, ascending."""
+        gaps: list[float] = []
+        while steps > 0 or (until and until not in self._last_s):
+            steps -= 1
+            step = self.engine.step()
+            for output in step.outputs:
+                before, self._last_s[output.request_id] = self._last_s.get(output.request_id), step.step_ended_s
+                if before is not None and output.request_id in self._load:
+                    gaps.append(step.step_ended_s - before)
+        return sorted(gaps)
+
+    def read(self, length: int) -> Seen:
+        began_s = max(self._last_s.values())
+        name = self.add(length, 2)
+        gaps = self.run(until=name)
+        self.engine.abort([name])
+        return Seen(p99_ms(gaps), gaps[-1] * 1e3, self._last_s[name] - began_s)
+
+
+def p99_ms(gaps: list[float]) -> float:
+    return gaps[int(0.99 * (len(gaps) - 1))] * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="Qwen/Qwen3.5-35B-A3B")
+    parser.add_argument("--length", type=int, default=200_000, help="tokens of the long prompt")
+    parser.add_argument("--load", type=int, default=8, help="sequences that decode meanwhile")
+    parser.add_argument("--tokens", type=int, default=40_000, help="at most, for each of them")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tp", type=int, default=1)
+    args = parser.parse_args()
+    config = EngineConfig(
+        model=args.model,
+        device=args.device,
+        tp=args.tp,
+        load_format="dummy",
+        max_num_seqs=args.load + 1,
+        debug=("no-prefix-cache",),
+    )
+    load = Load(config, args.load, args.tokens)
+    load.run(steps=100)
+    alone_ms = p99_ms(load.run(steps=300))
+    in_pieces = load.read(args.length)
+    load.run(steps=50)
+    scheduler.LONG_PROMPT_STEPS = args.length  # no prompt is long
+    whole = load.read(args.length)
+    load.engine.close()
+
+    work = f"{args.length:,} tokens, {args.load} decoding"
+    rows = [Row(work=f"{args.load} decoding alone, p99 ITL", unit="ms", value=alone_ms)]
+    for name, seen in (("in pieces", in_pieces), ("in whole steps", whole)):
+        growth = seen.itl_ms / alone_ms
+        reach = REACH if seen is in_pieces else None
+        rows += [
+            Row(work=f"{work}, {name}: p99 ITL over that alone", unit="x", value=growth, reach=reach),
+            Row(work=f"{work}, {name}: longest ITL", unit="ms", value=seen.longest_ms),
+            Row(work=f"{work}, {name}: TTFT of the long prompt", unit="s", value=seen.ttft_s),
+        ]
+    write_result("long_prompt", rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
+
+
+if __name__ == "__main__":
+    main()
