@@ -1,7 +1,7 @@
-"""Launch parameters of the few-token and tiled products, tried in place: a chain of 28 layers without attention.
+"""Launch parameters of the one-token and tiled products, tried in place: a chain of 28 layers without attention.
 
 One product's launch varies while the other three stay as they are by default. Printed only: what is best goes into
-FewTokensLaunch.of and TiledLaunch.of. Launch parameters that do not compile or do not fit are skipped.
+RowsLaunch.of and TiledLaunch.of. Launch parameters that do not compile or do not fit are skipped.
 
     python benchmarks/product_sweep.py --tokens 1,10,64
 """
@@ -19,24 +19,22 @@ from linear import LAYERS, Batch, Weights
 from triton.runtime.errors import OutOfResources
 
 from meltcore.kernels.capability import processors, shared_bytes
-from meltcore.kernels.few_tokens import MAX_TOKENS, FewTokensLaunch, few_tokens, one_token
 from meltcore.kernels.linear import gated_linear, linear, linear_add
 from meltcore.kernels.norm import rms_norm
+from meltcore.kernels.one_token import RowsLaunch, one_token
 from meltcore.kernels.tiled_product import TiledLaunch, tiled_product
 
-Launch = FewTokensLaunch | TiledLaunch
+Launch = RowsLaunch | TiledLaunch
 PRODUCTS = ("qkv", "output", "gate_up", "down")
 ADDS = ("output", "down")
 SHOWN = 6
 
 
-def launches(tokens: int, rows: int, input_size: int, *, adds: bool) -> Iterator[Launch]:
+def launches(tokens: int, rows: int, input_size: int) -> Iterator[Launch]:
     """What could serve a weight of this shape; rounds of programs that all run at once, one to three a processor."""
     device = torch.device("cuda")
-    if tokens == 1 or (tokens <= MAX_TOKENS and adds):
-        held, warps = ((2, 4, 8, 16), (2, 4, 8)) if tokens == 1 else ((8, 16, 32), (4, 8))
-        yield from itertools.starmap(FewTokensLaunch, itertools.product(held, (512, 1024), warps))
     if tokens == 1:
+        yield from itertools.starmap(RowsLaunch, itertools.product((2, 4, 8, 16), (512, 1024), (2, 4, 8)))
         return
     tile = min(64, max(16, 1 << (tokens - 1).bit_length()))
     for tile_rows, columns, shares in itertools.product((32, 64, 128), (64, 128), (1, 2, 3, 4, 6, 8, 12)):
@@ -62,9 +60,7 @@ def layer(of: Weights, index: int, batch: Batch, chosen: dict[str, Launch | None
         if isinstance(launch, TiledLaunch):
             hidden = rms_norm(hidden, *norm) if norm else hidden
             return tiled_product(hidden, weight, gated=gated, residual=residual, launch=launch)
-        if len(hidden) == 1:
-            return one_token(hidden, weight, norm, gated=gated, residual=residual, launch=launch)
-        return few_tokens(hidden, weight, residual=residual, launch=launch)
+        return one_token(hidden, weight, norm, gated=gated, residual=residual, launch=launch)
 
     product("qkv", batch.residual)
     product("output", batch.mixed)
@@ -82,7 +78,7 @@ def sweep(of: Weights, tokens: int, report: Callable[[str], None]) -> None:
     for name in PRODUCTS:
         rows, input_size = getattr(of, name)[0].shape
         times_us: dict[Launch, float] = {}
-        for launch in launches(tokens, rows, input_size, adds=name in ADDS):
+        for launch in launches(tokens, rows, input_size):
             try:
                 times_us[launch] = layer_us(of, batch, chosen | {name: launch})
             except OutOfResources:

@@ -16,7 +16,7 @@ import torch
 from full_size_tools import Comparison, Subject, write_checkpoint
 
 FLOAT32_TOLERANCE = 1e-4  # the largest difference against the largest logit
-DECIDED = 500  # tokens whose top-two gap exceeds the noise, in every run
+DECIDED = 500  # tokens whose top-two gap the noise cannot turn round, in every run
 # How far our bfloat16 may be from float32, in units of how far transformers' is: another order of sums has another
 # largest outlier, but the same spread.
 RMS_SLACK, LARGEST_SLACK = 1.05, 1.5
@@ -34,10 +34,10 @@ SMALL = {
 }
 # For each: the published configuration, where it runs, tokens an answer, and what is changed in the configuration.
 SUBJECTS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "small": ("Qwen/Qwen3-0.6B", "cpu", 40, SMALL),
-    "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", "cuda", 64, {}),
+    "small": ("Qwen/Qwen3-0.6B", "cpu", 48, SMALL),
+    "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", "cuda", 128, {}),
     # At its full width; eight of its layers are as many weights as Qwen3-0.6B has.
-    "Qwen2.5-1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", "cuda", 64, {"num_hidden_layers": 8}),
+    "Qwen2.5-1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", "cuda", 128, {"num_hidden_layers": 8}),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
@@ -130,7 +130,7 @@ def test_float32_logits_and_tokens_are_those_of_transformers(subject: Subject, w
 def test_bfloat16_differs_by_no_more_than_its_own_noise(subject: Subject, way: str) -> None:
     seen = run(subject, "bfloat16", way)
     (rms, largest), (noise_rms, noise) = seen.error(), seen.noise()
-    decided = seen.gaps() > noise
+    decided = seen.gaps() > 2 * noise  # either of the two logits may be off by the noise
     wrong = (seen.chosen != seen.expected()) & decided
     print(
         f"{way}: rms {rms:.4f} of {noise_rms:.4f}, largest {largest:.4f} of {noise:.4f}, {int(decided.sum())} decided"

@@ -20,6 +20,7 @@ from meltcore.kernels.qkv import HeadNorms
 from meltcore.kernels.rotary import rotary_table
 
 PAGE_SIZE = 64
+H200_SHARED = 227 * 2**10
 POISON = 7e4
 # ||out - dense|| / ||dense||, by type: rounding of the inputs of the second product and of the output.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -220,7 +221,7 @@ def test_a_share_asked_for_ahead_gives_the_same(device: torch.device) -> None:
     made = make_sequences([20, 64, 65, 129, 700], 2, 64, torch.float32, device)
     given = make_new_tokens(made, group=2, normed=True)
     out = torch.full_like(given.queries, POISON)
-    launch = decode_file.decode_launch(5, 2, 64, 4, made.page_table.shape[1], 132)._replace(ahead=True)
+    launch = decode_file.decode_launch(5, 2, 64, 4, made.page_table.shape[1], 132, H200_SHARED)._replace(ahead=True)
     decode_file._decode_triton(*given[:4], *made[:4], 0.125, out, 4, launch)
     for i, keys in enumerate(made.keys):
         expected = dense_attention(given.queries[i : i + 1], keys, made.values[i], len(keys) - 1, 0.125)
@@ -387,14 +388,28 @@ def test_prefill_without_tiles_and_decode_without_sequences(body: str, device: t
     assert prefill_attention(empty, None, rotary, *caches, tiles, 1.0).shape == (0, 2, 64)
 
 
+@pytest.mark.parametrize("shared_bytes", [99 * 2**10, 163 * 2**10, H200_SHARED])
 @pytest.mark.parametrize("processors", [1, 46, 132, 170])
 @pytest.mark.parametrize("sequences", [1, 2, 10, 64, 256, 1000, 4096])
-def test_decode_grid_is_bounded_and_a_power_of_two(sequences: int, processors: int) -> None:
-    launch = decode_file.decode_launch(sequences, 8, 128, 2, 640, processors)
+def test_decode_grid_is_bounded_and_a_power_of_two(sequences: int, processors: int, shared_bytes: int) -> None:
+    launch = decode_file.decode_launch(sequences, 8, 128, 2, 640, processors, shared_bytes)
     assert launch.splits & (launch.splits - 1) == 0
     assert launch.splits * sequences * 8 <= max(64 * processors, sequences * 8)
     assert 1 <= launch.share_pages <= 32
 
 
+def test_few_sequences_leave_few_places_empty() -> None:
+    """Two programs of four stages or three of three run on a processor of an H200; one of three on consumer GPUs."""
+    found = {n: decode_file.decode_launch(n, 8, 128, 2, 640, 132, H200_SHARED) for n in (1, 2, 8, 12, 16)}
+    assert {n: (launch.splits, launch.stages) for n, launch in found.items()} == {
+        1: (32, 4),
+        2: (16, 4),
+        8: (4, 4),
+        12: (4, 3),
+        16: (2, 4),
+    }
+    assert decode_file.decode_launch(1, 8, 128, 2, 640, 128, 99 * 2**10).stages == 3
+
+
 def test_a_short_table_is_not_split_below_a_share() -> None:
-    assert decode_file.decode_launch(1, 8, 128, 2, 3, 132).splits == 2
+    assert decode_file.decode_launch(1, 8, 128, 2, 3, 132, H200_SHARED).splits == 2

@@ -1,4 +1,4 @@
-"""Products with their neighbours: the few-token Triton bodies against float64, and which product goes where."""
+"""Products with their neighbours: the Triton bodies of few tokens against float64, and which product goes where."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import pytest
 import torch
 from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, applies here too
 
-from meltcore.kernels import few_tokens as few_file
 from meltcore.kernels import linear as linear_file
 from meltcore.kernels import tiled_product as tiled_file
-from meltcore.kernels.few_tokens import MAX_INPUT, few_tokens, one_token, suits_few_tokens, suits_one_token
 from meltcore.kernels.linear import gated_linear, linear, linear_add
 from meltcore.kernels.norm import Norm
+from meltcore.kernels.one_token import MAX_INPUT, one_token, suits_one_token
 from meltcore.kernels.tiled_product import tiled_product
 
 EPS = 1e-6
@@ -83,7 +82,7 @@ def test_a_product_is_rounded_once(
     seed: int, tokens: int, output_size: int, input_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     hidden, weight = random_product(seed, tokens, output_size, input_size, dtype)
-    body = one_token if tokens == 1 else few_tokens
+    body = one_token if tokens == 1 else tiled_product
     result = body(hidden.to(device), weight.to(device))
     assert result.shape == (tokens, output_size)
     assert_rounded_once(result, exact(hidden, weight), dtype)
@@ -98,7 +97,7 @@ def test_a_product_is_added_to_the_residual_and_rounded_once(
     hidden, weight = random_product(seed, tokens, output_size, input_size, dtype)
     before = torch.randn(tokens, output_size).to(dtype)
     residual = before.to(device, copy=True)
-    body = one_token if tokens == 1 else few_tokens
+    body = one_token if tokens == 1 else tiled_product
     assert body(hidden.to(device), weight.to(device), residual=residual) is residual
     assert_rounded_once(residual, before.double() + exact(hidden, weight), dtype)
 
@@ -132,8 +131,6 @@ def expected_bodies(tokens: int) -> list[str]:
     """Of `linear`, `gated_linear` and `linear_add`."""
     if tokens == 1:
         return ["one_token"] * 3
-    if tokens <= few_file.MAX_TOKENS:
-        return ["tiled_product", "tiled_product", "few_tokens"]
     return ["tiled_product"] * 3 if tokens <= tiled_file.MAX_TOKENS else []
 
 
@@ -143,7 +140,7 @@ def test_the_public_functions_serve_every_count_of_tokens(
 ) -> None:
     monkeypatch.setattr(linear_file, "use_triton", lambda tensor: True)
     taken: list[str] = []
-    for body in (one_token, few_tokens, tiled_product):
+    for body in (one_token, tiled_product):
 
         def noted(*args: Any, body: Any = body, **more: Any) -> torch.Tensor:
             taken.append(body.__name__)
@@ -167,21 +164,18 @@ def test_rows_past_the_end_are_not_written(tokens: int, device: torch.device) ->
     """Tokens and outputs are both padded inside; what lies behind the result must survive."""
     hidden, weight = random_product(0, tokens, 21, 64, torch.bfloat16)
     kept = torch.full((tokens * 21 + 64,), 7.0, dtype=torch.bfloat16, device=device)
-    body = one_token if tokens == 1 else few_tokens
+    body = one_token if tokens == 1 else tiled_product
     body(hidden.to(device), weight.to(device), residual=kept[: tokens * 21].view(tokens, 21))
     assert (kept[tokens * 21 :] == 7.0).all()
 
 
-def test_what_does_not_suit_goes_to_torch() -> None:
-    hidden, weight = random_product(0, 4, 8, 128, torch.bfloat16)
-    assert suits_few_tokens(hidden, weight)
-    assert not suits_few_tokens(hidden[:0], weight)
-    assert suits_few_tokens(hidden.new_empty(2, MAX_INPUT), hidden.new_empty(5, MAX_INPUT))
-    assert not suits_few_tokens(hidden.new_empty(2, 2 * MAX_INPUT), hidden.new_empty(5, 2 * MAX_INPUT))
-    assert suits_one_token(hidden[:1], weight)
-    assert not suits_one_token(hidden, weight)
-    assert not suits_few_tokens(hidden.repeat(5, 1), weight)
-    assert not suits_few_tokens(hidden.float(), weight.float())
-    assert not suits_few_tokens(hidden[:, :96].contiguous(), weight[:, :96].contiguous())
-    assert not suits_few_tokens(hidden[:, :64], weight[:, :64].contiguous())
-    assert not suits_few_tokens(hidden[:, :64].contiguous(), weight[:, :64])
+def test_what_does_not_suit_one_token() -> None:
+    hidden, weight = random_product(0, 1, 8, 128, torch.bfloat16)
+    assert suits_one_token(hidden, weight)
+    assert not suits_one_token(hidden[:0], weight)
+    assert not suits_one_token(hidden.repeat(2, 1), weight)
+    assert suits_one_token(hidden.new_empty(1, MAX_INPUT), hidden.new_empty(5, MAX_INPUT))
+    assert not suits_one_token(hidden.new_empty(1, 2 * MAX_INPUT), hidden.new_empty(5, 2 * MAX_INPUT))
+    assert not suits_one_token(hidden.float(), weight.float())
+    assert not suits_one_token(hidden[:, :96].contiguous(), weight[:, :96].contiguous())
+    assert not suits_one_token(hidden[:, :64].contiguous(), weight[:, :64])

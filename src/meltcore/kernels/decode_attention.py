@@ -16,10 +16,17 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.attend import as_cached, attend_block, attend_torch, gather_pages, require_layout, rotated
-from meltcore.kernels.capability import capability, processors
+from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout, rotated
+from meltcore.kernels.capability import capability, processors, shared_bytes
 from meltcore.kernels.decode_lanes import MOST_HEAD_DIM, decode_in_lanes, lane_count
-from meltcore.kernels.decode_share import MOST_SPLIT_PAIRS, arrivals_of, block_keys_of, least_rows, merge_if_last
+from meltcore.kernels.decode_share import (
+    MOST_SPLIT_PAIRS,
+    arrivals_of,
+    begin_with_new,
+    block_keys_of,
+    hand_in,
+    least_rows,
+)
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
@@ -82,6 +89,12 @@ def _decode_torch(
         out[real[i]] = attend_torch(queries[i : i + 1], keys, values, position, scale)[0]
 
 
+# Shared memory of a program, by its stages: one block of keys and of values less, 32 KiB each pair, and a little more.
+_PROGRAM_BYTES = {3: 72 * 2**10, 4: 104 * 2**10}
+# Shares of a sequence. More would take longer to merge than they save.
+_MOST_SPLITS = 64
+
+
 class DecodeLaunch(NamedTuple):
     """How the work of a decode step is cut up. See `decode_launch`."""
 
@@ -94,27 +107,47 @@ class DecodeLaunch(NamedTuple):
 
 
 def decode_launch(
-    sequences: int, kv_heads: int, head_dim: int, element_bytes: int, max_pages: int, processors: int
+    sequences: int,
+    kv_heads: int,
+    head_dim: int,
+    element_bytes: int,
+    max_pages: int,
+    processors: int,
+    shared_bytes: int,
 ) -> DecodeLaunch:
     """Fixed by the shapes alone, so that a graph can capture it; lengths are known to the device only.
 
     A share is about `share_pages` pages, or more where a sequence has more than `splits` such shares; the shares of a
-    sequence are of about one length. Few sequences are cut finely, so that every processor has work, and start early.
+    sequence are of about one length. Few sequences start early and are cut into as many shares as can run at once, with
+    three stages or four, whichever leaves less of the shared memory empty (`shared_bytes`, of a processor).
     Many are best left whole (400 sequences of 640 tokens: 97 % of read bandwidth, in two shares each 89 %; H200,
     2026-11-21), but for the very long ones among them, which would hold up the rest: a second program a sequence costs
     next to nothing where it finds no share.
     """
     pairs = sequences * kv_heads
-    if pairs < processors:
-        share_pages, most, stages, ahead = min(4, max(1, 8 * pairs // processors)), 16, 3, True
+    ahead = pairs < processors
+    if ahead:
+        share_pages = 1
+        stages, most = _shares_of_few(pairs, processors, shared_bytes)
     else:
-        share_pages, most, stages, ahead = 32, 2 if pairs <= 32 * processors else 1, 3, False
-    splits = 1 << (min(most, -(-max_pages // share_pages)).bit_length() - 1)
+        share_pages, stages, most = 32, 3, 2 if pairs <= 32 * processors else 1
+    splits = 1 << (min(most, _MOST_SPLITS, -(-max_pages // share_pages)).bit_length() - 1)
     # Wider heads are too many registers for 4 warps: with keys in FP8, ptxas 12.8 crashes on them.
     warps = 4 if head_dim <= 128 else 8
     return DecodeLaunch(
         splits, share_pages, block_keys_of(head_dim, element_bytes), warps=warps, stages=stages, ahead=ahead
     )
+
+
+def _shares_of_few(pairs: int, processors: int, shared_bytes: int) -> tuple[int, int]:
+    """Stages, and the most shares of a sequence, a power of two, that leave the fewest places for programs empty."""
+    choices = []
+    for stages, program_bytes in _PROGRAM_BYTES.items():
+        places = processors * (shared_bytes // program_bytes)
+        splits = 1 << (max(1, places // pairs).bit_length() - 1)
+        choices.append((pairs * splits / places if places else 0.0, stages, splits))
+    _, stages, splits = max(choices)
+    return stages, splits
 
 
 def _decode_triton(
@@ -144,7 +177,13 @@ def _decode_triton(
         return
     if launch is None:
         launch = decode_launch(
-            sequences, kv_heads, head_dim, qkv.element_size(), page_table.shape[1], processors(qkv.device)
+            sequences,
+            kv_heads,
+            head_dim,
+            qkv.element_size(),
+            page_table.shape[1],
+            processors(qkv.device),
+            shared_bytes(qkv.device),
         )
     if splits is not None:
         launch = launch._replace(splits=splits)
@@ -283,13 +322,9 @@ def _decode_kernel(
     if position < first + share:
         # The last share begins with the new token, straight from the product.
         key = rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
-        slot = ((newest_page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + column
-        held_key, held_value = as_cached(key, key_cache), as_cached(value, value_cache)
-        tl.store(key_cache + slot, held_key, (member == 0)[:, None])
-        tl.store(value_cache + slot, held_value, (member == 0)[:, None])
-        highest = tl.sum(query.to(tl.float32) * held_key.to(tl.float32), 1) * scale_log2
-        total = tl.full((ROWS,), 1.0, tl.float32)
-        mixed = held_value.to(tl.float32)
+        mixed, total, highest = begin_with_new(
+            query, key, value, key_cache, value_cache, newest_page, position, kv_head, scale_log2, KV_HEADS, PAGE_SIZE
+        )
 
     if AHEAD:
         mixed, total, highest = attend_block(
@@ -317,14 +352,11 @@ def _decode_kernel(
     elif shares == 1:
         tl.store(result, mixed.to(out.dtype.element_ty), in_group)
     else:
-        part = place * SPLITS + split
-        tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], mixed, in_group)
-        tl.store(weights + part, highest + tl.log2(total), member < GROUP)
-        tl.debug_barrier()  # all of this program's share is written before it is counted
         pair = sequence * KV_HEADS + kv_head
-        first_row = pair * GROUP * SPLITS
-        merge_if_last(
-            out, partial, weights, arrivals, pair, first_row, SPLITS, 1, shares, GROUP, HEAD_DIM, BLOCK=min(SPLITS, 8)
+        rows_from = pair * GROUP * SPLITS
+        hand_in(
+            *(out, partial, weights, arrivals, mixed, total, highest, pair, split, shares, rows_from, SPLITS, 1),
+            *(ROWS, GROUP, HEAD_DIM, min(SPLITS, 8)),
         )
 
 
@@ -339,8 +371,9 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
 
     norms = HeadNorms(qkv[0], qkv[0], 1e-6)
 
-    def case(norms: HeadNorms | None, splits: int, ahead: bool = False, cache: torch.Tensor = cache) -> CompileCase:
-        launch = decode_launch(64, model.kv_heads, model.head_dim, dtype.itemsize, 640, 132)._replace(ahead=ahead)
+    def case(norms: HeadNorms | None, splits: int, sequences: int = 1000, cache: torch.Tensor = cache) -> CompileCase:
+        sizes = model.kv_heads, model.head_dim, dtype.itemsize, 640, 132
+        launch = decode_launch(sequences, *sizes, shared_bytes(cache.device))
         given = qkv, norms, rotary, column, cache, cache, page_table, column
         return lambda: _decode_triton(*given, 1.0, out, splits, launch)
 
@@ -349,9 +382,10 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         return lambda: decode_in_lanes(*given, 1.0, out, 49)
 
     kinds = [cache, cache.to(FP8)] if capability(cache.device) >= FP8_CAPABILITY else [cache]
-    cases = [case(None, 16)]
+    cases = [case(None, 16, 1)]
     for kind in kinds:
-        cases += [case(norms, 1, cache=kind), case(norms, 16, cache=kind), case(norms, 16, ahead=True, cache=kind)]
+        cases += [case(norms, splits, cache=kind) for splits in (1, 2)]
+        cases += [case(norms, 16, few, kind) for few in (1, 12)]
         if model.head_dim <= MOST_HEAD_DIM:
             cases.append(in_lanes(norms, kind))
     return cases

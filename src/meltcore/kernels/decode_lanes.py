@@ -15,9 +15,9 @@ import math
 
 import torch
 
-from meltcore.kernels.attend import as_cached, attend_block, rotated
+from meltcore.kernels.attend import attend_block, rotated
 from meltcore.kernels.capability import processors, shared_bytes
-from meltcore.kernels.decode_share import arrivals_of, block_keys_of, least_rows, merge_if_last
+from meltcore.kernels.decode_share import arrivals_of, begin_with_new, block_keys_of, hand_in, least_rows
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.qkv import HeadNorms
@@ -137,9 +137,8 @@ def _lanes_kernel(
     held = tl.where(index < sequences, tl.maximum(tl.cdiv(each + 1, PAGE_SIZE), 1), 0)
     ends = tl.cumsum(held, 0)
     total_pages = tl.sum(held, 0)
-    lanes = tl.minimum(
-        tl.num_programs(1), total_pages
-    )  # every lane has a page: the shares of a sequence can be counted
+    # Every lane has a page, so that the shares of a sequence can be counted.
+    lanes = tl.minimum(tl.num_programs(1), total_pages)
     begin = lane * total_pages // lanes
     end = (lane + 1) * total_pages // lanes
     sequence = tl.sum((ends <= begin).to(tl.int32), 0)
@@ -177,18 +176,8 @@ def _lanes_kernel(
         token = qkv + sequence.to(tl.int64) * qkv_stride
         # Rows past the group repeat its last head: cheaper than a mask on every load.
         own = token + (kv_head * GROUP + tl.minimum(member, GROUP - 1))[:, None] * HEAD_DIM
-        query = rotated(
-            tl.load(own + column),
-            tl.load(own + partner),
-            query_weight,
-            column,
-            partner,
-            cos,
-            sin,
-            eps,
-            NORMED,
-            HEAD_DIM,
-        )
+        query, other = tl.load(own + column), tl.load(own + partner)
+        query = rotated(query, other, query_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
         mixed = tl.zeros((ROWS, HEAD_DIM), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -198,14 +187,10 @@ def _lanes_kernel(
             key, key_partner = tl.load(new + column), tl.load(new + partner)
             value = tl.load(new + KV_HEADS * HEAD_DIM + column)
             key = rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
-            newest_page = tl.load(pages + position // PAGE_SIZE)
-            slot = ((newest_page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + column
-            held_key, held_value = as_cached(key, key_cache), as_cached(value, value_cache)
-            tl.store(key_cache + slot, held_key, (member == 0)[:, None])
-            tl.store(value_cache + slot, held_value, (member == 0)[:, None])
-            highest = tl.sum(query.to(tl.float32) * held_key.to(tl.float32), 1) * scale_log2
-            total = tl.full((ROWS,), 1.0, tl.float32)
-            mixed = held_value.to(tl.float32)
+            newest = tl.load(pages + position // PAGE_SIZE)
+            mixed, total, highest = begin_with_new(
+                query, key, value, key_cache, value_cache, newest, position, kv_head, scale_log2, KV_HEADS, PAGE_SIZE
+            )
         last = tl.minimum(last_page * PAGE_SIZE, position)
         # A page's number is loaded one block ahead of its keys, whose addresses wait for it.
         for start in range(first_page * PAGE_SIZE, last, BLOCK_KEYS):
@@ -221,30 +206,16 @@ def _lanes_kernel(
             page = following_page
 
         mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # padding has seen nothing
-        head = kv_head * GROUP + member
         if last_page - first_page == count:
-            place = sequence.to(tl.int64) * (KV_HEADS * GROUP) + head
+            place = (sequence.to(tl.int64) * KV_HEADS + kv_head) * GROUP + member
             tl.store(out + place[:, None] * HEAD_DIM + dims[None, :], mixed.to(out.dtype.element_ty), in_group)
         else:
             first_lane = ((origin + 1) * lanes - 1) // total_pages
             shares = ((origin + count) * lanes - 1) // total_pages - first_lane + 1
-            part = (lane + sequence) * (KV_HEADS * GROUP) + head
-            tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], mixed, in_group)
-            tl.store(weights + part, highest + tl.log2(total), member < GROUP)
-            tl.debug_barrier()  # all of this program's share is written before it is counted
-            merge_if_last(
-                out,
-                partial,
-                weights,
-                arrivals,
-                sequence * KV_HEADS + kv_head,
-                ((first_lane + sequence) * KV_HEADS + kv_head) * GROUP,
-                1,
-                KV_HEADS * GROUP,
-                shares,
-                GROUP,
-                HEAD_DIM,
-                BLOCK=4,
+            pair, rows_from = sequence * KV_HEADS + kv_head, ((first_lane + sequence) * KV_HEADS + kv_head) * GROUP
+            hand_in(
+                *(out, partial, weights, arrivals, mixed, total, highest, pair, lane - first_lane, shares, rows_from),
+                *(1, KV_HEADS * GROUP, ROWS, GROUP, HEAD_DIM, 4),
             )
         origin += count
         sequence += 1

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from meltcore.kernels.attend import as_cached
 from meltcore.kernels.jit import tl, triton
 
 # Pairs of a sequence and a key head that can be split; more of them fill any GPU unsplit.
@@ -75,24 +76,35 @@ def _merged(partial, weights, first, exists, share_stride, shares, HEAD_DIM: tl.
 
 
 @triton.jit
-def merge_if_last(
+def hand_in(
     out,
     partial,
     weights,
     arrivals,
+    mixed,
+    total,
+    highest,
     pair,
+    split,
+    shares,
     first,
     head_stride,
     share_stride,
-    shares,
+    ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count a share of `pair`, a sequence and key head; whoever hands in the last writes the outputs of its group.
+    """Leave share `split` of `pair`, a sequence and key head; who hands in the last writes the outputs of its group.
 
-    Share i of the group's head h is in row `first + h * head_stride + i * share_stride`.
+    mixed: [ROWS, HEAD_DIM], divided by `total` already. Share i of the group's head h is in row
+    `first + h * head_stride + i * share_stride` of `partial`; the merge reads BLOCK shares at once.
     """
+    row = tl.arange(0, ROWS)
+    part = first + row * head_stride + split * share_stride
+    tl.store(partial + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mixed, (row < GROUP)[:, None])
+    tl.store(weights + part, highest + tl.log2(total), row < GROUP)
+    tl.debug_barrier()  # all of this program's share is written before it is counted
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == shares - 1:
         tl.store(arrivals + pair, 0)
         member = tl.arange(0, triton.next_power_of_2(GROUP))
@@ -100,3 +112,33 @@ def merge_if_last(
         merged = _merged(partial, weights, first + member * head_stride, exists, share_stride, shares, HEAD_DIM, BLOCK)
         result = out + (pair * GROUP + member)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
         tl.store(result, merged.to(out.dtype.element_ty), exists[:, None])
+
+
+@triton.jit
+def begin_with_new(
+    query,
+    key,
+    value,
+    key_cache,
+    value_cache,
+    page,
+    position,
+    kv_head,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Store the new token's key and value on its page, and attend to it first. Returns (mixed, total, highest).
+
+    query: [ROWS, HEAD_DIM]; key, value: as many rows, all of them the same.
+    """
+    ROWS: tl.constexpr = query.shape[0]
+    HEAD_DIM: tl.constexpr = query.shape[1]
+    column = tl.broadcast_to(tl.arange(0, HEAD_DIM)[None, :], (ROWS, HEAD_DIM))
+    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + column
+    once = (tl.arange(0, ROWS) == 0)[:, None]
+    held_key, held_value = as_cached(key, key_cache), as_cached(value, value_cache)
+    tl.store(key_cache + slot, held_key, once)
+    tl.store(value_cache + slot, held_value, once)
+    highest = tl.sum(query.to(tl.float32) * held_key.to(tl.float32), 1) * scale_log2
+    return held_value.to(tl.float32), tl.full((ROWS,), 1.0, tl.float32), highest

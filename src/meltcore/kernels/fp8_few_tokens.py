@@ -1,4 +1,4 @@
-"""Products of a few tokens with an FP8 weight matrix, in the forms of few_tokens.py.
+"""Products of a few tokens with an FP8 weight matrix, one (as one_token.py does) or several at once.
 
 One token is quantised inside, to the same values as by `quantise`, whose kernel would take as long as the product.
 Several come quantised: every program would do all of them again. The products of e4m3 numbers are exact as products of
@@ -13,11 +13,11 @@ from functools import partial
 
 import torch
 
-from meltcore.kernels.few_tokens import COLUMN_MULTIPLE, FewTokensLaunch, _read, _silu
 from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY, LARGEST
 from meltcore.kernels.fp8_quantise import LEAST, Fp8Rows
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.norm import Norm
+from meltcore.kernels.one_token import COLUMN_MULTIPLE, RowsLaunch, _read, _silu
 from meltcore.kernels.overlap import overlaps
 
 LEAST_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
@@ -174,16 +174,16 @@ def _fp8_few_tokens_kernel(
     tl.store(output, result, mask=inside)
 
 
-def one_token_launch(input_size: int) -> FewTokensLaunch:
+def one_token_launch(input_size: int) -> RowsLaunch:
     """The best of a sweep over the products of a Qwen3-0.6B layer (H200, 2026-11-21), as the next."""
     columns, warps = (512, 2) if input_size <= 2048 else (1024, 4)
-    return FewTokensLaunch(4, min(columns, input_size & -input_size), warps)
+    return RowsLaunch(4, min(columns, input_size & -input_size), warps)
 
 
-def few_tokens_launch(rows: int, input_size: int) -> FewTokensLaunch:
+def few_tokens_launch(rows: int, input_size: int) -> RowsLaunch:
     """rows: of the weight."""
     rows_together, columns = (8, 1024) if rows <= 2048 else (16, 512)
-    return FewTokensLaunch(rows_together, min(columns, input_size & -input_size), 4)
+    return RowsLaunch(rows_together, min(columns, input_size & -input_size), 4)
 
 
 def fp8_one_token(
@@ -193,9 +193,9 @@ def fp8_one_token(
     *,
     gated: bool = False,
     residual: torch.Tensor | None = None,
-    launch: FewTokensLaunch | None = None,
+    launch: RowsLaunch | None = None,
 ) -> torch.Tensor:
-    """As `few_tokens` of one token: norm before, a gate or an addition after the product, and weights read early."""
+    """As `one_token`: norm before, a gate or an addition after the product, and weights read early."""
     input_size = hidden.shape[1]
     output = _output(1, weight, hidden.dtype, gated, residual)
     launch = launch or one_token_launch(input_size)
@@ -231,9 +231,9 @@ def fp8_few_tokens(
     *,
     gated: bool = False,
     residual: torch.Tensor | None = None,
-    launch: FewTokensLaunch | None = None,
+    launch: RowsLaunch | None = None,
 ) -> torch.Tensor:
-    """As `few_tokens`, of tokens that are quantised already; the result is of `dtype`."""
+    """Products of up to MAX_TOKENS tokens that are quantised already; the result is of `dtype`."""
     count, input_size = tokens.values.shape
     output = _output(count, weight, dtype, gated, residual)
     launch = launch or few_tokens_launch(weight.values.shape[0], input_size)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.dispatch import use_triton
-from meltcore.kernels.few_tokens import few_tokens, one_token, suits_few_tokens, suits_one_token
 from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.one_token import one_token, suits_one_token
 from meltcore.kernels.swiglu import swiglu
 from meltcore.kernels.tiled_product import suits_tiles, tiled_product
 
@@ -43,8 +43,6 @@ def linear_add(residual: torch.Tensor, hidden: torch.Tensor, weight: torch.Tenso
     """Add `linear(hidden, weight)` to residual [tokens, output_size], contiguous, in place, and return it."""
     if use_triton(hidden) and suits_one_token(hidden, weight):
         return one_token(hidden, weight, residual=residual)
-    if use_triton(hidden) and suits_few_tokens(hidden, weight):
-        return few_tokens(hidden, weight, residual=residual)
     if use_triton(hidden) and suits_tiles(hidden, weight):
         return tiled_product(hidden, weight, residual=residual)
     return residual.addmm_(hidden, weight.t())
