@@ -23,7 +23,7 @@ class EngineConfig:
     tp: int = 1  # tensor parallel: ranks that share one model, each on a GPU of its own from `device` on
     rank_timeout_s: float = 10.0  # a step that takes longer is stuck, with more ranks than one
     max_model_len: int | None = None  # tokens, prompt and answer together
-    max_num_seqs: int | None = None  # sequences in one step; 1024 on CUDA, 256 on a CPU
+    max_num_seqs: int | None = None  # sequences in one step; 1024 on CUDA, 256 on a CPU, fewer by recurrent states
     max_num_batched_tokens: int | None = None  # tokens in one step; 8192 on CUDA (offline 16384), 2048 on a CPU
     memory_bytes: int | None = None  # all an engine may take of its GPU (or of host memory for KV on a CPU)
     seed: int = 0  # for dummy weights, and for requests that name no seed

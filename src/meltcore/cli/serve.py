@@ -91,7 +91,12 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--max-model-len", type=positive, metavar="TOKENS", help="prompt and answer together")
-    group.add_argument("--max-num-seqs", type=positive, metavar="N", help="sequences a step (1024; CPU: 256)")
+    group.add_argument(
+        "--max-num-seqs",
+        type=positive,
+        metavar="N",
+        help="sequences a step (1024; CPU: 256; fewer where their recurrent states would take half of the room)",
+    )
     group.add_argument(
         "--max-num-batched-tokens", type=positive, metavar="TOKENS", help="tokens a step (8192; CPU: 2048)"
     )
