@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--works", default=f"{SHORT} {LONG}", help='"LEVELS@LOW:HIGH/OUT ..."')
     parser.add_argument("--seqs", type=int, default=1024)
-    parser.add_argument("--budget", type=int, default=8192, help="tokens a step")
+    parser.add_argument("--budget", type=int, help="tokens a step; the offline API's own default")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
