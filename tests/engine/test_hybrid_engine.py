@@ -9,6 +9,8 @@ import hybrid_tools
 import pytest
 import torch
 
+from meltcore.engine.warm_up import warm_up
+
 TOLERANCE = 1e-4
 
 
@@ -66,6 +68,17 @@ def test_a_slot_passes_on_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch,
     for request_id, prompt in prompts.items():
         seen.add(request_id, prompt)
     assert_as_alone(seen, folder, monkeypatch, prompts)
+
+
+def test_a_warm_up_writes_to_the_padding_page_and_the_null_slot_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = hybrid_tools.open_hybrid(folder, monkeypatch, max_model_len=300)
+    warm_up(seen.engine.runner, 300)
+    for pair in seen.engine.runner.caches:
+        for cache in pair:
+            assert cache[0].any()
+            assert not cache[1:].any()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

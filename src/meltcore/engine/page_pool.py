@@ -7,7 +7,7 @@ the prefix cache until the room is needed).
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-PAGE_SIZE = 64  # tokens; equals the chunk of Gated DeltaNet, so that one grid will serve pages, states and hashing
+PAGE_SIZE = 64  # tokens; equals the chunk of Gated DeltaNet, so that one grid serves pages, states and hashing
 
 
 class PagePool:

@@ -1,7 +1,7 @@
 """Runs once, before serving, what serving will run: a kernel compiled in the middle of a step stops everyone.
 
 Graphs compile what decode steps need. Here go prompts of every size that the kernels tell apart, and every way to
-choose a token, all on the padding row, whose page nobody reads.
+choose a token, all on the padding row, whose page and state slot nobody reads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVERY_CHOICE = (
 
 
 def warm_up(runner: ModelRunner, max_model_len: int) -> None:
-    """Compute prompts of at most `max_model_len` tokens and forget them; only the cache's padding page is written."""
+    """Compute prompts of at most `max_model_len` tokens and forget them; only what padding writes to is written."""
     for tokens in PROMPT_TOKENS:
         if tokens <= max_model_len:
             runner.launch([_prompt(0, tokens, SamplingParams())]).read()
