@@ -58,8 +58,8 @@ def compare(first: RunResult, second: RunResult, *, force: bool = False) -> list
     against = reasons_not_to_compare(first, second)
     if against and not force:
         raise ConfigError(f"these runs do not compare: {'; '.join(against)}. --force shows them all the same")
-    others = {_key(level): level for level in second.levels}
-    pairs = [(level, others[_key(level)]) for level in first.levels if _key(level) in others]
+    others = {level_key(level): level for level in second.levels}
+    pairs = [(level, others[level_key(level)]) for level in first.levels if level_key(level) in others]
     if not pairs:
         raise ConfigError("these runs have no level in common")
     rows = [
@@ -99,9 +99,9 @@ def reasons_not_to_compare(first: RunResult, second: RunResult) -> list[str]:
     weights = [_weights(run) for run in (first, second)]
     if weights[0] != weights[1] and set(weights) != {"real", _NOT_NAMED}:
         reasons.append(f"the weights differ: {weights[0]} against {weights[1]}")
-    others = {_key(level): level for level in second.levels}
+    others = {level_key(level): level for level in second.levels}
     for level in first.levels:
-        other = others.get(_key(level))
+        other = others.get(level_key(level))
         if other is not None and (level.workload, level.requests) != (other.workload, other.requests):
             reasons.append(
                 f"{load_of(level)} differs: {level.requests:,} of {level.workload or 'no named workload'} "
@@ -138,5 +138,5 @@ def _weights(run: RunResult) -> str:
     return str(run.settings.get("weights", _NOT_NAMED))
 
 
-def _key(level: LevelResult) -> tuple[str, int, float | None]:
+def level_key(level: LevelResult) -> tuple[str, int, float | None]:
     return level.load_kind, level.concurrency, level.rate_per_s

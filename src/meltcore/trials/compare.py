@@ -1,0 +1,68 @@
+"""Starts two servers in turns and judges them; before that, the first against itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from meltcore.report.judge import PRIMARY_METRIC, judge
+from meltcore.report.judge_output import as_markdown
+from meltcore.report.judge_page import render_judgement
+from meltcore.results.judgement import JUDGEMENT_FILE, Judgement, Limits
+from meltcore.results.runfolder import RunFolder, write_whole
+from meltcore.results.starts import write_set
+from meltcore.trials.command import ServerCommand
+from meltcore.trials.series import OnTurn, Plan, run_turns, turns
+
+MARKDOWN_FILE = "comparison.md"
+CONTROL, OLD, NEW = "control", "A", "B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """`starts` a side, after `control` starts of the old server alone. `metric` at `load` gives the verdict."""
+
+    old: ServerCommand
+    new: ServerCommand
+    starts: int = 6
+    control: int = 6
+    metric: str = PRIMARY_METRIC
+    load: int | None = None
+    limits: Limits = field(default_factory=Limits)
+    force: bool = False
+
+
+def run_trial(
+    trial: Trial, plan: Plan, folder: RunFolder, *, say: Callable[[str], None], on_turn: OnTurn | None = None
+) -> Judgement:
+    """Every set is written to `folder` as soon as it is whole, then what is judged of them.
+
+    Raises MeltcoreError where a start fails, ConfigError where the sets do not compare (and `force` is off).
+    """
+    control = run_turns(turns({CONTROL: trial.old}, trial.control), plan, folder.path, say=say, on_turn=on_turn)
+    write_set(folder.path / CONTROL, control[CONTROL])
+    planned = turns({OLD: trial.old, NEW: trial.new}, trial.starts)
+    sets = run_turns(planned, plan, folder.path, say=say, on_turn=on_turn)
+    for name in (OLD, NEW):
+        write_set(folder.path / name, sets[name])
+    found = judge(
+        sets[OLD],
+        sets[NEW],
+        control=control[CONTROL],
+        order="".join(turn.set_name for turn in planned),
+        metric=trial.metric,
+        load=trial.load,
+        limits=trial.limits,
+        force=trial.force,
+    )
+    save_judgement(folder, found)
+    return found
+
+
+def save_judgement(folder: RunFolder, found: Judgement) -> None:
+    """As JSON, as Markdown for a pull request, and as a page."""
+    write_whole(folder.path / JUDGEMENT_FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    write_whole(folder.path / MARKDOWN_FILE, as_markdown(found).encode())
+    folder.write_report(render_judgement(found))

@@ -1,0 +1,138 @@
+"""Fresh starts of the scripted server, whose speed is known: a slower script must be judged a regression."""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from meltcore.cli.main import main
+from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.evals.server_process import ServerError
+from meltcore.load.config import LoadConfig
+from meltcore.results.judgement import Judgement
+from meltcore.results.starts import read_set, write_set
+from meltcore.trials.baseline import free_place, load_again
+from meltcore.trials.command import parse_command
+from meltcore.trials.series import Plan, run_turns, turns
+
+SCRIPTED = f"{sys.executable} -m meltcore.load.scripted_server --port {{port}} --ttft-ms 5"
+LOAD = ["--concurrency", "4", "--requests", "8", "--workload", "random:in=8,out=16"]
+
+
+def command_file(path: Path, itl_ms: float, more: str = "") -> str:
+    path.write_text(f"{SCRIPTED} --itl-ms {itl_ms} {more}\n")
+    return str(path)
+
+
+def small_load() -> LoadConfig:
+    return LoadConfig(url="", concurrency=(4,), requests=8, warmup=2, workload="random:in=8,out=8", seed=3)
+
+
+def test_two_servers_take_turns_that_mirror_each_other() -> None:
+    commands = {"A": parse_command("a {port}"), "B": parse_command("b {port}")}
+    planned = turns(commands, 6)
+    assert "".join(turn.set_name for turn in planned) == "ABBAABBAABBA"
+    assert [turn.place for turn in planned if turn.set_name == "B"] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ConfigError, match="at least 1"):
+        turns(commands, 0)
+
+
+def test_every_start_is_fresh_and_loaded_alike(tmp_path: Path) -> None:
+    heard: list[str] = []
+    command = parse_command(f"{SCRIPTED} --itl-ms 1")
+    found = run_turns(turns({"A": command}, 2), Plan(load=small_load()), tmp_path, say=heard.append)["A"]
+    assert [start.levels[0].succeeded for start in found.starts] == [8, 8]
+    assert found.load["workload"] == "random:in=8,out=8"
+    ports = {path.read_text().split()[-1] for path in tmp_path.glob("server-A-*.log")}
+    assert len(ports) == 2
+    assert heard == []
+
+
+def test_what_a_set_was_loaded_with_can_be_said_again(tmp_path: Path) -> None:
+    command = parse_command(f"{SCRIPTED} --itl-ms 1")
+    found = run_turns(turns({"A": command}, 1), Plan(load=small_load()), tmp_path, say=print)["A"]
+    write_set(tmp_path / "kept", found)
+    assert load_again(read_set(tmp_path / "kept").load) == small_load()
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "says"),
+    [
+        ("--nonsense", ServerError, "ended with code 2 before it could become ready"),
+        ("--die-after 5", MeltcoreError, "start 1 of A ended SERVER_DIED"),
+    ],
+)
+def test_a_start_that_fails_ends_the_series_and_is_named(
+    more: str, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    command = parse_command(f"{SCRIPTED} --itl-ms 1 {more}")
+    with pytest.raises(error, match=says):
+        run_turns(turns({"A": command}, 2), Plan(load=small_load()), tmp_path, say=print)
+
+
+@pytest.mark.slow
+def test_a_slower_server_is_found_by_fresh_starts_and_ci_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 6)
+    arguments = ["compare", "--run", old, new, "--starts", "4", "--control", "3", "--out", str(tmp_path), "--json"]
+    assert main([*arguments, *LOAD]) == 1
+    found = msgspec.json.decode(capsys.readouterr().out, type=Judgement)
+    assert found.verdict == "REGRESSION"
+    assert found.order == "ABBAABBA"
+    assert found.control is not None
+    assert len(found.control.old_values) == 3
+    assert found.new_command.endswith("--itl-ms 6")
+    [folder] = tmp_path.glob("*-compare")
+    assert (folder / "report.html").exists()
+    assert "REGRESSION" in (folder / "comparison.md").read_text()
+    assert main(["compare", str(folder / "B"), str(folder / "A")]) == 0
+    assert "IMPROVEMENT" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_baseline_is_saved_listed_shown_and_compared_against(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = ["--baselines", str(tmp_path / "kept")]
+    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 6)
+    assert main(["baseline", "save", "main", "--run", old, *kept, *LOAD]) == 0
+    assert main(["baseline", "list", *kept]) == 0
+    assert main(["baseline", "show", "main", *kept]) == 0
+    assert "Git revision" in capsys.readouterr().out
+    assert main(["baseline", "show", "main", "--json", *kept]) == 0
+    assert len(json.loads(capsys.readouterr().out)["starts"]) == 6
+    out = ["--out", str(tmp_path), "--starts", "4"]
+    assert main(["compare", "main", "--run", new, *kept, *out]) == 1
+    assert "not interleaved" in " ".join(capsys.readouterr().out.split())
+    assert main(["baseline", "save", "main", "--run", old, *kept]) == 2
+    assert "there is a baseline main already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["save", "main"], "needs --run FILE"),
+        (["save", "main", "--run", "A.cmd", "--starts", "5"], "at least 6 starts"),
+        (["save"], "needs a NAME"),
+        (["show", "other"], "there is no baseline other"),
+    ],
+)
+def test_a_baseline_that_cannot_be_is_refused_at_once(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["baseline", *arguments, "--baselines", str(tmp_path)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_baselines_name_is_no_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no name for a baseline"):
+        free_place(tmp_path, "../main", replace=False)
+
+
+@pytest.mark.parametrize("sides", [["A"], ["A", "B", "C"], ["A", "B", "--run", "x.cmd"], ["--run", "x.cmd"]])
+def test_compare_takes_two_sides(sides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *sides]) == 2
+    assert "compare takes two sides" in capsys.readouterr().err
