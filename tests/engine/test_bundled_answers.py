@@ -1,4 +1,4 @@
-"""The bundled model through our engine: the right answers, and the same ones as through transformers."""
+"""The bundled models through our engine: the right answers, and the same ones as through transformers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meltcore import LLM, SamplingParams
-from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.models.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
 from meltcore.problems import evaluation_set, is_right
 
 GREEDY = SamplingParams(max_tokens=256)
 ACCURACY = 0.95
+each_model = pytest.mark.parametrize("model", [BUNDLED_MODEL, BUNDLED_HYBRID])
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:
@@ -26,15 +27,17 @@ def accuracy(llm: LLM) -> float:
 
 
 @pytest.mark.slow
-def test_held_out_accuracy() -> None:
+@each_model
+def test_held_out_accuracy(model: str) -> None:
     """All 200 at once, and a budget that cuts the long prompts into chunks."""
-    assert accuracy(LLM(BUNDLED_MODEL, device="cpu", max_num_batched_tokens=500, memory_bytes=2**29)) >= ACCURACY
+    assert accuracy(LLM(model, device="cpu", max_num_batched_tokens=500, memory_bytes=2**29)) >= ACCURACY
 
 
-def test_same_tokens_as_transformers() -> None:
-    llm = LLM(BUNDLED_MODEL, device="cpu", memory_bytes=2**28)
+@each_model
+def test_same_tokens_as_transformers(model: str) -> None:
+    llm = LLM(model, device="cpu", memory_bytes=2**28)
     answers = llm.chat(conversations(16), GREEDY)
-    folder = open_checkpoint(BUNDLED_MODEL, files="text").folder
+    folder = open_checkpoint(model, files="text").folder
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert max(len(answer.prompt_token_ids) for answer in answers) > 200
     for answer in answers:
@@ -45,7 +48,17 @@ def test_same_tokens_as_transformers() -> None:
         assert whole[0, prompt.shape[1] :].tolist() == answer.token_ids
 
 
+def test_thoughts_are_no_part_of_the_answer() -> None:
+    (answer,) = LLM(BUNDLED_HYBRID, device="cpu", memory_bytes=2**28).chat(
+        conversations(1), GREEDY, chat_template_kwargs={"enable_thinking": True}
+    )
+    assert answer.thoughts
+    assert "think>" not in answer.thoughts + answer.text
+    assert is_right(evaluation_set()[0], answer.text)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_held_out_accuracy_on_cuda(dtype: str) -> None:
-    assert accuracy(LLM(BUNDLED_MODEL, device="cuda", dtype=dtype, memory_bytes=2**31)) >= ACCURACY
+@each_model
+def test_held_out_accuracy_on_cuda(model: str, dtype: str) -> None:
+    assert accuracy(LLM(model, device="cuda", dtype=dtype, memory_bytes=2**31)) >= ACCURACY

@@ -14,7 +14,11 @@ from typing import Any, Literal
 from meltcore.errors import ConfigError
 
 BUNDLED_MODEL = "meltcore/sums"
-_BUNDLED_FOLDER = Path(__file__).parent.parent / "bundled" / "sums"
+BUNDLED_HYBRID = "meltcore/sums-hybrid"
+_BUNDLED = {
+    BUNDLED_MODEL: Path(__file__).parent.parent / "bundled" / "sums",
+    BUNDLED_HYBRID: Path(__file__).parent.parent / "bundled" / "sums-hybrid",
+}
 # Published configurations that travel with us, so that random weights of these shapes need no download.
 _PUBLISHED = {
     "Qwen/Qwen2.5-1.5B-Instruct": Path(__file__).parent / "published" / "qwen2.5-1.5b-instruct",
@@ -93,8 +97,8 @@ def read_json(path: Path) -> Any:
 
 
 def _find(model: str, files: Files) -> Path:
-    if model == BUNDLED_MODEL:
-        return _BUNDLED_FOLDER
+    if model in _BUNDLED:
+        return _BUNDLED[model]
     if files == "config" and model in _PUBLISHED:
         return _PUBLISHED[model]
     folder = Path(model).expanduser()
@@ -103,7 +107,7 @@ def _find(model: str, files: Files) -> Path:
     looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
     if looks_local:
         raise ConfigError(
-            f"{model}: no such folder (a hub id has the form owner/name; the bundled model is {BUNDLED_MODEL})"
+            f"{model}: no such folder (a hub id has the form owner/name; bundled are {' and '.join(_BUNDLED)})"
         )
     # Imported here: it costs 0.2 s and a local folder does not need it.
     from huggingface_hub import snapshot_download
