@@ -17,7 +17,6 @@ from typing import NamedTuple
 from bench_output import Row, write_result
 
 from meltcore.config import EngineConfig
-from meltcore.engine import scheduler
 from meltcore.engine.engine import Engine
 from meltcore.engine.messages import AddRequest
 from meltcore.engine.sampling_params import SamplingParams
@@ -94,7 +93,7 @@ def main() -> None:
     alone_ms = p99_ms(load.run(steps=300))
     in_pieces = load.read(args.length)
     load.run(steps=50)
-    scheduler.LONG_PROMPT_STEPS = args.length  # no prompt is long
+    load.engine.scheduler.long_prompt = args.length
     whole = load.read(args.length)
     load.engine.close()
 

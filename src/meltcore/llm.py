@@ -56,6 +56,7 @@ class LLM:
         if config.max_num_batched_tokens is None and choose_device(config.device).type == "cuda":
             config = replace(config, max_num_batched_tokens=GPU_BATCHED_TOKENS)
         self.engine = Engine(config)
+        self.engine.scheduler.long_prompt = self.engine.max_model_len  # nobody waits for the next token here
         folder = self.engine.checkpoint.folder
         has_tokenizer = (folder / "tokenizer.json").exists()
         synthetic = self.engine.config.load_format == "dummy" and not has_tokenizer

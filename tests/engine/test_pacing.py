@@ -156,6 +156,15 @@ def test_ordinary_prompts_are_planned_as_if_there_were_no_pacing() -> None:
     assert full > 100
 
 
+def test_offline_no_prompt_is_read_slowly() -> None:
+    """Nobody waits for the next token there: the whole budget is the prompts'."""
+    sim, _ = under_load(dense)
+    sim.scheduler.long_prompt = sim.scheduler.max_model_len
+    steps = sim.steps
+    read_long(sim)
+    assert sim.steps - steps <= LONG // (BUDGET - LOAD) + 3
+
+
 @pytest.mark.parametrize("first", ["long", "ordinary"])
 def test_long_and_ordinary_prompts_take_turns(first: str) -> None:
     """Ordinary prompts arrive without end, more than a step holds; neither kind waits for the other to be over."""

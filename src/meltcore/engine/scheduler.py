@@ -21,7 +21,7 @@ from meltcore.engine.state_pool import StatePool
 from meltcore.engine.state_snapshots import Beginning, StateSnapshots
 
 # Prompts of more than so many step budgets are read in small pieces while other sequences decode (see pacing.py).
-LONG_PROMPT_STEPS = 2
+LONG_PROMPT_STEPS = 4
 
 
 class Chunk(NamedTuple):
@@ -74,6 +74,7 @@ class Scheduler:
         self.snapshots = None if states is None or cache is None else StateSnapshots(states, cache)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.long_prompt = LONG_PROMPT_STEPS * max_num_batched_tokens  # tokens; read slowly where it is longer
         self.pacer: Pacer | None = None  # while there is a sequence with a very long prompt
         self._long: set[str] = set()
         self.running: list[Request] = []  # in order of rank
@@ -93,7 +94,7 @@ class Scheduler:
         return bool(self.running) or self._waiting_count > 0
 
     def add(self, request: Request) -> None:
-        if request.prompt_length > LONG_PROMPT_STEPS * self.max_num_batched_tokens:
+        if request.prompt_length > self.long_prompt:
             self._long.add(request.id)
             self.pacer = self.pacer or Pacer(self.max_num_batched_tokens)
         self._push(request)
