@@ -5,7 +5,11 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from meltcore.load.config import LoadConfig
+    from meltcore.results.runfolder import RunFolder
+    from meltcore.results.schema import RunResult
 
 HELP = "load an OpenAI-compatible server and measure throughput and latency"
 
@@ -14,6 +18,7 @@ EXAMPLES = """\
   meltcore load http://127.0.0.1:8000 --concurrency 10000 --requests 10000 --processes 2
   meltcore load http://127.0.0.1:8000 --rate 5,10,20 --arrivals poisson --slo ttft:2000,tpot:100
   meltcore load http://127.0.0.1:8000 --workload random:in=128-1024,out=128 --requests 500
+  meltcore load http://127.0.0.1:8000 --concurrency 1,32 --monitor
   meltcore load https://api.example.com --model NAME --api-key KEY --workload prompts.jsonl
 
 workloads:
@@ -25,6 +30,7 @@ workloads:
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+GPU_FILE = "gpus.jsonl"  # in the run folder: every sample of --monitor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,28 +55,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-continuous-usage", action="store_true", help="do not ask for token counts with every chunk"
     )
     parser.add_argument("--record-chunks", action="store_true", help="keep every chunk's time in requests.jsonl")
+    parser.add_argument(
+        "--monitor", action="store_true", help="GPU activity, power and memory under the latencies, on one clock"
+    )
+    parser.add_argument(
+        "--gpu", metavar="ID,...", help="of --monitor: indices or UUIDs (default: what this job may use)"
+    )
     parser.add_argument("--out", default="runs", metavar="DIR", help="where the run folder goes (default: runs)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
     import msgspec
     from rich.console import Console
 
-    from meltcore.load.console import level_bars
-    from meltcore.load.run import measure
+    from meltcore.errors import ConfigError
     from meltcore.report import save
     from meltcore.results.runfolder import RunFolder
     from meltcore.results.tables import levels_table
     from meltcore.results.wording import reasons_to_distrust
 
     config = _config(args)
+    if args.gpu is not None and not args.monitor:
+        raise ConfigError("--gpu says which GPUs --monitor records: add --monitor")
     folder = RunFolder.create(args.out, "load")
     console = Console(stderr=args.json)
-    with level_bars(config.levels, console) as on_progress:
-        result = measure(replace(config, records_path=folder.requests_path), sys.argv[1:], on_progress)
+    result = _monitored(args, config, folder, console) if args.monitor else _measured(config, folder, console)
     save(folder, result)
     for reason in reasons_to_distrust(result):
         console.print(reason, style="yellow", markup=False, highlight=False)
@@ -82,6 +92,38 @@ def run(args: argparse.Namespace) -> int:
     if result.verdict == "PARTIAL":
         return EXIT_INTERRUPTED
     return 0 if result.verdict in ("OK", "CLIENT_BOUND") else EXIT_FAILED
+
+
+def _measured(config: "LoadConfig", folder: "RunFolder", console: "Console") -> "RunResult":
+    from dataclasses import replace
+
+    from meltcore.load.console import level_bars
+    from meltcore.load.run import measure
+
+    with level_bars(config.levels, console) as on_progress:
+        return measure(replace(config, records_path=folder.requests_path), sys.argv[1:], on_progress)
+
+
+def _monitored(args: argparse.Namespace, config: "LoadConfig", folder: "RunFolder", console: "Console") -> "RunResult":
+    """As `_measured`, with the GPUs recorded meanwhile. Raises NoDriverError where there is nothing to record."""
+    from meltcore.errors import MeltcoreError
+    from meltcore.hardware.monitor import Monitor
+    from meltcore.hardware.recording import read_recording
+    from meltcore.hardware.sampler import Setup
+    from meltcore.hardware.under_load import attach
+
+    path = folder.path / GPU_FILE
+    try:
+        monitor = Monitor(Setup(path=str(path), gpus=args.gpu))
+    except MeltcoreError:
+        path.unlink(missing_ok=True)
+        folder.path.rmdir()  # nothing was measured
+        raise
+    with monitor:
+        result = _measured(config, folder, console)
+        monitor.stop()
+    result.notes += attach(result.levels, read_recording(path))
+    return result
 
 
 def _config(args: argparse.Namespace) -> "LoadConfig":

@@ -61,9 +61,7 @@ def timeline(
     in_flight: InFlight, token_times_s: np.ndarray, token_weights: np.ndarray, start_s: float, end_s: float
 ) -> list[TimelinePoint]:
     """Buckets of 1 s from `start_s`; the last one is 0.5 to 1.5 s, so that no rate is that of a sliver."""
-    count = max(1, int((end_s - start_s) / BUCKET_S + 0.5))
-    edges = start_s + BUCKET_S * np.arange(count + 1)
-    edges[-1] = max(end_s, edges[-2] + 1e-9)
+    edges = _edges(start_s, end_s)
     tokens, _ = np.histogram(token_times_s, bins=edges, weights=token_weights)
     # Just before each bucket's end: the end of the last one is when everything is over.
     held = in_flight.at(np.nextafter(edges[1:], -np.inf))
@@ -72,3 +70,21 @@ def timeline(
         TimelinePoint(t_s=float(at * BUCKET_S), output_tokens_per_s=float(rate), in_flight=int(open_then))
         for at, (rate, open_then) in enumerate(zip(tokens / widths, held, strict=True))
     ]
+
+
+def means(
+    moments_s: np.ndarray, amounts: np.ndarray, counts: np.ndarray, start_s: float, end_s: float
+) -> list[float | None]:
+    """Sum of `amounts` over sum of `counts` in each bucket of `timeline`; None where nothing counts."""
+    edges = _edges(start_s, end_s)
+    sums, _ = np.histogram(moments_s, bins=edges, weights=amounts)
+    totals, _ = np.histogram(moments_s, bins=edges, weights=counts)
+    return [float(amount / total) if total > 0 else None for amount, total in zip(sums, totals, strict=True)]
+
+
+def _edges(start_s: float, end_s: float) -> np.ndarray:
+    """[buckets + 1]"""
+    count = max(1, int((end_s - start_s) / BUCKET_S + 0.5))
+    edges = start_s + BUCKET_S * np.arange(count + 1)
+    edges[-1] = max(end_s, edges[-2] + 1e-9)
+    return edges

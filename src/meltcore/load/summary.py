@@ -10,7 +10,7 @@ import numpy as np
 from meltcore.load.config import Level
 from meltcore.load.record import Record
 from meltcore.load.selfcheck import ClientWatch, client_limits
-from meltcore.load.spans import InFlight, timeline
+from meltcore.load.spans import InFlight, means, timeline
 from meltcore.results.percentiles import distribution
 from meltcore.results.schema import ClientLoad, LevelResult, Steady, TimelinePoint, Verdict
 
@@ -66,7 +66,8 @@ def summarise(run: LevelRun) -> LevelResult:
         total_tokens_per_s=_rate(prompt_tokens + output_tokens, duration_s),
         chunk_to_token_ratio=chunks / output_tokens if output_tokens else None,
         steady=_steady(run, in_flight, tokens),
-        timeline=_timeline(run, in_flight, tokens, ended_s),
+        timeline=_timeline(run, whole, in_flight, tokens, ended_s),
+        released_s=run.released_s,
         client=_client(run.watches),
     )
     _add_latencies(result, whole, run.streamed)
@@ -187,10 +188,24 @@ def _steady(run: LevelRun, in_flight: InFlight, tokens: _TokenTimes) -> Steady |
     return Steady(start_s=start_s - run.released_s, end_s=end_s - run.released_s, output_tokens_per_s=rate)
 
 
-def _timeline(run: LevelRun, in_flight: InFlight, tokens: _TokenTimes, ended_s: float) -> list[TimelinePoint]:
+def _timeline(
+    run: LevelRun, whole: list[Record], in_flight: InFlight, tokens: _TokenTimes, ended_s: float
+) -> list[TimelinePoint]:
     if not run.records:
         return []
-    return timeline(in_flight, tokens.times_s, tokens.weights, run.released_s, ended_s)
+    points = timeline(in_flight, tokens.times_s, tokens.weights, run.released_s, ended_s)
+    if not run.streamed or not whole:
+        return points
+    firsts = np.array([ttft_ms(record) for record in whole])
+    ttfts = means(_column(whole, "first_text_s"), firsts, np.ones(len(whole)), run.released_s, ended_s)
+    counted = all(record.tokens_so_far is not None for record in whole)
+    gaps = np.concatenate([np.diff(record.times_s) * MS for record in whole])
+    brought = [_chunk_weights(record)[1:] if counted else np.ones(len(record.times_s) - 1) for record in whole]
+    at_s = np.concatenate([record.times_s[1:] for record in whole])
+    itls = means(at_s, gaps, np.concatenate(brought), run.released_s, ended_s)
+    for point, ttft, itl in zip(points, ttfts, itls, strict=True):
+        point.ttft_ms, point.itl_ms = ttft, itl
+    return points
 
 
 def _client(watches: list[ClientWatch]) -> ClientLoad:

@@ -1,4 +1,4 @@
-"""The report's drawings: a quantity against the load of each level, and what one level did over time."""
+"""The report's drawings of a quantity against the load of each level."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,12 @@ from markupsafe import Markup
 
 from meltcore.report import svg
 from meltcore.report.scale import Scale, linear_ticks, log_ticks, spaced
-from meltcore.results.schema import LevelResult, TimelinePoint
+from meltcore.results.schema import LevelResult
 from meltcore.results.wording import load_of, number
 
 WIDTH, HEIGHT = 520.0, 300.0
 LEFT, RIGHT, TOP, BOTTOM = 76.0, 504.0, 16.0, 250.0
 LABEL_GAP = 52.0  # the least room for one tick label below the x axis
-TIMELINE_HEIGHT = 264.0
-TIMELINE_PANELS = ((24.0, 110.0), (150.0, 220.0))  # top and bottom of each panel
 
 
 @dataclass(frozen=True)
@@ -44,24 +42,6 @@ def against_load(
     for line in series:
         parts += _draw(line, levels, x, y, unit)
     return svg.picture(WIDTH, HEIGHT, label, parts)
-
-
-def timeline(level: LevelResult) -> Markup | None:
-    """Output tokens a second (above) and requests in flight (below) over one level. None where none was recorded."""
-    points = level.timeline
-    if len(points) < 2:
-        return None
-    x = Scale(0.0, points[-1].t_s, LEFT, RIGHT)
-    parts: list[Markup] = []
-    if level.steady is not None:
-        parts.append(_span(x(level.steady.start_s), x(min(level.steady.end_s, points[-1].t_s))))
-    parts += _panel(points, x, TIMELINE_PANELS[0], lambda point: point.output_tokens_per_s, 1, "output tokens/s")
-    parts += _panel(points, x, TIMELINE_PANELS[1], lambda point: float(point.in_flight), 2, "in flight")
-    floor = TIMELINE_PANELS[1][1]
-    ticks = [tick for tick in linear_ticks(points[-1].t_s, 6) if tick <= points[-1].t_s * 1.001]
-    parts += [svg.text((x(tick), floor + 17), f"{tick:g}", "tick") for tick in ticks]
-    parts.append(svg.text(((LEFT + RIGHT) / 2, floor + 35), "seconds since release", "axis"))
-    return svg.picture(WIDTH, TIMELINE_HEIGHT, f"{load_of(level)}: tokens per second and in flight over time", parts)
 
 
 def _load(level: LevelResult) -> float:
@@ -107,32 +87,6 @@ def _draw(line: Series, levels: Sequence[LevelResult], x: Scale, y: Scale, unit:
         dots.append(svg.dot(at, f"dot c{line.colour}", f"{load_of(level)}: {line.name} {number(value)} {unit}"))
     style = f"line c{line.colour}" + (" dashed" if line.dashed else "")
     return [*(svg.polyline(piece, style) for piece in pieces if len(piece) > 1), *dots]
-
-
-def _panel(
-    points: Sequence[TimelinePoint],
-    x: Scale,
-    edges: tuple[float, float],
-    value: Callable[[TimelinePoint], float],
-    colour: int,
-    name: str,
-) -> list[Markup]:
-    top, floor = edges
-    ticks = linear_ticks(max(value(point) for point in points), 2)
-    y = Scale(0.0, ticks[-1], floor, top)
-    parts = [svg.text((LEFT, top - 9), name, "axis", "start")]
-    for tick in ticks:
-        parts.append(svg.line((LEFT, y(tick)), (RIGHT, y(tick)), "frame" if tick == 0 else "grid"))
-        parts.append(svg.text((LEFT - 8, y(tick) + 4), tick_text(tick, ""), "tick", "end"))
-    places = [(x(point.t_s), y(value(point))) for point in points]
-    return [*parts, svg.area(places, floor, f"area c{colour}"), svg.polyline(places, f"line thin c{colour}")]
-
-
-def _span(start: float, end: float) -> Markup:
-    top, floor = TIMELINE_PANELS[0][0], TIMELINE_PANELS[1][1]
-    return svg.element(
-        "rect", svg.element("title", "steady window"), x=start, y=top, width=end - start, height=floor - top, cls="span"
-    )
 
 
 def tick_text(value: float, unit: str) -> str:

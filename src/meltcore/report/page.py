@@ -6,9 +6,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from meltcore.report.charts import Series, against_load, timeline
+from meltcore.report.charts import Series, against_load
 from meltcore.report.score_page import render_score
 from meltcore.report.template import fill
+from meltcore.report.timeline import timeline
 from meltcore.results import wording
 from meltcore.results.definitions import DEFINITIONS, define
 from meltcore.results.percentiles import QUANTILES, SAMPLES_NEEDED, TOO_SMALL

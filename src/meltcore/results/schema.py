@@ -47,11 +47,29 @@ class ClientLoad(msgspec.Struct, kw_only=True):
 
 
 class TimelinePoint(msgspec.Struct, kw_only=True):
-    """One bucket of a level, starting `t_s` after its release: mean output rate in it, and requests open at its end."""
+    """One bucket of a level, starting `t_s` after its release: mean output rate in it, and requests open at its end.
+
+    `ttft_ms` is the mean of the first tokens that came in it, `itl_ms` of the others; None where none did.
+    """
 
     t_s: float
     output_tokens_per_s: float
     in_flight: int
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+
+class GpuTimeline(msgspec.Struct, kw_only=True):
+    """One GPU during a level: `values[key][i]` is the mean from `i * bucket_s` after its release on, None: no reading.
+
+    Keys are those of hardware/metrics.py; one that never gave a number is in `absent`, with the word why.
+    """
+
+    gpu: str
+    name: str
+    bucket_s: float
+    values: dict[str, list[float | None]]
+    absent: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class LevelChecks(msgspec.Struct, kw_only=True):
@@ -90,7 +108,8 @@ class LevelResult(msgspec.Struct, kw_only=True):
     """One level of load. `requests` counts every request tried: succeeded + failed == requests, whatever went wrong.
 
     `concurrency` is the number of requests kept open (closed loop) or the cap on them (open loop, 0: none);
-    `rate_per_s` is the arrival rate of an open loop. `failures` maps a reason to a count.
+    `rate_per_s` is the arrival rate of an open loop. `failures` maps a reason to a count. `released_s` is the level's
+    start on the machine's monotonic clock, which GPU recordings are on too.
     """
 
     concurrency: int
@@ -126,6 +145,8 @@ class LevelResult(msgspec.Struct, kw_only=True):
     verdict: Verdict = "OK"
     reasons: list[str] = msgspec.field(default_factory=list)
     timeline: list[TimelinePoint] = msgspec.field(default_factory=list)
+    released_s: float | None = None
+    gpus: list[GpuTimeline] = msgspec.field(default_factory=list)
 
 
 class Evaluation(msgspec.Struct, kw_only=True):

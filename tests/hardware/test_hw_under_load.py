@@ -1,0 +1,136 @@
+"""GPU readings under the latencies of a load run: same clock, same axis, gaps shown as gaps."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hardware_tools import INTERVAL_S, sample
+
+from meltcore.cli.main import main
+from meltcore.hardware.fake import Change, FakeGpu
+from meltcore.hardware.metrics import NOT_APPLICABLE, UNKNOWN
+from meltcore.hardware.nvml import NoDriverError
+from meltcore.hardware.recording import End, GpuInfo, Recording, Start
+from meltcore.hardware.under_load import attach, timeline
+from meltcore.report.timeline import timeline as drawn
+from meltcore.results.runfolder import read_result
+from meltcore.results.schema import Distribution, LevelResult, TimelinePoint
+
+# The command with a scripted machine behind it: nothing else is changed.
+_COMMAND = """
+import sys, msgspec
+from meltcore.hardware import sampler
+from meltcore.hardware.fake import FakeGpu
+real, fake = sampler.Setup, msgspec.json.decode(sys.argv[1], type=list[FakeGpu])
+sampler.Setup = lambda **settings: real(**settings, fake=fake)
+from meltcore.cli.main import main
+sys.exit(main(["load", *sys.argv[2:]]))
+"""
+
+
+def recording(samples: list, gpus: int = 1, end: End | None = None) -> Recording:  # type: ignore[type-arg]
+    infos = [GpuInfo(index=index, name="NVIDIA H200", uuid=f"GPU-{index}", architecture=9) for index in range(gpus)]
+    start = Start(t_s=0.0, started="2026-11-21T12:00:00Z", interval_s=INTERVAL_S, driver="580", gpus=infos)
+    return Recording(start=start, samples=samples, end=end)
+
+
+def level(released_s: float = 1.0, duration_s: float = 2.0) -> LevelResult:
+    return LevelResult(
+        concurrency=4,
+        requests=4,
+        succeeded=4,
+        failed=0,
+        peak_in_flight=4,
+        duration_s=duration_s,
+        output_tokens_per_s=1.0,
+        total_tokens_per_s=1.0,
+        prompt_tokens=1,
+        output_tokens=1,
+        itl_ms=Distribution(),
+        released_s=released_s,
+        timeline=[
+            TimelinePoint(t_s=float(at), output_tokens_per_s=9.0, in_flight=4, ttft_ms=20.0, itl_ms=None if at else 5.0)
+            for at in range(int(duration_s))
+        ],
+    )
+
+
+def test_each_level_gets_what_the_gpu_did_within_it_and_nothing_else() -> None:
+    samples = [sample(place, {"power_w": 100.0 if place < 20 else 700.0}) for place in range(40)]
+    first, second = level(1.0, 1.0), level(2.0, 1.0)
+    assert attach([first, second], recording(samples, end=End(t_s=4.0, late=0, cpu_s=0.1, why="asked"))) == []
+    assert set(first.gpus[0].values["power_w"]) == {100.0}
+    assert set(second.gpus[0].values["power_w"]) == {700.0}
+
+
+def test_a_bucket_is_the_mean_of_its_samples_and_a_hole_stays_a_hole() -> None:
+    samples = [sample(place, {"power_w": 100.0 + 10 * (place % 2)}) for place in range(30) if not 10 <= place < 14]
+    found = timeline(recording(samples), 0, 0.0, 3.0)
+    assert found.bucket_s == pytest.approx(2 * INTERVAL_S)
+    line = found.values["power_w"]
+    assert len(line) == 15
+    assert line[5] is None
+    assert line[0] == 105.0
+
+
+def test_what_gave_no_number_is_named_with_the_word_why() -> None:
+    samples = [sample(place, {"sm_active_percent": UNKNOWN, "power_w": NOT_APPLICABLE}) for place in range(10)]
+    found = timeline(recording(samples), 0, 0.0, 1.0)
+    assert found.absent == {"sm_active_percent": UNKNOWN, "power_w": NOT_APPLICABLE}
+    assert "power_w" not in found.values
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [(None, "stops short"), (End(t_s=9.0, late=3, cpu_s=0.1, why="asked"), "was late 3 times")],
+)
+def test_a_recording_with_holes_is_a_note(end: End | None, says: str) -> None:
+    [note] = attach([level()], recording([sample(place) for place in range(30)], end=end))
+    assert says in note
+
+
+def test_the_drawing_puts_every_panel_on_one_axis_and_breaks_at_the_unknown() -> None:
+    one = level(0.0, 6.0)
+    assert str(drawn(one)).count('class="axis"') == 3
+    attach([one], recording([sample(place, gpu=gpu) for place in range(60) for gpu in (0, 1)], gpus=2))
+    picture = str(drawn(one))
+    for name in ("mean TTFT, ms", "mean ITL, ms", "SM active, %", "power, W", "memory used, GiB"):
+        assert name in picture
+    assert picture.count("line thin c2") == 1 + 4  # in flight, and the second GPU in each of its panels
+
+
+def test_monitor_needs_a_driver_and_leaves_no_folder_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(setup: object) -> None:
+        raise NoDriverError("no NVIDIA driver here")
+
+    monkeypatch.setattr("meltcore.hardware.monitor.Monitor", refuse)
+    assert main(["load", "http://127.0.0.1:9", "--monitor", "--out", str(tmp_path)]) == 2
+    assert "no NVIDIA driver" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(["load", "http://127.0.0.1:9", "--gpu", "0", "--out", str(tmp_path)]) == 2
+
+
+def test_load_monitor_writes_samples_lines_and_report(tmp_path: Path) -> None:
+    serve = [sys.executable, "-m", "meltcore.load.scripted_server", "--port", "0", "--itl-ms", "20", "--tokens", "60"]
+    server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split()[-1]
+        gpu = FakeGpu(changes=[Change(after_s=2.0, key="power_w", value=650.0)])
+        arguments = ["--concurrency", "4", "--requests", "8", "--warmup", "0", "--monitor", "--out", str(tmp_path)]
+        code = [sys.executable, "-c", _COMMAND, msgspec.json.encode([gpu]).decode(), url, *arguments]
+        done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        server.kill()
+        server.wait(10)
+    assert done.returncode == 0, done.stderr
+    [folder] = tmp_path.iterdir()
+    assert (folder / "gpus.jsonl").stat().st_size > 1000
+    [found] = read_result(folder).levels
+    assert found.gpus[0].values["power_w"][-2:] == [650.0, 650.0]
+    assert found.timeline[1].itl_ms == pytest.approx(20.0, rel=0.25)
+    assert "SM active, %" in (folder / "report.html").read_text()
