@@ -4,7 +4,7 @@ Qwen3.5-35B-A3B's shapes (16 key heads, 32 value heads, all of 128), bf16, rando
 CUDA graph replays, with states larger than the L2 cache; every result is compared with the torch body first.
 
     python benchmarks/delta_net.py             # the table and benchmarks/results/delta_net.json
-    python benchmarks/delta_net.py --sweep     # other launch parameters and the parts of prefill, printed only
+    python benchmarks/delta_net.py --sweep     # the parts of prefill, and other launches of its scan; printed only
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import triton
 from attention import matmul_flops_per_us, median_us
 from bench_output import Row, write_result
 
-from meltcore.kernels import delta_decode as decode_file
 from meltcore.kernels.delta import CHUNK, DeltaShape, DeltaWeights
 from meltcore.kernels.delta_chunks import delta_chunks, prepare_chunks
 from meltcore.kernels.delta_convolve import convolve_chunks
-from meltcore.kernels.delta_decode import DecodeLaunch
 from meltcore.kernels.delta_net import delta_net
 from meltcore.kernels.delta_scan import ScanLaunch, scan_chunks
 from meltcore.kernels.dispatch import force_reference
@@ -39,9 +37,9 @@ DECODE_REACH = 0.8
 
 
 def copied_bytes_per_us() -> float:
-    """Bytes read and bytes written."""
+    """Bytes read and bytes written, by a kernel: what copies within a graph may be slower."""
     source, target = torch.randn(2, 2**29, device="cuda")
-    return 2 * source.nbytes / median_us([lambda: target.copy_(source)] * 3)
+    return 2 * source.nbytes / median_us([lambda: torch.neg(source, out=target)] * 3)
 
 
 def make_weights() -> DeltaWeights:
@@ -135,15 +133,6 @@ class Case:
     def repeats(self) -> int:
         return 1 if len(self.segments) > 1 else 5
 
-    def measure_decode_us(self, launch: DecodeLaunch) -> float:
-        out = torch.empty(len(self.projected), SHAPE.heads * SHAPE.value_dim, dtype=TYPE, device="cuda")
-
-        def call(segments: Segments) -> None:
-            where = segments.starts, segments.state_slots, SHAPE, out, launch
-            decode_file._decode_triton(self.projected, self.weights, self.conv_states, self.states, *where)
-
-        return median_us([partial(call, segments) for segments in self.segments])
-
     def prefill_parts(self) -> dict[str, Callable[..., object]]:
         """What prefill consists of; the last takes a launch."""
         (segments,) = self.segments
@@ -189,20 +178,14 @@ def measure() -> list[Row]:
 
 def sweep() -> None:
     """Best first."""
-    for work in DECODES:
-        case = Case(work)
-        launches = [DecodeLaunch(warps, ahead) for warps, ahead in itertools.product((4, 8, 16), (False, True))]
-        print(f"{work.name}; chosen {case.measure_us():.1f} us")
-        found = sorted((case.measure_decode_us(launch), launch) for launch in launches)
-        print(*(f"  {time_us:8.1f} us  {launch}" for time_us, launch in found), sep="\n")
     for work in PREFILLS:
         case = Case(work)
         print(f"{work.name}; chosen {case.measure_us():.1f} us")
         parts = case.prefill_parts()
         print(*(f"  {median_us([part] * 5):8.1f} us  {name}" for name, part in parts.items()), sep="\n")
         timed = []
-        for values, warps, stages in itertools.product((16, 32, 64, 128), (4, 8), (1, 2, 3)):
-            launch = ScanLaunch(values, warps, stages)
+        for values, stages in itertools.product((16, 32, 64, 128), (1, 2, 3)):
+            launch = ScanLaunch(values, stages)
             try:
                 timed.append((median_us([partial(parts["scan and norm"], launch)] * 5), launch))
             except triton.runtime.errors.OutOfResources:

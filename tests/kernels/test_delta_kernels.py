@@ -93,7 +93,7 @@ def test_prefill_agrees_with_its_reference(
     """Segments in one batch, from their beginning and from what their slots hold. What nobody owns is poisoned."""
     torch.manual_seed(len(given))
     if values:
-        monkeypatch.setattr(scan_file, "scan_launch", lambda *_: ScanLaunch(values, warps=4, stages=2))
+        monkeypatch.setattr(scan_file, "scan_launch", lambda *_: ScanLaunch(values, stages=2))
     weights = make_weights(shape, dtype, device, decay)
     sizes, starts = zip(*given, strict=True)
     expected = used_slots(len(given) + 2, shape, dtype, device)

@@ -29,7 +29,6 @@ class ScanLaunch(NamedTuple):
     """values: columns of a state that a program carries; stages: chunks that are on their way or being computed."""
 
     values: int
-    warps: int
     stages: int
 
 
@@ -42,7 +41,7 @@ def scan_launch(shape: DeltaShape, sequences: int, element_bytes: int, device: t
     a_stage = (2 * shape.key_dim + 2 * CHUNK + values) * CHUNK * element_bytes
     held = (2 * CHUNK + shape.key_dim) * values * element_bytes
     stages = max(1, min(3, (shared_bytes(device) - held - 2**12) // a_stage))
-    return ScanLaunch(values, 8 if values > 64 else 4, stages)
+    return ScanLaunch(values, stages)
 
 
 def scan_chunks(
@@ -84,7 +83,7 @@ def scan_chunks(
         CHUNK=CHUNK,
         VALUES=launch.values,
         NORMED=normed,
-        num_warps=launch.warps,
+        num_warps=4,
         num_stages=launch.stages,
     )
     if not normed:
@@ -159,41 +158,42 @@ def _scan_kernel(
 
     row, key_dims = tl.arange(0, CHUNK), tl.arange(0, KEY_DIM)
     value_dims = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
-    key_columns = (head // GROUP * KEY_DIM + key_dims)[None, :]
-    value_columns = (head * VALUE_DIM + value_dims)[None, :]
+    # What lies where from a chunk's first token on, in 32 bits.
+    of_head = row * HEADS + head
+    keys_at = row[:, None] * CHANNELS + head // GROUP * KEY_DIM + key_dims[None, :]
+    values_at = row[:, None] * CHANNELS + 2 * KEYS + head * VALUE_DIM + value_dims[None, :]
+    pairs_at = of_head[:, None] * CHUNK + row[None, :]
+    outputs_at = of_head[:, None] * VALUE_DIM + value_dims[None, :]
     place = states + slot * state_stride + (head * KEY_DIM + key_dims[:, None]) * VALUE_DIM + value_dims[None, :]
     state = tl.load(place, start > 0, other=0.0)
     for done in range(0, count, CHUNK):
-        token = segment_first + done + row
-        inside = done + row < count
-        of_head = token * HEADS + head
-        rows = convolved + token[:, None] * CHANNELS
-        key = tl.load(rows + KEYS + key_columns, inside[:, None], other=0.0)
-        value = tl.load(rows + 2 * KEYS + value_columns, inside[:, None], other=0.0)
-        change = tl.load(changes + of_head[:, None] * CHUNK + row[None, :], inside[:, None], other=0.0)
-        decay = tl.load(decays + of_head, inside, other=0.0)
-        last = tl.load(decays + (segment_first + tl.minimum(done + CHUNK, count) - 1) * HEADS + head)
+        first = segment_first + done
+        inside = row < count - done
+        rows, heads = convolved + first * CHANNELS, first * HEADS
+        key = tl.load(rows + KEYS + keys_at, inside[:, None], other=0.0)
+        value = tl.load(rows + values_at, inside[:, None], other=0.0)
+        change = tl.load(changes + heads * CHUNK + pairs_at, inside[:, None], other=0.0)
+        decay = tl.load(decays + heads + of_head, inside, other=0.0)
+        last = tl.load(decays + heads + (tl.minimum(count - done, CHUNK) - 1) * HEADS + head)
         held = state.to(dtype)
         stays = tl.exp(decay)[:, None]
         surprise = value.to(tl.float32) - stays * tl.dot(key, held, input_precision="ieee")
         update = tl.dot(change, surprise.to(dtype), input_precision="ieee")
 
         # Loaded as late as this where nothing runs ahead: least shared memory.
-        query = tl.load(rows + key_columns, inside[:, None], other=0.0)
+        query = tl.load(rows + keys_at, inside[:, None], other=0.0)
         mixed = tl.dot(query, held, input_precision="ieee") * stays
-        read = tl.load(reads + of_head[:, None] * CHUNK + row[None, :], inside[:, None], other=0.0)
+        read = tl.load(reads + heads * CHUNK + pairs_at, inside[:, None], other=0.0)
         mixed = tl.dot(read, update.to(dtype), mixed, input_precision="ieee")
         left = (tl.exp(last - decay)[:, None] * update).to(dtype)
         state = tl.dot(tl.trans(key), left, state * tl.exp(last), input_precision="ieee")
+
         if NORMED:
-            gate = tl.load(
-                projected + token[:, None] * projected_stride + CHANNELS + value_columns, inside[:, None], other=0.0
-            )
+            gates_at = row[:, None] * projected_stride + CHANNELS + head * VALUE_DIM + value_dims[None, :]
+            gate = tl.load(projected + first * projected_stride + gates_at, inside[:, None], other=0.0)
             weight = tl.load(norm + value_dims).to(tl.float32)[None, :]
             mixed = gated_norm(mixed, gate.to(tl.float32), weight, eps, VALUE_DIM)
-        tl.store(
-            out + of_head[:, None] * VALUE_DIM + value_dims[None, :], mixed.to(out.dtype.element_ty), inside[:, None]
-        )
+        tl.store(out + heads * VALUE_DIM + outputs_at, mixed.to(out.dtype.element_ty), inside[:, None])
     tl.store(place, state)
 
     inputs = projected + segment_first * projected_stride
