@@ -132,8 +132,9 @@ def decode_launch(
     else:
         share_pages, stages, most = 32, 3, 2 if pairs <= 32 * processors else 1
     splits = 1 << (min(most, _MOST_SPLITS, -(-max_pages // share_pages)).bit_length() - 1)
-    # Wider heads are too many registers for 4 warps: with keys in FP8, ptxas 12.8 crashes on them.
-    warps = 4 if head_dim <= 128 else 8
+    # Heads of 256: 163 us by 8 warps and 180 by 4 at 256 sequences of 1,280 tokens, but 80 and 59 at 64 (H200,
+    # 2026-11-21).
+    warps = 8 if head_dim > 128 and not ahead else 4
     return DecodeLaunch(
         splits, share_pages, block_keys_of(head_dim, element_bytes), warps=warps, stages=stages, ahead=ahead
     )
@@ -187,6 +188,8 @@ def _decode_triton(
         )
     if splits is not None:
         launch = launch._replace(splits=splits)
+    if key_cache.dtype == FP8 and head_dim > 128:
+        launch = launch._replace(warps=8)  # with half as many, ptxas 12.8 crashes
     overlap = launch.ahead and overlaps(qkv.device)
     partial = weights = arrivals = out  # unused where there is nothing to merge
     if launch.splits > 1:
