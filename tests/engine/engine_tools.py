@@ -134,7 +134,7 @@ class SeenEngine:
         settings = {"max_tokens": 8, "ignore_eos": True} | sampling
         self.engine.add(AddRequest(request_id, prompt, SamplingParams(**settings)))
 
-    def run(self, limit: int = 2000) -> dict[str, list[int]]:
+    def run(self, limit: int = 4000) -> dict[str, list[int]]:
         """Step until idle; the generated ids of each request."""
         tokens: dict[str, list[int]] = {}
         for output in self.outputs(limit):
@@ -142,7 +142,7 @@ class SeenEngine:
         self.engine.check_idle()
         return tokens
 
-    def outputs(self, limit: int = 2000) -> Iterator[SequenceOutput]:
+    def outputs(self, limit: int = 4000) -> Iterator[SequenceOutput]:
         for _ in range(limit):
             if not self.engine.has_work:
                 return
