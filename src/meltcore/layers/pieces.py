@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,21 +12,15 @@ from meltcore.layers.destination import Destination
 Index = tuple[slice, ...]
 
 
-class Sliceable(Protocol):
-    """A tensor that is still in its file."""
-
-    def __getitem__(self, index: Index, /) -> torch.Tensor: ...
-
-
 class Pieces:
     """A checkpoint's tensor of `shape`: for each piece that is held, where it lies in the tensor and where it goes."""
 
     def __init__(self, shape: Sequence[int], *pieces: tuple[Index, Destination]) -> None:
         self.shape = torch.Size(shape)
-        self._pieces = pieces
+        self.pieces = pieces
 
-    def copy_(self, source: torch.Tensor | Sliceable) -> None:
-        for index, target in self._pieces:
+    def copy_(self, source: torch.Tensor) -> None:
+        for index, target in self.pieces:
             target.copy_(source[index])
 
 

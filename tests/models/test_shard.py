@@ -1,0 +1,98 @@
+"""Reading parts of safetensors files: any part is what slicing the tensor gives, and broken files are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from meltcore.errors import ConfigError
+from meltcore.models import shard as module
+from meltcore.models.shard import Shard
+
+TENSORS = {
+    "experts": torch.randn(6, 40, 50).bfloat16(),
+    "matrix": torch.randn(30, 20),
+    "bias": torch.randn(7, dtype=torch.float16),
+    "number": torch.tensor(3.5),
+    "nothing": torch.empty(0, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shard") / "model.safetensors"
+    save_file(TENSORS, path, {"format": "pt"})
+    return path
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[str, tuple[slice, ...]]:
+    name = draw(st.sampled_from(sorted(TENSORS)))
+    index = []
+    for size in TENSORS[name].shape[: draw(st.integers(0, 3))]:
+        first = draw(st.integers(0, size))
+        index.append(draw(st.sampled_from((slice(None), slice(first, draw(st.integers(first, size)))))))
+    return name, tuple(index)
+
+
+@settings(max_examples=150, deadline=None)
+@given(part=parts(), buffered=st.booleans(), run_bytes=st.sampled_from((1, 100, 2**20)))
+def test_a_part_is_what_slicing_gives(
+    path: Path, part: tuple[str, tuple[slice, ...]], buffered: bool, run_bytes: int
+) -> None:
+    name, index = part
+    buffer = torch.full((5000,), 77, dtype=torch.uint8) if buffered else None
+    with pytest.MonkeyPatch.context() as patch, Shard(path) as shard:
+        patch.setattr(module, "_LEAST_RUN_BYTES", run_bytes)
+        found = shard.read(name, index, buffer)
+    assert torch.equal(found, TENSORS[name][index] if index else TENSORS[name])
+    assert found.dtype == TENSORS[name].dtype
+
+
+def test_entries_say_type_and_shape(path: Path) -> None:
+    with Shard(path) as shard:
+        found = {name: (entry.dtype, torch.Size(entry.shape)) for name, entry in shard.entries.items()}
+    assert found == {name: (tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()}
+
+
+def header_of(fields: object) -> bytes:
+    header = json.dumps(fields).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not a tensor file",
+        (10**9).to_bytes(8, "little") + b"{}",
+        header_of([]),
+        header_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}) + bytes(7),
+        header_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + bytes(8),
+        header_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}) + bytes(8),
+        header_of({"a": {"dtype": "Q7", "shape": [2], "data_offsets": [0, 8]}}) + bytes(8),
+        header_of({"a": {"shape": [2]}}),
+    ],
+)
+def test_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"broken\.safetensors cannot be read"):
+        Shard(path)
+
+
+def test_missing_file_and_one_that_shrinks_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none cannot be read"):
+        Shard(tmp_path / "none")
+    path = tmp_path / "short.safetensors"
+    save_file({"a": torch.ones(100)}, path)
+    with Shard(path) as shard:
+        path.write_bytes(path.read_bytes()[:-40])
+        with pytest.raises(ConfigError, match="shorter"):
+            shard.read("a")

@@ -1,0 +1,137 @@
+"""Ranks' shares of a model: together they hold every number of a checkpoint, and each piece stands where it belongs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from meltcore.errors import ConfigError
+from meltcore.layers.group import Group
+from meltcore.layers.pieces import Pieces
+from meltcore.models.cache import CacheGroup, StateGroup
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.decoder import Decoder
+from meltcore.models.loader import build_model, fill_dummy_weights, load_weights
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def config_of(family: str) -> dict[str, Any]:
+    if family == "Qwen3_5MoeForCausalLM":
+        published = open_checkpoint("Qwen/Qwen3.5-35B-A3B", files="config").config["text_config"]
+        return published | SIZES | HYBRID | {"architectures": [family]}
+    return SIZES | {"architectures": [family]}
+
+
+FAMILIES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM")
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(request.param)))
+    return tmp_path
+
+
+def build(folder: Path, group: Group | None = None, device: torch.device = CPU) -> Decoder:
+    return build_model(open_checkpoint(str(folder), files="text"), torch.float32, device, group=group)
+
+
+def loaded(folder: Path, group: Group) -> Decoder:
+    model = build(folder, group)
+    load_weights(model, open_checkpoint(str(folder), files="all"), lambda stage, fraction: None)
+    return model
+
+
+def random_tensors(folder: Path, *, fused: bool) -> dict[str, torch.Tensor]:
+    model = build(folder, device=META)
+    shapes = {name: place.shape for name, place in model.checkpoint_tensors().items()}
+    for name, (place, stands_for) in (model.fused_tensors() if fused else {}).items():
+        shapes[name] = place.shape
+        for part in stands_for:
+            del shapes[part]
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_shares_hold_all_of_a_checkpoint_and_each_piece_in_its_place(folder: Path, ranks: int, fused: bool) -> None:
+    torch.manual_seed(ranks)
+    tensors = random_tensors(folder, fused=fused)
+    save_file(tensors, folder / "model.safetensors")
+    held = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in tensors.items()}
+    compared = 0
+    for rank in range(ranks):
+        model = loaded(folder, Group(rank, ranks))
+        table = model.checkpoint_tensors() | {name: each.tensor for name, each in model.fused_tensors().items()}
+        for name, tensor in tensors.items():
+            place = table[name]
+            for index, piece in place.pieces if isinstance(place, Pieces) else [((), place)]:
+                held[name][index] = True
+                if isinstance(piece, torch.Tensor):
+                    assert torch.equal(piece, tensor[index]), name
+                    compared += 1
+    assert all(bool(each.all()) for each in held.values())
+    assert compared > len(tensors)
+
+
+def test_a_share_is_about_as_large_as_the_others(folder: Path) -> None:
+    whole = sum(each.numel() for each in build(folder, device=META).parameters())
+    sizes = [sum(each.numel() for each in build(folder, Group(rank, 2), META).parameters()) for rank in range(2)]
+    assert sizes[0] == sizes[1]
+    assert whole / 2 <= sizes[0] < 0.54 * whole  # norms, the router and the shared expert's gate are everybody's
+
+
+def test_dummy_weights_of_ranks_are_those_of_one(folder: Path) -> None:
+    whole = build(folder)
+    fill_dummy_weights(whole, 3)
+    expected = whole.checkpoint_tensors()
+    for rank in range(2):
+        share = build(folder, Group(rank, 2))
+        fill_dummy_weights(share, 3)
+        for name, place in share.checkpoint_tensors().items():
+            for index, piece in place.pieces if isinstance(place, Pieces) else [((), place)]:
+                if isinstance(piece, torch.Tensor) and isinstance(expected[name], torch.Tensor):
+                    assert torch.equal(piece, expected[name][index]), name  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_caches_are_of_a_rank_alone(ranks: int) -> None:
+    """Qwen3.5-35B-A3B: of two key heads of attention a rank holds one, however many ranks there are."""
+    checkpoint = open_checkpoint("Qwen/Qwen3.5-35B-A3B", files="config")
+    model = build_model(checkpoint, torch.bfloat16, META, group=Group(ranks - 1, ranks))
+    pages, states = model.cache_groups()
+    assert pages == CacheGroup(layers=10, kv_heads=1, head_dim=256)
+    assert states == StateGroup(30, 8192 // ranks, conv_width=4, heads=32 // ranks, key_dim=128, value_dim=128)
+
+
+def test_what_cannot_be_shared_out_is_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--tp 3 does not divide this model's 320 tokens of the vocabulary"):
+        build(folder, Group(0, 3), META)
