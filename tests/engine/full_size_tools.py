@@ -18,8 +18,8 @@ def write_checkpoint(folder: Path, published: str, **changes: object) -> None:
 
     Made on the CPU, so that they are the same on every machine.
     """
-    settings = open_checkpoint(published, files="config").config | changes
-    config = AutoConfig.for_model(**settings)
+    settings = open_checkpoint(published, files="config").config
+    config = AutoConfig.for_model(**settings.get("text_config", settings) | changes)
     with torch.device("meta"):  # transformers' own random weights would take longer to draw than ours
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = model.to_empty(device="cpu")
@@ -40,7 +40,7 @@ def _calm(model: PreTrainedModel) -> None:
     embedding = model.get_input_embeddings().weight
     blocks_share = (2 * model.config.num_hidden_layers) ** -0.5 * embedding.shape[1] ** -0.5
     for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
             parameter.mul_(blocks_share)
         elif name == "model.norm.weight":
             parameter.mul_(torch.randint(0, 2, parameter.shape) * 2 - 1)

@@ -38,6 +38,13 @@ SUBJECTS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", "cuda", 128, {}),
     # At its full width; eight of its layers are as many weights as Qwen3-0.6B has.
     "Qwen2.5-1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", "cuda", 128, {"num_hidden_layers": 8}),
+    # Three layers of Gated DeltaNet and one of attention, of full width, with an eighth of the experts.
+    "Qwen3.5-35B-A3B": (
+        "Qwen/Qwen3.5-35B-A3B",
+        "cuda",
+        24,
+        {"num_hidden_layers": 4, "num_experts": 32, "vocab_size": 8192, "eos_token_id": 1, "bos_token_id": None},
+    ),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
@@ -56,15 +63,13 @@ def on_device(subject: str, *more: str) -> Any:
 
 
 # The second family differs inside a layer; what the engine does around layers is the same, so two ways are enough.
-every_case = pytest.mark.parametrize(
-    ("subject", "way"),
-    [
-        *(on_device("small", way) for way in WAYS),
-        *(on_device("Qwen3-0.6B", way) for way in WAYS),
-        *(on_device("Qwen2.5-1.5B", way) for way in ("chunked", "preempted")),
-    ],
-    indirect=["subject"],
-)
+CASES = [
+    *(on_device("small", way) for way in WAYS),
+    *(on_device("Qwen3-0.6B", way) for way in WAYS),
+    *(on_device("Qwen2.5-1.5B", way) for way in ("chunked", "preempted")),
+]
+# In bfloat16 a router's ties fall either way, in transformers as here, and the noise is that of other experts.
+EXACT_CASES = [on_device("Qwen3.5-35B-A3B", way) for way in ("together", "chunked", "one step ahead")]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +121,7 @@ def test_attention_is_peaked(subject: Subject) -> None:
     assert peak > 0.2, "uniform attention over 320 keys or more would put 0.003 on each"
 
 
-@every_case
+@pytest.mark.parametrize(("subject", "way"), [*CASES, *EXACT_CASES], indirect=["subject"])
 def test_float32_logits_and_tokens_are_those_of_transformers(subject: Subject, way: str) -> None:
     seen = run(subject, "float32", way)
     error = seen.relative_error()
@@ -126,7 +131,7 @@ def test_float32_logits_and_tokens_are_those_of_transformers(subject: Subject, w
     assert len(wrong) == 0, f"top-two gaps of the wrong ones: {seen.gaps()[wrong].tolist()}"
 
 
-@every_case
+@pytest.mark.parametrize(("subject", "way"), CASES, indirect=["subject"])
 def test_bfloat16_differs_by_no_more_than_its_own_noise(subject: Subject, way: str) -> None:
     seen = run(subject, "bfloat16", way)
     (rms, largest), (noise_rms, noise) = seen.error(), seen.noise()

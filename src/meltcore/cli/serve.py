@@ -67,7 +67,11 @@ def port_number(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a hub id, or meltcore/sums (bundled)")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a checkpoint folder, a hub id, or a bundled one: meltcore/sums, meltcore/sums-hybrid",
+    )
     _add_engine_arguments(parser.add_argument_group("engine"))
     _add_http_arguments(parser.add_argument_group("HTTP"))
     _add_limit_arguments(parser.add_argument_group("limits"))
