@@ -208,6 +208,22 @@ def test_pieces_grow_and_shrink_with_the_load() -> None:
     assert few_again == pytest.approx(few, rel=0.1)
 
 
+def test_a_disturbed_step_changes_nothing() -> None:
+    """Something else had the machine for a while, in one step of seven: most of the others' tokens come as before."""
+    steps = 0
+
+    def disturbed(decodes: int, tokens: int, position: float) -> float:
+        nonlocal steps
+        steps += 1
+        return dense(decodes, tokens, position) * (3 if steps % 7 == 0 else 1)
+
+    sim, load = under_load(disturbed)
+    began_s = sim.now_s
+    read_long(sim)
+    gaps = sim.gaps(load, began_s)
+    assert gaps[int(0.84 * len(gaps))] <= SLOWDOWN * dense(LOAD, 0, 0)
+
+
 def test_pacing_ends_with_the_last_long_prompt() -> None:
     sim, _ = under_load(dense)
     first, second = sim.add(LONG, 5), sim.add(LONG, 5)

@@ -12,16 +12,16 @@ so that half of what they cost is of use, and are read so seldom that the others
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from typing import NamedTuple
 
 # A step with a piece may take this many times as long as one without; pieces are cut for a little less.
 SLOWDOWN = 2.0
 AIM = 1.8
 FIRST_PIECE, LEAST_PIECE = 256, 16  # tokens
-# Steps without a piece: how many tell what a step takes, and how often one checks whether it still does.
-FIRST_LOOKS, LOOK_EVERY = 3, 32
-# How much the newest of such steps counts.
-_NEWEST = 0.5
+# Steps without a piece: how many, the newest ones, tell what a step takes; and after how many steps there is another.
+LOOKS, LOOK_EVERY = 3, 32
 
 
 class Contents(NamedTuple):
@@ -42,8 +42,8 @@ class Pacer:
         self._piece = min(FIRST_PIECE, budget)
         self._least_s = math.inf  # what the smallest piece adds to a step, without what came between by chance
         self._least_seen = 0
+        self._looks: deque[float] = deque(maxlen=LOOKS)
         self._step_s = 0.0  # of a step without a piece
-        self._looks = 0
         self._steps = 0
         self._credit_s = 0.0  # below 0: time that the others are owed
         self._others = 0
@@ -54,7 +54,7 @@ class Pacer:
         if not decoding:
             self.left = self._budget
             return
-        rests = self._looks < FIRST_LOOKS or self._credit_s < 0 or self._steps % LOOK_EVERY == 0
+        rests = len(self._looks) < LOOKS or self._credit_s < 0 or self._steps % LOOK_EVERY == 0
         # Where steps are long anyway, because of ordinary prompts, a long one takes turns with them.
         self.left = min(self._budget, max(0 if rests else self._piece, self._others))
 
@@ -67,8 +67,8 @@ class Pacer:
         if step.others or not step.decodes:
             return  # its time says nothing of a piece's
         if not step.piece:
-            self._looks += 1
-            self._step_s += (took_s - self._step_s) * (1.0 if self._looks == 1 else _NEWEST)
+            self._looks.append(took_s)
+            self._step_s = statistics.median(self._looks)  # one that was disturbed says nothing
         elif self._step_s:
             self._adapt(step.piece, took_s - self._step_s)
         self._credit_s = min(0.0, self._credit_s + SLOWDOWN * self._step_s - took_s)

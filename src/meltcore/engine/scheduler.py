@@ -5,8 +5,8 @@ of rank (priority, then arrival). Where pages run out, the running sequence of t
 back and is recomputed later: it keeps its rank, and the sequence of the lowest rank is never made to wait for another,
 so every sequence finishes.
 
-Where layers are recurrent, a sequence has a slot for its state while it runs, and prompts are cut where a snapshot is to
-be taken (state_snapshots.py). Very long prompts are cut small while others decode (pacing.py).
+Where layers are recurrent, a sequence has a slot for its state while it runs, and prompts are cut where a snapshot is
+to be taken (state_snapshots.py). Very long prompts are cut small while others decode (pacing.py).
 """
 
 from __future__ import annotations
