@@ -87,7 +87,7 @@ def test_a_rank_goes_when_the_engine_is_killed(start: StartFront) -> None:
 
 @pytest.mark.parametrize(
     ("end", "reason"),
-    [(signal.SIGKILL, "has ended: killed by signal 9"), (signal.SIGSTOP, "was stopped by a signal")],
+    [(signal.SIGKILL, "): has ended: killed by signal 9"), (signal.SIGSTOP, "), stopped by a signal: ")],
     ids=["killed", "stopped"],
 )
 def test_at_work_a_rank_that_is_gone_or_stuck_ends_the_engine(

@@ -49,6 +49,7 @@ LOAD_LIMIT_S = 3600.0  # for reading weights and laying out memory
 WARM_UP_LIMIT_S = 600.0  # for a step that compiles kernels
 _LEAVE_LIMIT_S = 5.0
 _LOOK_EVERY_S = 0.05  # for failures, while a step is awaited
+_LAST_WORDS_MS = 200  # for what a rank said before its end
 _BLAME_S = 1.0  # after a collective has failed: how long until its cause is seen
 
 
@@ -130,7 +131,8 @@ class Ranks:
                 looked = now
                 self.check()
                 if now - started > self.limit_s:
-                    raise self._failure(self._late(now - started))
+                    waited = f"step {self._step} is not done after {now - started:.1f} s"
+                    raise self._failure(self._suspects() or "all ranks have begun it", waited)
 
     def _passed(self, event: torch.cuda.Event) -> bool:
         try:
@@ -140,11 +142,11 @@ class Ranks:
 
     def check(self) -> None:
         """Raise RankError where a rank has failed or its process is gone."""
-        while self._inbox.poll(0):
+        ended = [rank for rank, process in self._processes.items() if process.poll() is not None]
+        while self._inbox.poll(0 if not ended else _LAST_WORDS_MS):  # its own reason, where it gave one
             self._take(self._inbox.recv())
-        for rank, process in self._processes.items():
-            if process.poll() is not None:
-                raise self._failure(f"rank {rank} (process {process.pid}) has ended: {_how(process.returncode)}")
+        for rank in ended:
+            raise self._failure(self._name(rank), f"has ended: {_how(self._processes[rank].returncode)}")
 
     def blame(self, error: RuntimeError) -> RankError:
         """What a collective's failure is due to: it may be seen before the end of the process that caused it."""
@@ -155,7 +157,7 @@ class Ranks:
             except RankError as cause:
                 return cause
             time.sleep(_LOOK_EVERY_S)
-        return self._failure(f"{self._late(self.limit_s)} ({' '.join(str(error).split())[:200]})")
+        return self._failure(self._suspects() or "rank 0", " ".join(str(error).split())[:300])
 
     def close(self) -> None:
         """Leave the group together, or end the processes by force where one has failed. Can be called twice."""
@@ -179,8 +181,7 @@ class Ranks:
     def _take(self, content: bytes) -> FromRank:
         message = from_rank_decoder.decode(content)
         if isinstance(message, RankFailed):
-            process = self._processes[message.rank]
-            raise self._failure(f"rank {message.rank} (process {process.pid}): {message.message}")
+            raise self._failure(self._name(message.rank), message.message)
         return message
 
     def _collect(self, limit_s: float, what: str) -> Iterable[FromRank]:
@@ -190,7 +191,8 @@ class Ranks:
             while not self._inbox.poll(int(1000 * _LOOK_EVERY_S)):
                 self.check()
                 if time.monotonic() > until:
-                    raise self._failure(f"{count} of {len(self._processes)} ranks could {what} within {limit_s:g} s")
+                    others = len(self._processes)
+                    raise self._failure("ranks", f"{count} of {others} others could {what} within {limit_s:g} s")
             yield self._take(self._inbox.recv())
 
     def _wait_for_all(self, stage: str, limit_s: float) -> None:
@@ -198,20 +200,20 @@ class Ranks:
             assert isinstance(message, RankStage)
             assert message.stage == stage, f"rank {message.rank} says {message.stage}"
 
-    def _failure(self, what: str) -> RankError:
+    def _failure(self, who: str, what: str) -> RankError:
         """There is no leaving together any more."""
         self._failed = True
-        return RankError(what)
+        return RankError(f"{who}: {what}")
 
-    def _late(self, waited_s: float) -> str:
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (process {self._processes[rank].pid})"
+
+    def _suspects(self) -> str:
+        """The ranks that keep a step from being done, where that can be seen from here."""
         stopped = [rank for rank, process in self._processes.items() if _is_stopped(process.pid)]
         late = [rank for rank in self._processes if self._begun[rank] < self._step]
-        names = ", ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in stopped or late)
-        if stopped:
-            return f"{names} was stopped by a signal; step {self._step} is not done after {waited_s:.1f} s"
-        if late:
-            return f"{names} did not begin step {self._step} within {waited_s:.1f} s"
-        return f"step {self._step}, begun by all ranks, is not done after {waited_s:.1f} s"
+        what = "stopped by a signal" if stopped else f"has not begun step {self._step}"
+        return ", ".join(f"{self._name(rank)}, {what}" for rank in stopped or late)
 
 
 def step_board(folder: Path, size: int) -> np.memmap:
