@@ -82,12 +82,11 @@ class Ranks:
 
     def meet(self, device: torch.device) -> Group:
         """Join the group as rank 0."""
-        group = Group(0, self._size)
+        self._group = group = Group(0, self._size)
         try:
             join_group(group, self._folder, device, self._config)
         except RuntimeError as error:
             raise self.blame(error) from error
-        self._group = group
         return group
 
     def common_plan(self, own: MemoryPlan) -> MemoryPlan:

@@ -56,6 +56,8 @@ class Group:
         self.on_gpus = on_gpus = device.type == "cuda"
         if on_gpus:
             torch.cuda.set_device(device)
+            # Multicast over NVLink is a resource of the whole machine that a failed program can leave blocked.
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it looks for a name of this host to resolve
         store = dist.FileStore(str(meeting_point), self.size)
@@ -79,7 +81,8 @@ class Group:
 
     def leave(self) -> None:
         self.peers = None
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of everybody's values, in place."""
