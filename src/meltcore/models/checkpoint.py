@@ -44,7 +44,7 @@ class Checkpoint:
     @property
     def text_config(self) -> dict[str, Any]:
         """What config.json says of the language model: in one that sees as well, it stands in a part of its own."""
-        return {**self.config, **self.config.get("text_config", {})}
+        return {**self.config, **(self.config.get("text_config") or {})}
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

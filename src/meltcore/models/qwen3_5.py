@@ -18,7 +18,7 @@ from meltcore.models.decoder_config import DecoderConfig, ExpertsConfig, Recurre
 class Qwen3_5(Decoder):
     def __init__(self, config: Mapping[str, Any]) -> None:
         """From a parsed config.json. Raises ConfigError for a missing field or a variant that we do not compute."""
-        nested = "text_config" in config
+        nested = config.get("text_config") is not None
         if nested:
             config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config["text_config"]}
         for name, expected in (("attention_bias", False), ("attn_output_gate", True)):
