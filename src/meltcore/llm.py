@@ -68,6 +68,11 @@ class LLM:
         self._thought_marks = ThoughtMarks.of(self.tokenizer, published)
         self._count = 0
 
+    def close(self) -> None:
+        """End the processes of other ranks, which `tp` has started; there is no answer after. Without, they end when
+        this object is collected."""
+        self.engine.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
