@@ -26,7 +26,7 @@ from bench_output import Row, write_result
 from meltcore.kernels import expert_launches
 from meltcore.kernels import experts as experts_file
 from meltcore.kernels.capability import shared_bytes
-from meltcore.kernels.experts import ExpertsLaunch
+from meltcore.kernels.experts import ExpertsLaunch, are_alone
 from meltcore.kernels.routing import Segments, by_expert
 
 HIDDEN, CHOSEN_FROM, CHOICES = 2048, 256, 8
@@ -34,7 +34,7 @@ EXPERTS, PAIRS = CHOSEN_FROM + 1, CHOICES + 1  # with the shared one, last of al
 TYPE = torch.bfloat16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 WIDTHS = (512, 64)
-CLOSE = 1.03  # a launch is kept for more tokens while it is at most this much slower than the best
+CLOSE = 1.05  # a launch is kept for more tokens while it is at most this much slower than the best
 COMPILERS = 15
 TABLE = Path(expert_launches.__file__)
 
@@ -64,10 +64,15 @@ class Case:
         self.product = product
         self.weight = torch.randn(product.shape, device="cuda", dtype=TYPE) / product.shape[2] ** 0.5
 
+    def alone(self, tokens: int) -> bool:
+        return are_alone(tokens, torch.empty(EXPERTS, HIDDEN, self.product.width, dtype=TYPE, device="meta"))
+
     def routings(self, tokens: int) -> list[Segments]:
         """As many as read more than the L2 cache holds."""
-        count = 16 if tokens <= 4 else 4
-        return [by_expert(_random_experts(tokens), EXPERTS) for _ in range(count)]
+        chosen = [_random_experts(tokens) for _ in range(16 if tokens <= 4 else 4)]
+        if self.alone(tokens):
+            return [Segments(experts, experts) for experts in chosen]
+        return [by_expert(experts, EXPERTS) for experts in chosen]
 
     def measure_us(self, tokens: int, launch: ExpertsLaunch, routings: list[Segments]) -> float:
         rows, columns = tokens * PAIRS, self.product.shape[2]
@@ -75,12 +80,24 @@ class Case:
         output = torch.empty(rows, self.product.shape[1] // (2 if self.product.gated else 1), device="cuda", dtype=TYPE)
 
         def call(segments: Segments) -> None:
-            experts_file._product(inputs, self.weight, output, segments, PAIRS, launch, gated=self.product.gated)
+            experts_file._product(
+                inputs,
+                self.weight,
+                output,
+                segments,
+                PAIRS,
+                launch,
+                gated=self.product.gated,
+                alone=self.alone(tokens),
+            )
 
         return median_us([partial(call, segments) for segments in routings])
 
     def floor_us(self, tokens: int, routings: list[Segments], bandwidth: float, rate: float) -> float:
-        distinct = sum(int((s.bounds[1:] > s.bounds[:-1]).sum()) for s in routings) / len(routings)
+        if self.alone(tokens):
+            distinct = sum(len(s.pairs.unique()) for s in routings) / len(routings)
+        else:
+            distinct = sum(int((s.bounds[1:] > s.bounds[:-1]).sum()) for s in routings) / len(routings)
         _, rows, columns = self.product.shape
         moved = (distinct * rows * columns + tokens * (columns + PAIRS * rows)) * TYPE.itemsize
         return max(moved / bandwidth, 2 * tokens * PAIRS * rows * columns / rate)
@@ -95,6 +112,8 @@ def candidates(product: Product) -> Iterator[ExpertsLaunch]:
     """Of one tile size after the other, what might suit it."""
     for pairs, rows, columns, stages in itertools.product((16, 32), (64, 128), (64, 128, 256), (3, 4, 6)):
         yield ExpertsLaunch(pairs, rows, columns, stages, 4)
+    for rows, columns, stages, warps in itertools.product((16, 32), (128, 256), (3, 4), (2, 4)):
+        yield ExpertsLaunch(16, rows, columns, stages, warps)
     for rows, columns, stages, warps in itertools.product((128, 256), (64, 128), (3, 4), (4, 8)):
         yield ExpertsLaunch(64, rows, columns, stages, warps)
     for rows, columns, stages in itertools.product((128, 256), (64,), (3, 4)):
@@ -116,12 +135,15 @@ def launches_of(product: Product) -> list[ExpertsLaunch]:
 def likely(launch: ExpertsLaunch, tokens: int) -> bool:
     """Tiles from what experts get on average to several times that."""
     even = tokens * CHOICES / CHOSEN_FROM
+    if launch.rows < 64:
+        return tokens <= 8
     return {16: even <= 16, 32: 2 <= even <= 64, 64: even >= 8, 128: even >= 16}[launch.pairs]
 
 
 def _compile(product: Product, launch: ExpertsLaunch) -> None:
     case = Case(product)
-    case.measure_us(4, launch, case.routings(4))
+    for tokens in (1, 16):  # with pairs alone, and in order
+        case.measure_us(tokens, launch, case.routings(tokens))
 
 
 def tune() -> None:

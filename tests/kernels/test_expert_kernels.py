@@ -108,6 +108,24 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(launch: ExpertsLaunch, 
     assert_near(problem.run(device, launch), problem.exact(), torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+@pytest.mark.parametrize("alone", [False, True])
+def test_pairs_without_order_give_the_same(
+    tokens: int, alone: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts_file, "are_alone", lambda tokens, down: alone)
+    problem = Problem(tokens, tokens, 4, 3, 64, 48, torch.bfloat16)
+    assert_near(problem.run(device, SMALLEST), problem.exact(), torch.bfloat16)
+
+
+def test_few_tokens_are_alone_and_more_where_experts_are_small() -> None:
+    def down(width: int) -> torch.Tensor:
+        return torch.empty(257, 2048, width, dtype=torch.bfloat16, device="meta")
+
+    assert [experts_file.are_alone(tokens, down(512)) for tokens in (1, 2, 3, 8)] == [True, True, False, False]
+    assert [experts_file.are_alone(tokens, down(64)) for tokens in (1, 8, 9)] == [True, True, False]
+
+
 @LAUNCHES
 def test_a_token_has_the_same_bits_alone_and_in_company(launch: ExpertsLaunch, device: torch.device) -> None:
     problem = Problem(1, 20, 3, 2, 64, 32, torch.bfloat16)

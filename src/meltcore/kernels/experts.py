@@ -27,6 +27,8 @@ from meltcore.kernels.swiglu import swiglu
 # Columns of a program that sums up: 8 elements a thread of 4 warps, 16 bytes in 16-bit types.
 _SUM_BLOCK = 1024
 _MOST_STAGES = 4
+# Bytes of an expert's way down up to which it is small (see `are_alone`).
+_SMALL_EXPERT = 2**19
 _TUNED = 90  # the compute capability that the table of launches is for
 
 
@@ -103,22 +105,29 @@ def _expert_product_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
+    ALONE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program: ROWS rows of an expert's weight, up to PAIRS of its pairs.
 
+    ALONE: a tile for each pair, which keep their order; `pairs_ptr` are their experts.
     GATED: from tokens to places in the order of experts, rows of the gate and of what it gates alternating. Else from
     such places to pairs. Rows and pairs past the end repeat the last one and are not stored.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    expert, first, end = _tile_of(bounds_ptr, tl.program_id(1), PAIRS, EXPERTS, EXPERT_BLOCK)
-    if first >= end:
-        return
+    if ALONE:
+        first = tl.program_id(1)
+        end = first + 1
+        expert = tl.load(pairs_ptr + first)
+    else:
+        expert, first, end = _tile_of(bounds_ptr, tl.program_id(1), PAIRS, EXPERTS, EXPERT_BLOCK)
+        if first >= end:
+            return
     place = first + tl.arange(0, PAIRS)
     source = tl.minimum(place, end - 1)
-    pair = tl.load(pairs_ptr + source)
+    pair = source if ALONE else tl.load(pairs_ptr + source)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if GATED:
         inputs_ptr = input_ptr + (pair // CHOICES).to(tl.int64)[:, None] * INPUT
@@ -212,6 +221,15 @@ class ExpertsLaunch(NamedTuple):
         return cls(tile, rows, columns, stages, 8 if tile == 128 else 4)
 
 
+def are_alone(tokens: int, down: torch.Tensor) -> bool:
+    """Whether each pair gets a tile of its own, without being put in order first, which takes about 3 us.
+
+    So few tokens hardly share an expert but the one that all have; small experts come from the L2 cache the second time
+    (H200, Qwen3.5's: at width 512 as fast as in order for 3 tokens, at width 64 for 8; 2026-11-21).
+    """
+    return tokens <= (8 if down[0].nbytes <= _SMALL_EXPERT else 2)
+
+
 def _experts_add_triton(
     residual: torch.Tensor,
     hidden: torch.Tensor,
@@ -223,11 +241,12 @@ def _experts_add_triton(
     (tokens, size), width, choices = hidden.shape, down.shape[2], routing.experts.shape[1]
     if tokens == 0:
         return residual
-    segments = by_expert(routing.experts, down.shape[0])
+    alone = are_alone(tokens, down)
+    segments = Segments(routing.experts, routing.experts) if alone else by_expert(routing.experts, down.shape[0])
     activated = torch.empty(tokens * choices, width, dtype=hidden.dtype, device=hidden.device)
     outputs = torch.empty(tokens * choices, size, dtype=hidden.dtype, device=hidden.device)
-    _product(hidden, gate_up, activated, segments, choices, launch, gated=True)
-    _product(activated, down, outputs, segments, choices, launch, gated=False)
+    _product(hidden, gate_up, activated, segments, choices, launch, gated=True, alone=alone)
+    _product(activated, down, outputs, segments, choices, launch, gated=False, alone=alone)
     overlap = overlaps(hidden.device)
     _add_choices_kernel[(tokens, triton.cdiv(size, _SUM_BLOCK))](
         residual,
@@ -252,12 +271,13 @@ def _product(
     launch: ExpertsLaunch | None,
     *,
     gated: bool,
+    alone: bool,
 ) -> None:
     experts, rows, input_size = weight.shape
     pairs = segments.pairs.numel()
     launch = launch or ExpertsLaunch.of(pairs, weight)
     # An expert with pairs ends with at most one tile that is not full.
-    most_tiles = min(pairs, pairs // launch.pairs + min(pairs, experts))
+    most_tiles = pairs if alone else min(pairs, pairs // launch.pairs + min(pairs, experts))
     overlap = overlaps(weight.device)
     _expert_product_kernel[(triton.cdiv(rows, launch.rows), most_tiles)](
         inputs,
@@ -274,6 +294,7 @@ def _product(
         COLUMNS=launch.columns,
         STAGES=launch.stages,
         GATED=gated,
+        ALONE=alone,
         OVERLAP=overlap,
         num_warps=launch.warps,
         **({"launch_pdl": True} if overlap else {}),
@@ -293,7 +314,7 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         routing = Routing(chosen, torch.empty(chosen.shape, device="meta"))
         return lambda: _experts_add_triton(hidden, hidden, routing, gate_up, down)
 
-    pairs = [each * experts for each in ((1, 32, 64) if dtype.itemsize == 2 else (1,))]
+    pairs = [choices] + [each * experts for each in ((1, 32, 64) if dtype.itemsize == 2 else (1,))]
     if capability(gate_up.device) == _TUNED:
         pairs += [most for weight in (gate_up, down) for most, _ in TABLE.get(tuple(weight.shape), ())]
     return [case(each // choices) for each in pairs]
