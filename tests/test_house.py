@@ -38,6 +38,8 @@ ALLOWED = {
     "config": (),
 }
 NO_TORCH = (*MEASURE, *GROUND, "cli", "server", "text")
+# What runs on the GPU for a hardware check: programs of their own, started as processes and imported by nobody.
+PROBES = "hardware.probes"
 HEAVY = {"torch", "transformers", "triton", "pandas", "aiohttp", "httpx", "safetensors"}
 LONGEST_FILE, LONGEST_FUNCTION = 500, 70
 LONGEST_KERNEL = 100  # the schedule of a Triton kernel reads worse in pieces
@@ -76,10 +78,15 @@ def test_imports_point_down_or_to_the_ground_floor(path: Path) -> None:
 
 @pytest.mark.parametrize("room", NO_TORCH)
 def test_measuring_and_front_rooms_import_nothing_heavy(room: str) -> None:
-    files = [path for path in FILES if parts(path)[0] == room]
+    files = [path for path in FILES if parts(path)[0] == room and not within(".".join(parts(path)), (PROBES,))]
     assert files
     heavy = {(path.name, name) for path in files for name in imports(path) if name.split(".")[0] in HEAVY}
     assert heavy == set()
+
+
+def test_probes_are_imported_by_probes_only() -> None:
+    outside = [path for path in FILES if not within(".".join(parts(path)), (PROBES,))]
+    assert [path.name for path in outside for name in imports(path) if within(name, (f"meltcore.{PROBES}",))] == []
 
 
 def test_the_halves_do_not_overlap() -> None:
@@ -131,7 +138,8 @@ def test_importing_meltcore_is_quick_and_brings_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["report", "evals", "load", "demo", "bench.run", "results.fingerprint", "results.tables"]
+    "name",
+    ["report", "evals", "load", "demo", "bench.run", "hardware.certify", "results.fingerprint", "results.tables"],
 )
 def test_measuring_modules_load_without_torch(name: str) -> None:
     code = f"import sys, meltcore.{name}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -37,7 +37,8 @@ VERBS: dict[str, Verb] = {
     "monitor": Verb("meltcore.cli.monitor", "log the GPUs' temperature, power, clocks, errors and activity"),
     "bench": Verb("meltcore.cli.bench", "the GPU score: what this GPU sustains, and how it is", needs_engine=True),
     "rank": Verb("meltcore.cli.rank", "GPU scores side by side"),
-    "snapshot": Verb("meltcore.cli.snapshot", "print what this machine is: hardware, driver, versions"),
+    "snapshot": Verb("meltcore.cli.snapshot", "what this machine is, or what changed: hardware, driver, versions"),
+    "certify": Verb("meltcore.cli.certify", "check this node's GPUs and links, and give it a certificate"),
 }
 
 _EXAMPLES = """\

@@ -1,30 +1,71 @@
-"""`meltcore snapshot`: print this machine's fingerprint."""
+"""`meltcore snapshot`: what this machine is, or what changed since it was last looked at."""
 
 import argparse
+from typing import TYPE_CHECKING
 
-HELP = "Print what every result says of its machine: hardware, driver, versions, revision. No host name, no path."
+if TYPE_CHECKING:
+    from meltcore.results.snapshot import Snapshot
+
+HELP = (
+    "Print what this machine is: host, driver, versions, and of every GPU the job may use its firmware, limits, "
+    "clocks, PCIe and NVLinks, ECC, remapped rows, and topology. No host name, no path. With --diff, what changed since."
+)
 EXAMPLES = """\
   meltcore snapshot
   meltcore snapshot --json > machine.json
+  meltcore snapshot --diff machine.json      exit status 1 where anything drifted
 """
+EXIT_DRIFTED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="JSON in the form that result.json holds")
+    parser.add_argument("--json", action="store_true", help="JSON, as --diff reads it")
+    parser.add_argument("--diff", metavar="OLD.json", help="say what changed since that snapshot; GPUs match by UUID")
+    parser.add_argument(
+        "--gpu", metavar="ID,...", help="indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all of them)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
-    from meltcore.results.fingerprint import take_fingerprint
-    from meltcore.results.wording import fingerprint_rows
+    from meltcore.hardware.snapshot_lines import snapshot_lines
 
-    fingerprint = take_fingerprint()
+    now = _take(args.gpu)
+    if args.diff:
+        return _diff(args.diff, now)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(fingerprint), indent=2).decode())
-        return 0
-    rows = fingerprint_rows(fingerprint)
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+        print(msgspec.json.format(msgspec.json.encode(now), indent=2).decode())
+    else:
+        print("\n".join(snapshot_lines(now)))
     return 0
+
+
+def _take(wanted: str | None) -> "Snapshot":
+    """A machine without a driver has a snapshot too: one without GPUs, which says so."""
+    from meltcore.hardware.node import Node
+    from meltcore.hardware.nvml import NoDriverError, Nvml
+    from meltcore.hardware.select import select_gpus
+    from meltcore.hardware.snapshot import take_snapshot
+    from meltcore.results.fingerprint import take_fingerprint
+    from meltcore.results.snapshot import Snapshot
+
+    try:
+        nvml = Nvml()
+    except NoDriverError as error:
+        if wanted is not None:
+            raise
+        return Snapshot(fingerprint=take_fingerprint(), notes=[str(error)])
+    try:
+        return take_snapshot(Node(nvml), select_gpus(nvml, wanted))
+    finally:
+        nvml.close()
+
+
+def _diff(path: str, now: "Snapshot") -> int:
+    from meltcore.hardware.drift import drift
+    from meltcore.results.snapshot import read_snapshot
+
+    changes = drift(read_snapshot(path), now)
+    print("\n".join(changes) if changes else "nothing drifted")
+    return EXIT_DRIFTED if changes else 0

@@ -1,7 +1,7 @@
 """A scripted machine for tests: GPUs whose every reading is known, some refused, some changing or lost on the way."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -43,6 +43,29 @@ HEALTHY: dict[str, float] = {
     "nvlink_tx_mib_per_s": 13,
     "nvlink_rx_mib_per_s": 14,
 }
+# What a snapshot asks beside that, of an H200 on an NVSwitch board.
+HEALTHY_STATE: dict[str, float] = {
+    "cores": 132 * 128,
+    "sm_clock_max_mhz": 1980,
+    "memory_clock_max_mhz": 3201,
+    "memory_bus_bits": 6144,
+    "power_limit_w": 700,
+    "power_limit_default_w": 700,
+    "gpu_pcie_generation_max": 5,
+    "ecc_on": 1,
+    "ecc_corrected_lifetime": 3,
+    "ecc_uncorrected_lifetime": 0,
+    "rows_remapped_corrected": 0,
+    "rows_remapped_uncorrected": 0,
+    "row_remap_pending": 0,
+    "row_remap_failed": 0,
+    "mig_on": 0,
+    "persistence": 1,
+    "recovery_action": 0,
+    "nvlinks": 18,
+    "nvlink_speed_mbps": 26562,
+    "nvlink_errors": 0,
+}
 
 
 class Change(msgspec.Struct):
@@ -56,6 +79,7 @@ class Change(msgspec.Struct):
 class FakeGpu(msgspec.Struct, kw_only=True):
     """`readings` replace HEALTHY's. `refused` maps a reading, or a question, to the NVML error it gets.
 
+    `links_down` are the NVLinks that are down; those that are up end in a switch. `processes` compute on it.
     `slices` maps the UUID of a MIG slice to its GPU instance. `xids` are told one at a time, to whoever watches.
     """
 
@@ -65,6 +89,10 @@ class FakeGpu(msgspec.Struct, kw_only=True):
     readings: dict[str, float] = msgspec.field(default_factory=dict)
     refused: dict[str, int] = msgspec.field(default_factory=dict)
     changes: list[Change] = msgspec.field(default_factory=list)
+    bus_id: str = "0000:1b:00.0"
+    capability: tuple[int, int] = (9, 0)
+    links_down: list[int] = msgspec.field(default_factory=list)
+    processes: list[int] = msgspec.field(default_factory=list)
     slices: dict[str, int] = msgspec.field(default_factory=dict)
     xids: list[tuple[int, int]] = msgspec.field(default_factory=list)
     lost_after_s: float | None = None
@@ -73,9 +101,10 @@ class FakeGpu(msgspec.Struct, kw_only=True):
 class FakeNvml(Nvml):
     """Answers every question of Nvml from a script. A board's handle is its FakeGpu, a slice's its UUID."""
 
-    def __init__(self, gpus: Sequence[FakeGpu]) -> None:
+    def __init__(self, gpus: Sequence[FakeGpu], clock: Callable[[], float] = time.monotonic) -> None:
         self._gpus = list(gpus)
-        self._began_s = time.monotonic()
+        self._clock = clock
+        self._began_s = clock()
         self._watched: list[int] = []
         self.gpm_buffers = 0
 
@@ -143,6 +172,86 @@ class FakeNvml(Nvml):
         readings = ((self._each(board, keys[field][0]), keys[field][1]) for field in ids)
         return [reading if isinstance(reading, NVMLError) else reading / scale for reading, scale in readings]
 
+    def cuda_driver(self) -> str:
+        return "13.0"
+
+    def vbios(self, board: Any) -> str:
+        self._may_refuse(board, "vbios")
+        return "96.00.A5.00.01"
+
+    def bus_id(self, board: Any) -> str:
+        self._may_refuse(board, "bus_id")
+        return str(board.bus_id)
+
+    def compute_capability(self, board: Any) -> tuple[int, int]:
+        self._may_refuse(board, "compute_capability")
+        major, minor = board.capability
+        return major, minor
+
+    def cores(self, board: Any) -> int:
+        return int(self._reading(board, "cores"))
+
+    def sm_clock_max_mhz(self, board: Any) -> float:
+        return self._reading(board, "sm_clock_max_mhz")
+
+    def memory_clock_max_mhz(self, board: Any) -> float:
+        return self._reading(board, "memory_clock_max_mhz")
+
+    def memory_bus_bits(self, board: Any) -> int:
+        return int(self._reading(board, "memory_bus_bits"))
+
+    def power_limits_w(self, board: Any) -> tuple[float, float]:
+        return self._reading(board, "power_limit_w"), self._reading(board, "power_limit_default_w")
+
+    def gpu_pcie_generation_max(self, board: Any) -> int:
+        return int(self._reading(board, "gpu_pcie_generation_max"))
+
+    def ecc_mode(self, board: Any) -> int:
+        return int(self._reading(board, "ecc_on"))
+
+    def ecc_lifetime(self, board: Any, *, uncorrected: bool) -> int:
+        return int(self._reading(board, "ecc_uncorrected_lifetime" if uncorrected else "ecc_corrected_lifetime"))
+
+    def remapped_rows(self, board: Any) -> tuple[int, int, int, int]:
+        keys = ("rows_remapped_corrected", "rows_remapped_uncorrected", "row_remap_pending", "row_remap_failed")
+        corrected, uncorrected, pending, failed = (int(self._reading(board, key)) for key in keys)
+        return corrected, uncorrected, pending, failed
+
+    def mig_mode(self, board: Any) -> int:
+        return int(self._reading(board, "mig_on"))
+
+    def persistence(self, board: Any) -> int:
+        return int(self._reading(board, "persistence"))
+
+    def processes(self, handle: Any) -> list[int]:
+        board = self._board(handle)
+        self._may_refuse(board, "processes")
+        return list(board.processes)
+
+    def recovery_action(self, board: Any) -> int:
+        return int(self._reading(board, "recovery_action"))
+
+    def nvlinks(self, board: Any) -> int:
+        return int(self._reading(board, "nvlinks"))
+
+    def nvlink_up(self, board: Any, link: int) -> bool:
+        self._may_refuse(board, "nvlink_up")
+        return link not in board.links_down
+
+    def nvlink_speed_mbps(self, board: Any, link: int) -> float:
+        return self._reading(board, "nvlink_speed_mbps")
+
+    def nvlink_peer(self, board: Any, link: int) -> str:
+        self._may_refuse(board, "nvlink_peer")
+        return "switch"
+
+    def nvlink_errors(self, board: Any, link: int) -> int:
+        return int(self._reading(board, "nvlink_errors"))
+
+    def common_ancestor(self, board: Any, other: Any) -> int:
+        self._may_refuse(board, "common_ancestor")
+        return int(pynvml.NVML_TOPOLOGY_SYSTEM)
+
     def gpm_supported(self, board: Any) -> bool:
         self._may_refuse(board, "gpm_supported")
         return bool(board.architecture >= pynvml.NVML_DEVICE_ARCH_HOPPER)
@@ -190,12 +299,12 @@ class FakeNvml(Nvml):
 
     def _reading(self, board: FakeGpu, key: str) -> float:
         self._may_refuse(board, key)
-        passed_s = time.monotonic() - self._began_s
+        passed_s = self._clock() - self._began_s
         changed = [change.value for change in board.changes if change.key == key and passed_s >= change.after_s]
-        return float(changed[-1] if changed else board.readings.get(key, HEALTHY[key]))
+        return float(changed[-1] if changed else board.readings.get(key, {**HEALTHY, **HEALTHY_STATE}[key]))
 
     def _may_refuse(self, board: FakeGpu, question: str) -> None:
-        if board.lost_after_s is not None and time.monotonic() - self._began_s >= board.lost_after_s:
+        if board.lost_after_s is not None and self._clock() - self._began_s >= board.lost_after_s:
             raise NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         if question in board.refused:
             raise NVMLError(board.refused[question])

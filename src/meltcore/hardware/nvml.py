@@ -46,8 +46,18 @@ class Nvml:
         return _text(pynvml.nvmlSystemGetDriverVersion())
 
     def boards(self) -> list[Any]:
-        """Handles of all GPUs in NVML's order, which is that of the PCI bus and of nvidia-smi."""
-        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        """Handles of the GPUs in NVML's order, which is that of the PCI bus.
+
+        NVML also counts GPUs that a cgroup keeps from this job; they are left out, as CUDA leaves them out.
+        """
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                found.append(pynvml.nvmlDeviceGetHandleByIndex(index))
+            except NVMLError as error:
+                if error.value != pynvml.NVML_ERROR_NO_PERMISSION:
+                    raise
+        return found
 
     def slices(self, board: Any) -> list[Any]:
         """Handles of a board's MIG slices; none where MIG is off or unheard of."""
@@ -120,6 +130,108 @@ class Nvml:
         """NVML_FI_* values in their own units, in one call."""
         return [_field(value) for value in pynvml.nvmlDeviceGetFieldValues(board, list(ids))]
 
+    def cuda_driver(self) -> str:
+        """The newest CUDA the driver runs, such as 13.0."""
+        version = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        return f"{version // 1000}.{version % 1000 // 10}"
+
+    def vbios(self, board: Any) -> str:
+        return _text(pynvml.nvmlDeviceGetVbiosVersion(board))
+
+    def bus_id(self, board: Any) -> str:
+        """As the kernel names it: 0000:1b:00.0."""
+        return short_bus_id(_text(pynvml.nvmlDeviceGetPciInfo(board).busId))
+
+    def compute_capability(self, board: Any) -> tuple[int, int]:
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(board)
+        return int(major), int(minor)
+
+    def cores(self, board: Any) -> int:
+        """FP32 lanes of the whole GPU."""
+        return int(pynvml.nvmlDeviceGetNumGpuCores(board))
+
+    def sm_clock_max_mhz(self, board: Any) -> float:
+        return float(pynvml.nvmlDeviceGetMaxClockInfo(board, pynvml.NVML_CLOCK_SM))
+
+    def memory_clock_max_mhz(self, board: Any) -> float:
+        return float(pynvml.nvmlDeviceGetMaxClockInfo(board, pynvml.NVML_CLOCK_MEM))
+
+    def memory_bus_bits(self, board: Any) -> int:
+        return int(pynvml.nvmlDeviceGetMemoryBusWidth(board))
+
+    def power_limits_w(self, board: Any) -> tuple[float, float]:
+        """(in force, the product's own)."""
+        in_force = pynvml.nvmlDeviceGetEnforcedPowerLimit(board)
+        return in_force / 1e3, pynvml.nvmlDeviceGetPowerManagementDefaultLimit(board) / 1e3
+
+    def gpu_pcie_generation_max(self, board: Any) -> int:
+        """What the GPU itself can do, in whatever slot."""
+        return int(pynvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(board))
+
+    def ecc_mode(self, board: Any) -> int:
+        return int(pynvml.nvmlDeviceGetEccMode(board)[0])
+
+    def ecc_lifetime(self, board: Any, *, uncorrected: bool) -> int:
+        """Aggregate count: over the GPU's life."""
+        kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED if uncorrected else pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
+        return int(pynvml.nvmlDeviceGetTotalEccErrors(board, kind, pynvml.NVML_AGGREGATE_ECC))
+
+    def remapped_rows(self, board: Any) -> tuple[int, int, int, int]:
+        """(for correctable errors, for uncorrectable ones, pending: 1 or 0, failed: 1 or 0)."""
+        corrected, uncorrected, pending, failed = pynvml.nvmlDeviceGetRemappedRows(board)
+        return int(corrected), int(uncorrected), int(pending), int(failed)
+
+    def mig_mode(self, board: Any) -> int:
+        return int(pynvml.nvmlDeviceGetMigMode(board)[0])
+
+    def persistence(self, board: Any) -> int:
+        return int(pynvml.nvmlDeviceGetPersistenceMode(board))
+
+    def processes(self, handle: Any) -> list[int]:
+        """Ids of the processes that compute on a board or slice, as the driver numbers them."""
+        return [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+
+    def recovery_action(self, board: Any) -> int:
+        """NVML_GPU_RECOVERY_ACTION_*: 0 for none."""
+        reading = self.fields(board, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]
+        if isinstance(reading, NVMLError):
+            raise reading
+        return int(reading)
+
+    def nvlinks(self, board: Any) -> int:
+        """How many links the GPU has, up or down."""
+        reading = self.fields(board, [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0]
+        if isinstance(reading, NVMLError):
+            raise reading
+        return int(reading)
+
+    def nvlink_up(self, board: Any, link: int) -> bool:
+        return bool(pynvml.nvmlDeviceGetNvLinkState(board, link))
+
+    def nvlink_speed_mbps(self, board: Any, link: int) -> float:
+        """10^6 bytes a second, one way."""
+        value = pynvml.nvmlDeviceGetFieldValues(board, [(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)])[0]
+        reading = _field(value)
+        if isinstance(reading, NVMLError):
+            raise reading
+        return reading
+
+    def nvlink_peer(self, board: Any, link: int) -> str:
+        """`switch`, or the bus id of the GPU at the other end."""
+        if pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(board, link) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            return "switch"
+        return short_bus_id(_text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(board, link).busId))
+
+    def nvlink_errors(self, board: Any, link: int) -> int:
+        """Replays, recoveries and flit CRC errors together, since the driver was loaded."""
+        kinds = (pynvml.NVML_NVLINK_ERROR_DL_REPLAY, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
+                 pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT)  # fmt: skip
+        return sum(int(pynvml.nvmlDeviceGetNvLinkErrorCounter(board, link, kind)) for kind in kinds)
+
+    def common_ancestor(self, board: Any, other: Any) -> int:
+        """NVML_TOPOLOGY_*: how far up the two PCIe paths meet."""
+        return int(pynvml.nvmlDeviceGetTopologyCommonAncestor(board, other))
+
     def gpm_supported(self, board: Any) -> bool:
         return bool(pynvml.nvmlGpmQueryDeviceSupport(board).isSupportedDevice)
 
@@ -164,6 +276,12 @@ class Nvml:
     def identity(self, handle: Any) -> int:
         """A number that two handles share exactly if they stand for the same device."""
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
+
+
+def short_bus_id(bus_id: str) -> str:
+    """NVML writes eight digits of domain, in capitals; the kernel writes four, in small letters."""
+    domain, _, rest = bus_id.partition(":")
+    return f"{domain[-4:]}:{rest}".lower()
 
 
 def _field(value: Any) -> Reading:

@@ -8,10 +8,23 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Feature = Literal["ecc", "energy", "gpm", "gpm_nvlink", "memory_temperature", "own_memory", "pcie", "utilization"]
+Feature = Literal[
+    "ecc",
+    "energy",
+    "gpm",
+    "gpm_nvlink",
+    "memory_temperature",
+    "mig",
+    "nvlink",
+    "own_memory",
+    "pcie",
+    "recovery_action",
+    "remapped_rows",
+    "utilization",
+]
 
 # Numbers of nvmlDeviceArchitecture_t.
-VOLTA, HOPPER = 5, 9
+VOLTA, AMPERE, HOPPER = 5, 7, 9
 
 _CONSUMER = r"GeForce|TITAN|\bMX\d+"
 _INTEGRATED = r"\bGB10\b|Orin|Thor|Xavier|Tegra"  # GPU and CPU share one memory and no PCIe link
@@ -29,7 +42,19 @@ _LACKING: dict[Feature, str] = {
     # The workstation cards from Ada on have no bridge; older ones are before GPM.
     "gpm_nvlink": "|".join((_CONSUMER, _INTEGRATED, _WORKSTATION, _GDDR_SERVER)),
 }
-_FIRST_ARCHITECTURE: dict[Feature, int] = {"energy": VOLTA, "gpm": HOPPER, "gpm_nvlink": HOPPER}
+_LACKING["nvlink"] = _LACKING["gpm_nvlink"]
+_LACKING["recovery_action"] = _LACKING["gpm"]
+_LACKING["remapped_rows"] = _LACKING["ecc"]
+# A100, A30, H100, H200, B200 and their kin can be sliced, and the RTX PRO 6000; others cannot.
+_LACKING["mig"] = "|".join((_CONSUMER, _INTEGRATED, r"RTX (?!PRO 6000)", "Quadro", _GDDR_SERVER, _SMALL_WORKSTATION))
+_FIRST_ARCHITECTURE: dict[Feature, int] = {
+    "energy": VOLTA,
+    "mig": AMPERE,
+    "remapped_rows": AMPERE,
+    "gpm": HOPPER,
+    "gpm_nvlink": HOPPER,
+    "recovery_action": HOPPER,
+}
 
 
 @dataclass(frozen=True)

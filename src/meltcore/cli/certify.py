@@ -1,0 +1,103 @@
+"""`meltcore certify`: prove the hardware of this node, or name what is wrong with it."""
+
+import argparse
+
+HELP = (
+    "Check this node's GPUs: state, speed, links, collectives, heat, silent errors, inference. Each figure is held "
+    "against the topology, shipped figures of the product and your own baseline; the strictest counts. What cannot be "
+    "read, or is zero, or hangs, is UNKNOWN and never passes. Changes no setting; needs no root, compiler or container."
+)
+EXAMPLES = """\
+  meltcore certify                                   about a minute: quick
+  meltcore certify --tier full --save-baseline node.json
+  meltcore certify --tier standard --baseline node.json
+  meltcore certify --tier soak --hours 72
+  meltcore certify --gpu 0,3
+
+tiers and the checks that each requires:
+  quick      60 s    state, product (bf16, one size), memory (copy), host, collectives (one all-reduce)
+  standard    5 min  state, product, memory, host, peers, collectives, sustained, corruption, inference
+  full       20 min  the same, with every type, shape and size, and longer
+  soak      --hours  the same as full, with sustained and corruption for that long
+
+exit status, as Nagios has it: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN (or nothing to check); 2 also for wrong usage
+"""
+EXIT_UNKNOWN = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tier", choices=("quick", "standard", "full", "soak"), default="quick", help="default: quick")
+    parser.add_argument("--hours", type=_positive, default=0.0, metavar="H", help="how long a soak takes")
+    parser.add_argument(
+        "--gpu", metavar="ID,...", help="indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all of them)"
+    )
+    parser.add_argument("--baseline", metavar="FILE", help="hold figures against this node's own, too")
+    parser.add_argument("--save-baseline", metavar="FILE", help="write this run's figures, if it does not FAIL")
+    parser.add_argument("--out", default="runs", metavar="DIR", help="where the run folder goes (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    import sys
+
+    from meltcore.errors import MeltcoreError
+
+    try:
+        return _certify(args)
+    except MeltcoreError as error:
+        # A plugin's 2 means that something is wrong; here nothing is known.
+        print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
+        return EXIT_UNKNOWN
+
+
+def _certify(args: argparse.Namespace) -> int:
+    import sys
+    from pathlib import Path
+
+    import msgspec
+    from rich.console import Console
+
+    from meltcore.hardware.certify import certify
+    from meltcore.hardware.expect import make_baseline, read_baseline
+    from meltcore.hardware.node import Node
+    from meltcore.hardware.nvml import Nvml
+    from meltcore.hardware.select import select_gpus
+    from meltcore.report.certificate_output import print_certificate, print_report
+    from meltcore.report.certificate_page import save_certificate
+    from meltcore.results.runfolder import RunFolder, write_whole
+
+    baseline = read_baseline(args.baseline) if args.baseline else None
+    node = Node(Nvml())
+    gpus = select_gpus(node.nvml, args.gpu)
+    folder = RunFolder.create(args.out, "certify").path
+    console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False)
+    try:
+        certificate = certify(
+            node,
+            gpus,
+            args.tier,
+            folder,
+            hours=args.hours,
+            baseline=baseline,
+            told=lambda report: print_report(report, console),
+        )
+    finally:
+        node.nvml.close()
+    save_certificate(folder, certificate)
+    print_certificate(certificate, folder, console)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(certificate), indent=2).decode())
+    if args.save_baseline:
+        content = msgspec.json.format(msgspec.json.encode(make_baseline(certificate)), indent=2)
+        write_whole(Path(args.save_baseline), content + b"\n")
+    return certificate.exit_code
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 24 * 365:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours above 0")
+    return number

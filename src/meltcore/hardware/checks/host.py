@@ -1,0 +1,35 @@
+"""Host-device copies: does every GPU's PCIe link carry what its generation and width say?"""
+
+from collections.abc import Sequence
+
+from meltcore.hardware import expect
+from meltcore.hardware.checks.base import MeasuredCheck
+from meltcore.hardware.measures import Question
+from meltcore.hardware.site import Site
+from meltcore.results.certificate import Expectation
+
+_BYTES = 256 * 2**20
+_SECONDS = {"quick": 0.3, "standard": 0.5}
+_SECONDS_OF_MORE = 2.0
+_BUILD_S = 0.7  # pinning the host's memory, and warming up
+
+
+class Host(MeasuredCheck):
+    name = "host"
+    title = "Host-device copies"
+    unit = "GB/s"
+    uses = ("pcie",)
+
+    def questions(self, site: Site) -> list[Question]:
+        seconds = _SECONDS.get(site.tier, _SECONDS_OF_MORE)
+        return [
+            Question(key=f"host/{way}", gpus=(gpu,), settings={"way": way, "bytes": _BYTES, "seconds": seconds})
+            for gpu in site.positions
+            for way in ("to-device", "to-host")
+        ]
+
+    def seconds(self, site: Site) -> float:
+        return len(self.questions(site)) * (_SECONDS.get(site.tier, _SECONDS_OF_MORE) + _BUILD_S)
+
+    def topology(self, site: Site, question: Question, gpus: Sequence[int]) -> Expectation | None:
+        return expect.host(site.snapshot.gpus[gpus[0]])

@@ -1,0 +1,127 @@
+"""The one seam to the machine: NVML, other programs, the clock, the system's files. `fake_node.FakeNode` scripts it."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Protocol
+
+from meltcore.hardware.monitor import Monitor
+from meltcore.hardware.nvml import Nvml
+from meltcore.hardware.recording import Sample
+from meltcore.hardware.sampler import Setup
+from meltcore.hardware.select import Gpu
+
+_AFTER_KILL_S = 5.0  # a process that the kernel holds in a driver call outlives its killing
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a program ended. `code` is None where it was killed for taking too long; `alive` where even that failed."""
+
+    code: int | None
+    stdout: bytes
+    stderr: bytes
+    alive: bool = False
+
+    @property
+    def last_words(self) -> str:
+        lines = self.stderr.decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else "it said nothing"
+
+
+class Telemetry(Protocol):
+    """What the GPUs did, sampled beside whatever runs."""
+
+    def since(self, from_s: float) -> list[list[Sample]] | None:
+        """Samples of each GPU from a moment on; None where the sampler is gone."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Node:
+    """This machine."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self.nvml = nvml
+
+    def now_s(self) -> float:
+        """On the clock of the samples."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def read(self, path: Path) -> str | None:
+        try:
+            return path.read_text()
+        except OSError:
+            return None
+
+    def run(self, command: Sequence[str], stdin: bytes, environment: Mapping[str, str], limit_s: float) -> Ran:
+        """Run a program to its end, or kill it and all it started at the limit. `environment` is added to ours.
+
+        Output goes through files, so that what a killed program had written is not lost, and none can fill a pipe.
+        """
+        with TemporaryFile() as question, TemporaryFile() as out, TemporaryFile() as err:
+            question.write(stdin)
+            question.seek(0)
+            process = subprocess.Popen(
+                command,
+                stdin=question,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+            code, alive = _wait(process, limit_s)
+            out.seek(0)
+            err.seek(0)
+            return Ran(code, out.read(), err.read(), alive)
+
+    def telemetry(self, path: Path, gpus: Sequence[Gpu]) -> Telemetry:
+        """Start sampling every 100 ms into a file. Raises what Monitor raises."""
+        return _Sampling(Monitor(Setup(path=str(path), gpus=",".join(gpu.info.uuid for gpu in gpus))), len(gpus))
+
+
+def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> tuple[int | None, bool]:
+    try:
+        return process.wait(limit_s), False
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        _kill_group(process.pid)  # also what a program that ended by itself left behind
+    try:
+        process.wait(_AFTER_KILL_S)
+    except subprocess.TimeoutExpired:
+        return None, True
+    return None, False
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+class _Sampling:
+    def __init__(self, monitor: Monitor, gpus: int) -> None:
+        self._monitor = monitor
+        self._gpus = gpus
+        self._samples: list[Sample] = []
+
+    def since(self, from_s: float) -> list[list[Sample]] | None:
+        """Samples before that moment are dropped: a soak runs for days."""
+        if not self._monitor.running:
+            return None
+        self._samples = [sample for sample in [*self._samples, *self._monitor.new_samples()] if sample.t_s >= from_s]
+        return [[sample for sample in self._samples if sample.gpu == position] for position in range(self._gpus)]
+
+    def close(self) -> None:
+        self._monitor.stop()

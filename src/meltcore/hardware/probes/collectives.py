@@ -1,0 +1,61 @@
+"""How fast NCCL's collectives are: bus bandwidth in GB/s, one process a GPU, as programs use them."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from meltcore.hardware.measures import Answer, Question, decode_answer, encode
+
+
+class Group:
+    """Ranks that wait for questions. They end with their standard input, or with this process's group."""
+
+    def __init__(self, gpus: tuple[int, ...]) -> None:
+        self.gpus = gpus
+        self._folder = tempfile.TemporaryDirectory(prefix="meltcore-ranks-")
+        store = os.path.join(self._folder.name, "store")
+        devices = ",".join(map(str, gpus))
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "meltcore.hardware.probes.rank", str(rank), devices, store],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            )
+            for rank in range(len(gpus))
+        ]
+
+    def ask(self, question: Question) -> Answer:
+        """Raises RuntimeError where the first rank is gone; one of the others gone leaves it waiting, to be killed."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(encode(question) + b"\n")
+            rank.stdin.flush()
+        stdout = self._ranks[0].stdout
+        assert stdout is not None
+        while line := stdout.readline():
+            if line.startswith(b'{"key"'):
+                return decode_answer(line)
+        raise RuntimeError("the first rank ended without an answer; its error stands above")
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self._ranks:
+            rank.wait(30)
+        self._folder.cleanup()
+
+
+_group: Group | None = None
+
+
+def measure(question: Question) -> Iterator[Answer]:
+    """All GPUs of the question together: settings op, bytes, seconds. Groups of the same GPUs are used again."""
+    global _group
+    if _group is None or _group.gpus != question.gpus:
+        if _group is not None:
+            _group.close()
+        _group = Group(question.gpus)
+    yield _group.ask(question)

@@ -1,0 +1,90 @@
+"""Rates by CUDA events: groups of launches, each group one sample, on several devices at once."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+
+GROUP_S = 0.05
+WARM_S = 0.3  # clocks rise and settle; the first collectives and copies set things up
+_MOST_LAUNCHES = 1000  # in a group
+
+Launch = Callable[[int], None]
+
+
+def rates(
+    devices: Sequence[int],
+    launch: Launch,
+    work: float,
+    seconds: float,
+    group_s: float = GROUP_S,
+    graph: bool = False,
+    agree: Callable[[float], float] | None = None,
+) -> list[list[float]]:
+    """Work a second of each device: a sample for every `group_s`, over `seconds`.
+
+    `launch(device)` enqueues `work` once on the device's current stream. `graph`: a group is captured once and
+    replayed, so that launching cannot be what is measured; `launch` must then allocate nothing. `agree`: turns the time
+    of one launch into what all ranks of a collective take it for, since all must launch equally often.
+    """
+    launch_s = max(_seconds_of_one(device, launch) for device in devices)
+    if agree is not None:
+        launch_s = agree(launch_s)
+    count = max(1, min(_MOST_LAUNCHES, round(group_s / launch_s)))
+    groups = {device: _captured(device, launch, count) if graph else _loop(device, launch, count) for device in devices}
+    _timed(devices, groups, max(1, round(WARM_S / (count * launch_s))))
+    times = _timed(devices, groups, max(4, round(seconds / (count * launch_s))))
+    return [[count * work / time_s for time_s in times[device]] for device in devices]
+
+
+def _seconds_of_one(device: int, launch: Launch) -> float:
+    with torch.cuda.device(device):
+        for _ in range(3):
+            launch(device)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(5):
+            launch(device)
+        end.record()
+        end.synchronize()
+        return max(1e-6, begin.elapsed_time(end) / 5e3)
+
+
+def _loop(device: int, launch: Launch, count: int) -> Callable[[], None]:
+    def group() -> None:
+        for _ in range(count):
+            launch(device)
+
+    return group
+
+
+def _captured(device: int, launch: Launch, count: int) -> Callable[[], None]:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                launch(device)
+        return graph.replay
+
+
+def _timed(devices: Sequence[int], groups: dict[int, Callable[[], None]], count: int) -> dict[int, list[float]]:
+    """Seconds of each of `count` groups on each device. No more than two groups are under way, so a stop is quick."""
+    marks: dict[int, list[torch.cuda.Event]] = {device: [] for device in devices}
+    for place in range(count + 1):
+        for device in devices:
+            with torch.cuda.device(device):
+                mark = torch.cuda.Event(enable_timing=True)
+                mark.record()
+                marks[device].append(mark)
+                if place < count:
+                    groups[device]()
+        if place >= 2:
+            for device in devices:
+                marks[device][place - 1].synchronize()
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return {
+        device: [first.elapsed_time(second) / 1e3 for first, second in pairwise(found)]
+        for device, found in marks.items()
+    }
