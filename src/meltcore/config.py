@@ -7,7 +7,9 @@ LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 KVCacheDType = Literal["auto", "fp8"]
-DebugSwitch = Literal["reference-kernels", "no-graphs", "no-overlap", "no-prefix-cache", "no-peer-memory"]
+DebugSwitch = Literal[
+    "reference-kernels", "no-graphs", "no-overlap", "no-prefix-cache", "no-peer-memory", "uniform-routing"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meltcore.config import EngineConfig, Quantization
+from meltcore.config import DebugSwitch, EngineConfig, Quantization
 from meltcore.engine.engine import Engine
 from meltcore.errors import ConfigError
+from meltcore.layers import moe
 from meltcore.layers.mlp import GatedMLP
 from meltcore.layers.moe import RoutedMLP
 from meltcore.models.checkpoint import open_checkpoint
@@ -158,3 +159,22 @@ def test_dummy_weights_differ_from_expert_to_expert(tmp_path: Path) -> None:
     assert isinstance(mlp, RoutedMLP)
     assert len({float(matrix.sum()) for matrix in mlp.down}) == EXPERTS
     assert mlp.gate_up.std() == pytest.approx(0.02, rel=0.1)
+
+
+def experts_read(model: Path, monkeypatch: pytest.MonkeyPatch, *debug: DebugSwitch) -> int:
+    """How many experts of a layer 64 tokens go to that are nearly alike."""
+    engine = Engine(EngineConfig(model=str(model), load_format="dummy", device="cpu", memory_bytes=2**26, debug=debug))
+    mlp = engine.runner.model.blocks[0].mlp
+    assert isinstance(mlp, RoutedMLP)
+    chosen: list[torch.Tensor] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(moe, "experts_add", lambda residual, hidden, routing, *weights: chosen.append(routing.experts))
+        mlp(torch.ones(64, HIDDEN) + torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0)) / 100)
+    return len(chosen[0].unique())
+
+
+def test_a_benchmark_can_send_tokens_to_experts_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 experts, 8 for each of 64 tokens: 256 (1 - (1 - 8 / 256)^64) of them are read."""
+    build(tmp_path, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=16)
+    assert experts_read(tmp_path, monkeypatch, "uniform-routing") == pytest.approx(222.4, rel=0.05)
+    assert experts_read(tmp_path, monkeypatch) < 30, "dummy weights send tokens that are alike to the same experts"

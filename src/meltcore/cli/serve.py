@@ -120,8 +120,15 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--debug",
         action="append",
         default=[],
-        choices=("reference-kernels", "no-graphs", "no-overlap", "no-prefix-cache", "no-peer-memory"),
-        help="for bisecting; can be given several times",
+        choices=(
+            "reference-kernels",
+            "no-graphs",
+            "no-overlap",
+            "no-prefix-cache",
+            "no-peer-memory",
+            "uniform-routing",
+        ),
+        help="for bisecting, the last one for benchmarks of experts on dummy weights; can be given several times",
     )
 
 

@@ -32,6 +32,7 @@ from meltcore.engine.state_pool import StatePool
 from meltcore.engine.warm_up import warm_up
 from meltcore.errors import RequestError
 from meltcore.kernels.dispatch import force_reference
+from meltcore.layers.moe import route_at_random
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.loader import Progress
 
@@ -230,6 +231,7 @@ class Engine:
         """Choose the kernels' bodies; on a GPU compile them all, and record decode steps as graphs."""
         reference = "reference-kernels" in self.config.debug
         force_reference(reference)
+        route_at_random("uniform-routing" in self.config.debug, self.config.seed)
         if device.type != "cuda" or reference:
             return  # the torch bodies need no compiling, and are told by the host how to pad: a graph has no host
         warm_up(self.runner, self.max_model_len)

@@ -39,6 +39,7 @@ from meltcore.engine.sampler import Sampler
 from meltcore.errors import MeltcoreError
 from meltcore.kernels.dispatch import force_reference
 from meltcore.layers.group import Group
+from meltcore.layers.moe import route_at_random
 from meltcore.models.checkpoint import open_checkpoint
 
 
@@ -74,6 +75,7 @@ class RankProcess:
         config = self._config
         device = choose_device(config.device, ranks=config.tp, rank=self._rank)
         force_reference("reference-kernels" in config.debug)
+        route_at_random("uniform-routing" in config.debug, config.seed)
         self._send(RankStage(self._rank, "started"))
         join_group(group, self._folder, device, config)
         checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")

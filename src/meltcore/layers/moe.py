@@ -11,6 +11,20 @@ from meltcore.layers.group import Group
 from meltcore.layers.norm import MakeNorm
 from meltcore.layers.pieces import Pieces, piece, within
 
+_at_random = False
+
+
+def route_at_random(on: bool, seed: int) -> None:
+    """In this process, send tokens to experts drawn at random, all alike (`--debug uniform-routing`), or no longer.
+
+    Dummy weights make tokens so like each other that few experts are read, and a benchmark of them would flatter. Ranks
+    that are given the same seed draw the same.
+    """
+    global _at_random
+    _at_random = on
+    if on:
+        torch.manual_seed(seed)
+
 
 class RoutedMLP(nn.Module):
     """residual + the weighted sum of the gated feed-forwards of the experts that the router chooses for norm(residual).
@@ -53,6 +67,9 @@ class RoutedMLP(nn.Module):
         """residual: [tokens, hidden_size], changed in place and returned."""
         hidden = self.norm(residual)
         logits = linear(hidden, self.router)
+        if _at_random:
+            # In float32: 16 bits have so few numbers that equals, of which the lower expert is taken, would be common.
+            logits = torch.rand(logits.shape, dtype=torch.float32, device=logits.device)
         routing = route(logits, self.choices, renormalised=self.renormalised, shared=self.shared)
         if self._group is None:
             return experts_add(residual, hidden, routing, self.gate_up, self.down)
