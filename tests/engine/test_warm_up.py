@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import engine_tools as tools
 import pytest
 import torch
 
-from meltcore.engine.warm_up import warm_up
+from meltcore.engine.warm_up import PROMPTS_AT_ONCE, warm_up
+from meltcore.kernels.delta import DeltaShape
+from meltcore.kernels.delta_scan import ScanLaunch, scan_launch
 
 
 @pytest.mark.parametrize("max_model_len", [20, 300])
@@ -33,3 +36,14 @@ def test_a_warm_up_writes_to_the_padding_page_alone(checkpoint: Path) -> None:
         assert keys[0].any()
         assert not keys[1:].any()
         assert not values[1:].any()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_prompts_at_once_cover_every_launch_of_a_recurrent_layer(ranks: int) -> None:
+    """Of Qwen3.5-35B-A3B on an H200: what is not warmed up would be compiled in the middle of serving."""
+    shape = DeltaShape(16 // ranks, 32 // ranks, 128, 128, 4)
+
+    def launches(counts: Iterable[int]) -> set[ScanLaunch]:
+        return {scan_launch(shape, count, 2, torch.device("cpu")) for count in counts}
+
+    assert launches(range(1, 513)) == launches((1, *PROMPTS_AT_ONCE))

@@ -15,6 +15,8 @@ from meltcore.engine.scheduler import Chunk
 
 # One step each: products of one token, few, three sizes of tiles, and many (kernels/linear.py).
 PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
+# Of recurrent layers: states are cut by how many prompts a step has (kernels/delta_scan.py).
+PROMPTS_AT_ONCE = (2, 8, 16)
 EVERY_CHOICE = (
     SamplingParams(),
     SamplingParams(temperature=1.0),
@@ -29,6 +31,8 @@ def warm_up(runner: ModelRunner, max_model_len: int) -> None:
     for tokens in PROMPT_TOKENS:
         if tokens <= max_model_len:
             runner.launch([_prompt(0, tokens, SamplingParams())]).read()
+    for count in PROMPTS_AT_ONCE if runner.model.recurrent_layers() else ():
+        runner.launch([_prompt(number, 2, SamplingParams()) for number in range(count)]).read()
     plan = [_prompt(number, 1, sampling) for number, sampling in enumerate(EVERY_CHOICE)]
     runner.launch(plan).read()
     for chunk in plan:
