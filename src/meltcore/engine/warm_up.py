@@ -16,7 +16,7 @@ from meltcore.engine.scheduler import Chunk
 # One step each: products of one token, few, three sizes of tiles, and many (kernels/linear.py).
 PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
 # Of recurrent layers: states are cut by how many prompts a step has (kernels/delta_scan.py).
-PROMPTS_AT_ONCE = (2, 8, 16)
+PROMPTS_AT_ONCE = (2, 4, 8, 16)
 EVERY_CHOICE = (
     SamplingParams(),
     SamplingParams(temperature=1.0),
