@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meltcore.config import EngineConfig
-from meltcore.engine.engine import Engine, choose_device
+from meltcore.engine.engine import Engine
+from meltcore.engine.loading import choose_device
 from meltcore.engine.messages import AddRequest, FinishReason, SequenceOutput, TokenLogprobs
 from meltcore.engine.request import TokenMask
 from meltcore.engine.sampling_params import SamplingParams
