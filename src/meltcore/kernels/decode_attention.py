@@ -226,7 +226,7 @@ def _decode_triton(
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         BLOCK_KEYS=launch.block_keys,
-        SPLITS=launch.splits,
+        CUT=launch.splits > 1,
         AHEAD=launch.ahead,
         OVERLAP=overlap,
         num_warps=launch.warps,
@@ -262,19 +262,19 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    CUT: tl.constexpr,
     AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One share of one sequence for one key head: its query heads are the rows of a tile."""
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
+    split, splits = tl.program_id(2), tl.num_programs(2)
     position = tl.load(positions + sequence).to(tl.int32)
     pages = page_table + tl.load(rows + sequence) * table_stride
     # Shares are of whole pages and of about one length. The new token, not in the cache yet, counts as the last key.
     held = tl.maximum(tl.cdiv(position + 1, PAGE_SIZE), 1)
-    share = tl.cdiv(held, tl.minimum(tl.cdiv(held, least_pages), SPLITS)) * PAGE_SIZE
+    share = tl.cdiv(held, tl.minimum(tl.cdiv(held, least_pages), splits)) * PAGE_SIZE
     first = split * share
     last = tl.minimum(first + share, position)
     dims = tl.arange(0, HEAD_DIM)
@@ -350,16 +350,16 @@ def _decode_kernel(
 
     mixed = mixed / total[:, None]
     shares = tl.cdiv(position + 1, share)
-    if SPLITS == 1:  # noqa: SIM114, known when compiled: what merges is left out
+    if not CUT:  # noqa: SIM114, known when compiled: what merges is left out
         tl.store(result, mixed.to(out.dtype.element_ty), in_group)
     elif shares == 1:
         tl.store(result, mixed.to(out.dtype.element_ty), in_group)
     else:
         pair = sequence * KV_HEADS + kv_head
-        rows_from = pair * GROUP * SPLITS
+        rows_from = pair * GROUP * splits
         hand_in(
-            *(out, partial, weights, arrivals, mixed, total, highest, pair, split, shares, rows_from, SPLITS, 1),
-            *(ROWS, GROUP, HEAD_DIM, min(SPLITS, 8)),
+            *(out, partial, weights, arrivals, mixed, total, highest, pair, split, shares, rows_from, splits, 1),
+            *(ROWS, GROUP, HEAD_DIM, 8),
         )
 
 
