@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # An import points down its own half's list or to the ground floor; the halves never meet.
 RUN = ("server", "engine", "models", "layers", "kernels", "text")
-MEASURE = ("demo", "trials", "bench", "report", "evals", "load", "hardware")
+MEASURE = ("demo", "tune", "trials", "bench", "report", "evals", "load", "hardware")
 GROUND = ("results", "problems", "errors", "config")
 ALLOWED = {
     "llm": ("engine", "models", "text"),
@@ -26,6 +26,7 @@ ALLOWED = {
     "kernels": (),
     "text": ("engine.sampling_params", "models.checkpoint"),
     "demo": ("report", "evals", "load"),
+    "tune": ("trials", "report", "evals", "load"),
     "trials": ("report", "evals", "load"),
     "bench": ("report", "hardware"),
     "report": ("evals", "load"),

@@ -1,0 +1,76 @@
+"""What `meltcore tune` tried and found: one point a start of the server, and what follows from them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.results.schema import Fingerprint
+
+TUNING_VERSION = 1
+TUNING_FILE = "tuning.json"
+
+TuningKind = Literal["context", "batching", "precision"]
+
+
+class Answers(msgspec.Struct, kw_only=True):
+    """Answers of one precision beside those of the first. Shares are of all questions asked.
+
+    `logprob_mean` and `logprob_most` are absolute differences of the log probability of the chosen token, over
+    `tokens_compared` tokens: those up to the first one that differs, so both sides had the same beginning. None where
+    the server gives no logprobs.
+    """
+
+    asked: int
+    right: int
+    failed: int
+    same_text: int
+    tokens_compared: int = 0
+    logprob_mean: float | None = None
+    logprob_most: float | None = None
+
+
+class TuningPoint(msgspec.Struct, kw_only=True):
+    """One start with `settings`. `ok`: it started and all that was asked of it was answered; else `why` says.
+
+    `within_limits` is the share of requests that met every latency limit, None where none was given.
+    """
+
+    settings: dict[str, int | str]
+    ok: bool
+    why: str = ""
+    ready_s: float | None = None
+    output_tokens_per_s: float | None = None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    within_limits: float | None = None
+    running_peak: int | None = None
+    preemptions: int | None = None
+    answers: Answers | None = None
+
+
+class Fact(msgspec.Struct, kw_only=True):
+    """A figure with where it comes from: found by search, reported by the server, or reckoned."""
+
+    name: str
+    value: str
+    source: str
+
+
+class Tuning(msgspec.Struct, kw_only=True):
+    """`knee` and `best` are places in `points`, None where no point qualifies; `finding` is the answer in words."""
+
+    tuning_version: int = TUNING_VERSION
+    kind: TuningKind
+    finding: str
+    command: str
+    taken: str
+    fingerprint: Fingerprint
+    load: dict[str, Any] = msgspec.field(default_factory=dict)
+    limits_ms: dict[str, float] = msgspec.field(default_factory=dict)
+    points: list[TuningPoint]
+    best: int | None = None
+    knee: int | None = None
+    facts: list[Fact] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)
