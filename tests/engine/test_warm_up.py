@@ -9,9 +9,12 @@ import engine_tools as tools
 import pytest
 import torch
 
-from meltcore.engine.warm_up import PROMPTS_AT_ONCE, warm_up
+from meltcore.engine.warm_up import EXPERT_TOKENS, PROMPT_TOKENS, PROMPTS_AT_ONCE, warm_up
+from meltcore.kernels import experts as experts_file
 from meltcore.kernels.delta import DeltaShape
 from meltcore.kernels.delta_scan import ScanLaunch, scan_launch
+from meltcore.kernels.expert_launches import TABLE
+from meltcore.kernels.experts import ExpertsLaunch, are_alone
 
 
 @pytest.mark.parametrize("max_model_len", [20, 300])
@@ -20,7 +23,7 @@ def test_answers_are_the_same_after_a_warm_up(checkpoint: Path, max_model_len: i
     for warm in (False, True):
         seen = tools.open_engine(checkpoint, max_model_len=max_model_len)
         if warm:
-            warm_up(seen.engine.runner, max_model_len)
+            warm_up(seen.engine.runner, max_model_len, 140)
             seen.logits.clear()
         seen.add("one", tools.random_prompt(12, 1), max_tokens=6, temperature=1.0, seed=7, frequency_penalty=1.0)
         seen.run()
@@ -31,11 +34,25 @@ def test_answers_are_the_same_after_a_warm_up(checkpoint: Path, max_model_len: i
 
 def test_a_warm_up_writes_to_the_padding_page_alone(checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint, max_model_len=300)
-    warm_up(seen.engine.runner, 300)
+    warm_up(seen.engine.runner, 300, 2048)
     for keys, values in seen.engine.runner.caches:
         assert keys[0].any()
         assert not keys[1:].any()
         assert not values[1:].any()
+
+
+@pytest.mark.parametrize("shape", TABLE, ids=str)
+def test_prompts_cover_every_launch_of_routed_experts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table of an H200, of Qwen3.5-35B-A3B: 9 pairs a token."""
+    monkeypatch.setattr(experts_file, "capability", lambda device: 90)
+    weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    width = shape[1] // 2 if shape[2] == 2048 else shape[2]  # the way up has a gate above it
+    down = torch.empty(257, 2048, width, dtype=torch.bfloat16, device="meta")
+
+    def launches(tokens: Iterable[int]) -> set[tuple[ExpertsLaunch, bool]]:
+        return {(ExpertsLaunch.of(9 * each, weight), are_alone(each, down)) for each in tokens}
+
+    assert launches(range(1, 8193)) == launches(PROMPT_TOKENS + EXPERT_TOKENS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

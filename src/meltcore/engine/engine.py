@@ -234,7 +234,7 @@ class Engine:
         route_at_random("uniform-routing" in self.config.debug, self.config.seed)
         if device.type != "cuda" or reference:
             return  # the torch bodies need no compiling, and are told by the host how to pad: a graph has no host
-        warm_up(self.runner, self.max_model_len)
+        warm_up(self.runner, self.max_model_len, self.scheduler.max_num_batched_tokens)
         if "no-graphs" not in self.config.debug:
             before = torch.cuda.mem_get_info(device)[0]
             self.runner.capture_graphs(progress)

@@ -15,6 +15,8 @@ from meltcore.engine.scheduler import Chunk
 
 # One step each: products of one token, few, three sizes of tiles, and many (kernels/linear.py).
 PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
+# More of them for routed experts (kernels/expert_launches.py): pairs alone and in order, and up to the largest tiles.
+EXPERT_TOKENS = (3, 9, 257, 513, 1025, 2049)
 # Of recurrent layers: states are cut by how many prompts a step has (kernels/delta_scan.py).
 PROMPTS_AT_ONCE = (2, 4, 8, 16)
 EVERY_CHOICE = (
@@ -26,17 +28,25 @@ EVERY_CHOICE = (
 )
 
 
-def warm_up(runner: ModelRunner, max_model_len: int) -> None:
-    """Compute prompts of at most `max_model_len` tokens and forget them; only what padding writes to is written."""
-    for tokens in PROMPT_TOKENS:
-        if tokens <= max_model_len:
-            runner.launch([_prompt(0, tokens, SamplingParams())]).read()
+def warm_up(runner: ModelRunner, max_model_len: int, max_num_batched_tokens: int) -> None:
+    """Compute prompts of at most `max_model_len` tokens in steps of at most `max_num_batched_tokens`, and forget them;
+    only what padding writes to is written.
+    """
+    for tokens in PROMPT_TOKENS + (EXPERT_TOKENS if runner.model.config.experts else ()):
+        if tokens <= max_num_batched_tokens:
+            runner.launch(_prompts(tokens, max_model_len)).read()
     for count in PROMPTS_AT_ONCE if runner.model.recurrent_layers() else ():
         runner.launch([_prompt(number, 2, SamplingParams()) for number in range(count)]).read()
     plan = [_prompt(number, 1, sampling) for number, sampling in enumerate(EVERY_CHOICE)]
     runner.launch(plan).read()
     for chunk in plan:
         runner.sampler.forget(chunk.request)
+
+
+def _prompts(tokens: int, max_model_len: int) -> list[Chunk]:
+    """So many tokens in as few prompts as they fit into."""
+    sizes = [min(max_model_len, tokens - done) for done in range(0, tokens, max_model_len)]
+    return [_prompt(number, size, SamplingParams()) for number, size in enumerate(sizes)]
 
 
 def _prompt(number: int, tokens: int, sampling: SamplingParams) -> Chunk:
