@@ -15,7 +15,7 @@ def main(name: str) -> None:
     for question in job.questions:
         try:
             answers = list(measure(question))
-        except (RuntimeError, ValueError) as error:  # torch's errors, out of memory among them, are RuntimeErrors
+        except (RuntimeError, ValueError, AssertionError, OSError) as error:  # a torch without CUDA asserts
             answers = _failed(question, error)
         for answer in answers:
             # One write a line, past Python's buffers: what is written before a kill is kept.

@@ -1,5 +1,6 @@
 """How fast NCCL's collectives are: bus bandwidth in GB/s, one process a GPU, as programs use them."""
 
+import atexit
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import tempfile
 from collections.abc import Iterator
 
 from meltcore.hardware.measures import Answer, Question, decode_answer, encode
+
+_LEAVE_S = 10.0
 
 
 class Group:
@@ -40,11 +43,16 @@ class Group:
         raise RuntimeError("the first rank ended without an answer; its error stands above")
 
     def close(self) -> None:
+        """Let the ranks leave in order; kill those that do not. A second call finds none left."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.close()
         for rank in self._ranks:
-            rank.wait(30)
+            try:
+                rank.wait(_LEAVE_S)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+        self._ranks = []
         self._folder.cleanup()
 
 
@@ -58,4 +66,5 @@ def measure(question: Question) -> Iterator[Answer]:
         if _group is not None:
             _group.close()
         _group = Group(question.gpus)
+        atexit.register(_group.close)
     yield _group.ask(question)

@@ -62,7 +62,8 @@ def _captured(device: int, launch: Launch, count: int) -> Callable[[], None]:
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # The threads of NCCL's process group go on asking about events while this one captures.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(count):
                 launch(device)
         return graph.replay

@@ -1,0 +1,145 @@
+"""The probes' own logic, without a GPU: every tensor is on the CPU, and events read the host's clock."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from meltcore.hardware.measures import Job, Question, encode, read_answers
+from meltcore.hardware.probes import corruption, host, matrices, memory, peers, product, sustained, timing
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Takes "cuda:0" out of every call, and pinned memory, which only CUDA has."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key not in ("device", "pin_memory")}
+        return func(*args, **kwargs)
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at_s = 0.0
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: "_Event") -> float:
+        return 1e3 * (later.at_s - self.at_s)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: True)
+    monkeypatch.setattr(timing, "_captured", timing._loop)
+    monkeypatch.setattr(timing, "WARM_S", 0.01)
+    monkeypatch.setattr(torch, "Generator", lambda device: torch._C.Generator())
+    with _OnTheCpu():
+        yield
+
+
+def question(key: str, gpus: tuple[int, ...] = (0,), **settings: Any) -> Question:
+    return Question(key=key, gpus=gpus, each=len(gpus) > 1, settings={"seconds": 0.05, **settings})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "tf32"])
+def test_product_answers_for_every_gpu(on_the_cpu: None, dtype: str) -> None:
+    answers = list(product.measure(question("p", (0, 1), dtype=dtype, m=64, n=32, k=64)))
+    assert [answer.gpus for answer in answers] == [(0,), (1,)]
+    assert all(len(answer.samples) >= 4 and all(sample > 0 for sample in answer.samples) for answer in answers)
+
+
+def test_a_product_rotates_its_buffers_and_is_right(on_the_cpu: None) -> None:
+    once = matrices.products("tf32", 8, 4, 16, 0)
+    first, second = once().clone(), once().clone()
+    assert not torch.equal(first, second), "the second comes from other buffers"
+    left, right = matrices.random_matrix(8, 16, "tf32", 0, 0), matrices.random_matrix(4, 16, "tf32", 0, 1000)
+    torch.testing.assert_close(first, left @ right.t())
+
+
+@pytest.mark.parametrize(("kind", "counted"), [("copy", 2), ("read", 1), ("write", 1)])
+def test_memory_counts_every_byte_read_and_written(
+    on_the_cpu: None, monkeypatch: pytest.MonkeyPatch, kind: str, counted: int
+) -> None:
+    works = []
+
+    def rates(devices: Any, launch: Any, work: float, seconds: float) -> list[list[float]]:
+        launch(0)
+        works.append(work)
+        return [[work]]
+
+    monkeypatch.setattr(memory, "rates", rates)
+    list(memory.measure(question("m", kind=kind, bytes=4096)))
+    assert works == [pytest.approx(counted * 4096 / 1e9)]
+
+
+@pytest.mark.parametrize("way", ["to-device", "to-host"])
+def test_host_copies_answer(on_the_cpu: None, way: str) -> None:
+    (answer,) = host.measure(question("h", way=way, bytes=1 << 16))
+    assert min(answer.samples) > 0
+
+
+def test_peer_copies_answer_one_way(on_the_cpu: None) -> None:
+    ask = Question(key="p", gpus=(0, 1), settings={"ways": 1, "bytes": 1 << 16, "seconds": 0.05})
+    (answer,) = peers.measure(ask)
+    assert answer.gpus == (0, 1)
+    assert min(answer.samples) > 0
+
+
+def test_sustained_gives_a_sample_a_period(on_the_cpu: None) -> None:
+    settings = {"dtype": "bf16", "m": 32, "n": 32, "k": 32, "seconds": 0.2, "every_s": 0.02}
+    (answer,) = sustained.measure(Question(key="s", gpus=(0,), each=True, settings=settings))
+    assert len(answer.samples) >= 4
+
+
+def test_corruption_finds_a_bit_that_changed(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Question(key="c", gpus=(0, 1), each=True, settings={"dtype": "bf16", "size": 32, "seconds": 0.05})
+    first, second = corruption.measure(ask)
+    assert (first.marks["wrong"], second.marks["wrong"]) == (0, 0)
+    assert first.marks["digest"] == second.marks["digest"]
+    job = corruption._Repeated("bf16", 32, 0)
+    job.once()
+    assert job.wrong() == 0
+    job._left[0, 0] += 1
+    job.once()
+    assert job.wrong() == 1
+
+
+def test_a_probe_without_a_gpu_answers_every_question_with_its_error() -> None:
+    asked = [
+        question("memory/copy", (0,), kind="copy", bytes=1 << 20),
+        question("memory/read", (0,), kind="read", bytes=1 << 20),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "meltcore.hardware.probes", "memory"],
+        input=encode(Job(questions=asked)),
+        capture_output=True,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    answers = read_answers(done.stdout)
+    assert [answer.key for answer in answers] == ["memory/copy", "memory/read"]
+    assert all(answer.error and not answer.samples for answer in answers)
+
+
+def test_what_libraries_print_between_answers_is_no_answer() -> None:
+    lines = b'NCCL version 2.29\n{"key":"a","gpus":[0],"samples":[1.0]}\n{"key":"b","gpus":[0],"sam'
+    assert [answer.key for answer in read_answers(lines)] == ["a"]
+    assert json.loads(lines.splitlines()[1])
