@@ -11,7 +11,9 @@ from meltcore.kernels import delta_decode as decode_file
 from meltcore.kernels import delta_prefill as prefill_file
 from meltcore.kernels import delta_scan as scan_file
 from meltcore.kernels.delta import DeltaShape
+from meltcore.kernels.delta_net import delta_net
 from meltcore.kernels.delta_scan import ScanLaunch
+from meltcore.kernels.dispatch import force_reference
 
 # ||out - torch|| / ||torch||, by type.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -119,3 +121,56 @@ def test_prefill_agrees_with_its_reference(
         assert distance(result.states[slot], expected.states[slot]) <= TOLERANCE[dtype], f"state after {size} tokens"
         torch.testing.assert_close(result.conv_states[slot], expected.conv_states[slot], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(result.states[:2], expected.states[:2])
+
+
+@pytest.fixture
+def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (decode_file, prefill_file):
+        monkeypatch.setattr(module, "use_triton", lambda tensor: True)
+
+
+PUBLISHED = DeltaShape(key_heads=16, heads=32, key_dim=128, value_dim=128, kernel=4)  # Qwen3.5-35B-A3B
+
+
+@pytest.mark.usefixtures("in_triton")
+@pytest.mark.parametrize("cuts", [[64, 67], [1, 1, 65, 64], [130, 1]], ids=str)
+def test_every_cut_of_a_sequence_leaves_the_same_state(cuts: list[int], device: torch.device) -> None:
+    torch.manual_seed(4)
+    shape, dtype = (PUBLISHED, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
+    weights = make_weights(shape, dtype, device)
+    projected = torch.randn(131, shape.width).to(device, dtype)
+
+    def steps(sizes: list[int]) -> tuple[torch.Tensor, Slots]:
+        slots, done, outs = Slots.make(2, shape, dtype, device), 0, []
+        for part in projected.split(sizes):
+            segments = make_segments([len(part)], [done], [1], device)
+            outs.append(delta_net(part, weights, *slots, segments, shape.key_heads))
+            done += len(part)
+        return torch.cat(outs), slots
+
+    (result, slots), (expected, whole) = steps(cuts), steps([131])
+    assert distance(result, expected) <= TOLERANCE[dtype]
+    assert distance(slots.states[1], whole.states[1]) <= TOLERANCE[dtype]
+    assert torch.equal(slots.conv_states[1], whole.conv_states[1])
+
+
+@pytest.mark.gpu
+def test_at_published_sizes_the_bodies_agree() -> None:
+    """A step of new tokens and of prompts, some of them from the middle on."""
+    torch.manual_seed(5)
+    device = torch.device("cuda")
+    weights = make_weights(PUBLISHED, torch.bfloat16, device)
+    sizes, starts = [1, 1, 1, 30, 64, 300], [9, 0, 700, 0, 64, 5]
+    segments = make_segments(sizes, starts, [6, 2, 1, 5, 3, 4], device)
+    projected = torch.randn(sum(sizes), PUBLISHED.width).to(device, torch.bfloat16)
+    ours = used_slots(7, PUBLISHED, torch.bfloat16, device)
+    theirs = ours.clone()
+    result = delta_net(projected, weights, *ours, segments, PUBLISHED.key_heads)
+    force_reference(True)
+    try:
+        expected = delta_net(projected, weights, *theirs, segments, PUBLISHED.key_heads)
+    finally:
+        force_reference(False)
+    assert distance(result, expected) <= TOLERANCE[torch.bfloat16]
+    assert distance(ours.states, theirs.states) <= TOLERANCE[torch.bfloat16]
+    assert torch.equal(ours.conv_states, theirs.conv_states)
