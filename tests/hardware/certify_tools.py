@@ -6,7 +6,7 @@ from typing import Any
 
 from meltcore.hardware.certify import certify
 from meltcore.hardware.fake import FakeGpu
-from meltcore.hardware.fake_node import FakeNode
+from meltcore.hardware.fake_node import FakeNode, healthy_answer
 from meltcore.hardware.measures import Answer, Question
 from meltcore.hardware.node import Ran
 from meltcore.results.certificate import Certificate, Tier
@@ -14,43 +14,7 @@ from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import Evaluation, RunResult
 
-# What H200 SXM GPUs gave (priors.py), by the beginning of a key; the first that fits counts.
-HEALTHY_FIGURES: tuple[tuple[str, float], ...] = (
-    ("product/bf16/8192x8192", 792.0),
-    ("product/bf16/4096x4096x", 735.0),
-    ("product/bf16/4096x14336", 672.0),
-    ("product/bf16", 691.0),
-    ("product/fp16", 780.0),
-    ("product/tf32", 400.0),
-    ("product/fp8", 1500.0),
-    ("memory/copy", 4280.0),
-    ("memory/read", 4400.0),
-    ("memory/write", 4300.0),
-    ("host/to-device", 54.5),
-    ("host/to-host", 55.0),
-    ("peers/one-way", 386.5),
-    ("peers/both-ways", 775.0),
-    ("sustained", 690.0),
-    ("corruption", 900.0),
-    ("collectives/all_reduce/2/64MiB", 270.0),
-    ("collectives/all_reduce/2", 328.0),
-    ("collectives", 362.0),
-)
-
 Spoil = Callable[[Question, tuple[int, ...], Answer], Answer | None]
-
-
-def healthy_answer(question: Question, gpus: tuple[int, ...]) -> Answer:
-    figure = next(figure for start, figure in HEALTHY_FIGURES if question.key.startswith(start))
-    # A percent of spread between GPUs and between samples, as real ones have.
-    level = figure * (1 + 0.004 * (sum(gpus) % 4))
-    samples = [level * (1 + 0.003 * step) for step in (-1, 0, 1, 0)]
-    marks: dict[str, Any] = {}
-    if question.key.startswith("corruption"):
-        marks = {"compared": 9000, "wrong": 0, "digest": "5eed"}
-    elif question.key.startswith("collectives"):
-        marks = {"wrong": 0}
-    return Answer(key=question.key, gpus=gpus, samples=samples, marks=marks)
 
 
 def untouched(question: Question, gpus: tuple[int, ...], answer: Answer) -> Answer | None:

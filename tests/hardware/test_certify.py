@@ -68,6 +68,15 @@ def test_a_figure_that_is_none_is_unknown(tmp_path: Path, reading: float) -> Non
     assert any("memory/copy" in line for line in certificate.unseen)
 
 
+def test_a_figure_beyond_what_the_hardware_can_give_is_no_reading(tmp_path: Path) -> None:
+    def spoil(question: Question, target: tuple[int, ...], answer: Answer) -> Answer | None:
+        if question.key.startswith("memory") and target == (0,):
+            answer.samples = [9000.0] * 4
+        return answer
+
+    assert told(certified(tmp_path, node_of(h200s(2), spoil), "quick")) == [("UNKNOWN", "NO_READING", "GPU 0")]
+
+
 def test_a_hung_probe_is_killed_told_once_and_never_passes(tmp_path: Path) -> None:
     node = node_of(h200s(), hung={"host"})
     certificate = certified(tmp_path, node, "quick")
@@ -119,6 +128,15 @@ def test_a_new_error_during_a_pass_fails(tmp_path: Path) -> None:
         ("FAIL", "NEW_PCIE_REPLAYS", "GPU 2"),
         ("FAIL", "NEW_XID", "GPU 1"),
     ]
+    (xid,) = [finding for finding in certificate.findings if finding.code == "NEW_XID"]
+    assert "XID 48" in xid.message
+    assert "reset" in xid.action
+
+
+def test_a_sampler_that_died_leaves_nothing_vouched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meltcore.hardware.fake_node._FakeTelemetry.since", lambda self, from_s: None)
+    certificate = certified(tmp_path, node_of(h200s(1)), "quick")
+    assert told(certificate) == [("UNKNOWN", "TELEMETRY_UNREADABLE", "GPU 0")]
 
 
 def test_a_lost_gpu_fails(tmp_path: Path) -> None:

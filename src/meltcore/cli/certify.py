@@ -57,6 +57,7 @@ def _certify(args: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
+    from meltcore.errors import ConfigError
     from meltcore.hardware.certify import certify
     from meltcore.hardware.expect import make_baseline, read_baseline
     from meltcore.hardware.node import Node
@@ -70,7 +71,7 @@ def _certify(args: argparse.Namespace) -> int:
     node = Node(Nvml())
     gpus = select_gpus(node.nvml, args.gpu)
     folder = RunFolder.create(args.out, "certify").path
-    console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False)
+    console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, soft_wrap=True)
     try:
         certificate = certify(
             node,
@@ -88,8 +89,11 @@ def _certify(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(certificate), indent=2).decode())
     if args.save_baseline:
-        content = msgspec.json.format(msgspec.json.encode(make_baseline(certificate)), indent=2)
-        write_whole(Path(args.save_baseline), content + b"\n")
+        try:
+            content = msgspec.json.format(msgspec.json.encode(make_baseline(certificate)), indent=2)
+            write_whole(Path(args.save_baseline), content + b"\n")
+        except ConfigError as error:
+            print(f"meltcore certify: no baseline written: {error}", file=sys.stderr)
     return certificate.exit_code
 
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Print what this machine is: host, driver, versions, and of every GPU the job may use its firmware, limits, "
-    "clocks, PCIe and NVLinks, ECC, remapped rows, and topology. No host name, no path. With --diff, what changed since."
+    "clocks, PCIe and NVLinks, ECC, remapped rows, and topology. No host name, no path. With --diff: what changed."
 )
 EXAMPLES = """\
   meltcore snapshot

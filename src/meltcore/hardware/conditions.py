@@ -22,6 +22,8 @@ _ERRORS = {
     "pcie_replays": faults.NEW_PCIE_REPLAYS,
 }
 _NVLINK = "nvlink_errors"
+# A driver busy with a new process may keep the sampler waiting for a second or two; a hole of more hides things.
+_GAP_S = 5.0
 
 
 class Watch:
@@ -88,6 +90,8 @@ class Watch:
         missing = [key for key in needed if summary.metrics[key].absent == UNKNOWN]
         if summary.clock_reasons_unknown == summary.samples:
             missing.append("clock reasons")
+        if summary.longest_gap_s > _GAP_S:
+            missing.append(f"anything for {summary.longest_gap_s:.0f} s")
         if summary.xids_unknown == summary.samples:
             missing.append("XID errors")
         if "nvlink" in self._uses and self._site.snapshot.gpus[position].links_up() and self._links[position] is None:
@@ -103,7 +107,8 @@ class Watch:
         for key, count in found.new_errors.items():
             if key in _SLOWED:
                 continue
-            findings.append(self._finding(found, *_error(key, count)))
+            code, message = _error(key, count)
+            findings.append(self._finding(found, code, message, _action(key, code)))
         if found.unreadable:
             message = f"not readable while the check ran: {', '.join(found.unreadable)}"
             findings.append(self._finding(found, faults.TELEMETRY_UNREADABLE, message))
@@ -118,7 +123,7 @@ class Watch:
         message = f"its PCIe link stayed at generation {seen:.0f} of {most:.0f} while data flowed"
         return [self._finding(found, faults.PCIE_GENERATION, message)]
 
-    def _finding(self, found: Conditions, code: str, message: str) -> Finding:
+    def _finding(self, found: Conditions, code: str, message: str, action: str = "") -> Finding:
         verdicts = {faults.THROTTLED: "WARN", faults.TELEMETRY_UNREADABLE: "UNKNOWN"}
         return Finding(
             code=code,
@@ -126,8 +131,12 @@ class Watch:
             check=self._check,
             subject=found.subject,
             message=message,
-            action=faults.ACTIONS[code],
+            action=action or faults.ACTIONS[code],
         )
+
+
+def _action(key: str, code: str) -> str:
+    return faults.XID_ACTIONS.get(int(key.removeprefix("xid ")), "") if code == faults.NEW_XID else ""
 
 
 def _error(key: str, count: int) -> tuple[str, str]:

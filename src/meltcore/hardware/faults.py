@@ -69,6 +69,28 @@ ACTIONS: dict[str, str] = {
     WRONG_ANSWERS: "the hardware may be sound: run the engine's own tests, then a corruption check (--tier full)",
 }
 
+# Immediate actions of the XID catalogue, for the numbers that name one; others have NEW_XID's.
+_PROGRAM = (
+    "a program's own fault more often than the GPU's: run it elsewhere; if it follows the GPU, drain and reset it"
+)
+_RESET = "drain the GPU and reset it; if it comes again, ask for a replacement"
+_REBOOT = "drain and reboot the node; if it comes again, replace the GPU or its board"
+XID_ACTIONS = {
+    13: _PROGRAM,
+    31: _PROGRAM,
+    43: _PROGRAM,
+    45: _PROGRAM,
+    48: _RESET,
+    63: "drain the GPU when convenient and reset it, so that the row is remapped",
+    64: "replace the GPU: it has no spare rows left for an error",
+    74: "check the NVLink bridge, baseboard and switch; drain and reset the GPU",
+    79: _REBOOT,
+    94: "restart the program that was hit; reset the GPU when convenient",
+    95: _RESET,
+    119: _REBOOT,
+    120: _REBOOT,
+}
+
 # nvmlDeviceGetFieldValues, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.
 RECOVERY_WORDS = {
     1: "reset the GPU",

@@ -18,6 +18,9 @@ STRAGGLER_SHARE = 0.93
 STRAGGLERS_FROM = 3  # of two there is no telling which is the odd one
 ASYMMETRY_SHARE = 0.90
 
+# Expectations are at least 0.5 of a physical ceiling, so beyond this a figure is an error of measurement.
+_IMPOSSIBLE_SHARE = 2.0
+
 # A fault of the whole check rather than of one GPU: told once.
 _TOLD_ONCE = {faults.TIMED_OUT, faults.PROBE_FAILED, faults.NO_EXPECTATION}
 _SUBJECTS_NAMED = 4
@@ -90,6 +93,11 @@ def _against_floor(judged: Judged, asked: Asked, unusable: Sequence[float | None
         judged.lower("UNKNOWN", faults.NO_READING, f"read {words}, which is no speed")
         return
     row.measured = median(row.samples)
+    most = max((one.value for one in asked.expectations), default=row.measured)
+    if row.measured > _IMPOSSIBLE_SHARE * most:
+        note = f"more than {_IMPOSSIBLE_SHARE:g} times the expected {figure(most)}, so nothing was timed"
+        judged.lower("UNKNOWN", faults.NO_READING, note)
+        return
     if floor is not None:
         row.share = row.measured / floor.value
         row.verdict = "PASS"

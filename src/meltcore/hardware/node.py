@@ -118,9 +118,10 @@ class _Sampling:
 
     def since(self, from_s: float) -> list[list[Sample]] | None:
         """Samples before that moment are dropped: a soak runs for days."""
-        if not self._monitor.running:
-            return None
-        self._samples = [sample for sample in [*self._samples, *self._monitor.new_samples()] if sample.t_s >= from_s]
+        new = self._monitor.new_samples()
+        if not self._monitor.running and self._monitor.end is None:
+            return None  # it died, and what it did not see may be what mattered
+        self._samples = [sample for sample in [*self._samples, *new] if sample.t_s >= from_s]
         return [[sample for sample in self._samples if sample.gpu == position] for position in range(self._gpus)]
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ _MEANINGS: dict[int, str] = {
     94: "contained ECC error",
     95: "uncontained ECC error",
     119: "GPU firmware does not answer",
+    120: "GPU firmware failed",
 }
 
 

@@ -1,0 +1,95 @@
+"""`meltcore certify` from the command line: exit codes as Nagios has them, files, baselines."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+
+from sample_certificates import h200s, node
+
+from meltcore.cli.main import main
+from meltcore.hardware.fake import Change, FakeGpu
+from meltcore.hardware.fake_node import FakeNode
+
+
+def certify(monkeypatch: pytest.MonkeyPatch, scripted: FakeNode, *arguments: str) -> int:
+    monkeypatch.setattr("meltcore.hardware.nvml.Nvml", lambda: scripted.nvml)
+    monkeypatch.setattr("meltcore.hardware.node.Node", lambda nvml: scripted)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return main(["certify", *arguments])
+
+
+def warm(gpus: list[FakeGpu]) -> list[FakeGpu]:
+    gpus[0].changes = [Change(1.0, "clock_reasons", 0x40)]
+    return gpus
+
+
+@pytest.mark.parametrize(
+    ("scripted", "code", "word"),
+    [
+        (node(h200s(2)), 0, "PASS"),
+        (node(warm(h200s(2))), 1, "WARN"),
+        (node(h200s(2), slow=(1,)), 2, "FAIL"),
+    ],
+)
+def test_each_verdict_has_its_exit_code_and_its_files(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    scripted: FakeNode,
+    code: int,
+    word: str,
+) -> None:
+    assert certify(monkeypatch, scripted, "--out", str(tmp_path)) == code
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{word}  quick, 2 GPUs")
+    (folder,) = tmp_path.iterdir()
+    assert {"certificate.json", "certificate.html"} <= {file.name for file in folder.iterdir()}
+
+
+def test_what_hangs_exits_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = node(h200s(1))
+    scripted.hung = {"memory"}
+    assert certify(monkeypatch, scripted, "--out", str(tmp_path)) == 3
+
+
+def test_without_a_driver_nothing_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pynvml")
+    from meltcore.hardware.nvml import NoDriverError, Nvml
+
+    try:
+        Nvml().close()
+    except NoDriverError:
+        assert main(["certify", "--out", str(tmp_path)]) == 3
+        assert "UNKNOWN: no NVIDIA driver" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+    else:
+        pytest.skip("this machine has a driver")
+
+
+def test_json_alone_goes_to_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certify(monkeypatch, node(h200s(1)), "--json", "--out", str(tmp_path))
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["tier"], found["schema_version"]) == ("PASS", "quick", 1)
+
+
+def test_a_baseline_is_written_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "node.json")
+    out = ("--out", str(tmp_path / "runs"))
+    assert certify(monkeypatch, node(h200s(2)), "--save-baseline", path, *out) == 0
+    assert certify(monkeypatch, node(h200s(2)), "--baseline", path, *out) == 0
+
+
+def test_a_baseline_of_a_failure_is_refused_and_the_verdict_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "node.json"
+    code = certify(
+        monkeypatch, node(h200s(2), slow=(1,)), "--save-baseline", str(path), "--out", str(tmp_path / "runs")
+    )
+    assert code == 2
+    assert not path.exists()
