@@ -24,7 +24,9 @@ from meltcore.kernels.overlap import overlaps
 # Words of a program: four a thread, so that a word and its step number of 8 bytes are stored in pairs.
 _BLOCK, _WARPS = 512, 4
 _PROGRAMS = 256
-MOST_BYTES = _PROGRAMS * _BLOCK * 4  # of one message
+MOST_BYTES = _PROGRAMS * _BLOCK * 4  # of a message to add up
+MOST_NUMBERS = _PROGRAMS * _BLOCK // 2  # of 64 bits, to find the largest of
+_MULTIPLE_BYTES = 16  # read at once
 
 
 class Peers(NamedTuple):
@@ -50,7 +52,7 @@ def new_steps(device: torch.device) -> torch.Tensor:
 
 def suits_one_shot(values: torch.Tensor) -> bool:
     size = values.numel() * values.element_size()
-    return size <= MOST_BYTES and size % 4 == 0 and values.is_contiguous()
+    return size <= MOST_BYTES and size % _MULTIPLE_BYTES == 0 and values.is_contiguous()
 
 
 def sum_of_shares(shares: list[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,20 +68,32 @@ def _flagged(words, step):
 
 
 @triton.jit
-def _place(inboxes_ptr, owner, sender, program, step, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where in `owner`'s inbox stands what `sender`'s program of this number says in this step."""
-    inbox = tl.load(inboxes_ptr + owner).to(tl.pointer_type(tl.int64))
-    return inbox + ((program.to(tl.int64) * 2 + (step & 1)) * RANKS + sender) * BLOCK + tl.arange(0, BLOCK)
+def _inbox(inboxes_ptr, owner, program, step, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where programs of this number write in this step in `owner`'s inbox: BLOCK words of each rank."""
+    inbox = tl.multiple_of(tl.load(inboxes_ptr + owner).to(tl.pointer_type(tl.int64)), 16)
+    return inbox + (program.to(tl.int64) * 2 + (step & 1)) * RANKS * BLOCK
 
 
 @triton.jit
-def _arrived(place, inside, step):
-    """The words of one rank, once all are there."""
-    expected = _flagged(tl.zeros_like(inside).to(tl.int32), step)
-    found = tl.load(place, mask=inside, other=expected, volatile=True)
-    while tl.min(((found >> 32).to(tl.int32) == step).to(tl.int32), axis=0) == 0:
-        found = tl.load(place, mask=inside, other=expected, volatile=True)
-    return found.to(tl.int32)
+def _send(words, inside, inboxes_ptr, program, step, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write our words [BLOCK] into all other inboxes."""
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            place = _inbox(inboxes_ptr, rank, program, step, RANKS, BLOCK) + RANK * BLOCK + tl.arange(0, BLOCK)
+            tl.store(place, _flagged(words, step), mask=inside, cache_modifier=".wt")
+
+
+@triton.jit
+def _receive(words, inside, inboxes_ptr, program, step, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """[RANKS, BLOCK] int32: the words of all ranks, our own among them, once they are there. All are asked for at once,
+    again and again: one after the other would cost as many trips to memory as there are ranks."""
+    rank = tl.arange(0, RANKS)[:, None]
+    place = _inbox(inboxes_ptr, RANK, program, step, RANKS, BLOCK) + rank * BLOCK + tl.arange(0, BLOCK)[None, :]
+    awaited = inside[None, :] & (rank != RANK)
+    found = tl.load(place, mask=awaited, other=0, volatile=True)
+    while tl.min((((found >> 32).to(tl.int32) == step) | (awaited == 0)).to(tl.int32)) == 0:
+        found = tl.load(place, mask=awaited, other=0, volatile=True)
+    return tl.where(rank == RANK, words[None, :], found.to(tl.int32))
 
 
 @triton.jit
@@ -131,29 +145,19 @@ def _one_shot_kernel(
     program = tl.program_id(0)
     step = tl.load(steps_ptr + program) + 1
     word = program * BLOCK + tl.arange(0, BLOCK)
-    inside = word < words
+    inside = word < words // 4 * 4  # tells the compiler that a mask never parts 16 bytes
     own = tl.load(values_ptr + word, mask=inside, other=0)
     if SENDS:
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                place = _place(inboxes_ptr, rank, RANK, program, step, RANKS, BLOCK)
-                tl.store(place, _flagged(own, step), mask=inside)
+        _send(own, inside, inboxes_ptr, program, step, RANK, RANKS, BLOCK)
     if RECEIVES:
-        low_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-        high_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-        for rank in tl.static_range(RANKS):
-            if rank == RANK:
-                low, high = _halves(own, DTYPE)
-            else:
-                place = _place(inboxes_ptr, RANK, rank, program, step, RANKS, BLOCK)
-                low, high = _halves(_arrived(place, inside, step), DTYPE)
-            low_sum += low
-            high_sum += high
         if ADDED:
-            low, high = _halves(tl.load(output_ptr + word, mask=inside, other=0), DTYPE)
-            low_sum += low
-            high_sum += high
-        tl.store(output_ptr + word, _words(low_sum, high_sum, DTYPE), mask=inside)
+            low_before, high_before = _halves(tl.load(output_ptr + word, mask=inside, other=0), DTYPE)
+        lows, highs = _halves(_receive(own, inside, inboxes_ptr, program, step, RANK, RANKS, BLOCK), DTYPE)
+        low, high = tl.sum(lows, axis=0), tl.sum(highs, axis=0)
+        if ADDED:
+            low += low_before
+            high += high_before
+        tl.store(output_ptr + word, _words(low, high, DTYPE), mask=inside)
         tl.store(steps_ptr + program, step)
 
 
@@ -177,20 +181,13 @@ def _largest_kernel(
     number = program * HALF + place % HALF
     inside = number < count
     own = tl.load(values_ptr + number, mask=inside, other=0)
+    words = tl.where(place < HALF, own, own >> 32).to(tl.int32)
     if SENDS:
-        words = tl.where(place < HALF, own, own >> 32).to(tl.int32)
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                to = _place(inboxes_ptr, rank, RANK, program, step, RANKS, BLOCK)
-                tl.store(to, _flagged(words, step), mask=inside)
+        _send(words, inside, inboxes_ptr, program, step, RANK, RANKS, BLOCK)
     if RECEIVES:
-        best = tl.reshape(own, (2, HALF))
-        best = tl.max(best, axis=0)
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                words = _arrived(_place(inboxes_ptr, RANK, rank, program, step, RANKS, BLOCK), inside, step)
-                halves = tl.where(place < HALF, words.to(tl.int64) & 0xFFFFFFFF, words.to(tl.int64) << 32)
-                best = tl.maximum(best, tl.sum(tl.reshape(halves, (2, HALF)), axis=0))
+        every = _receive(words, inside, inboxes_ptr, program, step, RANK, RANKS, BLOCK).to(tl.int64)
+        halves = tl.where((place < HALF)[None, :], every & 0xFFFFFFFF, every << 32)
+        best = tl.max(tl.sum(tl.reshape(halves, (RANKS, 2, HALF)), axis=1), axis=0)
         number = program * HALF + tl.arange(0, HALF)
         tl.store(values_ptr + number, best, mask=number < count)
         tl.store(steps_ptr + program, step)
@@ -237,7 +234,7 @@ def one_shot_sum(
 
 
 def one_shot_largest(values: torch.Tensor, peers: Peers, *, sends: bool = True, receives: bool = True) -> torch.Tensor:
-    """The largest of all ranks' values, one by one, in place. values: [count] int64, `suits_one_shot`."""
+    """The largest of all ranks' values, one by one, in place. values: [count] int64, at most MOST_NUMBERS."""
     if values.numel():
         _largest_kernel[(triton.cdiv(values.numel(), _BLOCK // 2),)](
             values,

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from meltcore.errors import ConfigError
-from meltcore.kernels.all_reduce import Peers, one_shot_largest, one_shot_sum, suits_one_shot
-from meltcore.layers.peer_memory import can_reach_all, open_inboxes
+from meltcore.kernels.all_reduce import MOST_NUMBERS, Peers, one_shot_largest, one_shot_sum, suits_one_shot
+from meltcore.layers.peer_memory import can_reach_all, open_inboxes, prove_inboxes
 
 
 class Group:
@@ -74,6 +74,7 @@ class Group:
         first = (device.index or 0) - self.rank
         if on_gpus and peer_memory and can_reach_all(range(first, first + self.size)):
             self.peers = open_inboxes(self.rank, self.size, device, lambda own: self._exchange(store, own))
+            prove_inboxes(self.peers, device)
 
     def limit_waits(self, limit_s: float) -> None:
         """From now on a collective ends with a RuntimeError where another rank keeps it waiting for so long."""
@@ -99,7 +100,7 @@ class Group:
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of everybody's values, one by one, in place. [...] int64."""
-        if self.peers is not None and suits_one_shot(values):
+        if self.peers is not None and values.numel() <= MOST_NUMBERS:
             return one_shot_largest(values, self.peers)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return values

@@ -7,13 +7,16 @@ not set up more.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 
 import torch
 
-from meltcore.kernels.all_reduce import Peers, inbox_bytes, new_steps
+from meltcore.kernels.all_reduce import Peers, inbox_bytes, new_steps, one_shot_largest, one_shot_sum
 
 _DRIVER = "libcuda.so.1"
+_PROOF_LIMIT_S = 120.0  # other ranks may still be compiling
+_ADVICE = "--debug no-peer-memory leaves all sums to NCCL"
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
@@ -54,6 +57,28 @@ def open_inboxes(rank: int, ranks: int, device: torch.device, exchange: Callable
             _call(driver, "cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, ctypes.c_uint(_LAZY_PEER_ACCESS))
         addresses.append(address.value)
     return Peers(torch.tensor(addresses, dtype=torch.int64, device=device), new_steps(device), rank)
+
+
+def prove_inboxes(peers: Peers, device: torch.device) -> None:
+    """Send something through all inboxes, together with all other ranks.
+
+    Raises RuntimeError where it does not arrive, or not as it was sent: better at the start than in an answer.
+    """
+    numbers = torch.arange(4096, dtype=torch.float32, device=device)
+    keys = torch.arange(-50, 50, device=device)
+    for _ in range(3):
+        total = one_shot_sum(numbers + peers.rank, peers)
+        largest = one_shot_largest(keys * (1 if peers.rank == 0 else -1), peers)
+    sent = torch.cuda.Event()
+    sent.record()
+    until = time.monotonic() + _PROOF_LIMIT_S
+    while not sent.query():
+        if time.monotonic() > until:
+            raise RuntimeError(f"nothing arrives through peer memory within {_PROOF_LIMIT_S:g} s; {_ADVICE}")
+        time.sleep(0.001)
+    expected = peers.ranks * numbers + peers.ranks * (peers.ranks - 1) / 2
+    if not torch.equal(total, expected) or not torch.equal(largest, keys.abs()):
+        raise RuntimeError(f"sums through peer memory are wrong; {_ADVICE}")
 
 
 def _call(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
