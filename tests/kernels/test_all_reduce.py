@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -79,3 +84,25 @@ def test_only_whole_words_of_bounded_size_are_sent_at_once() -> None:
     assert not suits_one_shot(torch.empty(12, dtype=torch.bfloat16))
     assert not suits_one_shot(torch.empty(8, 8).t()[:, :4])
     assert not suits_one_shot(torch.empty(all_reduce.MOST_BYTES // 4 + 1))
+
+
+def test_ranks_that_are_processes_wait_for_each_other(tmp_path: Path) -> None:
+    """Two processes that map the same inboxes, kernels interpreted: both send and receive in the one launch."""
+    for rank in range(2):
+        (tmp_path / f"inbox-{rank}").write_bytes(bytes(all_reduce.inbox_bytes(2)))
+    command = [sys.executable, str(Path(__file__).parent / "all_reduce_rank.py"), str(tmp_path)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", "24"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["equal\n", "equal\n"]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
