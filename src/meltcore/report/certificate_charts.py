@@ -102,7 +102,7 @@ def ring_curves(rows: Sequence[Row]) -> Markup | None:
     for row in rows:
         _, operation, _, size = row.key.split("/")
         if len(row.gpus) == largest and row.measured is not None:
-            series.setdefault(operation, []).append((_bytes(size), row.measured))
+            series.setdefault(operation, []).append((bytes_of(size), row.measured))
     if max(map(len, series.values()), default=0) < 3:
         return None
     return _curves({name: sorted(points) for name, points in series.items()})
@@ -136,7 +136,8 @@ def _curves(series: dict[str, list[tuple[float, float]]]) -> Markup:
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
-def _bytes(words: str) -> float:
+def bytes_of(words: str) -> float:
+    """64MiB, say, as the keys of collectives have it."""
     unit, factor = next((unit, factor) for unit, factor in _UNITS if words.endswith(unit))
     return float(words.removesuffix(unit)) * factor
 

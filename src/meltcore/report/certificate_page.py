@@ -10,7 +10,7 @@ from statistics import median
 import msgspec
 from markupsafe import Markup
 
-from meltcore.report.certificate_charts import grid, pair_matrix, ring_curves
+from meltcore.report.certificate_charts import bytes_of, grid, pair_matrix, ring_curves
 from meltcore.report.template import fill
 from meltcore.results import wording
 from meltcore.results.certificate import Certificate, CheckReport, Row, RowVerdict
@@ -85,10 +85,11 @@ def _tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
         ("Peer copy, one way", "peers/one-way"),
     )
     tiles = [tile for label, key in wanted if (tile := _tile(label, [r for r in _rows(certificate) if r.key == key]))]
-    largest = [row for row in _rows(certificate) if row.key.startswith("collectives/all_reduce/")]
-    if largest:
-        row = max(largest, key=lambda one: (len(one.gpus), one.measured or 0.0))
-        tiles += [_tile(f"All-reduce, {row.subject}", [row]) or ("All-reduce", "UNKNOWN", "")]
+    reduced = [row for row in _rows(certificate) if row.key.startswith("collectives/all_reduce/")]
+    if reduced:
+        largest = max(reduced, key=lambda row: (len(row.gpus), bytes_of(row.key.rpartition("/")[2])))
+        tile = _tile(f"All-reduce, {largest.subject}", [largest])
+        tiles += [tile] if tile is not None else []
     return tiles
 
 

@@ -19,6 +19,7 @@ def rates(
     seconds: float,
     group_s: float = GROUP_S,
     graph: bool = False,
+    warm_s: float | None = None,
     agree: Callable[[float], float] | None = None,
 ) -> list[list[float]]:
     """Work a second of each device: a sample for every `group_s`, over `seconds`.
@@ -32,7 +33,7 @@ def rates(
         launch_s = agree(launch_s)
     count = max(1, min(_MOST_LAUNCHES, round(group_s / launch_s)))
     groups = {device: _captured(device, launch, count) if graph else _loop(device, launch, count) for device in devices}
-    _timed(devices, groups, max(1, round(WARM_S / (count * launch_s))))
+    _timed(devices, groups, max(1, round((WARM_S if warm_s is None else warm_s) / (count * launch_s))))
     times = _timed(devices, groups, max(4, round(seconds / (count * launch_s))))
     return [[count * work / time_s for time_s in times[device]] for device in devices]
 
