@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # An import points down its own half's list or to the ground floor; the halves never meet.
 RUN = ("server", "engine", "models", "layers", "kernels", "text")
-MEASURE = ("demo", "tune", "trials", "bench", "report", "evals", "load", "hardware")
+MEASURE = ("demo", "tune", "trials", "bench", "report", "evals", "load", "hardware", "forensics")
 GROUND = ("results", "problems", "errors", "config")
 ALLOWED = {
     "llm": ("engine", "models", "text"),
@@ -32,6 +32,7 @@ ALLOWED = {
     "report": ("evals", "load"),
     "evals": ("load",),
     "load": (),
+    "forensics": (),
     "hardware": (),
     "results": (),
     "problems": (),

@@ -35,6 +35,7 @@ VERBS: dict[str, Verb] = {
     "compare": Verb("meltcore.cli.compare", "judge a change by fresh starts of both servers; or two runs side by side"),
     "baseline": Verb("meltcore.cli.baseline", "keep a control set of fresh starts, to compare against"),
     "tune": Verb("meltcore.cli.tune", "find a server's limits and good settings by restarting it"),
+    "profile": Verb("meltcore.cli.profile", "where a GPU was idle, and why, from a profiler's trace"),
     "monitor": Verb("meltcore.cli.monitor", "log the GPUs' temperature, power, clocks, errors and activity"),
     "bench": Verb("meltcore.cli.bench", "the GPU score: what this GPU sustains, and how it is", needs_engine=True),
     "rank": Verb("meltcore.cli.rank", "GPU scores side by side"),

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from meltcore.cli.trial_options import add_load_options
 
     parser.add_argument("what", choices=("context", "batching", "precision"))
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="served by our engine")
+    parser.add_argument("checkpoint", nargs="?", metavar="MODEL", help="served by our engine")
     parser.add_argument("--run", metavar="FILE", help="command file of another server, with {port} and {args} in it")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="more options of our engine, in one word")
     parser.add_argument("--flag", action="append", default=[], metavar="NAME=OPTION", help="another server's words")
@@ -112,12 +112,12 @@ def _bench(args: argparse.Namespace, console: "Console") -> "Bench":
     from meltcore.trials.command import parse_command, read_command
     from meltcore.tune.attempt import Bench, flags_of
 
-    if (args.model is None) == (args.run is None):
+    if (args.checkpoint is None) == (args.run is None):
         raise ConfigError("tune takes a MODEL for our engine, or --run FILE for another server")
     if args.run is not None:
         command = read_command(args.run)
     else:
-        own = [sys.executable, "-m", "meltcore.cli.main", "serve", args.model]
+        own = [sys.executable, "-m", "meltcore.cli.main", "serve", args.checkpoint]
         command = parse_command(f"{shlex.join(own)} --port {{port}} {args.serve} {{args}}", "--serve")
     flags = flags_of(args.flag)
     folder = RunFolder.create(args.out, f"tune-{args.what}")
@@ -155,8 +155,8 @@ def _context(args: argparse.Namespace, bench: "Bench", load: "LoadConfig") -> "T
     from meltcore.tune.context import Wanted, facts, finding, search_context
     from meltcore.tune.run import tuning
 
-    place = Path(args.config or args.model or "")
-    config = read_config(place) if args.config or (args.model and place.is_dir()) else None
+    place = Path(args.config or args.checkpoint or "")
+    config = read_config(place) if args.config or (args.checkpoint and place.is_dir()) else None
     wanted = Wanted(
         load=load,
         least_length=args.least,

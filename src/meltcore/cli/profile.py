@@ -1,0 +1,109 @@
+"""`meltcore profile`: where a GPU was idle, and why, from a trace of the torch profiler."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HELP = (
+    "Read a torch profiler's trace and say where the GPU was not computing, and why: host late, synchronisation, copy, "
+    "collective wait, no work; by size, and between which kernels. With --url it first records a live server."
+)
+EXAMPLES = """\
+  meltcore profile trace.json.gz
+  meltcore profile trace.json --from-ms 200 --to-ms 800 --page gaps.html
+  meltcore profile --url http://127.0.0.1:8000 --seconds 5     a server started with --profile-dir, under load
+
+exit status: 0 done, 1 the trace holds less than the GPU did
+"""
+
+EXIT_UNTRUSTED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "trace", nargs="?", metavar="TRACE", help="a Chrome trace of the torch profiler, .json or .json.gz"
+    )
+    parser.add_argument(
+        "--url", metavar="URL", help="record a trace of this server instead; it must run on this machine"
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="how long to record (default: 5)")
+    parser.add_argument("--api-key", metavar="KEY")
+    parser.add_argument("--device", type=int, metavar="N", help="one GPU of the trace (default: all)")
+    parser.add_argument("--from-ms", type=float, metavar="MS", help="from this long after the first activity")
+    parser.add_argument("--to-ms", type=float, metavar="MS", help="until this long after the first activity")
+    parser.add_argument(
+        "--active-percent", type=float, metavar="PERCENT", help="SM activity as of GPM meanwhile, to check the trace by"
+    )
+    parser.add_argument("--page", metavar="FILE", help="where the page goes (default: gaps.html beside the trace)")
+    parser.add_argument("--json", action="store_true", help="print the reports as JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import msgspec
+    from rich.console import Console
+
+    from meltcore.errors import ConfigError
+    from meltcore.forensics.gaps import analyse, devices
+    from meltcore.forensics.trace import read_trace
+    from meltcore.report.gaps_output import print_gaps
+    from meltcore.report.gaps_page import render_gaps
+    from meltcore.results.runfolder import write_whole
+
+    if (args.trace is None) == (args.url is None):
+        raise ConfigError("profile takes a TRACE, or --url of a server to record")
+    path = Path(args.trace) if args.trace else _record(args)
+    trace = read_trace(path)
+    first = min(each.start for each in trace.activities)
+    last = max(each.end for each in trace.activities)
+    window = None
+    if args.from_ms is not None or args.to_ms is not None:
+        ends = (args.from_ms or 0.0, (last - first) / 1e6 if args.to_ms is None else args.to_ms)
+        window = (first + round(ends[0] * 1e6), first + round(ends[1] * 1e6))
+        if window[0] >= window[1]:
+            raise ConfigError(f"--from-ms {ends[0]:g} is not before --to-ms {ends[1]:g}")
+    activity = None if args.active_percent is None else args.active_percent / 100
+    wanted = devices(trace) if args.device is None else [args.device]
+    reports = [analyse(trace, device, window, activity) for device in wanted]
+    page = Path(args.page) if args.page else path.parent / "gaps.html"
+    write_whole(page, render_gaps(reports, path.name).encode())
+    console = Console(stderr=args.json)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(reports), indent=2).decode())
+    else:
+        print_gaps(reports, console)
+    console.print(f"page: {page}", highlight=False, soft_wrap=True)
+    return EXIT_UNTRUSTED if any(report.untrusted for report in reports) else 0
+
+
+def _record(args: argparse.Namespace) -> "Path":
+    """Have the server record; the path of its trace. Raises ConfigError where it does not offer that."""
+    import time
+    from pathlib import Path
+
+    from meltcore.errors import ConfigError
+    from meltcore.evals.api import Api, Reply
+
+    api = Api(args.url, api_key=args.api_key)
+
+    def ask(what: str) -> Reply:
+        reply = api.post(what, b"")
+        if reply.status != 200:
+            raise ConfigError(
+                f"{what} says {reply.status}: {reply.body[:200].decode(errors='replace')}; our server offers it with "
+                f"--profile-dir DIR"
+            )
+        return reply
+
+    ask("/start_profile")
+    try:
+        time.sleep(args.seconds)
+    finally:
+        done = ask("/stop_profile")
+    path = done.json().get("path")
+    if not path:
+        raise ConfigError("the server does not say where its trace is: give the file itself")
+    return Path(path)

@@ -1,0 +1,72 @@
+"""Gap reports for the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from meltcore.results.gaps import CAUSES, GapReport, Part
+from meltcore.results.wording import percent
+
+_NAME = 44  # characters kept of a kernel's name, whose template arguments fill screens
+
+
+def print_gaps(reports: Sequence[GapReport], console: Console) -> None:
+    """Reasons for distrust first, then where the time went, then the pairs, then the sentence."""
+    for report in reports:
+        for reason in report.untrusted:
+            console.print(f"[red]untrusted[/]: {escape(reason)}", highlight=False)
+        console.print(f"GPU {report.device}: {summary(report)}", highlight=False)
+        _print_parts("not computing, by cause", report.by_cause, report, console)
+        _print_parts("by size", [part for part in report.by_size if part.count], report, console)
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        for head in ("before", "after"):
+            table.add_column(head, overflow="fold")
+        for head in ("count", "median us", "total ms", "cause"):
+            table.add_column(head, justify="right", no_wrap=True)
+        for pair in report.pairs:
+            figures = (f"{pair.count:,}", f"{pair.median_us:,.1f}", f"{pair.total_us / 1000:,.2f}", pair.cause)
+            table.add_row(escape(short(pair.before)), escape(short(pair.after)), *figures)
+        console.print(table)
+        console.print(f"[bold]{escape(headline(report))}[/]", highlight=False)
+
+
+def summary(report: GapReport) -> str:
+    return (
+        f"{report.window_us / 1000:,.2f} ms, computing {percent(report.computing_us / report.window_us)}, "
+        f"busy with anything {percent(report.busy_us / report.window_us)}; {report.kernels:,} kernels on "
+        f"{report.streams} streams, {report.graph_kernels:,} of them from {report.graph_launches:,} graph launches"
+    )
+
+
+def headline(report: GapReport) -> str:
+    """The answer to the one question, or why there is none."""
+    if report.untrusted:
+        return "The trace holds less than the GPU did: no share of it says how idle the GPU was."
+    lost = [part for part in report.by_cause if part.name != "no work"]
+    if not lost:
+        return "The GPU computed whenever there was work."
+    worst = lost[0]
+    return (
+        f"At most {percent(report.recoverable_share)} of the time could be won. Most of it: {worst.name} "
+        f"({percent(worst.total_us / report.window_us)}): {CAUSES[worst.name]}."  # type: ignore[index]
+    )
+
+
+def short(name: str) -> str:
+    return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
+
+
+def _print_parts(title: str, parts: Sequence[Part], report: GapReport, console: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(title, no_wrap=True)
+    for head in ("stretches", "total ms", "of the time"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for part in parts:
+        share = percent(part.total_us / report.window_us)
+        table.add_row(part.name, f"{part.count:,}", f"{part.total_us / 1000:,.3f}", share)
+    console.print(table)
