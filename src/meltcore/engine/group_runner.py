@@ -68,9 +68,11 @@ class GroupRunner(ModelRunner):
         return None if event is None or self._ranks is None else _WatchedEvent(event, self._ranks)
 
     def _choices(self, requests: list[Request]) -> Choices:
-        others = [index for index, request in enumerate(requests) if not request.plain_greedy]
-        drawn = [index for index in others if _by_temperature_alone(requests[index])]
-        full = [index for index in others if index not in drawn]
+        drawn: list[int] = []
+        full: list[int] = []
+        for index, request in enumerate(requests):
+            if not request.plain_greedy:
+                (drawn if _by_temperature_alone(request) else full).append(index)
         drawing = [requests[index] for index in drawn]
         return Choices(
             drawn=drawn,
