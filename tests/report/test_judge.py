@@ -71,6 +71,13 @@ def test_unlike_environments_are_listed_before_the_numbers() -> None:
     assert text.index("unlike: torch: 2.11.0 → 2.12.0") < text.index("| load | metric |")
 
 
+def test_what_the_servers_say_of_themselves_is_listed_where_it_differs() -> None:
+    one, other = a_set(1000, settings={"dtype": "bfloat16"}), a_set(900, settings={"dtype": "float16"})
+    assert [(each.name, each.old, each.new) for each in judge(one, other).differences] == [
+        ("server's dtype", "bfloat16", "float16")
+    ]
+
+
 @pytest.mark.parametrize(
     ("other", "reason"),
     [

@@ -13,6 +13,8 @@ CAVEAT = (
     "One run an arm: these ratios hold no evidence of a difference. Repeat both runs, alternating, before concluding."
 )
 _NOT_NAMED = "not named"
+# What a server says of itself, where it does.
+SERVED = ("server_version", "device", "dtype", "tokenizer", "replicas", "max_model_len")
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def _environment(run: RunResult) -> dict[str, str]:
     facts = {
         "CPU": f"{found.cpu}, {found.cores} cores",
         "GPUs": ", ".join(gpu.name for gpu in found.gpus) or "none",
+        "GPU UUIDs": ", ".join(gpu.uuid for gpu in found.gpus) or "none",
         "GPU driver": found.gpu_driver or "none",
         "kernel": found.kernel,
         "python": found.python,
@@ -131,7 +134,8 @@ def _environment(run: RunResult) -> dict[str, str]:
         "model": str(run.settings.get("model", _NOT_NAMED)),
         "weights": _weights(run),
     }
-    return facts | found.versions
+    served = {f"server's {name}": str(run.settings[name]) for name in SERVED if name in run.settings}
+    return facts | served | found.versions
 
 
 def _weights(run: RunResult) -> str:

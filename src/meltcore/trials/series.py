@@ -13,7 +13,7 @@ from meltcore.load.run import measure, settings
 from meltcore.results.schema import RunResult
 from meltcore.results.starts import StartSet
 from meltcore.trials.command import ServerCommand
-from meltcore.trials.server import START_LIMIT_S, started
+from meltcore.trials.server import START_LIMIT_S, served_version, started
 
 _USABLE = ("OK", "CLIENT_BOUND")  # what is left is partial or failed, and no observation
 
@@ -89,6 +89,9 @@ def run_turn(turn: Turn, plan: Plan, folder: Path, *, say: Callable[[str], None]
     with started(turn.command, log_path, say=say, limit_s=plan.start_limit_s) as server:
         result = measure(replace(plan.load, url=server.url), plan.arguments)
         result.settings["ready_s"] = round(server.ready_s, 3)
+        version = served_version(server.url)
+        if version is not None:
+            result.settings["server_version"] = version
     if result.verdict == "PARTIAL":
         raise KeyboardInterrupt  # the load generator took the Ctrl-C and ended its level in order
     if result.verdict not in _USABLE:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from meltcore.evals.api import Api, ApiError
 from meltcore.evals.server_process import ServerProcess
 from meltcore.trials.command import ServerCommand, free_port
 
@@ -41,3 +42,13 @@ def started(
     with ServerProcess(command.filled(port, args), log_path, say=say, environment=environment) as process:
         process.wait_healthy(url, limit_s)
         yield RunningServer(url, time.monotonic() - begun_s, process)
+
+
+def served_version(url: str) -> str | None:
+    """What /version says, as vLLM and others answer it; None where the server has no such page."""
+    try:
+        reply = Api(url, timeout_s=5.0).get("/version")
+        found = reply.json() if reply.status == 200 else None
+    except ApiError:
+        return None
+    return str(found["version"]) if isinstance(found, dict) and "version" in found else None
