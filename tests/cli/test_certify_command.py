@@ -77,19 +77,15 @@ def test_json_alone_goes_to_the_output(
     assert (found["verdict"], found["tier"], found["schema_version"]) == ("PASS", "quick", 1)
 
 
-def test_a_baseline_is_written_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(tmp_path / "node.json")
-    out = ("--out", str(tmp_path / "runs"))
-    assert certify(monkeypatch, node(h200s(2)), "--save-baseline", path, *out) == 0
-    assert certify(monkeypatch, node(h200s(2)), "--baseline", path, *out) == 0
-
-
-def test_a_baseline_of_a_failure_is_refused_and_the_verdict_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_earlier_certificate_is_a_baseline_unless_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "node.json"
-    code = certify(
-        monkeypatch, node(h200s(2), slow=(1,)), "--save-baseline", str(path), "--out", str(tmp_path / "runs")
-    )
-    assert code == 2
-    assert not path.exists()
+    assert certify(monkeypatch, node(h200s(2)), "--out", str(tmp_path / "good")) == 0
+    assert certify(monkeypatch, node(h200s(2), slow=(1,)), "--out", str(tmp_path / "bad")) == 2
+    (good,) = (tmp_path / "good").glob("*/certificate.json")
+    (bad,) = (tmp_path / "bad").glob("*/certificate.json")
+    again = ("--out", str(tmp_path / "again"), "--baseline")
+    assert certify(monkeypatch, node(h200s(2)), *again, str(good)) == 0
+    capsys.readouterr()
+    assert certify(monkeypatch, node(h200s(2)), *again, str(bad)) == 3
+    assert "makes no baseline" in capsys.readouterr().err

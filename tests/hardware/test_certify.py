@@ -304,6 +304,16 @@ def test_probes_see_the_chosen_gpus_in_order_and_never_multicast(tmp_path: Path)
     assert any("NCCL_NVLS_ENABLE=0" in note for note in certificate.notes)
 
 
+def test_a_mig_slice_has_no_expectation_but_its_own_and_comes_alone(tmp_path: Path) -> None:
+    gpus = h200s(1)
+    gpus[0].slices = {"MIG-one": 3, "MIG-two": 4}
+    gpus[0].readings["mig_on"] = 1
+    certificate = certified(tmp_path, node_of(gpus), "quick", wanted="MIG-one")
+    assert {(verdict, code) for verdict, code, _ in told(certificate)} == {("UNKNOWN", "NO_EXPECTATION")}
+    with pytest.raises(ConfigError, match="one MIG slice"):
+        certified(tmp_path, node_of(gpus), "quick", wanted="MIG-one,MIG-two")
+
+
 def test_a_soak_needs_hours_and_only_a_soak(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--hours"):
         certified(tmp_path, node_of(h200s(1)), "soak")

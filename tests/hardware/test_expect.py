@@ -9,11 +9,13 @@ from certify_tools import certified, h200s, node_of, told
 from meltcore.errors import ConfigError
 from meltcore.hardware import expect
 from meltcore.hardware.checks.peers import link_speed
-from meltcore.hardware.expect import Baseline, make_baseline, prior, read_baseline, strictest
+from meltcore.hardware.expect import Baseline, make_baseline, prior, strictest
+from meltcore.hardware.fake import FakeGpu
 from meltcore.hardware.measures import Answer, Question
 from meltcore.hardware.priors import PRIORS
 from meltcore.hardware.site import Site
 from meltcore.hardware.snapshot import take_snapshot
+from meltcore.results.certificate import read_certificate
 from meltcore.results.snapshot import GpuState
 
 
@@ -90,8 +92,6 @@ def test_the_strictest_floor_counts() -> None:
 
 def test_a_baseline_catches_a_loss_that_priors_let_pass(tmp_path: Path) -> None:
     baseline = make_baseline(certified(tmp_path, node_of(h200s(2)), "quick"))
-    path = tmp_path / "node.json"
-    path.write_bytes(msgspec.json.encode(baseline))
 
     def spoil(question: Question, target: tuple[int, ...], answer: Answer) -> Answer | None:
         if question.key.startswith("memory") and target == (1,):
@@ -99,23 +99,36 @@ def test_a_baseline_catches_a_loss_that_priors_let_pass(tmp_path: Path) -> None:
         return answer
 
     assert told(certified(tmp_path, node_of(h200s(2), spoil), "quick")) == []
-    certificate = certified(tmp_path, node_of(h200s(2), spoil), "quick", baseline=read_baseline(path))
+    certificate = certified(tmp_path, node_of(h200s(2), spoil), "quick", baseline=baseline)
     assert told(certificate) == [("FAIL", "BELOW_FLOOR", "GPU 1")]
     assert "set by the baseline" in certificate.findings[0].message
 
 
+def test_a_product_nobody_knows_is_judged_by_its_own_first_certificate(tmp_path: Path) -> None:
+    def strange() -> list[FakeGpu]:
+        return h200s(1, name="NVIDIA X900", capability=(15, 0), refused={"memory_bus_bits": 3, "pcie_width_max": 3})
+
+    first = certified(tmp_path, node_of(strange()), "quick")
+    assert ("UNKNOWN", "NO_EXPECTATION", "GPU 0") in told(first)
+    second = certified(tmp_path, node_of(strange()), "quick", baseline=make_baseline(first))
+    assert "NO_EXPECTATION" not in {code for _, code, _ in told(second)}
+    product = next(check for check in second.checks if check.name == "product")
+    assert (product.verdict, product.rows[0].floor_set_by) == ("PASS", "baseline")
+
+
 def test_no_baseline_is_made_of_a_certificate_that_failed(tmp_path: Path) -> None:
-    certificate = certified(tmp_path, node_of(h200s(1), hung={"memory"}), "quick")
-    with pytest.raises(ConfigError, match="UNKNOWN"):
-        make_baseline(certificate)
+    gpus = h200s(1)
+    gpus[0].readings["row_remap_failed"] = 1
+    with pytest.raises(ConfigError, match="FAIL"):
+        make_baseline(certified(tmp_path, node_of(gpus), "quick"))
 
 
-def test_a_baseline_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
-        read_baseline(tmp_path / "none.json")
+        read_certificate(tmp_path / "none.json")
     (tmp_path / "other.json").write_text('{"schema_version": 1}')
-    with pytest.raises(ConfigError, match="no baseline"):
-        read_baseline(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="no certificate"):
+        read_certificate(tmp_path / "other.json")
 
 
 def test_a_link_of_unknown_speed_gives_no_expectation(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def question(key: str, gpus: tuple[int, ...] = (0,), **settings: Any) -> Questio
     return Question(key=key, gpus=gpus, each=len(gpus) > 1, settings={"seconds": 0.05, **settings})
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "tf32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "tf32", "fp8"])
 def test_product_answers_for_every_gpu(on_the_cpu: None, dtype: str) -> None:
     answers = list(product.measure(question("p", (0, 1), dtype=dtype, m=64, n=32, k=64)))
     assert [answer.gpus for answer in answers] == [(0,), (1,)]

@@ -9,8 +9,8 @@ HELP = (
 )
 EXAMPLES = """\
   meltcore certify                                   about a minute: quick
-  meltcore certify --tier full --save-baseline node.json
-  meltcore certify --tier standard --baseline node.json
+  meltcore certify --tier full
+  meltcore certify --tier full --baseline runs/20261121T120000Z-certify/certificate.json
   meltcore certify --tier soak --hours 72
   meltcore certify --gpu 0,3
 
@@ -31,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="ID,...", help="indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all of them)"
     )
-    parser.add_argument("--baseline", metavar="FILE", help="hold figures against this node's own, too")
-    parser.add_argument("--save-baseline", metavar="FILE", help="write this run's figures, if it does not FAIL")
+    parser.add_argument(
+        "--baseline", metavar="CERTIFICATE", help="an earlier certificate.json: hold figures against its own, too"
+    )
     parser.add_argument("--out", default="runs", metavar="DIR", help="where the run folder goes (default: runs)")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
 
@@ -52,22 +53,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _certify(args: argparse.Namespace) -> int:
     import sys
-    from pathlib import Path
 
     import msgspec
     from rich.console import Console
 
-    from meltcore.errors import ConfigError
     from meltcore.hardware.certify import certify
-    from meltcore.hardware.expect import make_baseline, read_baseline
+    from meltcore.hardware.expect import make_baseline
     from meltcore.hardware.node import Node
     from meltcore.hardware.nvml import Nvml
     from meltcore.hardware.select import select_gpus
     from meltcore.report.certificate_output import print_certificate, print_report
     from meltcore.report.certificate_page import save_certificate
-    from meltcore.results.runfolder import RunFolder, write_whole
+    from meltcore.results.certificate import read_certificate
+    from meltcore.results.runfolder import RunFolder
 
-    baseline = read_baseline(args.baseline) if args.baseline else None
+    baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
     node = Node(Nvml())
     gpus = select_gpus(node.nvml, args.gpu)
     folder = RunFolder.create(args.out, "certify").path
@@ -88,12 +88,6 @@ def _certify(args: argparse.Namespace) -> int:
     print_certificate(certificate, folder, console)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(certificate), indent=2).decode())
-    if args.save_baseline:
-        try:
-            content = msgspec.json.format(msgspec.json.encode(make_baseline(certificate)), indent=2)
-            write_whole(Path(args.save_baseline), content + b"\n")
-        except ConfigError as error:
-            print(f"meltcore certify: no baseline written: {error}", file=sys.stderr)
     return certificate.exit_code
 
 

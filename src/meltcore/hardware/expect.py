@@ -6,14 +6,12 @@ memory clock. The shares of these ceilings that healthy GPUs reach are written b
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
-
-import msgspec
 
 from meltcore.errors import ConfigError
 from meltcore.hardware.priors import PRIORS
-from meltcore.results.certificate import Certificate, Expectation
+from meltcore.results.certificate import Certificate, Expectation, Row
 from meltcore.results.snapshot import GpuState
 
 # A healthy reading of a product differs by a few percent between machines; cloud acceptance floors stand at 85 to 90 %.
@@ -110,7 +108,8 @@ def prior(gpus: Sequence[GpuState], key: str) -> Expectation | None:
     return Expectation(source="prior", value=found.value, floor=PRIOR_FLOOR * found.value, why=found.source)
 
 
-class Baseline(msgspec.Struct, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
     """A node's own figures, from an earlier certificate: `figures[key][uuids]`, joined by "+", and a median for others.
 
     `medians[key]` serves GPUs that the baseline has not met, if they are of one of its products.
@@ -132,15 +131,19 @@ class Baseline(msgspec.Struct, kw_only=True):
 
 
 def make_baseline(certificate: Certificate) -> Baseline:
-    """The rows that passed or were recorded. Raises ConfigError for a certificate that did not pass."""
-    if certificate.verdict not in ("PASS", "WARN"):
-        raise ConfigError(f"a certificate that says {certificate.verdict} makes no baseline: settle its findings first")
+    """From an earlier certificate: figures that passed, were recorded, or had nothing to be held against.
+
+    Raises ConfigError for a certificate that FAILs: a node in that state is no measure for anything.
+    """
+    if certificate.verdict == "FAIL":
+        raise ConfigError(
+            f"the certificate of {certificate.started} says FAIL and makes no baseline: settle that first"
+        )
     figures: dict[str, dict[str, float]] = {}
-    for check in certificate.checks:
-        for row in check.rows:
-            if row.measured is not None and row.verdict in ("PASS", "RECORDED") and row.key != "state":
-                uuids = "+".join(certificate.snapshot.gpus[gpu].uuid for gpu in row.gpus)
-                figures.setdefault(row.key, {})[uuids] = row.measured
+    for row in (row for check in certificate.checks for row in check.rows if _sound(row)):
+        if row.measured is not None:
+            uuids = "+".join(certificate.snapshot.gpus[gpu].uuid for gpu in row.gpus)
+            figures.setdefault(row.key, {})[uuids] = row.measured
     return Baseline(
         taken=certificate.started,
         products=sorted({gpu.name for gpu in certificate.snapshot.gpus}),
@@ -149,14 +152,8 @@ def make_baseline(certificate: Certificate) -> Baseline:
     )
 
 
-def read_baseline(path: Path | str) -> Baseline:
-    """Raises ConfigError for a file that cannot be read or is no baseline."""
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Baseline)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no baseline of meltcore certify --save-baseline: {error}") from error
+def _sound(row: Row) -> bool:
+    return row.verdict in ("PASS", "RECORDED") or (row.verdict == "UNKNOWN" and not row.expectations)
 
 
 def strictest(expectations: Sequence[Expectation]) -> Expectation | None:

@@ -45,7 +45,7 @@ ACTIONS: dict[str, str] = {
     NO_READING: "run the check again alone; a GPU that answers zero or nothing should take no work",
     TIMED_OUT: "drain the node; look in the kernel log for XID errors; reset the GPU",
     PROBE_FAILED: "read the message; install torch with CUDA, free the GPU's memory, or look for XID errors",
-    NO_EXPECTATION: "certify a node known to be good with --save-baseline FILE, then pass --baseline FILE",
+    NO_EXPECTATION: "certify a node known to be good, then pass its certificate.json as --baseline",
     TELEMETRY_UNREADABLE: "update the driver, or let the job read the GPU's counters; no pass can be vouched for",
     BUSY: "stop the other program, or take the GPU away from this job, and certify again",
     NEW_ECC_ERRORS: "drain the GPU and reset it; if they come again, ask for a replacement",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from meltcore.hardware.measures import Answer, Question, decode_answer, encode
 
@@ -20,14 +21,19 @@ class Group:
         self._folder = tempfile.TemporaryDirectory(prefix="meltcore-ranks-")
         store = os.path.join(self._folder.name, "store")
         devices = ",".join(map(str, gpus))
-        self._ranks = [
-            subprocess.Popen(
+        self._ranks = [self._start(rank, devices, store) for rank in range(len(gpus))]
+
+    def _start(self, rank: int, devices: str, store: str) -> subprocess.Popen[bytes]:
+        with self._words_of(rank).open("wb") as words:
+            return subprocess.Popen(
                 [sys.executable, "-m", "meltcore.hardware.probes.rank", str(rank), devices, store],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=words,
             )
-            for rank in range(len(gpus))
-        ]
+
+    def _words_of(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank}.err"
 
     def ask(self, question: Question) -> Answer:
         """Raises RuntimeError where the first rank is gone; one of the others gone leaves it waiting, to be killed."""
@@ -40,7 +46,11 @@ class Group:
         while line := stdout.readline():
             if line.startswith(b'{"key"'):
                 return decode_answer(line)
-        raise RuntimeError("the first rank ended without an answer; its error stands above")
+        raise RuntimeError(f"the first rank ended without an answer: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        lines = self._words_of(0).read_text(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else "it said nothing"
 
     def close(self) -> None:
         """Let the ranks leave in order; kill those that do not. A second call finds none left."""
