@@ -136,3 +136,22 @@ def test_a_baselines_name_is_no_path(tmp_path: Path) -> None:
 def test_compare_takes_two_sides(sides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *sides]) == 2
     assert "compare takes two sides" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--metric", "beauty"], "no metric 'beauty'"),
+        (["--at", "7"], "7 at once is judged and not measured"),
+        (["--starts", "0"], "at least 1 start a side"),
+        (["--control", "2"], "3 of A against A"),
+        (["--least", "6"], "--least 6 must be at least 0 and below --must-find 5"),
+    ],
+)
+def test_a_comparison_that_cannot_end_in_a_verdict_starts_nothing(
+    more: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = command_file(tmp_path / "A.cmd", 4)
+    assert main(["compare", "--run", file, file, "--out", str(tmp_path / "runs"), *LOAD, *more]) == 2
+    assert reason in capsys.readouterr().err
+    assert not list(tmp_path.rglob("server-*.log"))

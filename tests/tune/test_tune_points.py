@@ -1,12 +1,16 @@
 """What follows from points already measured: the knee, the finding, and how precisions lie apart."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from meltcore.errors import ConfigError
+from meltcore.problems import evaluation_set
 from meltcore.results.tuning import TuningPoint
 from meltcore.tune.attempt import FLAGS, flags_of
 from meltcore.tune.batching import best_and_knee, finding
-from meltcore.tune.precision import Question, Written, compare_answers
+from meltcore.tune.precision import Question, Written, bundled_questions, compare_answers, gsm8k_questions
 from meltcore.tune.precision import finding as precision_finding
 
 
@@ -70,3 +74,21 @@ def test_the_finding_names_what_did_not_run() -> None:
     text = precision_finding([slow, fast, refused])
     assert text == "bfloat16 is the fastest: 110 output tok/s, +10.0 % on float16. Did not run: fp8."
     assert precision_finding([refused]) == "No precision ran."
+
+
+def test_items_of_gsm8k_are_asked_and_marked_as_its_evaluation_does(tmp_path: Path) -> None:
+    lines = [{"question": "How many?", "answer": "Two and two.\n#### 4"}, {"question": "And now?", "answer": "#### 9"}]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second = gsm8k_questions(tmp_path / "items.jsonl", 2)
+    assert first.body["messages"][-1]["content"].startswith("Q: How many?")
+    assert first.body["stop"]
+    assert first.judge("So the answer is 4.")
+    assert not first.judge("The answer is 9.")
+    assert second.judge("The answer is 9.")
+
+
+def test_bundled_questions_are_the_held_out_ones() -> None:
+    questions = bundled_questions(3)
+    assert len(questions) == 3
+    assert questions[0].judge(f"The answer is {evaluation_set()[0].value}.")
+    assert not questions[0].judge("I do not know.")

@@ -45,7 +45,7 @@ def judge(
     if doubts and not force:
         raise ConfigError(f"these sets do not compare: {'; '.join(doubts)}. --force shows them all the same")
     limits = limits or Limits()
-    judged = _metric(metric)
+    judged = find_metric(metric)
     key = _primary_key(old, new, load)
     rows = _rows(old, new)
     primary = next((row for at, row in rows if at == key and row.metric == judged.name), None)
@@ -129,7 +129,8 @@ def reasons_against(old: StartSet, new: StartSet) -> list[str]:
     return list(dict.fromkeys(reasons))
 
 
-def _metric(name: str) -> Metric:
+def find_metric(name: str) -> Metric:
+    """By its name in a report, in any case, with or without its unit. Raises ConfigError."""
     wanted = name.casefold().replace("_", " ")
     for metric in METRICS:
         if wanted in (metric.name.casefold(), metric.name.casefold().removesuffix(" ms")):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from meltcore.report.judge import PRIMARY_METRIC, judge
+from meltcore.errors import ConfigError
+from meltcore.report.judge import PRIMARY_METRIC, find_metric, judge
 from meltcore.report.judge_output import as_markdown
 from meltcore.report.judge_page import render_judgement
 from meltcore.results.judgement import JUDGEMENT_FILE, Judgement, Limits
@@ -17,6 +18,7 @@ from meltcore.trials.command import ServerCommand
 from meltcore.trials.series import OnTurn, Plan, run_turns, turns
 
 MARKDOWN_FILE = "comparison.md"
+LEAST_CONTROL = 3  # fewer have no spread to speak of
 CONTROL, OLD, NEW = "control", "A", "B"
 
 
@@ -33,6 +35,14 @@ class Trial:
     limits: Limits = field(default_factory=Limits)
     force: bool = False
 
+    def __post_init__(self) -> None:
+        find_metric(self.metric)  # a name that is wrong should not be found out after an hour of starts
+        if self.starts < 1 or self.control < LEAST_CONTROL:
+            raise ConfigError(
+                f"a comparison takes at least 1 start a side and {LEAST_CONTROL} of A against A; "
+                f"got {self.starts} and {self.control}"
+            )
+
 
 def run_trial(
     trial: Trial, plan: Plan, folder: RunFolder, *, say: Callable[[str], None], on_turn: OnTurn | None = None
@@ -41,6 +51,8 @@ def run_trial(
 
     Raises MeltcoreError where a start fails, ConfigError where the sets do not compare (and `force` is off).
     """
+    if trial.load is not None and trial.load not in plan.load.concurrency:
+        raise ConfigError(f"{trial.load} at once is judged and not measured: add it to --concurrency")
     control = run_turns(turns({CONTROL: trial.old}, trial.control), plan, folder.path, say=say, on_turn=on_turn)
     write_set(folder.path / CONTROL, control[CONTROL])
     planned = turns({OLD: trial.old, NEW: trial.new}, trial.starts)
