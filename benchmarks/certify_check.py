@@ -24,6 +24,7 @@ from typing import Any
 SOURCE = Path(__file__).with_name("certify_check.cu")
 TOLERANCE = 0.03
 BUILD_LIMIT_S, RUN_LIMIT_S, CERTIFY_LIMIT_S = 180.0, 240.0, 900.0
+SYSTEM_NCCL = Path("/usr/include/nccl.h")
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0"}
 
 Figures = dict[tuple[str, tuple[int, ...]], list[float]]
@@ -53,6 +54,9 @@ def libraries() -> tuple[list[str], bool]:
             with_nccl |= header == "nccl.h"
         elif header != "nccl.h":
             options += ["-lcublas", "-lcurand"]
+        elif SYSTEM_NCCL.exists():
+            options += ["-lnccl"]
+            with_nccl = True
     return [*options, *(["-DWITH_NCCL"] if with_nccl else [])], with_nccl
 
 
@@ -82,6 +86,8 @@ def certificate(tier: str, folder: Path) -> tuple[dict[str, Any], float]:
     began_s = time.monotonic()
     command = [sys.executable, "-m", "meltcore.cli.main", "certify", "--tier", tier, "--json", "--out", str(folder)]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=CERTIFY_LIMIT_S, check=False)
+    if not done.stdout:
+        raise SystemExit(f"meltcore certify gave no certificate and left with status {done.returncode}")
     return json.loads(done.stdout), time.monotonic() - began_s
 
 

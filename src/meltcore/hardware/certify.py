@@ -20,10 +20,8 @@ Told = Callable[[CheckReport], None]
 TELEMETRY_FILE = "telemetry.jsonl"
 _GRAVITY: tuple[RowVerdict, ...] = ("FAIL", "UNKNOWN", "INVALID", "WARN")
 _KEYS_NAMED = 6
-_NOTES = [
-    "NCCL ran without NVLink multicast (NCCL_NVLS_ENABLE=0): its figures are those of rings, lower than NVLS's.",
-    "No setting of any GPU was changed.",
-]
+_RINGS = "NCCL ran without NVLink multicast (NCCL_NVLS_ENABLE=0): its figures are those of rings, lower than NVLS's."
+_UNCHANGED = "No setting of any GPU was changed."
 
 
 def certify(
@@ -66,6 +64,7 @@ def certify(
     finally:
         telemetry.close()
     names = [check.name for check in checks]
+    rows = [row for report in reports for row in report.rows]
     return Certificate(
         tier=tier,
         verdict=overall(reports, names),
@@ -76,7 +75,7 @@ def certify(
         checks=reports,
         findings=merge(finding for report in reports for finding in report.findings),
         unseen=unseen(reports),
-        notes=_NOTES,
+        notes=[*([_RINGS] if any(row.key.startswith("collectives/") for row in rows) else []), _UNCHANGED],
     )
 
 

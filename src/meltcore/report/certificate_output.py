@@ -24,7 +24,8 @@ _VERDICT_WIDTH = 14
 
 def print_report(report: CheckReport, console: Console) -> None:
     """One line: verdict, name, how many figures, and the one nearest to its floor or below."""
-    figures = f"{len(report.rows)} figures" if report.rows else report.why
+    count = len(report.rows)
+    figures = f"{count} figure{'s'[: count != 1]}" if count else report.why
     lowest = weakest(report)
     console.print(
         f"[{COLOURS[report.verdict]}]{report.verdict:<{_VERDICT_WIDTH}}[/]  {escape(report.title):<24}  "
