@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -202,3 +206,44 @@ def test_the_verb_answers_with_a_page_a_table_and_a_status(tmp_path: Path, capsy
 def test_profile_takes_a_trace_or_a_server(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *arguments]) == 2
     assert "takes a TRACE, or --url" in capsys.readouterr().err
+
+
+# The command with a scripted machine behind it: nothing else is changed.
+_COMMAND = """
+import sys, msgspec
+from meltcore.hardware import sampler
+from meltcore.hardware.fake import FakeGpu
+real = sampler.Setup
+sampler.Setup = lambda **settings: real(**settings, fake=[FakeGpu(readings={"sm_active_percent": 95.0})])
+from meltcore.cli.main import main
+sys.exit(main(["profile", *sys.argv[1:]]))
+"""
+
+
+def test_a_live_trace_is_checked_by_the_gpus_own_counters(tmp_path: Path) -> None:
+    """The trace says 59 % busy, the counters 95 % active: the trace has lost something."""
+    path = one_of_each().write(tmp_path / "trace.json")
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            body = json.dumps({"path": str(path)}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Keep the test's output clean."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    code = [sys.executable, "-c", _COMMAND, "--url", url, "--seconds", "1", "--gpu", "0", "--json"]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60, check=False)
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 1, done.stderr
+    assert asked == ["/start_profile", "/stop_profile"]
+    assert "active 95 % of the time, the trace 59 %" in json.loads(done.stdout)[0]["untrusted"][0]

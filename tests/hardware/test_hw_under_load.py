@@ -13,7 +13,7 @@ from meltcore.hardware.fake import Change, FakeGpu
 from meltcore.hardware.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.hardware.nvml import NoDriverError
 from meltcore.hardware.recording import End, GpuInfo, Recording, Start
-from meltcore.hardware.under_load import attach, timeline
+from meltcore.hardware.under_load import attach, mean_activity, timeline
 from meltcore.report.timeline import timeline as drawn
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import Distribution, LevelResult, TimelinePoint
@@ -99,6 +99,13 @@ def test_the_drawing_puts_every_panel_on_one_axis_and_breaks_at_the_unknown() ->
     for name in ("mean TTFT, ms", "mean ITL, ms", "SM active, %", "power, W", "memory used, GiB"):
         assert name in picture
     assert picture.count("line thin c2") == 1 + 4  # in flight, and the second GPU in each of its panels
+
+
+def test_mean_activity_is_of_the_time_and_of_what_could_be_read() -> None:
+    values = [10.0, 50.0, 70.0, UNKNOWN, 10.0]
+    samples = [sample(place, {"sm_active_percent": value}) for place, value in enumerate(values)]
+    assert mean_activity(samples, 0.05, 0.35) == pytest.approx(0.6)
+    assert mean_activity(samples, 0.25, 0.35) is None
 
 
 def test_monitor_needs_a_driver_and_leaves_no_folder_where_there_is_none(

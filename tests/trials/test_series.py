@@ -35,6 +35,8 @@ def test_two_servers_take_turns_that_mirror_each_other() -> None:
     planned = turns(commands, 6)
     assert "".join(turn.set_name for turn in planned) == "ABBAABBAABBA"
     assert [turn.place for turn in planned if turn.set_name == "B"] == [1, 2, 3, 4, 5, 6]
+    # A steady drift of the machine adds as much to one side as to the other.
+    assert len({sum(at for at, turn in enumerate(planned) if turn.set_name == name) for name in "AB"}) == 1
     with pytest.raises(ConfigError, match="at least 1"):
         turns(commands, 0)
 

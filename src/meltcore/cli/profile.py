@@ -14,6 +14,7 @@ EXAMPLES = """\
   meltcore profile trace.json.gz
   meltcore profile trace.json --from-ms 200 --to-ms 800 --page gaps.html
   meltcore profile --url http://127.0.0.1:8000 --seconds 5     a server started with --profile-dir, under load
+  meltcore profile --url http://127.0.0.1:8000 --gpu 0         checked by the GPU's own counters
 
 exit status: 0 done, 1 the trace holds less than the GPU did
 """
@@ -29,12 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--url", metavar="URL", help="record a trace of this server instead; it must run on this machine"
     )
     parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="how long to record (default: 5)")
+    parser.add_argument(
+        "--gpu", metavar="ID", help="of --url: read this GPU's own counters meanwhile, to check the trace"
+    )
     parser.add_argument("--api-key", metavar="KEY")
     parser.add_argument("--device", type=int, metavar="N", help="one GPU of the trace (default: all)")
     parser.add_argument("--from-ms", type=float, metavar="MS", help="from this long after the first activity")
     parser.add_argument("--to-ms", type=float, metavar="MS", help="until this long after the first activity")
     parser.add_argument(
-        "--active-percent", type=float, metavar="PERCENT", help="SM activity as of GPM meanwhile, to check the trace by"
+        "--active-percent", type=float, metavar="PERCENT", help="SM activity meanwhile, as --gpu reads it"
     )
     parser.add_argument("--page", metavar="FILE", help="where the page goes (default: gaps.html beside the trace)")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON instead of tables")
@@ -55,8 +59,16 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.trace is None) == (args.url is None):
         raise ConfigError("profile takes a TRACE, or --url of a server to record")
-    path = Path(args.trace) if args.trace else _record(args)
+    activity = None if args.active_percent is None else args.active_percent / 100
+    if args.trace:
+        path = Path(args.trace)
+    else:
+        path, seen = _record(args)
+        activity = seen if activity is None else activity
     trace = read_trace(path)
+    wanted = devices(trace) if args.device is None else [args.device]
+    if activity is not None and len(wanted) > 1:
+        raise ConfigError(f"activity is of one GPU, and the trace has {len(wanted)}: say which with --device")
     first = min(each.start for each in trace.activities)
     last = max(each.end for each in trace.activities)
     window = None
@@ -65,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
         window = (first + round(ends[0] * 1e6), first + round(ends[1] * 1e6))
         if window[0] >= window[1]:
             raise ConfigError(f"--from-ms {ends[0]:g} is not before --to-ms {ends[1]:g}")
-    activity = None if args.active_percent is None else args.active_percent / 100
-    wanted = devices(trace) if args.device is None else [args.device]
     reports = [analyse(trace, device, window, activity) for device in wanted]
     page = Path(args.page) if args.page else path.parent / "gaps.html"
     write_whole(page, render_gaps(reports, path.name).encode())
@@ -79,13 +89,21 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_UNTRUSTED if any(report.untrusted for report in reports) else 0
 
 
-def _record(args: argparse.Namespace) -> "Path":
-    """Have the server record; the path of its trace. Raises ConfigError where it does not offer that."""
+def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":
+    """Have the server record: the path of its trace, and what share of the time --gpu was active meanwhile.
+
+    Raises ConfigError where the server does not offer that.
+    """
     import time
+    from contextlib import ExitStack
     from pathlib import Path
+    from tempfile import TemporaryDirectory
 
     from meltcore.errors import ConfigError
     from meltcore.evals.api import Api, Reply
+    from meltcore.hardware.monitor import Monitor
+    from meltcore.hardware.sampler import Setup
+    from meltcore.hardware.under_load import mean_activity
 
     api = Api(args.url, api_key=args.api_key)
 
@@ -98,12 +116,20 @@ def _record(args: argparse.Namespace) -> "Path":
             )
         return reply
 
-    ask("/start_profile")
-    try:
-        time.sleep(args.seconds)
-    finally:
-        done = ask("/stop_profile")
+    with ExitStack() as stack:
+        monitor = None
+        if args.gpu is not None:
+            folder = stack.enter_context(TemporaryDirectory())
+            monitor = stack.enter_context(Monitor(Setup(path=f"{folder}/gpus.jsonl", gpus=args.gpu)))
+        ask("/start_profile")
+        begun_s = time.monotonic()
+        try:
+            time.sleep(args.seconds)
+            ended_s = time.monotonic()
+        finally:
+            done = ask("/stop_profile")
+        activity = None if monitor is None else mean_activity(monitor.stop(), begun_s, ended_s)
     path = done.json().get("path")
     if not path:
         raise ConfigError("the server does not say where its trace is: give the file itself")
-    return Path(path)
+    return Path(path), activity

@@ -49,6 +49,16 @@ def timeline(recording: Recording, gpu: int, start_s: float, end_s: float) -> Gp
     return GpuTimeline(gpu=info.label, name=info.name, bucket_s=bucket_s, values=values, absent=absent)
 
 
+def mean_activity(samples: Sequence[Sample], from_s: float, to_s: float) -> float | None:
+    """The mean share of SMs active, 0 to 1, within a time; None where no sample of it could tell.
+
+    A GPU is busy at least that share of the time, so a trace that shows less has lost something.
+    """
+    taken = [sample.values.get("sm_active_percent", UNKNOWN) for sample in samples if from_s <= sample.t_s <= to_s]
+    found = [value for value in taken if not isinstance(value, str)]
+    return float(np.mean(found)) / 100 if found else None
+
+
 def _means(samples: Sequence[Sample], places: Sequence[int], key: str, count: int) -> list[float | None]:
     held: list[list[float]] = [[] for _ in range(count)]
     for place, sample in zip(places, samples, strict=True):
