@@ -53,14 +53,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _certify(args: argparse.Namespace) -> int:
     import sys
+    from contextlib import suppress
 
     import msgspec
+    from pynvml import NVMLError
     from rich.console import Console
 
     from meltcore.hardware.certify import certify
     from meltcore.hardware.expect import make_baseline
     from meltcore.hardware.node import Node
     from meltcore.hardware.nvml import Nvml
+    from meltcore.hardware.patient import PatientNvml
     from meltcore.hardware.select import select_gpus
     from meltcore.report.certificate_output import print_certificate, print_report
     from meltcore.report.certificate_page import save_certificate
@@ -68,7 +71,7 @@ def _certify(args: argparse.Namespace) -> int:
     from meltcore.results.runfolder import RunFolder
 
     baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
-    node = Node(Nvml())
+    node = Node(PatientNvml(Nvml()))
     gpus = select_gpus(node.nvml, args.gpu)
     folder = RunFolder.create(args.out, "certify").path
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, soft_wrap=True)
@@ -83,7 +86,8 @@ def _certify(args: argparse.Namespace) -> int:
             told=lambda report: print_report(report, console),
         )
     finally:
-        node.nvml.close()
+        with suppress(NVMLError):  # the process ends soon, with the driver or without it
+            node.nvml.close()
     save_certificate(folder, certificate)
     print_certificate(certificate, folder, console)
     if args.json:

@@ -43,15 +43,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _take(wanted: str | None) -> "Snapshot":
     """A machine without a driver has a snapshot too: one without GPUs, which says so."""
+    from contextlib import suppress
+
+    from pynvml import NVMLError
+
     from meltcore.hardware.node import Node
     from meltcore.hardware.nvml import NoDriverError, Nvml
+    from meltcore.hardware.patient import PatientNvml
     from meltcore.hardware.select import select_gpus
     from meltcore.hardware.snapshot import take_snapshot
     from meltcore.results.fingerprint import take_fingerprint
     from meltcore.results.snapshot import Snapshot
 
     try:
-        nvml = Nvml()
+        nvml = PatientNvml(Nvml())
     except NoDriverError as error:
         if wanted is not None:
             raise
@@ -59,7 +64,8 @@ def _take(wanted: str | None) -> "Snapshot":
     try:
         return take_snapshot(Node(nvml), select_gpus(nvml, wanted))
     finally:
-        nvml.close()
+        with suppress(NVMLError):  # the process ends soon, with the driver or without it
+            nvml.close()
 
 
 def _diff(path: str, now: "Snapshot") -> int:

@@ -1,0 +1,58 @@
+"""A driver that hangs is waited for only so long."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certify_tools import certified, h200s, node_of, told
+from pynvml import NVML_ERROR_NO_PERMISSION, NVML_ERROR_TIMEOUT, NVMLError
+
+from meltcore.hardware.fake import FakeGpu, FakeNvml
+from meltcore.hardware.patient import PatientNvml
+
+
+class _Hanging(FakeNvml):
+    """Never says what the PCIe link of its second GPU is."""
+
+    asked = 0
+
+    def pcie_replays(self, board: Any) -> int:
+        if board.uuid.startswith("GPU-00000001"):
+            self.asked += 1
+            threading.Event().wait(30)
+        return 7
+
+
+def test_answers_and_errors_pass_through() -> None:
+    gpu = FakeGpu(refused={"vbios": NVML_ERROR_NO_PERMISSION})
+    nvml = PatientNvml(FakeNvml([gpu]))
+    assert nvml.boards() == [gpu]
+    assert nvml.ecc_errors(gpu, uncorrected=False) == 3
+    with pytest.raises(NVMLError) as error:
+        nvml.vbios(gpu)
+    assert error.value.value == NVML_ERROR_NO_PERMISSION
+
+
+def test_a_gpu_that_hung_once_is_not_asked_again_and_the_others_are() -> None:
+    gpus = h200s(2)
+    inner = _Hanging(gpus)
+    nvml = PatientNvml(inner, limit_s=0.1)
+    began_s = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(NVMLError) as error:
+            nvml.pcie_replays(gpus[1])
+        assert error.value.value == NVML_ERROR_TIMEOUT
+    assert time.monotonic() - began_s < 2
+    assert inner.asked == 1
+    assert nvml.pcie_replays(gpus[0]) == 7
+
+
+def test_a_hung_driver_ends_in_unknown_not_in_a_hung_certificate(tmp_path: Path) -> None:
+    node = node_of(h200s(2))
+    node.nvml = PatientNvml(_Hanging(node.fakes), limit_s=0.1)
+    certificate = certified(tmp_path, node, "quick")
+    assert certificate.exit_code == 3
+    assert ("UNKNOWN", "STATE_UNREADABLE", "GPU 1") in told(certificate)
+    assert [subject for _, _, subject in told(certificate) if "GPU 0" in subject] == []
