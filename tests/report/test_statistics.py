@@ -1,6 +1,7 @@
 """The statistics shown right by simulation: sets of starts whose true change and noise are known."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -33,14 +34,30 @@ def row(old: list[float], new: list[float], better: Better = "higher") -> Judged
     return judged(compare_samples(old, new, RESAMPLES), old, new, better)
 
 
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def normal(random: np.random.Generator, starts: int) -> np.ndarray:
+    return random.standard_normal(starts)
+
+
+def skewed(random: np.random.Generator, starts: int) -> np.ndarray:
+    return -random.exponential(size=starts)
+
+
+def with_bad_starts(random: np.random.Generator, starts: int) -> np.ndarray:
+    """One start in ten goes wrong by thirty times the noise of the others."""
+    return random.standard_normal(starts) - 30 * (random.random(starts) < 0.1)
+
+
 def simulated(
-    pairs: int, *, change: float, noise: float, seed: int, starts: int = STARTS, control: bool = True
+    pairs: int, *, change: float, noise: float, seed: int, control: bool = True, shape: Draw = normal
 ) -> tuple[Counter[str], float]:
     """Verdicts over `pairs` comparisons of servers that truly differ by `change`; how often the interval held it."""
     random = np.random.default_rng(seed)
 
     def draw(mean: float) -> list[float]:
-        return [float(value) for value in mean * (1 + noise * random.standard_normal(starts))]
+        return [float(value) for value in mean * (1 + noise * shape(random, STARTS))]
 
     verdicts: Counter[str] = Counter()
     held = 0
@@ -86,6 +103,12 @@ def test_error_rates_over_thousands_of_simulated_comparisons(control: bool) -> N
         verdicts, _ = simulated(pairs, change=change, noise=0.02, seed=5, control=control)
         assert verdicts[word] >= 0.9 * pairs
         assert sum(verdicts.values()) == pairs
+
+
+@pytest.mark.parametrize("shape", [skewed, with_bad_starts])
+def test_noise_of_another_shape_raises_no_more_false_alarms(shape: Draw) -> None:
+    verdicts, _ = simulated(600, change=0.0, noise=0.005, seed=7, shape=shape)
+    assert verdicts["REGRESSION"] + verdicts["IMPROVEMENT"] <= 0.05 * 600
 
 
 def test_a_change_by_hand() -> None:
