@@ -11,13 +11,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from sample_certificates import h200s, node
 
 from meltcore.cli.main import main
+from meltcore.errors import MeltcoreError
 from meltcore.hardware.fake import Change, FakeGpu
 from meltcore.hardware.fake_node import FakeNode
+from meltcore.hardware.patient import PatientNvml
 
 
 def certify(monkeypatch: pytest.MonkeyPatch, scripted: FakeNode, *arguments: str) -> int:
+    def node_of(nvml: object) -> FakeNode:
+        assert isinstance(nvml, PatientNvml), "no question to the driver may wait for ever"
+        return scripted
+
     monkeypatch.setattr("meltcore.hardware.nvml.Nvml", lambda: scripted.nvml)
-    monkeypatch.setattr("meltcore.hardware.node.Node", lambda nvml: scripted)
+    monkeypatch.setattr("meltcore.hardware.node.Node", node_of)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return main(["certify", *arguments])
 
@@ -67,6 +73,28 @@ def test_without_a_driver_nothing_is_known(tmp_path: Path, capsys: pytest.Captur
         assert list(tmp_path.iterdir()) == []
     else:
         pytest.skip("this machine has a driver")
+
+
+def test_a_crash_of_its_own_is_unknown_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: object, **named: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("meltcore.hardware.certify.certify", broken)
+    assert certify(monkeypatch, node(h200s(1)), "--out", str(tmp_path)) == 3
+    assert "a bug" in capsys.readouterr().err
+
+
+def test_a_sampler_that_cannot_be_ended_does_not_lose_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hangs(self: object) -> None:
+        raise MeltcoreError("the sampler hangs in the driver")
+
+    monkeypatch.setattr("meltcore.hardware.fake_node._FakeTelemetry.close", hangs)
+    assert certify(monkeypatch, node(h200s(1)), "--json", "--out", str(tmp_path)) == 0
+    assert "the sampler hangs in the driver" in json.loads(capsys.readouterr().out)["notes"]
 
 
 def test_json_alone_goes_to_the_output(

@@ -39,16 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Whatever stops it is UNKNOWN: a monitor would read the 1 of a crash as WARN, and the 2 of an error as FAIL."""
     import sys
+    import traceback
+
+    from pynvml import NVMLError
 
     from meltcore.errors import MeltcoreError
 
     try:
         return _certify(args)
-    except MeltcoreError as error:
-        # A plugin's 2 means that something is wrong; here nothing is known.
+    except (MeltcoreError, NVMLError) as error:
         print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
-        return EXIT_UNKNOWN
+    except Exception:
+        traceback.print_exc()
+    return EXIT_UNKNOWN
 
 
 def _certify(args: argparse.Namespace) -> int:

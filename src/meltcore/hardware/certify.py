@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from meltcore.errors import ConfigError
+from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.hardware.expect import Baseline
-from meltcore.hardware.node import Node
+from meltcore.hardware.node import Node, Telemetry
 from meltcore.hardware.select import Gpu
 from meltcore.hardware.site import Site
 from meltcore.hardware.snapshot import take_snapshot
@@ -56,13 +56,14 @@ def certify(
         hours=hours,
         baseline=baseline,
     )
-    reports = []
+    reports: list[CheckReport] = []
+    notes = [_UNCHANGED]
     try:
         for check in checks:
             reports.append(check.run(site))
             told(reports[-1])
     finally:
-        telemetry.close()
+        notes += _closed(telemetry)
     names = [check.name for check in checks]
     rows = [row for report in reports for row in report.rows]
     return Certificate(
@@ -75,8 +76,17 @@ def certify(
         checks=reports,
         findings=merge(finding for report in reports for finding in report.findings),
         unseen=unseen(reports),
-        notes=[*([_RINGS] if any(row.key.startswith("collectives/") for row in rows) else []), _UNCHANGED],
+        notes=[*([_RINGS] if any(row.key.startswith("collectives/") for row in rows) else []), *notes],
     )
+
+
+def _closed(telemetry: Telemetry) -> list[str]:
+    """What is seen by then is not lost because the sampler hangs in the driver: it becomes a note."""
+    try:
+        telemetry.close()
+    except MeltcoreError as error:
+        return [str(error)]
+    return []
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
