@@ -18,7 +18,7 @@ import torch
 
 from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout, rotated
 from meltcore.kernels.capability import capability, processors, shared_bytes
-from meltcore.kernels.decode_lanes import MOST_HEAD_DIM, decode_in_lanes, lane_count
+from meltcore.kernels.decode_lanes import decode_in_lanes, lane_count
 from meltcore.kernels.decode_share import (
     MOST_SPLIT_PAIRS,
     arrivals_of,
@@ -380,15 +380,9 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         given = qkv, norms, rotary, column, cache, cache, page_table, column
         return lambda: _decode_triton(*given, 1.0, out, splits, launch)
 
-    def in_lanes(norms: HeadNorms | None, cache: torch.Tensor = cache) -> CompileCase:
-        given = qkv, norms, rotary, column, cache, cache, page_table, column
-        return lambda: decode_in_lanes(*given, 1.0, out, 49)
-
     kinds = [cache, cache.to(FP8)] if capability(cache.device) >= FP8_CAPABILITY else [cache]
     cases = [case(None, 16, 1)]
     for kind in kinds:
         cases += [case(norms, splits, cache=kind) for splits in (1, 2)]
         cases += [case(norms, 16, few, kind) for few in (1, 12)]
-        if model.head_dim <= MOST_HEAD_DIM:
-            cases.append(in_lanes(norms, kind))
     return cases

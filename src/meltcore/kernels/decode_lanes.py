@@ -16,9 +16,10 @@ import math
 import torch
 
 from meltcore.kernels.attend import attend_block, rotated
-from meltcore.kernels.capability import processors, shared_bytes
+from meltcore.kernels.capability import capability, processors, shared_bytes
 from meltcore.kernels.decode_share import arrivals_of, begin_with_new, block_keys_of, hand_in, least_rows
-from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.qkv import HeadNorms
 
@@ -220,3 +221,23 @@ def _lanes_kernel(
         origin += count
         sequence += 1
         position, row, page = next_position, next_row, next_page
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    width = (model.heads + 2 * model.kv_heads) * model.head_dim
+    qkv = torch.empty(64, width, dtype=dtype, device="meta")
+    out = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
+    page_table = torch.empty(64, 640, dtype=torch.int64, device="meta")
+    rotary = torch.empty(4096, model.head_dim, device="meta")
+    column = page_table[:, 0]
+
+    def case(norms: HeadNorms | None, kind: torch.dtype) -> CompileCase:
+        cache = torch.empty(128, model.page_size, model.kv_heads, model.head_dim, dtype=kind, device="meta")
+        given = qkv, norms, rotary, column, cache, cache, page_table, column
+        return lambda: decode_in_lanes(
+            *given, 1.0, out, lane_count(64, model.kv_heads, model.head_dim, qkv.device) or 1
+        )
+
+    norms = HeadNorms(qkv[0], qkv[0], 1e-6)
+    in_fp8 = [case(norms, FP8)] if capability(qkv.device) >= FP8_CAPABILITY else []
+    return [case(norms, dtype), case(None, dtype), *in_fp8]

@@ -41,7 +41,7 @@ def arrivals_of(device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def _merged(partial, weights, first, exists, share_stride, shares, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+def merged(partial, weights, first, exists, share_stride, shares, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Heads whose first shares are in the rows `first`, [GROUP]: the outputs [GROUP, HEAD_DIM] of all their shares,
     weighted by the sums of their exponentials.
 
@@ -109,9 +109,9 @@ def hand_in(
         tl.store(arrivals + pair, 0)
         member = tl.arange(0, triton.next_power_of_2(GROUP))
         exists = member < GROUP
-        merged = _merged(partial, weights, first + member * head_stride, exists, share_stride, shares, HEAD_DIM, BLOCK)
+        whole = merged(partial, weights, first + member * head_stride, exists, share_stride, shares, HEAD_DIM, BLOCK)
         result = out + (pair * GROUP + member)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        tl.store(result, merged.to(out.dtype.element_ty), exists[:, None])
+        tl.store(result, whole.to(out.dtype.element_ty), exists[:, None])
 
 
 @triton.jit
