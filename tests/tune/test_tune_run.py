@@ -78,10 +78,10 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 @pytest.mark.slow
 def test_our_engine_is_tuned_by_its_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The most sequences that run without preemption are those that arithmetic says fit the cache."""
-    size = ["--serve", "--memory 16MiB", "--length", "256", "--most", "1024", "--least", "256", "--step", "256"]
+    size = ["--serve", "--memory 16MiB", "--length", "256", "--most", "512", "--least", "256", "--step", "256"]
     found = tune(["context", BUNDLED, *size, "--most-seqs", "8", "--kv-bytes", "4"], tmp_path, capsys)
     facts = {fact.name: fact.value for fact in found.facts}
-    assert facts["largest context"] == "1,024 tokens"
+    assert facts["largest context"] == "512 tokens"
     assert facts["sequences of 256 tokens at once"] == facts["sequences of 256 tokens that it holds"]
     assert facts["keys and values"].startswith("4,096 bytes a token")
 
