@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from meltcore.engine.messages import (
     ProfileDone,
     Shutdown,
 )
+from meltcore.engine.profiler import STEP
 from meltcore.engine.sampling_params import SamplingParams
 
 
@@ -55,7 +58,8 @@ def test_serves_aborts_refuses_profiles_and_leaves(front: Front, tmp_path: Path)
     while not isinstance(done := front.receive(), ProfileDone):
         pass
     assert done.error is None
-    assert Path(done.path).stat().st_size > 0
+    events = json.loads(gzip.decompress(Path(done.path).read_bytes()))["traceEvents"]
+    assert sum(event.get("name") == STEP and event.get("cat") == "user_annotation" for event in events) >= 5
     front.send(Shutdown())
     assert front.process.wait(20) == 0
 

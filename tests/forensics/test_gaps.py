@@ -15,8 +15,9 @@ from traces import HandMade, one_of_each
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
+from meltcore.forensics.chrome import parse_events
 from meltcore.forensics.gaps import analyse, devices
-from meltcore.forensics.trace import parse_events, read_trace
+from meltcore.forensics.read import read_trace
 from meltcore.results.gaps import GapReport
 
 
@@ -196,7 +197,7 @@ def test_the_verb_answers_with_a_page_a_table_and_a_status(tmp_path: Path, capsy
     assert "TRUSTED" in page
     assert "<script" not in page
     assert main(["profile", str(path), "--from-ms", "0.05", "--to-ms", "0.215", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["window_us"] == 165.0
+    assert json.loads(capsys.readouterr().out)["reports"][0]["window_us"] == 165.0
     bad = graphs([3, 0]).write(tmp_path / "bad.json")
     assert main(["profile", str(bad)]) == 1
     assert "no share of it says how idle the GPU was" in " ".join(capsys.readouterr().out.split())
@@ -246,4 +247,4 @@ def test_a_live_trace_is_checked_by_the_gpus_own_counters(tmp_path: Path) -> Non
     server.server_close()
     assert done.returncode == 1, done.stderr
     assert asked == ["/start_profile", "/stop_profile"]
-    assert "active 95 % of the time, the trace 59 %" in json.loads(done.stdout)[0]["untrusted"][0]
+    assert "active 95 % of the time, the trace 59 %" in json.loads(done.stdout)["reports"][0]["untrusted"][0]

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meltcore.forensics.trace import Trace, parse_events
+from meltcore.forensics.chrome import parse_events
+from meltcore.forensics.trace import Trace
 
 THREAD = 100
 

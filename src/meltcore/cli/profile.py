@@ -1,4 +1,4 @@
-"""`meltcore profile`: where a GPU was idle, and why, from a trace of the torch profiler."""
+"""`meltcore profile`: where a GPU was idle, and why, from a profiler's trace."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -7,12 +7,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HELP = (
-    "Read a torch profiler's trace and say where the GPU was not computing, and why: host late, synchronisation, copy, "
-    "collective wait, no work; by size, and between which kernels. With --url it first records a live server."
+    "Read a trace of the torch profiler, or an SQLite export of Nsight Systems, and say where the GPU was not "
+    "computing, and why: host late, synchronisation, copy, collective wait, no work; by size, between which kernels, "
+    "and what of a step each group of kernels takes. With --url it first records a live server."
 )
 EXAMPLES = """\
   meltcore profile trace.json.gz
+  meltcore profile report.sqlite                               nsys export --type sqlite report.nsys-rep
   meltcore profile trace.json --from-ms 200 --to-ms 800 --page gaps.html
+  meltcore profile trace.json --step _first_maximum_kernel     one of these kernels is one step
   meltcore profile --url http://127.0.0.1:8000 --seconds 5     a server started with --profile-dir, under load
   meltcore profile --url http://127.0.0.1:8000 --gpu 0         checked by the GPU's own counters
 
@@ -24,7 +27,7 @@ EXIT_UNTRUSTED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "trace", nargs="?", metavar="TRACE", help="a Chrome trace of the torch profiler, .json or .json.gz"
+        "trace", nargs="?", metavar="TRACE", help="of the torch profiler, .json or .json.gz, or of nsys, .sqlite"
     )
     parser.add_argument(
         "--url", metavar="URL", help="record a trace of this server instead; it must run on this machine"
@@ -38,24 +41,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-ms", type=float, metavar="MS", help="from this long after the first activity")
     parser.add_argument("--to-ms", type=float, metavar="MS", help="until this long after the first activity")
     parser.add_argument(
+        "--step", metavar="NAME", help="count as a step each kernel or range of which the name begins so"
+    )
+    parser.add_argument(
         "--active-percent", type=float, metavar="PERCENT", help="SM activity meanwhile, as --gpu reads it"
     )
-    parser.add_argument("--page", metavar="FILE", help="where the page goes (default: gaps.html beside the trace)")
+    parser.add_argument("--page", metavar="FILE", help="where the page goes, and its JSON beside it (gaps.html)")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
+    from datetime import UTC, datetime
     from pathlib import Path
 
     import msgspec
     from rich.console import Console
 
     from meltcore.errors import ConfigError
-    from meltcore.forensics.gaps import analyse, devices
-    from meltcore.forensics.trace import read_trace
+    from meltcore.forensics.profile import Wanted, profile
+    from meltcore.forensics.read import read_trace
     from meltcore.report.gaps_output import print_gaps
-    from meltcore.report.gaps_page import render_gaps
-    from meltcore.results.runfolder import write_whole
+    from meltcore.report.gaps_page import save_profile
+    from meltcore.results.fingerprint import take_fingerprint
+    from meltcore.results.gaps import GAPS_PAGE, Profile
 
     if (args.trace is None) == (args.url is None):
         raise ConfigError("profile takes a TRACE, or --url of a server to record")
@@ -65,28 +73,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         path, seen = _record(args)
         activity = seen if activity is None else activity
-    trace = read_trace(path)
-    wanted = devices(trace) if args.device is None else [args.device]
-    if activity is not None and len(wanted) > 1:
-        raise ConfigError(f"activity is of one GPU, and the trace has {len(wanted)}: say which with --device")
-    first = min(each.start for each in trace.activities)
-    last = max(each.end for each in trace.activities)
-    window = None
-    if args.from_ms is not None or args.to_ms is not None:
-        ends = (args.from_ms or 0.0, (last - first) / 1e6 if args.to_ms is None else args.to_ms)
-        window = (first + round(ends[0] * 1e6), first + round(ends[1] * 1e6))
-        if window[0] >= window[1]:
-            raise ConfigError(f"--from-ms {ends[0]:g} is not before --to-ms {ends[1]:g}")
-    reports = [analyse(trace, device, window, activity) for device in wanted]
-    page = Path(args.page) if args.page else path.parent / "gaps.html"
-    write_whole(page, render_gaps(reports, path.name).encode())
+    wanted = Wanted(device=args.device, from_ms=args.from_ms, to_ms=args.to_ms, activity_share=activity, step=args.step)
+    found = Profile(
+        source=path.name,
+        taken=datetime.now(UTC).isoformat(timespec="seconds"),
+        fingerprint=take_fingerprint() if args.url else None,  # a file does not say which machine it is of
+        reports=profile(read_trace(path), wanted),
+    )
+    page = Path(args.page) if args.page else path.parent / GAPS_PAGE
+    save_profile(page, found)
     console = Console(stderr=args.json)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(reports), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     else:
-        print_gaps(reports, console)
+        print_gaps(found.reports, console)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
-    return EXIT_UNTRUSTED if any(report.untrusted for report in reports) else 0
+    return EXIT_UNTRUSTED if any(report.untrusted for report in found.reports) else 0
 
 
 def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":

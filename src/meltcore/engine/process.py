@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -102,7 +103,9 @@ class EngineProcess:
         try:
             while self._receive(engine):
                 if engine.has_work:
-                    self.send_outputs(engine.step())
+                    with self._profiler.step() if self._profiler is not None else nullcontext():
+                        outputs = engine.step()
+                    self.send_outputs(outputs)
         except RankError:
             engine.close()
             raise

@@ -1,10 +1,13 @@
 """A trace of the live engine, taken with the torch profiler."""
 
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+STEP = "step"  # the name of a step's range in the trace, by which `meltcore profile` counts them
 
 
 class Profiler:
@@ -18,6 +21,10 @@ class Profiler:
         self._path = directory / f"trace-{time.strftime('%Y%m%dT%H%M%S')}.json.gz"
         self._profile = profile(activities=activities)
         self._profile.start()
+
+    def step(self) -> AbstractContextManager[object]:
+        """Marks what is done within as one step of the engine."""
+        return record_function(STEP)
 
     def stop(self) -> Path:
         self._profile.stop()

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from statistics import median
 
 from meltcore.errors import ConfigError
+from meltcore.forensics.budget import AT_THE_END, Spent, count_steps, spend_kernels
+from meltcore.forensics.groups import COLLECTIVES, COPIES, group_of
 from meltcore.forensics.intervals import Span, gaps, length, union, within
 from meltcore.forensics.trace import Activity, HostEvent, Trace
 from meltcore.forensics.trust import graph_counts, reasons_to_distrust
-from meltcore.results.gaps import CAUSES, SIZES, Cause, GapReport, Pair, Part
+from meltcore.results.gaps import CAUSES, SIZES, BudgetRow, Cause, GapReport, Pair, Part
 
 MOST_PAIRS = 10
 _NS = 1000.0
@@ -41,11 +43,18 @@ class Stretch:
         return (self.end - self.start) / _NS
 
 
-def analyse(trace: Trace, device: int, window: Span | None = None, activity_share: float | None = None) -> GapReport:
+def analyse(
+    trace: Trace,
+    device: int,
+    window: Span | None = None,
+    activity_share: float | None = None,
+    step: str | None = None,
+) -> GapReport:
     """One GPU. `window` in nanoseconds of the trace; None: from its first to its last activity.
 
-    `activity_share`: what the GPU's own counters (GPM) say of the same window, a cross-check of the trace.
-    Raises ConfigError where the GPU did nothing in the window.
+    `activity_share`: what the GPU's own counters (GPM) say of the same window, a cross-check of the trace. `step`: how
+    the name of a kernel or range begins that there is one of a step.
+    Raises ConfigError where the GPU did nothing in the window, or nothing in it is named as `step` says.
     """
     mine = [each for each in trace.activities if each.device == device]
     window = window or (min((a.start for a in mine), default=0), max((a.end for a in mine), default=0))
@@ -61,6 +70,7 @@ def analyse(trace: Trace, device: int, window: Span | None = None, activity_shar
     lost = sum(stretch.end - stretch.start for stretch in stretches if stretch.cause != "no work")
     launches, recorded = graph_counts(trace, device)
     busy_ns = length(within(busy, window))
+    steps, steps_by = count_steps(mine, trace.host, window, step)
     return GapReport(
         device=device,
         window_us=whole / _NS,
@@ -74,6 +84,9 @@ def analyse(trace: Trace, device: int, window: Span | None = None, activity_shar
         recoverable_share=lost / whole,
         graph_launches=launches,
         graph_kernels=recorded,
+        budget=_budget(mine, stretches, window),
+        steps=steps,
+        steps_by=steps_by,
         untrusted=reasons_to_distrust(trace, device, busy_ns / whole, activity_share),
     )
 
@@ -164,6 +177,18 @@ def _synchronises(event: HostEvent) -> bool:
 
 def _waits(event: HostEvent) -> bool:
     return not event.call and any(word in event.name.lower() for word in _WAITS)
+
+
+def _budget(activities: Sequence[Activity], stretches: Sequence[Stretch], window: Span) -> list[BudgetRow]:
+    spent = Spent()
+    spend_kernels(spent, activities, window)
+    for each in stretches:
+        alone = {"copy": COPIES, "collective wait": COLLECTIVES}.get(each.cause)
+        if alone is not None:
+            spent.ran[alone] += each.end - each.start
+        else:
+            spent.before[group_of(each.after) if each.after else AT_THE_END] += each.end - each.start
+    return spent.rows()
 
 
 def _by_cause(stretches: Sequence[Stretch]) -> list[Part]:

@@ -1,29 +1,13 @@
-"""A torch profiler's trace (Chrome JSON, plain or gzipped) as GPU activities and the host calls that caused them.
-
-Form: https://github.com/pytorch/kineto (libkineto's output_json.cpp): complete events ("ph": "X") with times in
-microseconds; "cat" says what they are, "args" hold device, stream, the correlation of a launch with what it launched,
-and for kernels of CUDA graphs the graph's id.
-"""
+"""A trace: what GPUs did, and the host calls that caused it. Read by chrome.py or nsight.py."""
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
-
-from meltcore.errors import ConfigError
 from meltcore.forensics.intervals import Span
 
 Kind = Literal["kernel", "collective", "copy"]
-
-_GPU_KINDS: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
-_CALLS = ("cuda_runtime", "cuda_driver")
-_HOST = (*_CALLS, "cpu_op", "python_function", "user_annotation", "overhead")
-_COLLECTIVE = "nccl"
 
 
 @dataclass(frozen=True)
@@ -62,54 +46,3 @@ class Trace:
 
     activities: list[Activity]
     host: list[HostEvent]
-
-
-def read_trace(path: Path | str) -> Trace:
-    """Raises ConfigError for a file that is no such trace, or holds nothing a GPU did."""
-    try:
-        data = Path(path).read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        found = msgspec.json.decode(data)
-    except (OSError, EOFError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
-    events = found.get("traceEvents") if isinstance(found, dict) else found
-    if not isinstance(events, list):
-        raise ConfigError(f"{path} is no Chrome trace: it has no traceEvents")
-    trace = parse_events(events)
-    if not trace.activities:
-        raise ConfigError(f"{path} holds nothing that a GPU did: was it recorded on one, with CUDA activities?")
-    return trace
-
-
-def parse_events(events: Iterable[Any]) -> Trace:
-    """Events of other kinds, and those without a duration, are left out."""
-    activities: list[Activity] = []
-    host: list[HostEvent] = []
-    for event in events:
-        if not isinstance(event, dict) or event.get("ph") != "X" or "dur" not in event:
-            continue
-        kind, start = event.get("cat", ""), _ns(event["ts"])
-        end, args, name = start + _ns(event["dur"]), event.get("args") or {}, str(event.get("name", ""))
-        if kind in _GPU_KINDS:
-            collective = kind == "kernel" and _COLLECTIVE in name.lower()
-            activities.append(
-                Activity(
-                    name=name,
-                    kind="collective" if collective else _GPU_KINDS[kind],
-                    device=int(args.get("device", event.get("pid", 0)) or 0),
-                    stream=int(args.get("stream", event.get("tid", 0)) or 0),
-                    start=start,
-                    end=end,
-                    correlation=args.get("correlation"),
-                    graph=args.get("graph id") or None,
-                )
-            )
-        elif kind in _HOST:
-            thread = f"{event.get('pid')}/{event.get('tid')}"
-            host.append(HostEvent(name, thread, start, end, kind in _CALLS, args.get("correlation")))
-    return Trace(sorted(activities, key=lambda each: each.start), sorted(host, key=lambda each: each.start))
-
-
-def _ns(microseconds: float) -> int:
-    return round(float(microseconds) * 1000)

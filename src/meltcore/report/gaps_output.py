@@ -9,20 +9,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from meltcore.results.gaps import CAUSES, GapReport, Part
-from meltcore.results.wording import percent
+from meltcore.results.gaps import CAUSES, BudgetRow, GapReport, Part
+from meltcore.results.wording import NOT_MEASURED, percent
 
 _NAME = 44  # characters kept of a kernel's name, whose template arguments fill screens
 
 
 def print_gaps(reports: Sequence[GapReport], console: Console) -> None:
-    """Reasons for distrust first, then where the time went, then the pairs, then the sentence."""
+    """Reasons for distrust first, then where the time went, the step's budget, the pairs, and the sentence."""
     for report in reports:
         for reason in report.untrusted:
             console.print(f"[red]untrusted[/]: {escape(reason)}", highlight=False)
         console.print(f"GPU {report.device}: {summary(report)}", highlight=False)
         _print_parts("not computing, by cause", report.by_cause, report, console)
         _print_parts("by size", [part for part in report.by_size if part.count], report, console)
+        _print_budget(report, console)
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         for head in ("before", "after"):
             table.add_column(head, overflow="fold")
@@ -57,8 +58,54 @@ def headline(report: GapReport) -> str:
     )
 
 
+def budget_title(report: GapReport) -> str:
+    if report.steps is None:
+        return "the whole window (nothing in the trace marks a step: --step NAME says what does)"
+    return f"an average step of {report.steps:,}, counted by {report.steps_by}"
+
+
+def budget_unit(report: GapReport) -> str:
+    return "ms" if report.steps is None else "us a step"
+
+
+def budget_rows(report: GapReport) -> list[tuple[str, list[str]]]:
+    """Each group with its count, time, share of the whole, idle time in front of it, and that one's share of all idle.
+
+    Of an average step in microseconds; of the whole window in milliseconds where nothing marks steps.
+    """
+    steps, scale = (1, 1e-3) if report.steps is None else (report.steps, 1.0)
+    idle_us = sum(row.before_us for row in report.budget)
+    rows = [_budget_cells(row, steps, scale, report.window_us, idle_us) for row in report.budget]
+    whole = BudgetRow(
+        name="all",
+        count=sum(row.count for row in report.budget),
+        ran_us=sum(row.ran_us for row in report.budget),
+        before_us=idle_us,
+    )
+    return [*rows, _budget_cells(whole, steps, scale, report.window_us, idle_us)]
+
+
 def short(name: str) -> str:
     return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
+
+
+def _budget_cells(row: BudgetRow, steps: int, scale: float, window_us: float, idle_us: float) -> tuple[str, list[str]]:
+    count = f"{row.count / steps:,.1f}" if steps > 1 else f"{row.count:,}"
+    idle = percent(row.before_us / idle_us) if idle_us else NOT_MEASURED
+    times = [f"{value / steps * scale:,.1f}" for value in (row.ran_us, row.before_us)]
+    return row.name, [count, times[0], percent(row.ran_us / window_us), times[1], idle]
+
+
+def _print_budget(report: GapReport, console: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(budget_title(report), overflow="fold")
+    unit = budget_unit(report)
+    for head in ("count", unit, "of the time", f"idle before,\n{unit}", "of all idle"):
+        table.add_column(head, justify="right", no_wrap=True, vertical="bottom")
+    rows = budget_rows(report)
+    for place, (name, figures) in enumerate(rows):
+        table.add_row(name, *figures, end_section=place + 2 == len(rows), style="bold" if name == "all" else None)
+    console.print(table)
 
 
 def _print_parts(title: str, parts: Sequence[Part], report: GapReport, console: Console) -> None:

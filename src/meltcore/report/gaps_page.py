@@ -1,33 +1,45 @@
-"""Gap reports as a page: one bar of the whole window a GPU, causes, sizes and kernel pairs."""
+"""Gap reports as a page: one bar of the whole window a GPU, causes, a step's budget, sizes and kernel pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 from markupsafe import Markup
 
 from meltcore.report import svg
-from meltcore.report.gaps_output import headline, summary
+from meltcore.report.gaps_output import budget_rows, budget_title, budget_unit, headline, summary
 from meltcore.report.template import fill
-from meltcore.results.gaps import CAUSES, GapReport
-from meltcore.results.wording import percent
+from meltcore.results.gaps import CAUSES, GapReport, Profile
+from meltcore.results.runfolder import write_whole
+from meltcore.results.wording import moment, percent
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BAR = 1120.0, 10.0, 1110.0, 8.0, 34.0
 _LABEL_ROOM = 150.0  # SVG units a label needs
 
 
-def render_gaps(reports: Sequence[GapReport], source: str) -> str:
-    """One HTML page: style and drawing inside, no script, nothing fetched. `source` names the trace."""
+def save_profile(page: Path, found: Profile) -> None:
+    """Write `page`, and the same as JSON beside it, under the page's name."""
+    write_whole(page.with_suffix(".json"), msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    write_whole(page, render_profile(found).encode())
+
+
+def render_profile(found: Profile) -> str:
+    """One HTML page: style and drawing inside, no script, nothing fetched."""
     return fill(
         "gaps.html",
-        source=source,
-        reports=[(report, headline(report), summary(report), _bar(report)) for report in reports],
-        untrusted=any(report.untrusted for report in reports),
+        found=found,
+        taken=moment(found.taken),
+        reports=[(report, headline(report), summary(report), window_bar(report)) for report in found.reports],
+        untrusted=any(report.untrusted for report in found.reports),
         causes=CAUSES,
+        budget_title=budget_title,
+        budget_unit=budget_unit,
+        budget_rows=budget_rows,
     )
 
 
-def _bar(report: GapReport) -> Markup:
+def window_bar(report: GapReport) -> Markup:
     """Computing first, then each cause, to scale."""
     shares = [("computing", report.computing_us), *((part.name, part.total_us) for part in report.by_cause)]
     parts: list[Markup] = []

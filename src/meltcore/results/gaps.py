@@ -6,8 +6,11 @@ from typing import Literal
 
 import msgspec
 
+from meltcore.results.schema import Fingerprint
+
 GAPS_VERSION = 1
 GAPS_FILE = "gaps.json"
+GAPS_PAGE = "gaps.html"
 
 Cause = Literal[
     "host late", "synchronisation", "copy", "collective wait", "no work", "host silent", "queued", "unknown"
@@ -50,14 +53,27 @@ class Pair(msgspec.Struct, kw_only=True):
     cause: Cause
 
 
+class BudgetRow(msgspec.Struct, kw_only=True):
+    """A group of kernels over the window: `count` of them, the time that is theirs, and the idle time in front of them.
+
+    Over all rows, `ran_us` and `before_us` add up to the window. A moment in which several kernels ran is that of the
+    one which began first; collectives and copies have only what they ran alone.
+    """
+
+    name: str
+    count: int
+    ran_us: float
+    before_us: float
+
+
 class GapReport(msgspec.Struct, kw_only=True):
     """One GPU over `window_us`. `computing_us`: at least one kernel other than a collective ran, on any stream.
 
     `recoverable_share` is an upper bound of what could be won: all time not computing, less that without work.
-    `untrusted` says why the trace may hold less than the GPU did; empty where nothing speaks against it.
+    `untrusted` says why the trace may hold less than the GPU did; empty where nothing speaks against it. `steps` begun
+    within the window, by what is counted for one (`steps_by`); None where nothing marks them.
     """
 
-    gaps_version: int = GAPS_VERSION
     device: int
     window_us: float
     computing_us: float
@@ -70,4 +86,20 @@ class GapReport(msgspec.Struct, kw_only=True):
     recoverable_share: float
     graph_launches: int = 0
     graph_kernels: int = 0
+    budget: list[BudgetRow] = msgspec.field(default_factory=list)
+    steps: int | None = None
+    steps_by: str = ""
     untrusted: list[str] = msgspec.field(default_factory=list)
+
+
+class Profile(msgspec.Struct, kw_only=True):
+    """A whole `gaps.json`: a report a GPU. `source` is the trace's name; `taken` is when it was read.
+
+    `fingerprint` is None for a trace that was recorded elsewhere or some other time: it does not say on what.
+    """
+
+    gaps_version: int = GAPS_VERSION
+    source: str
+    taken: str
+    fingerprint: Fingerprint | None = None
+    reports: list[GapReport]

@@ -1,0 +1,101 @@
+"""An Nsight Systems report, exported to SQLite, in the form of a trace: `nsys export --type sqlite REPORT.nsys-rep`.
+
+Tables and columns: "SQLite Schema Reference" of the Nsight Systems exporter's documentation,
+https://docs.nvidia.com/nsight-systems/UserGuide/index.html. Tables are there only where something was recorded. Times
+are nanoseconds, names are ids of StringIds, and a global id holds hardware, machine, process and thread in 8, 8, 24 and
+24 bits.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meltcore.errors import ConfigError
+from meltcore.forensics.groups import COLLECTIVES, group_of
+from meltcore.forensics.trace import Activity, HostEvent, Kind, Trace
+
+MAGIC = b"SQLite format 3\0"
+_KERNELS, _GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+_COPIES, _SETS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
+_CALLS, _SYSTEM, _RANGES = "CUPTI_ACTIVITY_KIND_RUNTIME", "OSRT_API", "NVTX_EVENTS"
+_THREAD_BITS = 24  # the lowest of a global id; those above it are the process
+_CORRELATION_BITS = 32  # correlations count anew in each process
+# CUpti_ActivityMemcpyKind, of cupti_activity.h.
+_COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
+
+
+def read_nsight(path: Path) -> Trace:
+    """Raises ConfigError for a file that is no such export, or lacks a column that is documented."""
+    try:
+        with sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True) as database:
+            export = _Export(database)
+            activities = sorted(export.activities(), key=lambda each: each.start)
+            host = sorted(export.host(), key=lambda each: each.start)
+        database.close()
+    except sqlite3.Error as error:
+        raise ConfigError(f"cannot read {path} as an export of Nsight Systems: {error}") from error
+    return Trace(activities, host)
+
+
+class _Export:
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        names = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        self._columns = {table: self._columns_of(table) for (table,) in names}
+        self._strings: Mapping[int, str] = dict(self._rows("StringIds", ("id", "value")))
+
+    def activities(self) -> Iterator[Activity]:
+        """Kernels, copies, and graphs that were recorded as a whole (`--cuda-graph-trace=graph`)."""
+        where = ("start", "end", "deviceId", "streamId", "correlationId")
+        for *span, name, process, graph in self._rows(_KERNELS, (*where, "demangledName"), ("globalPid", "graphId")):
+            text = self._strings.get(name, f"kernel {name}")
+            collective: Kind = "collective" if group_of(text) == COLLECTIVES else "kernel"
+            yield _activity(text, collective, span, process, graph)
+        for *span, graph, process in self._rows(_GRAPHS, (*where, "graphId"), ("globalPid",)):
+            yield _activity(f"whole graph {graph}", "kernel", span, process, graph)
+        for *span, kind, process in self._rows(_COPIES, (*where, "copyKind"), ("globalPid",)):
+            yield _activity(f"Memcpy {_COPY_KINDS.get(kind, f'kind {kind}')}", "copy", span, process)
+        for *span, process in self._rows(_SETS, where, ("globalPid",)):
+            yield _activity("Memset", "copy", span, process)
+
+    def host(self) -> Iterator[HostEvent]:
+        """Calls into CUDA, calls into the system (waits among them), and ranges that programs mark themselves."""
+        for start, end, thread, name, correlation in self._rows(
+            _CALLS, ("start", "end", "globalTid", "nameId", "correlationId")
+        ):
+            key = _key(correlation, thread)
+            yield HostEvent(self._strings.get(name, ""), str(thread), start, end, call=True, correlation=key)
+        for start, end, thread, name in self._rows(_SYSTEM, ("start", "end", "globalTid", "nameId")):
+            yield HostEvent(self._strings.get(name, ""), str(thread), start, end)
+        for start, end, thread, text, name in self._rows(_RANGES, ("start", "end", "globalTid"), ("text", "textId")):
+            if end is not None and end > start:  # marks have no end
+                yield HostEvent(text or self._strings.get(name, ""), str(thread), start, end)
+
+    def _columns_of(self, table: str) -> set[str]:
+        return {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
+
+    def _rows(self, table: str, needed: Sequence[str], also: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
+        """All rows of a table, none where it is not there; columns of `also` are None where they are not there."""
+        there = self._columns.get(table)
+        if there is None:
+            return
+        missing = [column for column in needed if column not in there]
+        if missing:
+            raise ConfigError(f"{table} has no column {', '.join(missing)}: this is not the documented export")
+        columns = [f'"{column}"' if column in there else "NULL" for column in (*needed, *also)]
+        yield from self._database.execute(f'SELECT {", ".join(columns)} FROM "{table}"')
+
+
+def _activity(name: str, kind: Kind, span: Sequence[Any], process: int | None, graph: int | None = None) -> Activity:
+    start, end, device, stream, correlation = span
+    return Activity(name, kind, device, stream, start, end, _key(correlation, process), graph or None)
+
+
+def _key(correlation: int | None, global_id: int | None) -> int | None:
+    """A correlation that is one of a kind over all processes of the report."""
+    if correlation is None:
+        return None
+    return ((global_id or 0) >> _THREAD_BITS << _CORRELATION_BITS) + correlation

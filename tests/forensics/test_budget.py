@@ -1,0 +1,124 @@
+"""The step's budget on traces made by hand: every row known, and nothing left over."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import HandMade, one_of_each
+
+from meltcore.errors import ConfigError
+from meltcore.forensics.gaps import analyse
+from meltcore.forensics.groups import group_of
+from meltcore.report.gaps_output import budget_rows, budget_title
+from meltcore.results.gaps import GapReport
+
+
+def rows(report: GapReport) -> dict[str, tuple[int, float, float]]:
+    return {row.name: (row.count, row.ran_us, row.before_us) for row in report.budget}
+
+
+def decode_steps(count: int) -> HandMade:
+    """Steps of 100 us: attention 60, a product of 30 that begins 5 early, sampling 10, and 5 us of nothing."""
+    made = HandMade()
+    for step in range(count):
+        at = 100 * step
+        made.host(at - 20, 15, "step", "user_annotation")
+        made.kernel(at, 60, "_decode_kernel", made.launch(at - 9))
+        made.kernel(at + 55, 30, "nvjet_tst_64x8", made.launch(at - 7))
+        made.kernel(at + 85, 10, "_first_maximum_kernel", made.launch(at - 5))
+    return made
+
+
+def test_each_moment_is_that_of_the_kernel_which_began_first() -> None:
+    report = analyse(decode_steps(4).trace(), 0)
+    assert rows(report) == {
+        "attention and states": (4, 240.0, 15.0),
+        "products": (4, 100.0, 0.0),
+        "sampling": (4, 40.0, 0.0),
+    }
+    assert [row.name for row in report.budget] == ["attention and states", "products", "sampling"]
+
+
+def test_collectives_and_copies_have_what_they_ran_alone() -> None:
+    found = rows(analyse(one_of_each().trace(), 0))
+    assert found["collectives"] == (1, 30.0, 0.0)
+    assert found["copies"] == (1, 40.0, 0.0)
+    assert found["other kernels"] == (9, 523.0, 407.0)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["gemm", "attention", "nccl", "gpu_memcpy"]), st.integers(0, 400), st.integers(1, 60)
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    st.tuples(st.integers(0, 200), st.integers(201, 500)),
+)
+def test_ran_and_before_add_up_to_the_window(events: list[tuple[str, int, int]], window: tuple[int, int]) -> None:
+    made = HandMade()
+    made.kernel(-10, 600, "nccl_under_it_all", stream=99)
+    for stream, (kind, start, dur) in enumerate(events):
+        if kind == "gpu_memcpy":
+            made.gpu("gpu_memcpy", start, dur, "Memcpy", stream=stream)
+        else:
+            made.kernel(start, dur, kind, stream=stream)
+    report = analyse(made.trace(), 0, (window[0] * 1000, window[1] * 1000))
+    total = sum(round(1000 * (row.ran_us + row.before_us)) for row in report.budget)
+    assert total == round(1000 * report.window_us)
+    computed = sum(row.ran_us for row in report.budget if row.name in ("products", "attention and states"))
+    assert computed == pytest.approx(report.computing_us)
+
+
+def test_steps_are_the_ranges_that_mark_them() -> None:
+    trace = decode_steps(4).trace()
+    assert (analyse(trace, 0).steps, analyse(trace, 0).steps_by) == (3, "step")  # the first began before the window
+    assert analyse(trace, 0, (90_000, 310_000)).steps == 2
+
+
+def test_a_kernel_can_be_named_as_what_a_step_has_one_of() -> None:
+    report = analyse(decode_steps(4).trace(), 0, step="_first_max")
+    assert (report.steps, report.steps_by) == (4, "_first_maximum_kernel")
+    with pytest.raises(ConfigError, match="no kernel and no range begins with 'nothing'"):
+        analyse(decode_steps(4).trace(), 0, step="nothing")
+
+
+def test_an_average_step_is_shown_where_steps_are_known_and_the_window_where_not() -> None:
+    known = analyse(decode_steps(4).trace(), 0, step="_first")
+    assert budget_title(known) == "an average step of 4, counted by _first_maximum_kernel"
+    name, figures = budget_rows(known)[0]
+    assert (name, figures) == ("attention and states", ["1.0", "60.0", "60.76 %", "3.8", "100 %"])
+    assert budget_rows(known)[-1] == ("all", ["3.0", "95.0", "96.20 %", "3.8", "100 %"])
+    unknown = analyse(one_of_each().trace(), 0)
+    assert unknown.steps is None
+    assert "--step NAME" in budget_title(unknown)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("_decode_kernel", "attention and states"),
+        ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128>>", "attention and states"),
+        ("kernel_unified_attention_2d", "attention and states"),
+        ("_chunk_kernel", "attention and states"),
+        ("_best_chunk_kernel", "sampling"),
+        ("_chunk_maximum_kernel", "sampling"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "products"),
+        ("void cutlass::device_kernel<GemmUniversal>", "products"),
+        ("_one_token_kernel", "products"),
+        ("_fp8_few_tokens_kernel", "products"),
+        ("void vllm::moe::topkGatingSoftmax<8>", "experts"),
+        ("_expert_product_kernel", "experts"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "collectives"),
+        ("_one_shot_kernel", "collectives"),
+        ("void vllm::rms_norm_kernel<c10::BFloat16>", "norms and activations"),
+        ("_swiglu_kernel", "norms and activations"),
+        ("_store_kv_kernel", "cache and embedding"),
+        ("_quantise_kernel", "quantisation"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, convert>", "other kernels"),
+    ],
+)
+def test_kernels_are_grouped_by_what_their_names_say(name: str, group: str) -> None:
+    assert group_of(name) == group

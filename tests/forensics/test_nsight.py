@@ -1,0 +1,99 @@
+"""Nsight Systems' export, on files made by the documented schema: no real one was at hand."""
+
+from pathlib import Path
+
+import pytest
+from nsight_tools import PROCESS, Export, one_of_each_exported
+from traces import one_of_each
+
+from meltcore.cli.main import main
+from meltcore.errors import ConfigError
+from meltcore.forensics.gaps import analyse
+from meltcore.forensics.read import read_trace
+
+
+def test_an_export_gives_the_same_answer_as_the_torch_profilers_trace_of_the_same_moments(tmp_path: Path) -> None:
+    ours = analyse(one_of_each().trace(), 0)
+    theirs = analyse(read_trace(one_of_each_exported(tmp_path / "report.sqlite")), 0)
+    assert theirs.by_cause == ours.by_cause
+    assert theirs.by_size == ours.by_size
+    assert (theirs.window_us, theirs.computing_us, theirs.busy_us) == (1000.0, ours.computing_us, ours.busy_us)
+    assert (theirs.kernels, theirs.streams, theirs.untrusted) == (ours.kernels, ours.streams, [])
+
+
+def test_launches_of_two_processes_with_one_number_are_kept_apart(tmp_path: Path) -> None:
+    made = Export(tmp_path / "two.sqlite")
+    first = made.launch(0)
+    made.kernel(10, 5, "a", first)
+    made.kernel(40, 5, "b", first, process=PROCESS + 1)  # of a process that recorded no launch
+    trace = read_trace(made.done())
+    assert trace.host[0].correlation == trace.activities[0].correlation != trace.activities[1].correlation
+    [gap] = analyse(trace, 0).by_cause
+    assert gap.name == "unknown"
+
+
+def test_a_graph_recorded_as_a_whole_is_time_computed(tmp_path: Path) -> None:
+    made = Export(tmp_path / "graphs.sqlite")
+    for step in range(3):
+        made.graph(100 * step, 90, made.launch(100 * step - 5, name="cudaGraphLaunch_v10000"), graph=4)
+    report = analyse(read_trace(made.done()), 0)
+    assert (report.computing_us, report.window_us, report.graph_launches) == (270.0, 290.0, 3)
+    assert report.untrusted == []
+
+
+def test_graph_launches_without_a_record_make_it_untrusted(tmp_path: Path) -> None:
+    made = Export(tmp_path / "lost.sqlite")
+    made.kernel(0, 5, "a", made.launch(-5))
+    made.launch(20, name="cudaGraphLaunch_v10000")
+    made.kernel(50, 5, "b", made.launch(40))
+    assert analyse(read_trace(made.done()), 0).untrusted == ["1 of 1 graph launches have no kernel in the trace"]
+
+
+def test_ranges_name_themselves_or_by_the_table_of_strings_and_marks_are_left_out(tmp_path: Path) -> None:
+    made = Export(tmp_path / "ranges.sqlite")
+    made.kernel(0, 5, "a", made.launch(-5))
+    made.range(0, 10, "execute_context_0(0)_generation_64(64)")
+    made.range(20, 10, "execute_context_1(512)_generation_63(63)", registered=True)
+    made.range(40, None, "execute_mark")
+    made.kernel(60, 5, "b", made.launch(50))
+    report = analyse(read_trace(made.done()), 0)
+    assert report.steps == 2
+
+
+def test_tables_that_are_not_there_were_not_recorded(tmp_path: Path) -> None:
+    made = Export(tmp_path / "few.sqlite")
+    made.kernel(0, 5, "a", made.launch(-5))
+    for table in ("OSRT_API", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"):
+        made.drop(f"DROP TABLE {table}")
+    assert [each.name for each in read_trace(made.done()).activities] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("sql", "reason"),
+    [
+        ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN deviceId", "KERNEL has no column deviceId"),
+        ("DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", "nothing that a GPU did"),
+    ],
+)
+def test_an_export_of_another_form_is_refused_by_name(sql: str, reason: str, tmp_path: Path) -> None:
+    made = Export(tmp_path / "odd.sqlite")
+    made.kernel(0, 5, "a", made.launch(-5))
+    made.drop(sql)
+    with pytest.raises(ConfigError, match=reason):
+        read_trace(made.done())
+
+
+def test_a_broken_database_is_refused(tmp_path: Path) -> None:
+    path = one_of_each_exported(tmp_path / "report.sqlite")
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(ConfigError, match=r"cannot read .* as an export of Nsight Systems"):
+        read_trace(path)
+
+
+def test_the_verb_reads_an_export_and_leaves_it_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = one_of_each_exported(tmp_path / "report.sqlite")
+    before = path.read_bytes()
+    assert main(["profile", str(path)]) == 0
+    assert "At most 27.70 % of the time could be won" in " ".join(capsys.readouterr().out.split())
+    assert path.read_bytes() == before
+    assert {file.name for file in tmp_path.iterdir()} == {"report.sqlite", "gaps.html", "gaps.json"}
