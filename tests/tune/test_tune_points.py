@@ -26,6 +26,17 @@ def test_the_knee_is_the_smallest_setting_within_2_percent_of_the_best() -> None
     assert finding(points, 3, 2).startswith("The knee is 32 sequences, 512 tokens a step: 985 output tok/s, 98.5 %")
 
 
+def test_gains_are_counted_from_the_server_as_it_is_shipped_which_is_no_choice_itself() -> None:
+    shipped = TuningPoint(settings={}, ok=True, output_tokens_per_s=2000.0)
+    points = [shipped, point(8, 1200), point(16, 2400), point(64, 2420)]
+    assert best_and_knee(points) == (3, 2)
+    assert finding(points, 3, 2).endswith("(2,000 output tok/s): +20.0 % at the knee, +21.0 % at the best.")
+    assert finding([shipped, points[1]], 1, 1).endswith("as it is shipped (2,000 output tok/s): -40.0 %.")
+    dead = TuningPoint(settings={}, ok=False, why="no")
+    assert "shipped" not in finding([dead, points[1]], 1, 1)
+    assert best_and_knee([shipped]) == (None, None)
+
+
 def test_of_equal_sequences_the_smaller_budget_is_the_knee() -> None:
     assert best_and_knee([point(32, 1000, tokens=2048), point(32, 990, tokens=512), point(64, 999)]) == (0, 1)
 

@@ -35,10 +35,13 @@ def test_a_sweep_finds_the_knee_and_keeps_to_the_limits(tmp_path: Path, capsys: 
     load = ["--concurrency", "4", "--requests", "12", "--workload", "random:in=8,out=8"]
     sweep = ["batching", "--run", command_file(tmp_path), "--seqs", "1,4,8", "--slo", "e2e:120"]
     found = tune([*sweep, *load], tmp_path, capsys)
-    assert [point.settings["seqs"] for point in found.points] == [1, 4, 8]
-    assert found.points[0].within_limits == 0.0  # 8 tokens of 20 ms each
-    assert found.knee in (1, 2)
+    assert [point.settings for point in found.points] == [{}, {"seqs": 1}, {"seqs": 4}, {"seqs": 8}]
+    assert [point.words for point in found.points[:2]] == [[], ["--max-num-seqs", "1"]]
+    assert found.points[1].within_limits == 0.0  # 8 tokens of 20 ms each
+    assert found.knee in (2, 3)
     assert found.points[found.knee].output_tokens_per_s == pytest.approx(4 * 8 / 0.045, rel=0.3)
+    assert found.shipped is found.points[0]  # it ships with 4 sequences
+    assert "Against the server as it is shipped" in found.finding
 
 
 def test_the_search_finds_the_limits_that_the_server_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +59,8 @@ def test_the_search_finds_the_limits_that_the_server_has(tmp_path: Path, capsys:
 def test_nothing_that_runs_is_an_answer_of_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.cmd").write_text(f"{sys.executable} -c 'import sys; sys.exit(9)' {{port}} {{args}}")
     found = tune(["batching", "--run", str(tmp_path / "broken.cmd"), "--seqs", "1"], tmp_path, capsys, code=1)
-    assert "ended with code 9" in found.points[0].why
+    assert all("ended with code 9" in point.why for point in found.points)
+    assert found.shipped is None
 
 
 @pytest.mark.parametrize(

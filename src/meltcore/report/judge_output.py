@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from meltcore.results.judgement import JudgedRow, Judgement, JudgementWord
-from meltcore.results.wording import NOT_MEASURED, number, percent
+from meltcore.results.wording import NOT_MEASURED, change, number, percent
 
 # For CI. 2 is every verb's "could not"; UNDERPOWERED is no pass and no failure of the new side.
 EXIT_CODES: dict[JudgementWord, int] = {"IMPROVEMENT": 0, "NO EVIDENCE": 0, "REGRESSION": 1, "UNDERPOWERED": 3}
@@ -63,7 +63,7 @@ def as_markdown(found: Judgement) -> str:
 
 def headline(found: Judgement) -> str:
     row = found.primary
-    return f"{row.name}: {number(row.old)} -> {number(row.new)} ({share(row.change)}). {found.why}"
+    return f"{row.name}: {number(row.old)} -> {number(row.new)} ({change(row.change)}). {found.why}"
 
 
 def taking(found: Judgement) -> str:
@@ -71,22 +71,17 @@ def taking(found: Judgement) -> str:
     sizes = f"{len(found.primary.old_values)} and {len(found.primary.new_values)} fresh starts"
     how = f"{sizes}, in the order {found.order}" if found.interleaved else f"{sizes}, not interleaved"
     if found.control is not None:
-        how += f"; A against A: {share(found.control.change)}"
+        how += f"; A against A: {change(found.control.change)}"
     return f"{how}; A's own noise: {NOT_MEASURED if found.noise is None else f'{100 * found.noise:.1f} %'}."
 
 
 def cells(row: JudgedRow) -> list[str]:
     """old, new, change, interval, p, n as text."""
     write = percent if row.metric == "accuracy" else number
-    interval = NOT_MEASURED if row.low is None or row.high is None else f"{share(row.low)} to {share(row.high)}"
+    interval = NOT_MEASURED if row.low is None or row.high is None else f"{change(row.low)} to {change(row.high)}"
     p = NOT_MEASURED if row.p is None else f"{row.p:.3f}" if row.p >= 0.001 else "<0.001"
     sizes = f"{len(row.old_values)}, {len(row.new_values)}"
-    return [write(row.old), write(row.new), share(row.change), interval, p, sizes]
-
-
-def share(value: float | None) -> str:
-    """0.0512 -> "+5.1 %"."""
-    return NOT_MEASURED if value is None else f"{100 * value:+.1f} %"
+    return [write(row.old), write(row.new), change(row.change), interval, p, sizes]
 
 
 def is_primary(found: Judgement, row: JudgedRow) -> bool:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from meltcore.report import svg
-from meltcore.report.judge_output import STYLES, cells, is_primary, share, taking
+from meltcore.report.judge_output import STYLES, cells, is_primary, taking
 from meltcore.report.scale import Scale, spaced
 from meltcore.report.template import fill
 from meltcore.results.judgement import JUDGEMENT_FILE, Judgement
-from meltcore.results.wording import number
+from meltcore.results.wording import change, number
 
 _WIDTH, _LEFT, _RIGHT = 1120.0, 210.0, 1080.0
 _ROW, _TOP, _LABEL_GAP = 46.0, 18.0, 84.0
@@ -24,7 +24,7 @@ def render_judgement(found: Judgement) -> str:
         "judge.html",
         found=found,
         badge=STYLES[found.verdict],
-        change=share(found.primary.change),
+        change=change(found.primary.change),
         taking=taking(found),
         strip=_strip(found),
         rows=[(row, cells(row), is_primary(found, row)) for row in found.rows],

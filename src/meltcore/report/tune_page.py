@@ -16,7 +16,7 @@ from meltcore.results.tuning import TUNING_FILE, Tuning, TuningPoint
 from meltcore.results.wording import fingerprint_rows, number, setting
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _FLOOR, _HEIGHT = 1120.0, 90.0, 1080.0, 20.0, 330.0, 384.0
-_LABEL_GAP, _COLOURS = 52.0, 4
+_LABEL_GAP, _COLOURS = 52.0, 3  # the fourth colour is that of the server as it is shipped
 
 
 def render_tuning(found: Tuning) -> str:
@@ -38,13 +38,17 @@ def render_tuning(found: Tuning) -> str:
 
 
 def _chart(found: Tuning, budgets: Sequence[int | str | None]) -> Markup | None:
-    """Output rate against sequences (logarithmic), a line a token budget. None where nothing ran."""
-    measured = [point for point in found.points if point.output_tokens_per_s]
+    """Output rate against sequences (logarithmic), a line a token budget, dashed the server as it is shipped.
+
+    None where nothing ran.
+    """
+    measured = [point for point in found.points if point.output_tokens_per_s and point.settings]
     if not measured:
         return None
+    shipped = None if found.shipped is None else found.shipped.output_tokens_per_s
     seqs = sorted({int(point.settings["seqs"]) for point in measured})
     x = Scale(seqs[0], seqs[-1], _LEFT + 16, _RIGHT - 16, log=True)
-    ticks = linear_ticks(max(point.output_tokens_per_s or 0.0 for point in measured))
+    ticks = linear_ticks(max([point.output_tokens_per_s or 0.0 for point in measured] + [shipped or 0.0]))
     y = Scale(0.0, ticks[-1], _FLOOR, _TOP)
     parts: list[Markup] = []
     for tick in ticks:
@@ -53,6 +57,9 @@ def _chart(found: Tuning, budgets: Sequence[int | str | None]) -> Markup | None:
     for at in spaced([x(count) for count in seqs], _LABEL_GAP):
         parts.append(svg.text((x(seqs[at]), _FLOOR + 20), f"{seqs[at]:,}", "tick"))
     parts.append(svg.text(((_LEFT + _RIGHT) / 2, _FLOOR + 42), "sequences at once", "axis"))
+    if shipped is not None:
+        parts.append(svg.line((_LEFT, y(shipped)), (_RIGHT, y(shipped)), "line thin dashed c4"))
+        parts.append(svg.text((_LEFT + 8, y(shipped) - 7), f"as shipped: {number(shipped)}", "name c4", "start"))
     for at, budget in enumerate(budgets):
         line = [point for point in measured if point.settings.get("tokens") == budget]
         parts += _line(line, at % _COLOURS + 1, x, y, found)
@@ -73,7 +80,7 @@ def _line(points: Sequence[TuningPoint], colour: int, x: Scale, y: Scale, found:
 
 
 def _budgets(points: Sequence[TuningPoint]) -> list[int | str | None]:
-    return list(dict.fromkeys(point.settings.get("tokens") for point in points))
+    return list(dict.fromkeys(point.settings.get("tokens") for point in points if point.settings))
 
 
 def _name(budget: int | str | None) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meltcore.results.tuning import Tuning, TuningPoint
-from meltcore.results.wording import NOT_MEASURED, number, percent
+from meltcore.results.tuning import Tuning, TuningPoint, gain
+from meltcore.results.wording import NOT_MEASURED, change, number, percent
 
 _Column = tuple[str, Callable[[TuningPoint], object | None], Callable[[TuningPoint], str]]
 
@@ -34,7 +34,9 @@ _COLUMNS: tuple[_Column, ...] = (
 
 def table_of(found: Tuning) -> tuple[list[str], list[tuple[list[str], str, str]]]:
     """Heads, and a row a point: its cells, its mark ("knee", "best", "did not run" or ""), and why it did not run."""
-    columns = [column for column in _COLUMNS if any(column[1](point) is not None for point in found.points)]
+    columns = [
+        column for column in _columns(found.shipped) if any(column[1](point) is not None for point in found.points)
+    ]
     heads = ["setting", *(name for name, _, _ in columns), ""]
     rows = []
     for place, point in enumerate(found.points):
@@ -43,8 +45,16 @@ def table_of(found: Tuning) -> tuple[list[str], list[tuple[list[str], str, str]]
     return heads, rows
 
 
+def _columns(shipped: TuningPoint | None) -> list[_Column]:
+    """All of them; the gain is counted from the server as it is shipped, and stands beside the rate."""
+    gained: _Column = ("gain", lambda p: gain(p, shipped), lambda p: change(gain(p, shipped)))
+    return [_COLUMNS[0], gained, *_COLUMNS[1:]]
+
+
 def setting_of(point: TuningPoint) -> str:
-    """{"seqs": 32, "tokens": 2048} as "seqs 32, tokens 2,048"; a single word as it is."""
+    """{"seqs": 32, "tokens": 2048} as "seqs 32, tokens 2,048"; a single word as it is; none as "as shipped"."""
+    if not point.settings:
+        return "as shipped"
     if list(point.settings) == ["precision"]:
         return str(point.settings["precision"])
     return ", ".join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -34,10 +35,12 @@ class Answers(msgspec.Struct, kw_only=True):
 class TuningPoint(msgspec.Struct, kw_only=True):
     """One start with `settings`. `ok`: it started and all that was asked of it was answered; else `why` says.
 
+    `words` are the settings as the server's arguments; both are empty where the server ran as it is shipped.
     `within_limits` is the share of requests that met every latency limit, None where none was given.
     """
 
     settings: dict[str, int | str]
+    words: list[str] = msgspec.field(default_factory=list)
     ok: bool
     why: str = ""
     ready_s: float | None = None
@@ -74,3 +77,19 @@ class Tuning(msgspec.Struct, kw_only=True):
     knee: int | None = None
     facts: list[Fact] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def shipped(self) -> TuningPoint | None:
+        return shipped_point(self.points)
+
+
+def shipped_point(points: Sequence[TuningPoint]) -> TuningPoint | None:
+    """The start without any setting, which gains are counted from; None where there was none, or it did not run."""
+    return next((point for point in points if not point.settings and point.ok), None)
+
+
+def gain(point: TuningPoint, shipped: TuningPoint | None) -> float | None:
+    """0.25 where the output rate is a quarter above the shipped one; None where either is not known."""
+    if shipped is None or not shipped.output_tokens_per_s or point.output_tokens_per_s is None:
+        return None
+    return point.output_tokens_per_s / shipped.output_tokens_per_s - 1

@@ -35,6 +35,11 @@ def percent(share: float | None) -> str:
     return f"{text.removesuffix('.00')} %"
 
 
+def change(share: float | None) -> str:
+    """0.0512 -> "+5.1 %"; None -> a dash."""
+    return NOT_MEASURED if share is None else f"{100 * share:+.1f} %"
+
+
 def percentile(distribution: Distribution, name: str) -> str:
     """One percentile ("p50") as text, "n too small" where the sample does not carry it."""
     if distribution.n == 0:

@@ -63,10 +63,10 @@ def attempt(
 
     `before` sees the running server before the load, `look` after it, with the load's result and the point to add to.
     """
-    point = TuningPoint(settings=settings, ok=True)
-    name = "-".join(str(value).replace(" ", "-") for value in settings.values())
+    args = bench.words(settings) if words is None else list(words)
+    point = TuningPoint(settings=settings, words=args, ok=True)
+    name = "-".join(str(value).replace(" ", "-") for value in settings.values()) or "as-shipped"
     log_path = bench.folder / f"server-{name}.log"
-    args = bench.words(settings) if words is None else words
     try:
         with started(bench.command, log_path, say=bench.say, args=args, limit_s=bench.start_limit_s) as server:
             point.ready_s = server.ready_s

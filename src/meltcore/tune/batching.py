@@ -1,7 +1,8 @@
 """The sweep of concurrent sequences and batched-token budgets, with the knee marked.
 
-The knee is the smallest setting within 2 % of the best output rate among those that meet the latency limits: what lies
-beyond it costs memory and latency and buys nothing.
+The first start is of the server as it is shipped, which every gain is counted from. The knee is the smallest setting
+within 2 % of the best output rate among those that meet the latency limits: what lies beyond it costs memory and
+latency and buys nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meltcore.load.config import LoadConfig
-from meltcore.results.tuning import TuningPoint
+from meltcore.results.tuning import TuningPoint, gain, shipped_point
 from meltcore.results.wording import number
 from meltcore.tune.attempt import Bench, attempt
 
@@ -28,15 +29,15 @@ class Sweep:
 
 
 def sweep(bench: Bench, wanted: Sweep) -> list[TuningPoint]:
-    """One start a pair, in the order of the budgets, then of the sequences."""
+    """The server as it is shipped, then one start a pair, in the order of the budgets, then of the sequences."""
     settings: list[dict[str, int | str]] = [
         {"seqs": seqs, "tokens": tokens} for tokens in wanted.tokens for seqs in wanted.seqs
     ] or [{"seqs": seqs} for seqs in wanted.seqs]
-    return [attempt(bench, each, wanted.load) for each in settings]
+    return [attempt(bench, each, wanted.load) for each in ({}, *settings)]
 
 
 def best_and_knee(points: Sequence[TuningPoint]) -> tuple[int | None, int | None]:
-    """Places of the fastest point and of the knee, among those that ran and met the limits."""
+    """Places of the fastest setting and of the knee, among those that ran and met the limits."""
     rates = {place: point.output_tokens_per_s or 0.0 for place, point in enumerate(points) if _eligible(point)}
     if not rates:
         return None, None
@@ -46,10 +47,15 @@ def best_and_knee(points: Sequence[TuningPoint]) -> tuple[int | None, int | None
 
 
 def finding(points: Sequence[TuningPoint], best: int | None, knee: int | None) -> str:
-    """The answer in a sentence."""
+    """The answer in a sentence, and what it gains on the server as it is shipped in another."""
+    return f"{_answer(points, best, knee)}{_gained(points, best, knee)}"
+
+
+def _answer(points: Sequence[TuningPoint], best: int | None, knee: int | None) -> str:
     if best is None or knee is None:
-        ran = sum(point.ok for point in points)
-        return f"No setting meets the limits: {ran} of {len(points)} ran, none of them within the latency limits."
+        tried = [point for point in points if point.settings]
+        ran = sum(point.ok for point in tried)
+        return f"No setting meets the limits: {ran} of {len(tried)} ran, none of them within the latency limits."
     if best == knee:
         rate = number(points[best].output_tokens_per_s)
         return f"{describe(points[best].settings)} is the fastest, and nothing smaller comes near: {rate} output tok/s."
@@ -58,6 +64,16 @@ def finding(points: Sequence[TuningPoint], best: int | None, knee: int | None) -
         f"The knee is {describe(points[knee].settings)}: {number(chosen)} output tok/s, {100 * chosen / top:.1f} % of "
         f"the best ({describe(points[best].settings)}: {number(top)})."
     )
+
+
+def _gained(points: Sequence[TuningPoint], best: int | None, knee: int | None) -> str:
+    shipped = shipped_point(points)
+    if shipped is None or best is None or knee is None:
+        return ""
+    rate = number(shipped.output_tokens_per_s)
+    gains = [f"{100 * (gain(points[place], shipped) or 0.0):+.1f} %" for place in dict.fromkeys((knee, best))]
+    words = gains[0] if len(gains) == 1 else f"{gains[0]} at the knee, {gains[1]} at the best"
+    return f" Against the server as it is shipped ({rate} output tok/s): {words}."
 
 
 def describe(settings: dict[str, int | str]) -> str:
@@ -69,6 +85,8 @@ def describe(settings: dict[str, int | str]) -> str:
 
 
 def _eligible(point: TuningPoint) -> bool:
+    if not point.settings:
+        return False  # what the server comes with is no setting to choose
     return point.ok and (point.within_limits is None or point.within_limits >= WITHIN_LIMITS)
 
 
