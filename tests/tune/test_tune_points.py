@@ -85,6 +85,8 @@ def test_the_finding_names_what_did_not_run() -> None:
     text = precision_finding([slow, fast, refused])
     assert text == "bfloat16 is the fastest: 110 output tok/s, +10.0 % on float16. Did not run: fp8."
     assert precision_finding([refused]) == "No precision ran."
+    shipped = TuningPoint(settings={}, ok=True, output_tokens_per_s=88.0)
+    assert precision_finding([shipped, fast]).endswith("+25.0 % on the server as shipped.")
 
 
 def test_items_of_gsm8k_are_asked_and_marked_as_its_evaluation_does(tmp_path: Path) -> None:

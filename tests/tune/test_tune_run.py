@@ -94,9 +94,11 @@ def test_our_engine_is_tuned_by_its_model_alone(tmp_path: Path, capsys: pytest.C
 def test_precisions_of_our_engine_are_set_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--concurrency", "4", "--requests", "8", "--questions", "12", "--no-fp8"]
     found = tune(["precision", BUNDLED, "--dtypes", "float32,bfloat16", *load], tmp_path, capsys)
-    first, second = (point.answers for point in found.points)
+    shipped, first, second = (point.answers for point in found.points)
+    assert shipped is not None
     assert first is not None
     assert second is not None
+    assert shipped.same_text == 12
     assert (first.same_text, first.logprob_most) == (12, 0.0)
     assert second.right >= 11
     assert second.tokens_compared > 50

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 HELP = (
     "Restart a server with one setting after another and measure each. context: the largest context and the most "
     "sequences before memory runs out, beside the arithmetic. batching: sequences and token budgets, with the knee "
-    "marked. precision: speed and answers of float16, bfloat16 and fp8."
+    "marked. precision: speed and answers of float16, bfloat16, fp8 weights and fp8 caches. Gains are counted from the "
+    "server as it is shipped."
 )
 EXAMPLES = """\
   meltcore tune batching meltcore/sums --seqs 8,16,32,64 --tokens 1024,4096
@@ -54,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     context.add_argument("--kv-bytes", type=int, default=2, metavar="N", help="bytes of a cached number (2; fp8: 1)")
     precision = parser.add_argument_group("precision")
-    precision.add_argument("--dtypes", default="float16,bfloat16", metavar="NAME,...", help="also float32")
-    precision.add_argument("--no-fp8", action="store_true", help="do not try --quantization fp8")
+    precision.add_argument("--dtypes", default="float16,bfloat16", metavar="NAME,...", help="also float32, or none: ''")
+    precision.add_argument("--no-fp8", action="store_true", help="do not try fp8 weights and caches")
     precision.add_argument("--questions", type=int, default=200, metavar="N", help="bundled problems asked (200)")
     precision.add_argument("--gsm8k", metavar="FILE", help="items of GSM8K asked beside them, 200 at most")
     add_load_options(parser, concurrency="64")
@@ -174,12 +175,12 @@ def _context(args: argparse.Namespace, bench: "Bench", load: "LoadConfig") -> "T
 def _precision(args: argparse.Namespace, bench: "Bench", load: "LoadConfig") -> "Tuning":
     from pathlib import Path
 
-    from meltcore.tune.precision import VARIANTS, bundled_questions, finding, gsm8k_questions, try_variants
+    from meltcore.tune.precision import FP8_VARIANTS, bundled_questions, finding, gsm8k_questions, try_variants
     from meltcore.tune.run import tuning
 
-    variants = {name: ("--dtype", name) for name in args.dtypes.split(",")}
+    variants: dict[str, tuple[str, ...]] = {name: ("--dtype", name) for name in args.dtypes.split(",") if name}
     if not args.no_fp8:
-        variants["fp8"] = VARIANTS["fp8"]
+        variants |= FP8_VARIANTS
     questions = bundled_questions(args.questions)
     if args.gsm8k is not None:
         questions += gsm8k_questions(Path(args.gsm8k), 200)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from meltcore.load.config import LoadConfig
 from meltcore.results.tuning import TuningPoint, gain, shipped_point
-from meltcore.results.wording import number
+from meltcore.results.wording import change, number
 from meltcore.tune.attempt import Bench, attempt
 
 KNEE_SHARE = 0.98
@@ -71,7 +71,7 @@ def _gained(points: Sequence[TuningPoint], best: int | None, knee: int | None) -
     if shipped is None or best is None or knee is None:
         return ""
     rate = number(shipped.output_tokens_per_s)
-    gains = [f"{100 * (gain(points[place], shipped) or 0.0):+.1f} %" for place in dict.fromkeys((knee, best))]
+    gains = [change(gain(points[place], shipped)) for place in dict.fromkeys((knee, best))]
     words = gains[0] if len(gains) == 1 else f"{gains[0]} at the knee, {gains[1]} at the best"
     return f" Against the server as it is shipped ({rate} output tok/s): {words}."
 

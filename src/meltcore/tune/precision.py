@@ -21,17 +21,14 @@ from meltcore.evals.problems import CONCURRENCY, MAX_TOKENS
 from meltcore.load.config import LoadConfig
 from meltcore.problems import evaluation_set, is_right
 from meltcore.results.schema import RunResult
-from meltcore.results.tuning import Answers, TuningPoint
-from meltcore.results.wording import number
+from meltcore.results.tuning import Answers, TuningPoint, gain
+from meltcore.results.wording import change, number
 from meltcore.trials.server import RunningServer
 from meltcore.tune.attempt import Bench, attempt
 
 # Ours and vLLM's words. What a server does not offer ends with its own refusal as the reason.
-VARIANTS = {
-    "float16": ("--dtype", "float16"),
-    "bfloat16": ("--dtype", "bfloat16"),
-    "fp8": ("--quantization", "fp8"),
-}
+_WEIGHTS, _CACHE = ("--quantization", "fp8"), ("--kv-cache-dtype", "fp8")
+FP8_VARIANTS = {"fp8": _WEIGHTS, "fp8-cache": _CACHE, "fp8-both": (*_WEIGHTS, *_CACHE)}
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,15 @@ def gsm8k_questions(path: Path, count: int) -> list[Question]:
 def try_variants(
     bench: Bench, variants: Mapping[str, Sequence[str]], load: LoadConfig, questions: Sequence[Question]
 ) -> list[TuningPoint]:
-    """A start each; answers are compared with those of the first variant that ran."""
+    """The server as it is shipped, then a start each; answers are compared with those of the first that ran."""
     if not variants:
         raise ConfigError("there is no precision to try")
     first: list[Written] = []
     points = []
-    for name, words in variants.items():
+    for name, words in [(None, ()), *variants.items()]:
         written: list[Written] = []
         look = partial(_look, questions, load.model, first, written)
-        point = attempt(bench, {"precision": name}, load, words=words, look=look)
+        point = attempt(bench, {} if name is None else {"precision": name}, load, words=words, look=look)
         points.append(point)
         if not first and point.ok:
             first += written
@@ -150,15 +147,18 @@ def finding(points: Sequence[TuningPoint]) -> str:
     if not ran:
         return "No precision ran."
     first, best = ran[0], max(ran, key=lambda point: point.output_tokens_per_s or 0.0)
-    lines = [f"{best.settings['precision']} is the fastest: {number(best.output_tokens_per_s)} output tok/s"]
-    if best is not first and first.output_tokens_per_s and best.output_tokens_per_s:
-        gain = best.output_tokens_per_s / first.output_tokens_per_s - 1
-        lines.append(f", {100 * gain:+.1f} % on {first.settings['precision']}")
+    lines = [f"{_name(best)} is the fastest: {number(best.output_tokens_per_s)} output tok/s"]
+    if best is not first and (gained := gain(best, first)) is not None:
+        lines.append(f", {change(gained)} on {_name(first)}")
     if best.answers is not None:
         same = "" if best is first else f", {best.answers.same_text} the same text"
         lines.append(f"; {best.answers.right} of {best.answers.asked} right{same}")
-    refused = [str(point.settings["precision"]) for point in points if not point.ok]
+    refused = [_name(point) for point in points if not point.ok]
     return "".join(lines) + (f". Did not run: {', '.join(refused)}." if refused else ".")
+
+
+def _name(point: TuningPoint) -> str:
+    return str(point.settings.get("precision", "the server as shipped"))
 
 
 def _ask(api: Api, body: dict[str, Any]) -> Written:
