@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from meltcore.config import EngineConfig
@@ -121,22 +122,25 @@ class Engine:
 
     def add(self, message: AddRequest, token_mask: TokenMask | None = None) -> None:
         """Queue a sequence. Raises RequestError where it cannot be served; the fronts check the same first."""
-        prompt = message.prompt
-        length = len(prompt)
         if message.request_id in self._requests:
             raise RequestError(f"request id {message.request_id} is in use", param="request_id")
+        length = message.prompt_length
         if not 1 <= length < self.max_model_len:
             raise RequestError(
                 f"the prompt must have 1 to {self.max_model_len - 1} tokens; it has {length}", param="prompt"
             )
-        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-            raise RequestError(f"prompt token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
         message.sampling.check(self.vocab_size)
         stop_ids = frozenset(message.sampling.stop_token_ids)
         if not message.sampling.ignore_eos:
             stop_ids |= self._eos
+        try:
+            request = Request(message, self._added + 1, stop_ids, token_mask)
+            fits = np.frombuffer(request.token_ids, np.uint32).max() < self.vocab_size
+        except OverflowError:  # negative, or of more than 32 bits
+            fits = False
+        if not fits:
+            raise RequestError(f"prompt token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
         self._added += 1
-        request = Request(message, self._added, stop_ids, token_mask)
         self._requests[request.id] = request
         self.scheduler.add(request)
 

@@ -15,6 +15,9 @@ import msgspec
 
 from meltcore.engine.sampling_params import SamplingParams
 
+# Of a packed token id, as this machine has it: both ends of a socket are processes of one machine.
+TOKEN_BYTES = array("I").itemsize
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -40,13 +43,17 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     arrived_s: float = 0.0
 
     @property
-    def prompt(self) -> Sequence[int]:
+    def prompt(self) -> "array[int]":
+        """Raises OverflowError for an id that is negative or needs more than 32 bits."""
+        return array("I", self.prompt_token_ids)
+
+    @property
+    def prompt_length(self) -> int:
         ids = self.prompt_token_ids
-        return array("I", ids) if isinstance(ids, bytes) else ids
+        return len(ids) // TOKEN_BYTES if isinstance(ids, bytes) else len(ids)
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
-    """Four bytes a token, as this machine has them: both ends of a socket are processes of one machine."""
     return array("I", token_ids).tobytes()
 
 

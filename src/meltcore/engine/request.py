@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -33,7 +32,7 @@ class Request:
         self.id = message.request_id
         self.sampling = message.sampling
         # Four bytes a token instead of a list's forty: ten thousand prompts waiting would be hundreds of megabytes.
-        self.token_ids = array("I", message.prompt)
+        self.token_ids = message.prompt
         self.prompt_length = len(self.token_ids)
         # Lower runs earlier; what was preempted keeps its place.
         self.rank = (message.priority, order)
