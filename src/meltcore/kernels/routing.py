@@ -70,6 +70,50 @@ def _by_expert_torch(experts: torch.Tensor, count: int) -> Segments:
     return Segments(pairs.int(), bounds.int())
 
 
+@triton.jit
+def choose(
+    logits,
+    gates,
+    experts_ptr,
+    weights_ptr,
+    token,
+    tokens,
+    EXPERTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    CHOICES: tl.constexpr,
+    CHOICE_BLOCK: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+):
+    """Store the experts and weights of some tokens, one choice after the other.
+
+    logits: [rows, a power of two] float32, -inf behind the EXPERTS to choose from; gates: [rows, 1] float32, logits of
+    the shared expert where SHARED is 1; token: [rows]; those past the end are not stored.
+    """
+    expert = tl.arange(0, logits.shape[1])[None, :]
+    place = tl.arange(0, CHOICE_BLOCK)[None, :]
+    largest = tl.max(logits, axis=1)
+    total = tl.sum(tl.exp(logits - largest[:, None]), axis=1)
+    experts = tl.zeros((logits.shape[0], CHOICE_BLOCK), dtype=tl.int32)
+    weights = tl.zeros((logits.shape[0], CHOICE_BLOCK), dtype=tl.float32)
+    for choice in tl.static_range(CHOICES):
+        # No number past the last expert even where logits are no numbers: what it names is read from memory.
+        best = tl.minimum(tl.argmax(logits, axis=1), EXPERTS - 1)
+        weight = tl.exp(tl.max(logits, axis=1) - largest)
+        experts = tl.where(place == choice, best[:, None], experts)
+        weights = tl.where(place == choice, weight[:, None], weights)
+        logits = tl.where(expert == best[:, None], float("-inf"), logits)
+    if RENORMALISED:
+        total = tl.sum(weights, axis=1)
+    weights = weights / total[:, None]
+    if SHARED:
+        experts = tl.where(place == CHOICES, EXPERTS, experts)
+        weights = tl.where(place == CHOICES, 1.0 / (1.0 + tl.exp(-gates)), weights)
+    inside = (token < tokens)[:, None] & (place < CHOICES + SHARED)
+    output = token.to(tl.int64)[:, None] * (CHOICES + SHARED) + place
+    tl.store(experts_ptr + output, experts, mask=inside)
+    tl.store(weights_ptr + output, weights, mask=inside)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
     logits_ptr,
@@ -85,38 +129,17 @@ def _route_kernel(
     SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: ROWS tokens, one choice after the other. EXPERTS are those to choose from, SHARED is 0 or 1 more."""
+    """One program: ROWS tokens. EXPERTS are those to choose from, SHARED is 0 or 1 more."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, EXPERT_BLOCK)[None, :]
-    place = tl.arange(0, CHOICE_BLOCK)[None, :]
     # Tokens past the end repeat the last one and are not stored.
     start = tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * (EXPERTS + SHARED)
     logits = tl.load(logits_ptr + start + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
-    largest = tl.max(logits, axis=1)
-    total = tl.sum(tl.exp(logits - largest[:, None]), axis=1)
-    experts = tl.zeros((ROWS, CHOICE_BLOCK), dtype=tl.int32)
-    weights = tl.zeros((ROWS, CHOICE_BLOCK), dtype=tl.float32)
-    for choice in tl.static_range(CHOICES):
-        # No number past the last expert even where logits are no numbers: what it names is read from memory.
-        best = tl.minimum(tl.argmax(logits, axis=1), EXPERTS - 1)
-        weight = tl.exp(tl.max(logits, axis=1) - largest)
-        experts = tl.where(place == choice, best[:, None], experts)
-        weights = tl.where(place == choice, weight[:, None], weights)
-        logits = tl.where(expert == best[:, None], float("-inf"), logits)
-    if RENORMALISED:
-        total = tl.sum(weights, axis=1)
-    weights = weights / total[:, None]
-    if SHARED:
-        gate = tl.load(logits_ptr + start + EXPERTS).to(tl.float32)
-        experts = tl.where(place == CHOICES, EXPERTS, experts)
-        weights = tl.where(place == CHOICES, 1.0 / (1.0 + tl.exp(-gate)), weights)
-    inside = (token < tokens)[:, None] & (place < CHOICES + SHARED)
-    output = token.to(tl.int64)[:, None] * (CHOICES + SHARED) + place
-    tl.store(experts_ptr + output, experts, mask=inside)
-    tl.store(weights_ptr + output, weights, mask=inside)
+    gates = tl.load(logits_ptr + start + EXPERTS * SHARED).to(tl.float32)
+    choose(logits, gates, experts_ptr, weights_ptr, token, tokens, EXPERTS, SHARED, CHOICES, CHOICE_BLOCK, RENORMALISED)
 
 
 @triton.jit(do_not_specialize=["pairs"])

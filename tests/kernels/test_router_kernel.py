@@ -1,0 +1,180 @@
+"""Norm, router and choice in one launch: against the three of them in torch, and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, applies here too
+
+from meltcore.kernels import router as router_file
+from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.router import RouterLaunch, to_experts
+from meltcore.kernels.routing import Routing
+
+CHOICES = 3
+SMALL = RouterLaunch(tokens=16, rows=16, columns=64, shares=1, stages=2, warps=4)
+LAUNCHES = pytest.mark.parametrize(
+    "launch",
+    [SMALL, SMALL._replace(shares=2), SMALL._replace(tokens=64, rows=32), SMALL._replace(rows=32, shares=4)],
+    ids=["whole-sums", "two-shares", "large-tiles", "four-shares"],
+)
+
+
+class Problem:
+    def __init__(self, tokens: int, experts: int, *, shared: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+        torch.manual_seed(tokens)
+        size = 256
+        self.shared = shared
+        self.residual = (3 * torch.randn(tokens, size)).to(dtype)
+        self.norm = Norm(1 + torch.randn(size) / 4, 1e-6)
+        self.router = (2 * torch.randn(experts + shared, size) * size**-0.5).to(dtype)
+
+    def run(
+        self,
+        device: torch.device,
+        launch: RouterLaunch,
+        tokens: slice = slice(None),
+        *,
+        normalised: bool = False,
+        drawn: int | None = None,
+    ) -> tuple[torch.Tensor, Routing]:
+        """By the Triton body. normalised: the norm is left out."""
+        hidden, (experts, weights) = router_file._to_experts_triton(
+            self.residual[tokens].to(device),
+            None if normalised else Norm(self.norm.weight.to(device), self.norm.eps),
+            self.router.to(device),
+            CHOICES,
+            renormalised=True,
+            shared=self.shared,
+            drawn=drawn,
+            launch=launch,
+        )
+        return hidden.cpu(), Routing(experts.cpu(), weights.cpu())
+
+    def check(self, hidden: torch.Tensor, routing: Routing) -> None:
+        """The choice follows from `hidden`, but for what rounding a logit to the tokens' type may exchange."""
+        logits = hidden.double() @ self.router.double().t()
+        steps = 1.1 if self.residual.dtype == torch.bfloat16 else 10  # else sums are no more exact than logits are
+        slack = steps * torch.finfo(self.residual.dtype).eps * logits.abs().max().item()
+        choice = routing.experts[:, :CHOICES].long()
+        logits, gates = logits.tensor_split([logits.shape[1] - self.shared], dim=1)
+        taken = logits.gather(1, choice)
+        others = logits.scatter(1, choice, float("-inf"))
+        assert all(len(set(row)) == CHOICES for row in choice.tolist())
+        assert (taken.min(1).values >= others.max(1).values - slack).all()
+        weights = torch.cat([taken.softmax(1), gates.sigmoid()], 1)
+        torch.testing.assert_close(routing.weights.double(), weights, rtol=slack, atol=0)
+        if self.shared:
+            assert routing.experts[:, CHOICES].tolist() == [logits.shape[1]] * len(logits)
+
+
+@LAUNCHES
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 40), (5, 7), (16, 33), (37, 32), (70, 12)])
+def test_the_choice_is_that_of_norm_product_and_softmax(
+    tokens: int, experts: int, shared: bool, launch: RouterLaunch, device: torch.device
+) -> None:
+    problem = Problem(tokens, experts, shared=shared)
+    hidden, routing = problem.run(device, launch)
+    expected = rms_norm(problem.residual, *problem.norm)
+    torch.testing.assert_close(hidden, expected, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=0)
+    problem.check(hidden, routing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+def test_the_torch_body_is_what_the_words_say(dtype: torch.dtype) -> None:
+    problem = Problem(21, 30, shared=True, dtype=dtype)
+    hidden, routing = to_experts(
+        problem.residual, problem.norm, problem.router, CHOICES, renormalised=True, shared=True
+    )
+    assert torch.equal(hidden, rms_norm(problem.residual, *problem.norm))
+    problem.check(hidden, routing)
+
+
+def test_what_is_normalised_already_is_returned_as_it_is(device: torch.device) -> None:
+    problem = Problem(18, 20, shared=True)
+    hidden, routing = problem.run(device, SMALL, normalised=True)
+    assert torch.equal(hidden, problem.residual)
+    problem.check(hidden, routing)
+
+
+@LAUNCHES
+def test_a_token_has_the_same_bits_alone_and_in_company(launch: RouterLaunch, device: torch.device) -> None:
+    problem = Problem(35, 30, shared=True)
+    hidden, routing = problem.run(device, launch)
+    for token in (0, 34):
+        alone = slice(token, token + 1)
+        hidden_alone, routing_alone = problem.run(device, launch, alone)
+        assert torch.equal(hidden_alone, hidden[alone])
+        assert torch.equal(routing_alone.experts, routing.experts[alone])
+        assert torch.equal(routing_alone.weights, routing.weights[alone])
+
+
+def test_counts_of_arrivals_are_left_at_zero(device: torch.device) -> None:
+    Problem(35, 30, shared=True).run(device, SMALL._replace(shares=2))
+    assert not router_file._arrivals(device).any()
+
+
+def test_experts_can_be_drawn_all_alike_and_anew_in_every_call(device: torch.device) -> None:
+    """Whatever the tokens are like; the shared expert keeps its place and its weight."""
+    problem = Problem(40, 24, shared=True)
+    problem.residual[:] = problem.residual[0]
+    launch = SMALL._replace(columns=256)
+    chosen, (_, plain) = [], problem.run(device, launch)
+    for _ in range(8):
+        _, routing = problem.run(device, launch, drawn=7)
+        assert torch.equal(routing.weights[:, CHOICES], plain.weights[:, CHOICES])
+        assert torch.equal(routing.experts[:, CHOICES], plain.experts[:, CHOICES])
+        chosen.append(routing.experts[:, :CHOICES])
+    assert len({tuple(row) for call in chosen for row in call.tolist()}) > 300, "320 draws of 12,144 there are"
+    counts = torch.stack(chosen).flatten().bincount(minlength=24)
+    assert (counts - 40).abs().max() < 5 * 40**0.5
+
+
+def test_draws_follow_the_seed(device: torch.device) -> None:
+    problem = Problem(3, 24, shared=False)
+
+    def first_draw(seed: int) -> torch.Tensor:
+        router_file._draws(device).zero_()
+        return problem.run(device, SMALL, drawn=seed)[1].experts
+
+    assert torch.equal(first_draw(1), first_draw(1))
+    assert not torch.equal(first_draw(1), first_draw(2))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "size", "dtype", "suits"),
+    [
+        (1, 257, 2048, torch.bfloat16, True),
+        (1024, 128, 2048, torch.float16, True),
+        (1025, 128, 2048, torch.bfloat16, False),
+        (0, 128, 2048, torch.bfloat16, False),
+        (1, 512, 2048, torch.bfloat16, False),
+        (1, 64, 2000, torch.bfloat16, False),
+        (1, 64, 2048, torch.float32, False),
+    ],
+)
+def test_few_tokens_of_16_bits_go_in_one_launch(
+    tokens: int, experts: int, size: int, dtype: torch.dtype, suits: bool
+) -> None:
+    residual, router = (torch.empty(rows, size, dtype=dtype, device="meta") for rows in (tokens, experts))
+    assert router_file.suits_one_launch(residual, router) == suits
+
+
+@pytest.mark.parametrize("size", [192, 1024, 2048, 4096])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 128, 129, 1024])
+def test_a_launch_divides_what_it_cuts(tokens: int, size: int) -> None:
+    launch = RouterLaunch.of(tokens, 257, size, 132)
+    assert size % (launch.shares * launch.columns) == 0
+    assert launch.stages * (launch.tokens + launch.rows) * launch.columns * 2 < 99 * 1024
+    assert -(-tokens // launch.tokens) <= len(router_file._draws(torch.device("cpu")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 17, 64, 128, 256, 1000])
+def test_at_published_sizes_the_choice_follows(tokens: int) -> None:
+    """Qwen3.5-35B-A3B's."""
+    problem = Problem(tokens, 256, shared=True)
+    launch = RouterLaunch.of(tokens, 257, 256, 132)
+    for _ in range(3):
+        problem.check(*problem.run(torch.device("cuda"), launch))
