@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +34,13 @@ class AbsentGPU:
 
 
 class Binary(NamedTuple):
-    """One compiled kernel. shared_bytes: what one block asks for."""
+    """One compiled kernel. shared_bytes: what one block asks for; hash: the same for the same code and settings."""
 
     kernel: str
     capability: int
     shared_bytes: int
     has_code: bool
+    hash: str
 
 
 class Task(NamedTuple):
@@ -53,6 +56,7 @@ class CompilePool:
     """A process for each architecture, until `close`. A task given before it is asked for runs meanwhile.
 
     Not one for several: once it has compiled for sm_90, Triton 3.6 converts FP8 for sm_89 by what only sm_90 has.
+    Not the process of the tests: Triton's interpreter leaves the language patched, and nothing compiles after that.
     """
 
     def __init__(self) -> None:
@@ -60,32 +64,48 @@ class CompilePool:
         self._given: dict[Task, Future[list[Binary]]] = {}
 
     def give(self, task: Task) -> Future[list[Binary]]:
-        if task.capability not in self._workers:
-            # Not forked: torch's threads do not survive it.
-            context = multiprocessing.get_context("spawn")
-            self._workers[task.capability] = ProcessPoolExecutor(1, mp_context=context)
         if task not in self._given:
-            self._given[task] = self._workers[task.capability].submit(compile_file, task)
+            self._given[task] = self._worker(task.capability).submit(compile_file, task)
         return self._given[task]
+
+    def launch(self, capability: int, launch: Callable[..., None], *calls: object) -> Future[list[Binary]]:
+        """What a module's function launches, called with each of the arguments."""
+        return self._worker(capability).submit(compile_launches, [partial(launch, call) for call in calls])
 
     def close(self) -> None:
         for workers in self._workers.values():
             workers.shutdown(cancel_futures=True)
 
+    def _worker(self, capability: int) -> ProcessPoolExecutor:
+        if capability not in self._workers:
+            # Not forked: torch's threads do not survive it.
+            context = multiprocessing.get_context("spawn")
+            self._workers[capability] = ProcessPoolExecutor(1, context, only_compile_for, (capability,))
+        return self._workers[capability]
 
-def compile_file(task: Task) -> list[Binary]:
-    """Launch the file's cases, compiling in the place of running. For a process of its own: Triton stays patched."""
-    run = getattr(compile_file, "run", JITFunction.run)
-    compile_file.run = run  # type: ignore[attr-defined]
-    compiled: list[Binary] = []
+
+_compiled: list[Binary] = []  # since the last task of this process
+
+
+def only_compile_for(capability: int) -> None:
+    """From here on this process compiles in the place of running, for a GPU that is not here."""
+    triton.runtime.driver._active = AbsentGPU(capability)
+    run = JITFunction.run
 
     def compile_only(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         binary = run(function, *args, grid=grid, warmup=True, **kwargs)
-        arch = binary.metadata.target.arch
-        compiled.append(Binary(function.__name__, arch, binary.metadata.shared, "cubin" in binary.asm))
+        made = binary.metadata
+        _compiled.append(Binary(function.__name__, made.target.arch, made.shared, "cubin" in binary.asm, binary.hash))
 
     JITFunction.run = compile_only
-    triton.runtime.driver._active = AbsentGPU(task.capability)
-    for case in importlib.import_module(task.module).compile_cases(task.shape, task.dtype):
-        case()
-    return compiled
+
+
+def compile_launches(launches: Iterable[Callable[[], object]]) -> list[Binary]:
+    _compiled.clear()
+    for launch in launches:
+        launch()
+    return list(_compiled)
+
+
+def compile_file(task: Task) -> list[Binary]:
+    return compile_launches(importlib.import_module(task.module).compile_cases(task.shape, task.dtype))

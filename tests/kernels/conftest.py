@@ -45,8 +45,3 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
                 form = forms.setdefault(id(value), InterpretedFunction(value.fn))
                 monkeypatch.setattr(module, name, form)
     yield torch.device("cpu")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compile first: the interpreter leaves Triton's language patched in a process, and nothing compiles after that."""
-    items.sort(key=lambda item: "test_kernel_compile" not in item.nodeid)

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-from compile_tools import AbsentGPU, CompilePool, Task
+from compile_tools import CompilePool, Task
 from kernel_tools import jit_functions, kernel_modules
-from triton.runtime.jit import JITFunction
 
 from meltcore.kernels import (
     decode_attention,
@@ -27,7 +25,6 @@ from meltcore.kernels import (
     output_gate,
     prefill_attention,
     qkv,
-    router,
     routing,
     swiglu,
 )
@@ -87,7 +84,7 @@ def kernels_of(module: ModuleType) -> set[str]:
 
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
-    **dict.fromkeys((experts, router, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")),
+    **dict.fromkeys((experts, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")),
     **dict.fromkeys((decode_attention, output_gate, prefill_attention, qkv), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
     **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
@@ -116,16 +113,22 @@ def named(task: Task) -> str:
 
 @pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[CompilePool]:
-    """Compiles for all the tests that were selected, while they wait for one after the other."""
+    """Compiles for all the tests that were selected while they wait for one after the other, and where several
+    processes run the tests what is asked for: every core has its work then."""
     with closing(CompilePool()) as pool:
-        for item in request.session.items:
+        for item in [] if hasattr(request.config, "workerinput") else request.session.items:
             given = getattr(getattr(item, "callspec", None), "params", {})
             if isinstance(task := given.get("task"), Task):
                 pool.give(task)
         yield pool
 
 
-@pytest.mark.parametrize("task", list(cases()), ids=named)
+def with_its_architecture(task: Task) -> Any:
+    """An architecture is compiled for by one process."""
+    return pytest.param(task, marks=[pytest.mark.slow, pytest.mark.xdist_group(f"sm_{task.capability}")])
+
+
+@pytest.mark.parametrize("task", [with_its_architecture(task) for task in cases()], ids=named)
 def test_every_kernel_compiles_within_the_shared_memory_of(task: Task, pool: CompilePool) -> None:
     binaries = pool.give(task).result(timeout=COMPILE_LIMIT_S)
     missing = kernels_of(importlib.import_module(task.module)) - {binary.kernel for binary in binaries}
@@ -134,19 +137,6 @@ def test_every_kernel_compiles_within_the_shared_memory_of(task: Task, pool: Com
         assert binary.has_code
         assert binary.capability == task.capability
         assert binary.shared_bytes <= SHARED_LIMIT_KIB[task.capability] * 1024, binary.kernel
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JITFunction, Any]]:
-    """Launches compile instead of running, and are listed here: what was launched and what came of it."""
-    launched: list[tuple[JITFunction, Any]] = []
-    run = JITFunction.run
-
-    def compile_only(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launched.append((function, run(function, *args, grid=grid, warmup=True, **kwargs)))
-
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    return launched
 
 
 @pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__.rpartition(".")[2])
@@ -192,14 +182,10 @@ def delta_launches(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("launch", [norm_launches, swiglu_launches, qkv_launches, routing_launches, delta_launches])
-def test_the_number_of_tokens_compiles_nothing_again(
-    launch: Callable[[int], None], compiled: list[tuple[JITFunction, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_tokens_compiles_nothing_again(launch: Callable[[int], None], pool: CompilePool) -> None:
     """A kernel compiled in the middle of serving would stop everyone for half a second."""
-    monkeypatch.setattr(triton.runtime.driver, "_active", AbsentGPU(90))
-    for tokens in (1, 2, 3, 16, 1000, 4096):
-        launch(tokens)
     binaries: dict[str, set[str]] = {}
-    for function, binary in compiled:
-        binaries.setdefault(function.__name__, set()).add(binary.hash)
+    for binary in pool.launch(90, launch, 1, 2, 3, 16, 1000, 4096).result(timeout=COMPILE_LIMIT_S):
+        binaries.setdefault(binary.kernel, set()).add(binary.hash)
+    assert binaries
     assert {name: len(found) for name, found in binaries.items()} == dict.fromkeys(binaries, 1)
