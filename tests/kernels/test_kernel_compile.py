@@ -25,6 +25,7 @@ from meltcore.kernels import (
     output_gate,
     prefill_attention,
     qkv,
+    router,
     routing,
     swiglu,
 )
@@ -84,7 +85,7 @@ def kernels_of(module: ModuleType) -> set[str]:
 
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
-    **dict.fromkeys((experts, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")),
+    **dict.fromkeys((experts, router, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")),
     **dict.fromkeys((decode_attention, output_gate, prefill_attention, qkv), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
     **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
