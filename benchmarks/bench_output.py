@@ -29,6 +29,11 @@ class Row:
     ratio: float | None = None
     reach: float | None = None
     limit_share: float | None = None
+    # Of --debug uniform-routing: tokens of a decode step, and the experts of a layer that it met.
+    routed_tokens: int | None = None
+    experts_met: float | None = None
+    experts_expected: float | None = None
+    invalid: str | None = None  # why the value does not count
 
 
 def write_result(name: str, rows: Sequence[Row], versions: dict[str, str], notes: Sequence[str] = ()) -> None:
@@ -59,7 +64,8 @@ def write_result(name: str, rows: Sequence[Row], versions: dict[str, str], notes
         table.add_column(column, justify="left" if column in ("work", "unit", "peer") else "right")
     for row in rows:
         numbers = (row.peer_value, row.ratio, row.reach)
-        table.add_row(row.work, row.unit, f"{row.value:,.4g}", row.peer or "", *map(_number, numbers))
+        work = f"{row.work} (INVALID: {row.invalid})" if row.invalid else row.work
+        table.add_row(work, row.unit, f"{row.value:,.4g}", row.peer or "", *map(_number, numbers))
     console = Console(width=140)
     console.print(table)
     for note in notes:

@@ -1,7 +1,8 @@
 """Output tokens per second of our engine's offline API on dummy weights, beside a peer's on the same prompts.
 
 A level of c is c requests that start together, of uniform random prompt lengths and equal output lengths; EOS ignored,
-greedy, prefix cache off, prefill in the wall time. The median of the repetitions is quoted.
+greedy, prefix cache off, prefill in the wall time. The median of the repetitions is quoted. With --debug
+uniform-routing a row says how many experts a decode step met, and does not count where that is not what was to come.
 
     python benchmarks/peer_vllm.py --model FOLDER                              # the peer, first
     python benchmarks/offline.py --peer benchmarks/results/offline_vllm.json
@@ -17,8 +18,10 @@ from typing import Any
 
 from bench_output import Row, write_result
 from offline_work import LONG, SHORT, Measured, measure, parse_works, process_age_s
+from uniform_routing import met_by, tell
 
 from meltcore import LLM, SamplingParams
+from meltcore.layers.uniform_routing import forget_drawn
 
 # What was asked of us: times the peer's rate.
 REACH = {
@@ -86,11 +89,18 @@ def main() -> None:
     peer, start_s = Peer(args.peer), process_age_s()
     start = Row(work="process start to first token", unit="s", value=start_s, reach=REACH_START_S)
     rows = [peer.beside(start, start_s, peer.start_s, lower_is_better=True)]
+    forget_drawn()
     for measured in measure(parse_works(args.works), generate, args.reps, args.seed):
         print(
             f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
         )
-        rows += peer.rows(measured)
+        found = peer.rows(measured)
+        if "uniform-routing" in debug:
+            met = met_by(llm, measured.work.requests)
+            for row in found:
+                tell(row, met)
+            forget_drawn()
+        rows += found
     versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
     write_result(args.name, rows, versions)
 

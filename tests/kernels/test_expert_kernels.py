@@ -146,6 +146,16 @@ def test_what_lies_behind_the_result_is_not_written(device: torch.device) -> Non
     assert not (kept[:200] == 7.0).all()
 
 
+@pytest.mark.parametrize("body", [experts_file._experts_add_torch, experts_file._experts_add_triton])
+def test_without_a_residual_the_sum_alone_comes(body: object, device: torch.device) -> None:
+    problem = Problem(5, 7, 4, 2, 64, 32, torch.bfloat16)
+    routing = Routing(*(tensor.to(device) for tensor in problem.routing))
+    given = [tensor.to(device) for tensor in (problem.hidden, problem.gate_up, problem.down)]
+    result = body(None, given[0], routing, *given[1:])  # type: ignore[operator]
+    problem.residual.zero_()
+    assert_near(result.cpu(), problem.exact(), torch.bfloat16)
+
+
 def test_no_tokens_are_no_work(device: torch.device) -> None:
     problem = Problem(0, 3, 4, 2, 32, 16, torch.float32)
     assert problem.run(device, SMALLEST, slice(0, 0)).shape == (0, 32)

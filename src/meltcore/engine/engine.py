@@ -33,7 +33,7 @@ from meltcore.engine.state_pool import StatePool
 from meltcore.engine.warm_up import warm_up
 from meltcore.errors import RequestError
 from meltcore.kernels.dispatch import force_reference
-from meltcore.layers.moe import route_at_random
+from meltcore.layers.uniform_routing import route_at_random
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.loader import Progress
 

@@ -39,7 +39,7 @@ from meltcore.engine.sampler import Sampler
 from meltcore.errors import MeltcoreError
 from meltcore.kernels.dispatch import force_reference
 from meltcore.layers.group import Group
-from meltcore.layers.moe import route_at_random
+from meltcore.layers.uniform_routing import route_at_random
 from meltcore.models.checkpoint import open_checkpoint
 
 

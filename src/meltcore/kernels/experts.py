@@ -33,20 +33,21 @@ _TUNED = 90  # the compute capability that the table of launches is for
 
 
 def experts_add(
-    residual: torch.Tensor, hidden: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor
+    residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Add, for each token, the weighted sum of its experts' outputs to `residual` in place, and return it.
 
-    An expert's output is down (silu(gate x) * up x), rounded to the type of `hidden`; the sum over a token's experts is
-    float32. residual, hidden: [tokens, hidden_size], contiguous; gate_up: [experts, 2 * width, hidden_size], the gate's
-    rows above those of what it gates; down: [experts, hidden_size, width].
+    Without a residual the sum alone is returned. An expert's output is down (silu(gate x) * up x), rounded to the type
+    of `hidden`; the sum over a token's experts is float32. residual, hidden: [tokens, hidden_size], contiguous;
+    gate_up: [experts, 2 * width, hidden_size], the gate's rows above those of what it gates; down: [experts,
+    hidden_size, width].
     """
     body = _experts_add_triton if use_triton(hidden) else _experts_add_torch
     return body(residual, hidden, routing, gate_up, down)
 
 
 def _experts_add_torch(
-    residual: torch.Tensor, hidden: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor
+    residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Expert by expert, those that have tokens. The host reads where segments end, so no graph can hold this body."""
     tokens, choices = routing.experts.shape
@@ -58,7 +59,8 @@ def _experts_add_torch(
             activated = swiglu(hidden[own // choices] @ gate_up[expert].t())
             outputs[own] = activated @ down[expert].t()
     weighted = outputs.view(tokens, choices, -1).float() * routing.weights[:, :, None]
-    return residual.add_(weighted.sum(1))
+    total = weighted.sum(1)
+    return total.to(hidden.dtype) if residual is None else residual.add_(total)
 
 
 @triton.jit
@@ -161,15 +163,16 @@ def _expert_product_kernel(
 
 @triton.jit
 def _add_choices_kernel(
-    residual_ptr,
+    total_ptr,
     outputs_ptr,
     weights_ptr,
     SIZE: tl.constexpr,
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: BLOCK columns of one token, one choice after the other."""
+    """One program: BLOCK columns of one token, one choice after the other. ADDED: to what stands there."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -181,8 +184,9 @@ def _add_choices_kernel(
         pair = token * CHOICES + choice
         output = tl.load(outputs_ptr + pair * SIZE + column, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(weights_ptr + pair) * output
-    residual = tl.load(residual_ptr + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(residual_ptr + token * SIZE + column, residual + total, mask=inside)
+    if ADDED:
+        total += tl.load(total_ptr + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total_ptr + token * SIZE + column, total, mask=inside)
 
 
 class ExpertsLaunch(NamedTuple):
@@ -231,7 +235,7 @@ def are_alone(tokens: int, down: torch.Tensor) -> bool:
 
 
 def _experts_add_triton(
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     hidden: torch.Tensor,
     routing: Routing,
     gate_up: torch.Tensor,
@@ -239,8 +243,9 @@ def _experts_add_triton(
     launch: ExpertsLaunch | None = None,
 ) -> torch.Tensor:
     (tokens, size), width, choices = hidden.shape, down.shape[2], routing.experts.shape[1]
+    total = torch.empty_like(hidden) if residual is None else residual
     if tokens == 0:
-        return residual
+        return total
     alone = are_alone(tokens, down)
     segments = Segments(routing.experts, routing.experts) if alone else by_expert(routing.experts, down.shape[0])
     activated = torch.empty(tokens * choices, width, dtype=hidden.dtype, device=hidden.device)
@@ -249,17 +254,18 @@ def _experts_add_triton(
     _product(activated, down, outputs, segments, choices, launch, gated=False, alone=alone)
     overlap = overlaps(hidden.device)
     _add_choices_kernel[(tokens, triton.cdiv(size, _SUM_BLOCK))](
-        residual,
+        total,
         outputs,
         routing.weights,
         SIZE=size,
         CHOICES=choices,
         BLOCK=_SUM_BLOCK,
+        ADDED=residual is not None,
         OVERLAP=overlap,
         num_warps=4,
         **({"launch_pdl": True} if overlap else {}),
     )
-    return residual
+    return total
 
 
 def _product(
@@ -312,7 +318,7 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         hidden = torch.empty(tokens, model.hidden_size, dtype=dtype, device="meta")
         chosen = torch.empty(tokens, choices, dtype=torch.int32, device="meta")
         routing = Routing(chosen, torch.empty(chosen.shape, device="meta"))
-        return lambda: _experts_add_triton(hidden, hidden, routing, gate_up, down)
+        return lambda: _experts_add_triton(None if tokens == 1 else hidden, hidden, routing, gate_up, down)
 
     pairs = [choices] + [each * experts for each in ((1, 32, 64) if dtype.itemsize == 2 else (1,))]
     if capability(gate_up.device) == _TUNED:

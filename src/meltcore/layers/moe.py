@@ -4,26 +4,14 @@ import torch
 from torch import nn
 
 from meltcore.kernels.experts import experts_add
-from meltcore.kernels.linear import linear
-from meltcore.kernels.routing import route
+from meltcore.kernels.norm import Norm
+from meltcore.kernels.router import to_experts
+from meltcore.kernels.routing import Routing
 from meltcore.layers.destination import Destination
 from meltcore.layers.group import Group
 from meltcore.layers.norm import MakeNorm
 from meltcore.layers.pieces import Pieces, piece, within
-
-_at_random = False
-
-
-def route_at_random(on: bool, seed: int) -> None:
-    """In this process, send tokens to experts drawn at random, all alike (`--debug uniform-routing`), or no longer.
-
-    Dummy weights make tokens so like each other that few experts are read, and a benchmark of them would flatter. Ranks
-    that are given the same seed draw the same.
-    """
-    global _at_random
-    _at_random = on
-    if on:
-        torch.manual_seed(seed)
+from meltcore.layers.uniform_routing import drawing_seed, note_drawn
 
 
 class RoutedMLP(nn.Module):
@@ -65,16 +53,27 @@ class RoutedMLP(nn.Module):
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """residual: [tokens, hidden_size], changed in place and returned."""
-        hidden = self.norm(residual)
-        logits = linear(hidden, self.router)
-        if _at_random:
-            # In float32: 16 bits have so few numbers that equals, of which the lower expert is taken, would be common.
-            logits = torch.rand(logits.shape, dtype=torch.float32, device=logits.device)
-        routing = route(logits, self.choices, renormalised=self.renormalised, shared=self.shared)
+        hidden, routing = self._to_experts(residual, self.norm.parts())
         if self._group is None:
             return experts_add(residual, hidden, routing, self.gate_up, self.down)
-        share = experts_add(torch.zeros_like(residual), hidden, routing, self.gate_up, self.down)
+        share = experts_add(None, hidden, routing, self.gate_up, self.down)
         return self._group.add_sum(residual, share)
+
+    def _to_experts(self, tokens: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing]:
+        """The tokens normalised, by `norm` where they are not yet, and where they go."""
+        seed = drawing_seed()
+        hidden, routing = to_experts(
+            tokens,
+            norm,
+            self.router,
+            self.choices,
+            renormalised=self.renormalised,
+            shared=self.shared,
+            drawn=seed,
+        )
+        if seed is not None:
+            note_drawn(id(self), routing.experts[:, : self.choices])
+        return hidden, routing
 
     # --- where a checkpoint's tensors go ---
 

@@ -1,0 +1,73 @@
+"""How many kernels a decode step of Qwen3.5-35B-A3B launches, by the code that serves it, on tensors without memory."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+import triton
+from compile_tools import AbsentGPU
+from kernel_tools import kernel_modules
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from meltcore.engine.graphs import padded_sizes
+from meltcore.engine.runner import Layout, ModelRunner
+from meltcore.engine.sampler import Sampler
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.loader import build_model
+
+MODEL = "Qwen/Qwen3.5-35B-A3B"
+MOST = 400
+META = torch.device("meta")
+# Of torch's operations those that launch nothing on a GPU: memory and views.
+FREE = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "detach", "lift_fresh"}
+
+
+class TorchKernels(TorchDispatchMode):
+    """Counts operations that compute, each as one kernel."""
+
+    def __init__(self, launched: collections.Counter[str]) -> None:
+        super().__init__()
+        self._launched = launched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name not in FREE and not func.is_view:
+            self._launched[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+    """Names of what is launched, as on an H200; nothing runs."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def count(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        counts[function.__name__] += 1
+
+    monkeypatch.setattr(JITFunction, "run", count)
+    monkeypatch.setattr(triton.runtime.driver, "_active", AbsentGPU(90))
+    for module in kernel_modules():
+        if hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda tensor: True)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, META)
+    model.prepare(4096)
+    return ModelRunner(model, Sampler(model.config.vocab_size, META, 0), Layout(64, 8, 1024, 4096), torch.bfloat16)
+
+
+@pytest.mark.parametrize("sequences", padded_sizes(1024))
+def test_a_decode_step_is_fewer_than_400_kernels(
+    sequences: int, runner: ModelRunner, launched: collections.Counter[str]
+) -> None:
+    indices = torch.zeros(sequences, dtype=torch.int64, device=META)
+    with TorchKernels(launched):
+        runner._decode_step(indices, indices)
+    assert launched.total() < MOST, launched
