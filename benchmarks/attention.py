@@ -58,7 +58,7 @@ def make_cache(lengths: list[int]) -> Cache:
     return Cache(keys, values, torch.from_numpy(table).cuda())
 
 
-def median_us(launches: list[Callable[[], object]]) -> float:
+def median_us(launches: list[Callable[[], object]], replays: int = REPLAYS) -> float:
     """Microseconds a launch, from replays of one graph that holds them all."""
     launches[0]()
     torch.cuda.synchronize()
@@ -68,7 +68,7 @@ def median_us(launches: list[Callable[[], object]]) -> float:
             launch()
     graph.replay()
     times_us = []
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()

@@ -1,11 +1,12 @@
 """Products of routed experts against the device's limits, and the table of launches that kernels/experts.py takes.
 
-Qwen3.5-35B-A3B's experts (256 of which a token has 8, and one that all have; hidden size 2,048) at width 512 and at 64,
-what one of 8 GPUs has of it. bf16, random data, uniform random routing, another one in every launch. Every number is
-the median of CUDA graph replays.
+Qwen3.5-35B-A3B's experts (256 of which a token has 8, and one that all have; hidden size 2,048) at their width of 512
+and at 256, 128 and 64, what each of 2, 4 and 8 GPUs has of it. bf16, random data, uniform random routing, another one
+in every launch. Every number is the median of CUDA graph replays.
 
-    python benchmarks/experts.py          # the table and benchmarks/results/experts.json
-    python benchmarks/experts.py --tune   # tries launches and writes src/meltcore/kernels/expert_launches.py
+    python benchmarks/experts.py                   # the table and benchmarks/results/experts.json
+    python benchmarks/experts.py --tune 256,128    # tries launches for these widths and puts what it found into
+                                                   # src/meltcore/kernels/expert_launches.py, beside the others
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from attention import matmul_flops_per_us, median_us, read_bytes_per_us
+from attention import REPLAYS, matmul_flops_per_us, median_us, read_bytes_per_us
 from bench_output import Row, write_result
 
 from meltcore.kernels import expert_launches
@@ -33,9 +34,10 @@ HIDDEN, CHOSEN_FROM, CHOICES = 2048, 256, 8
 EXPERTS, PAIRS = CHOSEN_FROM + 1, CHOICES + 1  # with the shared one, last of all
 TYPE = torch.bfloat16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-WIDTHS = (512, 64)
+WIDTHS = (512, 256, 128, 64)
 CLOSE = 1.05  # a launch is kept for more tokens while it is at most this much slower than the best
 COMPILERS = 15
+ROUGH_REPLAYS, CONTENDERS = 3, 6  # of all that are tried; then the fastest of them once more, with all replays
 TABLE = Path(expert_launches.__file__)
 
 
@@ -54,7 +56,8 @@ class Product(NamedTuple):
         return f"{'gate and up' if self.gated else 'down'}, width {self.width}"
 
 
-PRODUCTS = [Product(width, gated) for width in WIDTHS for gated in (True, False)]
+def products(widths: tuple[int, ...]) -> list[Product]:
+    return [Product(width, gated) for width in widths for gated in (True, False)]
 
 
 class Case:
@@ -74,7 +77,7 @@ class Case:
             return [Segments(experts, experts) for experts in chosen]
         return [by_expert(experts, EXPERTS) for experts in chosen]
 
-    def measure_us(self, tokens: int, launch: ExpertsLaunch, routings: list[Segments]) -> float:
+    def measure_us(self, tokens: int, launch: ExpertsLaunch, routings: list[Segments], replays: int = REPLAYS) -> float:
         rows, columns = tokens * PAIRS, self.product.shape[2]
         inputs = torch.randn(tokens if self.product.gated else rows, columns, device="cuda", dtype=TYPE)
         output = torch.empty(rows, self.product.shape[1] // (2 if self.product.gated else 1), device="cuda", dtype=TYPE)
@@ -91,7 +94,7 @@ class Case:
                 alone=self.alone(tokens),
             )
 
-        return median_us([partial(call, segments) for segments in routings])
+        return median_us([partial(call, segments) for segments in routings], replays)
 
     def floor_us(self, tokens: int, routings: list[Segments], bandwidth: float, rate: float) -> float:
         if self.alone(tokens):
@@ -108,16 +111,15 @@ def _random_experts(tokens: int) -> torch.Tensor:
     return torch.cat([chosen, torch.full_like(chosen[:, :1], CHOSEN_FROM)], 1).int()
 
 
-def candidates(product: Product) -> Iterator[ExpertsLaunch]:
-    """Of one tile size after the other, what might suit it."""
-    for pairs, rows, columns, stages in itertools.product((16, 32), (64, 128), (64, 128, 256), (3, 4, 6)):
+def candidates() -> Iterator[ExpertsLaunch]:
+    """What might suit some number of tokens. Wider steps, tiles of fewer rows and other counts of warps were tried for
+    widths of 512 and 64, and were the fastest for none.
+    """
+    for pairs, rows, columns, stages in itertools.product((16, 32), (64, 128), (64, 128), (3, 4, 6)):
         yield ExpertsLaunch(pairs, rows, columns, stages, 4)
-    for rows, columns, stages, warps in itertools.product((16, 32), (128, 256), (3, 4), (2, 4)):
-        yield ExpertsLaunch(16, rows, columns, stages, warps)
-    for rows, columns, stages, warps in itertools.product((128, 256), (64, 128), (3, 4), (4, 8)):
-        yield ExpertsLaunch(64, rows, columns, stages, warps)
-    for rows, columns, stages in itertools.product((128, 256), (64,), (3, 4)):
-        yield ExpertsLaunch(128, rows, columns, stages, 8)
+    for rows, stages in itertools.product((128, 256), (3, 4)):
+        yield ExpertsLaunch(64, rows, 64, stages, 4)
+        yield ExpertsLaunch(128, rows, 64, stages, 8)
 
 
 def suits(launch: ExpertsLaunch, product: Product) -> bool:
@@ -129,52 +131,66 @@ def suits(launch: ExpertsLaunch, product: Product) -> bool:
 
 
 def launches_of(product: Product) -> list[ExpertsLaunch]:
-    return [launch for launch in candidates(product) if suits(launch, product)]
+    return [launch for launch in candidates() if suits(launch, product)]
 
 
 def likely(launch: ExpertsLaunch, tokens: int) -> bool:
     """Tiles from what experts get on average to several times that."""
     even = tokens * CHOICES / CHOSEN_FROM
-    if launch.rows < 64:
-        return tokens <= 8
     return {16: even <= 16, 32: 2 <= even <= 64, 64: even >= 8, 128: even >= 16}[launch.pairs]
 
 
 def _compile(product: Product, launch: ExpertsLaunch) -> None:
     case = Case(product)
-    for tokens in (1, 16):  # with pairs alone, and in order
-        case.measure_us(tokens, launch, case.routings(tokens))
+    for tokens in (1, 16) if likely(launch, 1) else (16,):  # with pairs alone, and in order
+        case.measure_us(tokens, launch, case.routings(tokens), replays=1)
 
 
-def tune() -> None:
-    jobs = [(product, launch) for product in PRODUCTS for launch in launches_of(product)]
+def fastest(case: Case, tokens: int, kept: ExpertsLaunch | None) -> tuple[dict[ExpertsLaunch, float], ExpertsLaunch]:
+    """Microseconds of the launches worth measuring well, among them the one `kept` so far, and the fastest."""
+    routings = case.routings(tokens)
+    tried = [launch for launch in launches_of(case.product) if likely(launch, tokens)]
+    rough = {launch: case.measure_us(tokens, launch, routings, ROUGH_REPLAYS) for launch in tried}
+    contenders = sorted(tried, key=lambda launch: rough[launch])[:CONTENDERS]
+    if kept in tried and kept not in contenders:
+        contenders.append(kept)
+    times = {launch: case.measure_us(tokens, launch, routings) for launch in contenders}
+    return times, min(times, key=lambda launch: times[launch])
+
+
+def tune(widths: tuple[int, ...]) -> None:
+    jobs = [(product, launch) for product in products(widths) for launch in launches_of(product)]
     with multiprocessing.get_context("spawn").Pool(COMPILERS) as pool:
         pool.starmap(_compile, jobs, chunksize=1)
-    lines = []
-    for product in PRODUCTS:
+    table = dict(expert_launches.TABLE)
+    for product in products(widths):
         case, chosen = Case(product), []
         for tokens in TOKENS:
-            routings = case.routings(tokens)
-            tried = [launch for launch in launches_of(product) if likely(launch, tokens)]
-            times = {launch: case.measure_us(tokens, launch, routings) for launch in tried}
-            best = min(times, key=lambda launch: times[launch])
-            kept = chosen and times.get(chosen[-1][1], float("inf")) <= CLOSE * times[best]
-            if kept:
+            times, best = fastest(case, tokens, chosen[-1][1] if chosen else None)
+            if chosen and times.get(chosen[-1][1], float("inf")) <= CLOSE * times[best]:
                 chosen[-1] = (tokens * PAIRS, chosen[-1][1])
             else:
                 chosen.append((tokens * PAIRS, best))
             print(f"{product.name}, {tokens} tokens: {times[best]:.1f} us {tuple(best)}", flush=True)
-        lines.append(f"    {product.shape}: (")
-        lines += [f"        ({most}, {tuple(launch)})," for most, launch in chosen]
+        table[product.shape] = tuple((most, tuple(launch)) for most, launch in chosen)
+    write_table(table)
+
+
+def write_table(table: dict) -> None:
+    """In the order of widths, the widest first."""
+    lines = []
+    for shape in sorted(table, key=lambda shape: (-min(shape[1] // 2, shape[2]), -shape[2])):
+        lines.append(f"    {shape}: (")
+        lines += [f"        ({most}, {launch})," for most, launch in table[shape]]
         lines.append("    ),")
     head, _, _ = TABLE.read_text().partition(" = {")
     TABLE.write_text("\n".join([f"{head} = {{", *lines, "}\n"]))
 
 
-def measure() -> list[Row]:
+def measure(widths: tuple[int, ...]) -> list[Row]:
     bandwidth, rate = read_bytes_per_us(), matmul_flops_per_us()
     rows = []
-    for product in PRODUCTS:
+    for product in products(widths):
         case = Case(product)
         for tokens in TOKENS:
             routings = case.routings(tokens)
@@ -195,18 +211,23 @@ def measure() -> list[Row]:
     return rows
 
 
+def _widths(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="try other launches and write the table")
+    parser.add_argument("--tune", type=_widths, help="widths, with commas, to try other launches for; writes the table")
+    parser.add_argument("--widths", type=_widths, default=WIDTHS, help="to measure, with commas")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs an NVIDIA GPU")
     torch.manual_seed(0)
     if arguments.tune:
-        tune()
+        tune(arguments.tune)
         return
     versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-    write_result("experts", measure(), versions)
+    write_result("experts", measure(arguments.widths), versions)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from meltcore.layers.uniform_routing import drawing_seed, experts_met, forget_dr
 
 
 @pytest.fixture(autouse=True)
-def _routed_by_the_router_afterwards() -> None:
+def _routed_by_the_router_afterwards() -> Iterator[None]:
     yield
     route_at_random(False, 0)
 
@@ -61,3 +63,21 @@ def test_routing_by_the_router_leaves_no_record() -> None:
     route_at_random(False, 3)
     assert drawing_seed() is None
     assert uniform_routing._drawn == {}
+
+
+@pytest.mark.parametrize(
+    ("met", "valid"), [(222.0, True), (211.5, True), (211.0, False), (40.0, False), (234.0, False)]
+)
+def test_a_benchmark_s_row_counts_within_5_percent_of_what_draws_all_alike_meet(
+    met: float, valid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
+    from bench_output import Row
+    from uniform_routing import Met, expected_experts, tell
+
+    row = Row(work="64 requests", unit="output tokens/s", value=1.0)
+    tell(row, Met(64, met, expected_experts(256, 8, 64)))
+    assert row.experts_expected == pytest.approx(222.4, abs=0.1)
+    assert (row.invalid is None) == valid
+    tell(row, None)
+    assert row.invalid == "the experts met are not on record"
