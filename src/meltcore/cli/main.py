@@ -31,7 +31,7 @@ VERBS: dict[str, Verb] = {
     "demo": Verb("meltcore.cli.demo", "serve, check, load and report, in one go", needs_engine=True),
     "load": Verb("meltcore.cli.load", "load any OpenAI-compatible server and measure it"),
     "eval": Verb("meltcore.cli.eval", "check a server's answers, API forms and speed, and score it"),
-    "report": Verb("meltcore.cli.report", "draw the HTML report of a run folder again"),
+    "report": Verb("meltcore.cli.report", "join a node's results to one report card, or draw a run's page again"),
     "compare": Verb("meltcore.cli.compare", "judge a change by fresh starts of both servers; or two runs side by side"),
     "baseline": Verb("meltcore.cli.baseline", "keep a control set of fresh starts, to compare against"),
     "tune": Verb("meltcore.cli.tune", "find a server's limits and good settings by restarting it"),

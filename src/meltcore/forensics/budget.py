@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meltcore.errors import ConfigError
-from meltcore.forensics.groups import COLLECTIVES, COPIES, group_of
+from meltcore.forensics.groups import group_of
 from meltcore.forensics.intervals import Span
 from meltcore.forensics.trace import Activity, HostEvent
-from meltcore.results.gaps import BudgetRow
+from meltcore.results.gaps import COLLECTIVES, COPIES, BudgetRow
 
 AT_THE_END = "nothing after"
 # Ranges that mark a step: ours and vLLM's, those of torch.profiler's step().
@@ -64,16 +64,22 @@ def spend_kernels(spent: Spent, activities: Sequence[Activity], window: Span) ->
 def count_steps(
     activities: Sequence[Activity], host: Sequence[HostEvent], window: Span, name: str | None
 ) -> tuple[int | None, str]:
-    """(steps begun in `window`, what was counted): kernels or ranges of `name`, or ranges that servers mark steps with.
+    """(steps in `window`, what was counted): kernels or ranges of `name`, or ranges that servers mark steps with.
+
+    One counts where its middle lies: the first one's range begins before the first kernel, which is the window's start.
 
     (None, "") where nothing in the trace marks a step. Raises ConfigError for a `name` that nothing has.
     """
-    starts = [(each.name, each.start) for each in host if not each.call]
-    starts += [(each.name, each.start) for each in activities if name is not None]
+    marks: list[HostEvent | Activity] = [each for each in host if not each.call]
+    marks += activities if name is not None else ()
     words = _STEP_RANGES if name is None else (name.lower(),)
-    begun = Counter(of for of, start in starts if of.lower().startswith(words) and window[0] <= start < window[1])
-    if name is not None and not begun:
+    seen = Counter(
+        each.name
+        for each in marks
+        if each.name.lower().startswith(words) and window[0] <= (each.start + each.end) // 2 < window[1]
+    )
+    if name is not None and not seen:
         raise ConfigError(f"no kernel and no range begins with {name!r} within the window")
-    if not begun:
+    if not seen:
         return None, ""
-    return begun.total(), next(iter(begun)) if len(begun) == 1 else f"{len(begun)} names, such as {min(begun)}"
+    return seen.total(), next(iter(seen)) if len(seen) == 1 else f"{len(seen)} names, such as {min(seen)}"

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from meltcore.errors import ConfigError
-from meltcore.forensics.groups import COLLECTIVES, group_of
+from meltcore.forensics.groups import group_of
 from meltcore.forensics.trace import Activity, HostEvent, Kind, Trace
+from meltcore.results.gaps import COLLECTIVES
 
 _GPU_KINDS: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 _CALLS = ("cuda_runtime", "cuda_driver")

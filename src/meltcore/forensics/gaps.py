@@ -14,11 +14,11 @@ from statistics import median
 
 from meltcore.errors import ConfigError
 from meltcore.forensics.budget import AT_THE_END, Spent, count_steps, spend_kernels
-from meltcore.forensics.groups import COLLECTIVES, COPIES, group_of
+from meltcore.forensics.groups import group_of
 from meltcore.forensics.intervals import Span, gaps, length, union, within
 from meltcore.forensics.trace import Activity, HostEvent, Trace
 from meltcore.forensics.trust import graph_counts, reasons_to_distrust
-from meltcore.results.gaps import CAUSES, SIZES, BudgetRow, Cause, GapReport, Pair, Part
+from meltcore.results.gaps import CAUSES, COLLECTIVES, COPIES, SIZES, BudgetRow, Cause, GapReport, Pair, Part
 
 MOST_PAIRS = 10
 _NS = 1000.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-COLLECTIVES, COPIES, OTHER = "collectives", "copies", "other kernels"
+from meltcore.results.gaps import COLLECTIVES, COPIES
+
+OTHER = "other kernels"
 
 # The first group with a word in the name, in lower case, has it: names such as topkGatingSoftmax or _best_chunk_kernel
 # hold words of several. Ours, vLLM's, and those of cuBLAS, CUTLASS, FlashAttention and torch's compiler.

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.errors import ConfigError
-from meltcore.forensics.groups import COLLECTIVES, group_of
+from meltcore.forensics.groups import group_of
 from meltcore.forensics.trace import Activity, HostEvent, Kind, Trace
+from meltcore.results.gaps import COLLECTIVES
 
 MAGIC = b"SQLite format 3\0"
 _KERNELS, _GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"

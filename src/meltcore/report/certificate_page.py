@@ -48,9 +48,9 @@ def render_certificate(certificate: Certificate) -> str:
         style_of=STYLES,
         started=wording.moment(certificate.started),
         machine=_machine(certificate.snapshot.gpus),
-        tiles=_tiles(certificate),
+        tiles=tiles(certificate),
         findings=certificate.findings,
-        charts=_charts(certificate),
+        charts=charts(certificate),
         checks=[(report, _lines(report)) for report in certificate.checks],
         figure=_figure,
         conditions=_conditions(certificate),
@@ -76,7 +76,7 @@ def _machine(gpus: Sequence[GpuState]) -> str:
     return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items()) or "no GPU"
 
 
-def _tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
+def tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
     """(label, figure, small print): the median of the figures that people know by heart."""
     wanted = (
         ("Matrix product, bf16", "product/bf16/8192x8192x8192"),
@@ -84,13 +84,13 @@ def _tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
         ("Host to device", "host/to-device"),
         ("Peer copy, one way", "peers/one-way"),
     )
-    tiles = [tile for label, key in wanted if (tile := _tile(label, [r for r in _rows(certificate) if r.key == key]))]
+    found = [tile for label, key in wanted if (tile := _tile(label, [r for r in _rows(certificate) if r.key == key]))]
     reduced = [row for row in _rows(certificate) if row.key.startswith("collectives/all_reduce/")]
     if reduced:
         largest = max(reduced, key=lambda row: (len(row.gpus), bytes_of(row.key.rpartition("/")[2])))
         tile = _tile(f"All-reduce, {largest.subject}", [largest])
-        tiles += [tile] if tile is not None else []
-    return tiles
+        found += [tile] if tile is not None else []
+    return found
 
 
 def _tile(label: str, rows: Sequence[Row]) -> tuple[str, str, str] | None:
@@ -108,17 +108,17 @@ def _rows(certificate: Certificate) -> list[Row]:
     return [row for report in certificate.checks for row in report.rows]
 
 
-def _charts(certificate: Certificate) -> list[tuple[str, str, Markup]]:
+def charts(certificate: Certificate) -> list[tuple[str, str, Markup]]:
     """(title, small print, drawing)."""
-    charts = [("Every check on every GPU", "A figure of several GPUs counts for each of them.", grid(certificate))]
+    drawn = [("Every check on every GPU", "A figure of several GPUs counts for each of them.", grid(certificate))]
     pairs = [row for row in _rows(certificate) if row.key == "peers/one-way"]
     if len(pairs) > 2:
         small = "GB/s from row to column."
-        charts.append(("Peer copies, one way", small, pair_matrix(certificate.snapshot.gpus, pairs)))
+        drawn.append(("Peer copies, one way", small, pair_matrix(certificate.snapshot.gpus, pairs)))
     curves = ring_curves([row for row in _rows(certificate) if row.key.startswith("collectives/")])
     if curves is not None:
-        charts.append(("Collectives by size", "Bus bandwidth in GB/s of all GPUs together.", curves))
-    return charts
+        drawn.append(("Collectives by size", "Bus bandwidth in GB/s of all GPUs together.", curves))
+    return drawn
 
 
 def _lines(report: CheckReport) -> list[Row]:

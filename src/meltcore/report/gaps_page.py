@@ -10,7 +10,7 @@ from markupsafe import Markup
 from meltcore.report import svg
 from meltcore.report.gaps_output import budget_rows, budget_title, budget_unit, headline, summary
 from meltcore.report.template import fill
-from meltcore.results.gaps import CAUSES, GapReport, Profile
+from meltcore.results.gaps import CAUSES, NOT_COMPUTING, GapReport, Profile
 from meltcore.results.runfolder import write_whole
 from meltcore.results.wording import moment, percent
 
@@ -40,13 +40,14 @@ def render_profile(found: Profile) -> str:
 
 
 def window_bar(report: GapReport) -> Markup:
-    """Computing first, then each cause, to scale."""
-    shares = [("computing", report.computing_us), *((part.name, part.total_us) for part in report.by_cause)]
+    """What computed by groups of kernels, then in pale each cause why nothing did, to scale."""
+    groups = [(row.name, row.ran_us) for row in report.budget if row.name not in NOT_COMPUTING and row.ran_us]
+    causes = [(part.name, part.total_us) for part in report.by_cause]
     parts: list[Markup] = []
     at = _LEFT
-    for place, (name, total) in enumerate(shares):
+    for place, (name, total) in enumerate([*groups, *causes]):
         width = (_RIGHT - _LEFT) * total / report.window_us
-        style = "bar c3" if place == 0 else f"area c{(place - 1) % 2 * 2 + 2} bar pale"
+        style = f"bar c{place % 2 * 2 + 1}" if place < len(groups) else f"area c{place % 2 * 2 + 2} bar pale"
         tip = svg.element("title", f"{name}: {percent(total / report.window_us)}")
         parts.append(svg.element("rect", tip, x=at, y=_TOP, width=width, height=_BAR, cls=style))
         if width >= _LABEL_ROOM:

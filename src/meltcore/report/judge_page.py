@@ -26,13 +26,13 @@ def render_judgement(found: Judgement) -> str:
         badge=STYLES[found.verdict],
         change=change(found.primary.change),
         taking=taking(found),
-        strip=_strip(found),
+        strip=strip(found),
         rows=[(row, cells(row), is_primary(found, row)) for row in found.rows],
         file=JUDGEMENT_FILE,
     )
 
 
-def _strip(found: Judgement) -> Markup:
+def strip(found: Judgement) -> Markup:
     """A line of dots for each set, on one axis that need not start at zero: it is differences that matter here."""
     lines = [(found.old_name, found.primary.old_values, 1), (found.new_name, found.primary.new_values, 2)]
     if found.control is not None:

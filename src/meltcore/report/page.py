@@ -43,13 +43,11 @@ def save(folder: RunFolder, result: RunResult) -> None:
 
 
 def _context(result: RunResult) -> dict[str, Any]:
-    closed = [level for level in result.levels if level.load_kind == "closed"]
-    opened = [level for level in result.levels if level.load_kind == "open"]
     return {
         "started": wording.moment(result.started),
-        "tiles": _tiles(result),
+        "tiles": tiles(result),
         "distrust": wording.reasons_to_distrust(result),
-        "charts": [chart for levels in (closed, opened) if len(levels) > 1 for chart in _charts(levels)],
+        "charts": charts(result.levels),
         "timelines": [(level, drawn) for level in result.levels if (drawn := timeline(level)) is not None],
         "distribution_names": [define(name).name for name in _DISTRIBUTIONS],
         "distribution_rows": _distribution_rows,
@@ -65,36 +63,35 @@ def _context(result: RunResult) -> dict[str, Any]:
     }
 
 
-def _tiles(result: RunResult) -> list[tuple[str, str, str]]:
+def tiles(result: RunResult) -> list[tuple[str, str, str]]:
     """(label, figure, small print): the few numbers a reader looks for first."""
-    tiles: list[tuple[str, str, str]] = []
+    found: list[tuple[str, str, str]] = []
     if result.eval_score is not None:
-        tiles.append(_score_tile(result.eval_score))
+        found.append(_score_tile(result.eval_score))
     if result.evaluation is not None:
-        found = result.evaluation
-        interval = (
-            f"{found.right:,} of {found.asked:,}; 95 % interval {100 * found.low:.1f} to {100 * found.high:.1f} %"
-        )
-        tiles.append(("Right answers, unloaded", wording.percent(found.share), interval))
+        answers = result.evaluation
+        bounds = f"95 % interval {100 * answers.low:.1f} to {100 * answers.high:.1f} %"
+        interval = f"{answers.right:,} of {answers.asked:,}; {bounds}"
+        found.append(("Right answers, unloaded", wording.percent(answers.share), interval))
     if result.levels:
         best = max(result.levels, key=lambda level: level.output_tokens_per_s)
-        tiles.append(
+        found.append(
             ("Best throughput", wording.number(best.output_tokens_per_s), f"output tok/s, {wording.load_of(best)}")
         )
         peak = max(result.levels, key=lambda level: level.peak_in_flight)
-        tiles.append(
+        found.append(
             ("Most in flight", f"{peak.peak_in_flight:,}", f"{peak.succeeded:,} of {peak.requests:,} answered")
         )
         if result.speed_sum is not None:
             total, output = result.speed_sum.total_tokens_per_s, result.speed_sum.output_tokens_per_s
             small = f"total tok/s weighted, answers unchecked; output tokens alone: {wording.number(output)}"
-            tiles.append(("Speed sum", wording.number(total), small))
+            found.append(("Speed sum", wording.number(total), small))
         failed = sum(level.failed for level in result.levels)
-        tiles.append(("Failed requests", f"{failed:,}", f"of {sum(level.requests for level in result.levels):,}"))
+        found.append(("Failed requests", f"{failed:,}", f"of {sum(level.requests for level in result.levels):,}"))
     if result.checks:
         passed = sum(check.status == "PASS" for check in result.checks)
-        tiles.append(("API checks passed", f"{passed} of {len(result.checks)}", "OpenAI forms and errors"))
-    return tiles
+        found.append(("API checks passed", f"{passed} of {len(result.checks)}", "OpenAI forms and errors"))
+    return found
 
 
 def _weighted(result: RunResult) -> dict[str, Any] | None:
@@ -117,6 +114,13 @@ def _weighted(result: RunResult) -> dict[str, Any] | None:
 def _score_tile(found: EvalScore) -> tuple[str, str, str]:
     small = f"prompts and answers, weighted; answers alone: {wording.number(found.output_tokens_per_s)}"
     return ("Score", wording.number(found.total_tokens_per_s), "a gate failed" if found.zero_because else small)
+
+
+def charts(levels: Sequence[LevelResult]) -> list[Chart]:
+    """Throughput and latencies against load: of closed and open levels apart, and of those that are several."""
+    closed = [level for level in levels if level.load_kind == "closed"]
+    opened = [level for level in levels if level.load_kind == "open"]
+    return [chart for kind in (closed, opened) if len(kind) > 1 for chart in _charts(kind)]
 
 
 def _charts(levels: Sequence[LevelResult]) -> list[Chart]:

@@ -37,8 +37,8 @@ def render_score(result: ScoredRun) -> str:
         started=wording.moment(result.started),
         names=_names(score.devices),
         badge=_badge(result),
-        tiles=_tiles(score),
-        charts=_charts(score.devices),
+        tiles=tiles(score),
+        charts=charts(score.devices),
         time_lines=time_lines,
         metric_cells=_metric_cells,
         rate_range=_rate_range,
@@ -65,7 +65,7 @@ def _names(devices: Sequence[GpuScore]) -> str:
     return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
 
 
-def _tiles(score: Score) -> list[tuple[str, str, str]]:
+def tiles(score: Score) -> list[tuple[str, str, str]]:
     """(label, figure, small print) of the sustained run; latencies of the slowest device."""
     runs = [device.sustained for device in score.devices if device.sustained is not None]
     if not runs:
@@ -73,7 +73,7 @@ def _tiles(score: Score) -> list[tuple[str, str, str]]:
     slowest = min(runs, key=lambda run: run.output_tokens_per_s)
     at_once = " and ".join(sorted({f"{run.concurrency:,}" for run in runs}))
     whose = "" if len(runs) == 1 else ", of the slowest"
-    tiles = [
+    found = [
         ("Requests per second", wording.number(sum(run.requests_per_s for run in runs)), f"{at_once} in flight"),
         ("Total tokens/s", wording.number(sum(run.total_tokens_per_s for run in runs)), "prompt and output"),
         ("TTFT p50", _milliseconds(slowest.ttft_ms, "p50"), f"p99 {_milliseconds(slowest.ttft_ms, 'p99')}{whose}"),
@@ -81,16 +81,16 @@ def _tiles(score: Score) -> list[tuple[str, str, str]]:
     ]
     powers = [run.power_w for run in runs if run.power_w is not None]
     if score.tokens_per_joule is not None and powers:
-        tiles.append(("Tokens per joule", wording.number(score.tokens_per_joule), f"at {sum(powers):,.0f} W"))
+        found.append(("Tokens per joule", wording.number(score.tokens_per_joule), f"at {sum(powers):,.0f} W"))
     spreads = [device.spread for device in score.devices if device.spread is not None]
     if spreads:
         worst = max(spreads, key=lambda spread: spread.variation)
         change = "too short for a trend" if worst.change is None else f"last third {100 * worst.change:+.1f} %"
-        tiles.append(("Varies over time by", f"{100 * worst.variation:.1f} %", change))
-    return tiles
+        found.append(("Varies over time by", f"{100 * worst.variation:.1f} %", change))
+    return found
 
 
-def _charts(devices: Sequence[GpuScore]) -> list[Chart]:
+def charts(devices: Sequence[GpuScore]) -> list[Chart]:
     measured = [device for device in devices if len(device.levels) > 1]
     if not measured:
         return []
@@ -111,12 +111,12 @@ def _charts(devices: Sequence[GpuScore]) -> list[Chart]:
             [Curve("tokens per joule", 3, _points(first, lambda level: level.tokens_per_joule))],
         ),
     ]
-    charts = []
+    found = []
     for title, unit, log_y, curves in wanted:
         drawn = against_concurrency(curves, unit=unit, log_y=log_y, label=f"{title} against concurrency")
         if drawn is not None:
-            charts.append(Chart(title, drawn, [curve for curve in curves if curve.points] if len(curves) > 1 else []))
-    return charts
+            found.append(Chart(title, drawn, [curve for curve in curves if curve.points] if len(curves) > 1 else []))
+    return found
 
 
 def _points(device: GpuScore, value: Callable[[ScoreLevel], float | None]) -> list[tuple[int, float]]:

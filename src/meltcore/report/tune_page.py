@@ -22,28 +22,32 @@ _LABEL_GAP, _COLOURS = 52.0, 3  # the fourth colour is that of the server as it 
 def render_tuning(found: Tuning) -> str:
     """One HTML page: style and drawing inside, no script, nothing fetched."""
     heads, rows = table_of(found)
-    budgets = _budgets(found.points)
     return fill(
         "tune.html",
         found=found,
         taken=datetime.fromisoformat(found.taken).strftime("%d %B %Y, %H:%M UTC"),
         heads=heads,
         rows=rows,
-        chart=_chart(found, budgets) if found.kind == "batching" else None,
-        legend=[(_name(budget), at % _COLOURS + 1) for at, budget in enumerate(budgets)],
+        chart=chart(found),
+        legend=legend(found),
         fingerprint=fingerprint_rows(found.fingerprint),
         load=[(name, setting(value)) for name, value in found.load.items()],
         file=TUNING_FILE,
     )
 
 
-def _chart(found: Tuning, budgets: Sequence[int | str | None]) -> Markup | None:
+def legend(found: Tuning) -> list[tuple[str, int]]:
+    """(name, colour) of each line of the chart."""
+    return [(_name(budget), at % _COLOURS + 1) for at, budget in enumerate(_budgets(found.points))]
+
+
+def chart(found: Tuning) -> Markup | None:
     """Output rate against sequences (logarithmic), a line a token budget, dashed the server as it is shipped.
 
-    None where nothing ran.
+    None where nothing ran, and for other tunings than sweeps.
     """
     measured = [point for point in found.points if point.output_tokens_per_s and point.settings]
-    if not measured:
+    if found.kind != "batching" or not measured:
         return None
     shipped = None if found.shipped is None else found.shipped.output_tokens_per_s
     seqs = sorted({int(point.settings["seqs"]) for point in measured})
@@ -60,7 +64,7 @@ def _chart(found: Tuning, budgets: Sequence[int | str | None]) -> Markup | None:
     if shipped is not None:
         parts.append(svg.line((_LEFT, y(shipped)), (_RIGHT, y(shipped)), "line thin dashed c4"))
         parts.append(svg.text((_LEFT + 8, y(shipped) - 7), f"as shipped: {number(shipped)}", "name c4", "start"))
-    for at, budget in enumerate(budgets):
+    for at, budget in enumerate(_budgets(found.points)):
         line = [point for point in measured if point.settings.get("tokens") == budget]
         parts += _line(line, at % _COLOURS + 1, x, y, found)
     return svg.picture(_WIDTH, _HEIGHT, "Output tokens per second against sequences at once", parts)

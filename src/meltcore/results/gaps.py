@@ -26,6 +26,9 @@ CAUSES: dict[Cause, str] = {
     "queued": "launched in time: the GPU's own time between kernels, or a wait for another stream",
     "unknown": "the trace does not hold the launch of the next kernel",
 }
+# Groups of a step's budget that are no computing: their own time stands among the causes too.
+COLLECTIVES, COPIES = "collectives", "copies"
+NOT_COMPUTING = (COLLECTIVES, COPIES)
 SIZES: tuple[tuple[str, float], ...] = (
     ("below 10 us", 10.0),
     ("10 to 100 us", 100.0),
@@ -70,8 +73,8 @@ class GapReport(msgspec.Struct, kw_only=True):
     """One GPU over `window_us`. `computing_us`: at least one kernel other than a collective ran, on any stream.
 
     `recoverable_share` is an upper bound of what could be won: all time not computing, less that without work.
-    `untrusted` says why the trace may hold less than the GPU did; empty where nothing speaks against it. `steps` begun
-    within the window, by what is counted for one (`steps_by`); None where nothing marks them.
+    `untrusted` says why the trace may hold less than the GPU did; empty where nothing speaks against it. `steps` of the
+    window, by what is counted for one (`steps_by`); None where nothing marks them.
     """
 
     device: int

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+
+from meltcore.results.schema import Fingerprint
 
 JUDGEMENT_VERSION = 1
 JUDGEMENT_FILE = "judgement.json"
@@ -56,7 +58,8 @@ class Judgement(msgspec.Struct, kw_only=True):
     """`order` says how the starts were interleaved, empty for stored sets. `noise` is A's own, a share.
 
     `control` is A against A: the starts of A before the comparison, and those within it. `doubts` are reasons not to
-    compare that were overruled; `cautions` are reasons to read the verdict with care.
+    compare that were overruled; `cautions` are reasons to read the verdict with care. `taken`, `fingerprint` and `load`
+    are those of the new set: when, on what, and what each of its starts was loaded with.
     """
 
     judgement_version: int = JUDGEMENT_VERSION
@@ -66,6 +69,9 @@ class Judgement(msgspec.Struct, kw_only=True):
     new_name: str
     old_command: str = ""
     new_command: str = ""
+    taken: str = ""
+    fingerprint: Fingerprint | None = None
+    load: dict[str, Any] = msgspec.field(default_factory=dict)
     order: str = ""
     noise: float | None = None
     limits: Limits = Limits()

@@ -1,0 +1,232 @@
+"""The report card: one verdict, nothing that is missing passes, and stories come with their evidence."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+from sample_documents import (
+    FASTER,
+    SHIPPED,
+    benchmark,
+    comparison,
+    document,
+    evaluation,
+    profile,
+    scripted_certificate,
+    tuning,
+    whole_node,
+)
+from sample_results import sample_level
+from sample_scores import sample_health
+
+from meltcore.cli.main import main
+from meltcore.errors import ConfigError
+from meltcore.report.card import make_card, newest, snapshots_apart
+from meltcore.report.card_output import print_card
+from meltcore.report.card_page import render_card, save_card
+from meltcore.report.documents import Content, Document
+from meltcore.report.story import changed_words, stories
+from meltcore.results.card import MADE_BY, Card
+from meltcore.results.schema import EvalScore, Gate, Gpu
+
+
+def card_of(*contents: Content, **options: Any) -> Card:
+    return make_card([document(each, f"run-{place}") for place, each in enumerate(contents)], **options)
+
+
+def test_a_node_with_everything_good_passes_and_has_its_story(tmp_path: Path) -> None:
+    card = make_card(whole_node(tmp_path))
+    assert (card.verdict, card.exit_code, card.missing) == ("PASS", 0, [])
+    assert {part.kind: part.verdict for part in card.parts} == {
+        **dict.fromkeys(MADE_BY, "PASS"),
+        "snapshot": "RECORDED",
+    }
+    [story] = card.stories
+    assert (story.change, story.state) == ("with --max-num-seqs 64", "CONFIRMED")
+    assert "+25.0 % on the server as it is shipped (1,000)" in story.tuned
+    assert "IMPROVEMENT: output tok/s, 32 at once" in story.judged
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "verdict", "reason"),
+    [
+        (comparison(rate=900.0), "FAIL", "above the least effect"),
+        (comparison(rate=900.0, starts=3), "UNKNOWN", "cannot reach p"),
+        (evaluation(gates=[Gate(name="GSM8K", status="FAIL", detail="80 %")]), "FAIL", "GSM8K: FAIL: 80 %"),
+        (evaluation(gates=[Gate(name="GSM8K", status="NOT RUN")]), "UNKNOWN", "GSM8K: NOT RUN"),
+        (
+            evaluation(eval_score=EvalScore(total_tokens_per_s=0, output_tokens_per_s=0, zero_because=["wrong"])),
+            "FAIL",
+            "wrong",
+        ),
+        (evaluation(status="partial"), "UNKNOWN", "ended early"),
+        (evaluation(levels=[sample_level(4, failed=1, failures={"timeout": 1})]), "WARN", "1 x timeout"),
+        (benchmark(health=sample_health(verdict="DEGRADED", reasons=["hot"])), "FAIL", "GPU 0: hot"),
+        (benchmark(health=sample_health(verdict="UNKNOWN", reasons=["no NVML"])), "UNKNOWN", "no NVML"),
+        (benchmark(sustained=None, failure="it died"), "FAIL", "GPU 0: it died"),
+        (tuning(knee=None, best=None), "FAIL", "no setting ran"),
+        (profile(untrusted=("3 of 9 graph launches have no kernel",)), "UNKNOWN", "3 of 9 graph launches"),
+    ],
+)
+def test_each_part_that_is_no_pass_makes_the_card_none_and_says_why(
+    spoilt: Content, verdict: str, reason: str, tmp_path: Path
+) -> None:
+    kind = document(spoilt).kind
+    good = [each for each in whole_node(tmp_path) if each.kind != kind]
+    card = make_card([*good, document(spoilt, "spoilt")])
+    assert card.verdict == verdict
+    [part] = [part for part in card.parts if part.kind == kind]
+    assert part.verdict == verdict
+    assert any(reason in each for each in part.reasons)
+    assert f"{kind} (spoilt)" in card.why
+
+
+def test_a_certificates_findings_are_the_reasons_of_its_part(tmp_path: Path) -> None:
+    card = card_of(scripted_certificate(tmp_path, slow=(1,)))
+    assert card.verdict == "FAIL"
+    assert any(reason.startswith("GPU 1: BELOW_FLOOR") for reason in card.parts[0].reasons)
+
+
+def test_what_is_missing_is_named_and_never_passed() -> None:
+    card = card_of(comparison())
+    assert card.verdict == "PASS"
+    assert card.missing == [kind for kind in MADE_BY if kind != "comparison"]
+    assert "1 of 7 kinds of evidence" in card.why
+    assert "Not looked at: snapshot, certificate, benchmark" in card.why
+    assert render_card(card).count(">MISSING<") == 6
+
+
+def test_a_snapshot_alone_is_judged_by_nothing(tmp_path: Path) -> None:
+    card = card_of(scripted_certificate(tmp_path).snapshot)
+    assert (card.verdict, card.exit_code) == ("UNKNOWN", 3)
+    assert "Nothing here is judged" in card.why
+
+
+def test_what_drifted_since_the_certificate_is_told_of_the_snapshot(tmp_path: Path) -> None:
+    certified = scripted_certificate(tmp_path)
+    later = msgspec.structs.replace(certified.snapshot.fingerprint, taken="2026-11-21T15:00:00+00:00")
+    now = msgspec.structs.replace(certified.snapshot, driver="590.1", fingerprint=later)
+    documents = [document(now), document(certified)]
+    assert snapshots_apart(documents) == (certified.snapshot, now)
+    card = make_card(documents, drifted=["driver: 580 -> 590.1"])
+    assert {part.kind: part.verdict for part in card.parts} == {"snapshot": "WARN", "certificate": "PASS"}
+    assert card.verdict == "WARN"
+
+
+def test_the_newest_of_each_kind_counts_and_the_others_are_named() -> None:
+    failed = evaluation(verdict="FAILED", reasons=["broken"], started="2026-11-20T12:00:00Z")
+    other = evaluation(settings={"what": "problems", "model": "other"})
+    counted, earlier = newest([document(failed, "old"), document(evaluation(), "new"), document(other, "apart")])
+    assert [each.source for each in earlier] == ["old"]
+    assert {each.source for each in counted} == {"new", "apart"}
+    card = make_card(counted, earlier)
+    assert card.verdict == "PASS"
+    assert card.earlier == ["evaluation of old"]
+    assert "A newer one stands for each of these: evaluation of old." in render_card(card)
+
+
+def test_documents_of_several_machines_are_refused_and_forced_never_pass() -> None:
+    elsewhere = evaluation()
+    elsewhere.fingerprint.gpus = [Gpu(name="NVIDIA H200", uuid="GPU-1", memory_bytes=1)]
+    with pytest.raises(ConfigError, match=r"not of one machine: .*GPU-1"):
+        card_of(elsewhere, tuning())
+    card = card_of(elsewhere, tuning(), force=True)
+    assert (card.verdict, len(card.doubts)) == ("UNKNOWN", 2)
+    assert "These are not of one machine" in card.why
+    assert card_of(elsewhere, profile()).doubts == [], "a trace does not tell its machine"
+
+
+def test_a_gain_by_one_start_is_not_confirmed_and_one_that_was_none_is_no_story() -> None:
+    [story] = stories([tuning()], [])
+    assert (story.state, story.comparison) == ("NOT CONFIRMED", None)
+    assert "No comparison of fresh starts" in story.judged
+    assert stories([tuning(rates=(1000.0, 990.0))], []) == []
+    assert stories([tuning(points=[])], []) == []
+
+
+def test_a_comparison_that_found_nothing_or_the_contrary_says_so_in_the_story() -> None:
+    [nothing] = stories([tuning()], [comparison(rate=1001.0)])
+    assert (nothing.state, nothing.tuning, nothing.comparison) == ("NOT CONFIRMED", 0, 0)
+    [contrary] = stories([tuning()], [comparison(rate=800.0)])
+    assert contrary.state == "CONTRADICTED"
+
+
+def test_evidence_from_another_load_says_so() -> None:
+    [story] = stories([tuning()], [comparison(load={"workload": "problems:short", "concurrency": [32], "seed": 0})])
+    assert "It was tuned on another load: workload random:in=64,out=64, concurrency 32." in story.tuned
+    assert story.workload == "workload problems:short, concurrency 32"
+
+
+def test_a_comparison_of_one_command_with_itself_is_no_story() -> None:
+    assert stories([], [comparison(new_command=SHIPPED)]) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        (SHIPPED, FASTER, ([], ["--max-num-seqs", "64"])),
+        ("serve m --tp 1 --port {port}", "serve m --tp 2 --port {port}", (["1"], ["2"])),
+        ("serve m --a --port {port}", "serve m --port {port}", (["--a"], [])),
+    ],
+)
+def test_the_words_that_changed_are_found(old: str, new: str, changed: tuple[list[str], list[str]]) -> None:
+    assert changed_words(old, new) == changed
+
+
+def test_the_page_has_the_verdict_and_every_plot_and_fetches_nothing(tmp_path: Path) -> None:
+    card = make_card(whole_node(tmp_path))
+    html = render_card(card)
+    assert '<p class="badge good">PASS</p>' in html
+    for words in (
+        "Every check on every GPU",
+        "Time to first token",
+        "the ring marks the knee",
+        "A dot is one fresh start",
+    ):
+        assert words in html
+    assert html.count("<svg") >= 7
+    for forbidden in ("<script", "<link", "<img", "http:", "https:", "<fake>"):
+        assert forbidden not in html
+
+
+def test_a_saved_card_is_read_back_whole_and_drawn_alike(tmp_path: Path) -> None:
+    card = make_card(whole_node(tmp_path))
+    page = save_card(tmp_path / "card", card)
+    again = msgspec.json.decode((tmp_path / "card" / "card.json").read_bytes(), type=Card)
+    assert again == card
+    assert main(["report", str(tmp_path / "card")]) == 0
+    assert page.read_text() == render_card(card)
+
+
+def test_the_console_ends_in_the_verdict(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    print_card(make_card(whole_node(tmp_path)[:2]), console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().strip().splitlines()
+    assert lines[0].startswith("RECORDED  snapshot")
+    assert "MISSING   benchmark    meltcore bench" in [line.strip() for line in lines]
+    assert lines[-1].startswith("PASS  Nothing speaks against this node in 2 of 7 kinds of evidence.")
+
+
+def test_a_document_tells_its_folder_or_its_own_name() -> None:
+    assert document(evaluation(), "20261121T120000Z-eval").source == "20261121T120000Z-eval"
+    assert Document(Path("kept/machine.json"), evaluation()).source == "machine.json"
+
+
+def test_the_command_joins_folders_and_exits_as_nagios_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    for name, content in (("eval", evaluation()), ("tune", tuning()), ("compare", comparison(rate=900.0))):
+        (runs / name).mkdir(parents=True)
+        path = runs / name / document(content).path.name
+        path.write_bytes(msgspec.json.encode(content))
+    assert main(["report", str(runs), "--out", str(tmp_path / "card")]) == 2
+    assert "Because of comparison (compare); 3 of 7 kinds" in " ".join(capsys.readouterr().out.split())
+    assert {file.name for file in (tmp_path / "card").iterdir()} == {"card.html", "card.json"}
+    assert main(["report", str(runs / "eval"), "--card", "--json", "--out", str(tmp_path / "one")]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "PASS"
