@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from meltcore.engine import runner as runner_module
 from meltcore.kernels import paged_attention as attention_kernel
 from meltcore.kernels import qkv as qkv_kernel
+from meltcore.kernels import router as router_kernel
 from meltcore.kernels.routing import Routing
 from meltcore.layers import attention as attention_layer
 from meltcore.layers import moe as moe_layer
@@ -117,45 +118,40 @@ def routed_checkpoint(routed_reference: PreTrainedModel, tmp_path_factory: pytes
 
 
 def router_not_renormalised(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = moe_layer.route
+    whole = router_kernel.route
     monkeypatch.setattr(
-        moe_layer, "route", lambda *given, shared, **_: whole(*given, renormalised=False, shared=shared)
+        router_kernel, "route", lambda *given, shared, **_: whole(*given, renormalised=False, shared=shared)
     )
 
 
 def experts_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = moe_layer.route
+    whole = router_kernel.route
 
     def rotated(logits: torch.Tensor, choices: int, **how: bool) -> Routing:
         routing = whole(logits, choices, **how)
         return routing._replace(experts=(routing.experts + 1) % logits.shape[1])
 
-    monkeypatch.setattr(moe_layer, "route", rotated)
+    monkeypatch.setattr(router_kernel, "route", rotated)
 
 
 def weights_of_choices_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = moe_layer.route
+    whole = router_kernel.route
 
     def swapped(logits: torch.Tensor, choices: int, **how: bool) -> Routing:
         routing = whole(logits, choices, **how)
         return routing._replace(weights=routing.weights.flip(-1))
 
-    monkeypatch.setattr(moe_layer, "route", swapped)
+    monkeypatch.setattr(router_kernel, "route", swapped)
 
 
 def last_choice_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = moe_layer.route
-    monkeypatch.setattr(moe_layer, "route", lambda logits, choices, **how: whole(logits, choices - 1, **how))
+    whole = router_kernel.route
+    monkeypatch.setattr(router_kernel, "route", lambda logits, choices, **how: whole(logits, choices - 1, **how))
 
 
 def norm_before_the_experts_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = moe_layer.RoutedMLP.forward
-
-    def without(mlp: moe_layer.RoutedMLP, residual: torch.Tensor) -> torch.Tensor:
-        mlp.norm = torch.nn.Identity()  # type: ignore[assignment]
-        return whole(mlp, residual)
-
-    monkeypatch.setattr(moe_layer.RoutedMLP, "forward", without)
+    whole = moe_layer.to_experts
+    monkeypatch.setattr(moe_layer, "to_experts", lambda tokens, norm, *given, **how: whole(tokens, None, *given, **how))
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from meltcore.kernels import all_reduce
-from meltcore.kernels.all_reduce import Peers, one_shot_largest, one_shot_sum, suits_one_shot, sum_of_shares
+from meltcore.kernels.all_reduce import (
+    Peers,
+    make_peers,
+    normalised_sum_of_shares,
+    one_shot_largest,
+    one_shot_sum,
+    one_shot_sum_normalised,
+    suits_one_shot,
+    suits_rows,
+    sum_of_shares,
+)
+from meltcore.kernels.norm import Norm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -19,14 +31,22 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def make_ranks(ranks: int, device: torch.device) -> tuple[list[torch.Tensor], list[Peers]]:
     """Inboxes, which must live as long as their addresses, and each rank's view of them."""
     inboxes = [torch.zeros(all_reduce.inbox_bytes(ranks) // 8, dtype=torch.int64, device=device) for _ in range(ranks)]
-    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
-    return inboxes, [Peers(addresses, all_reduce.new_steps(device), rank) for rank in range(ranks)]
+    addresses = [inbox.data_ptr() for inbox in inboxes]
+    return inboxes, [make_peers(addresses, rank, device) for rank in range(ranks)]
+
+
+def assert_sum(found: torch.Tensor, expected: torch.Tensor) -> None:
+    if expected.dtype == torch.float32:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    else:  # the order of sums may turn a rounding, and no more
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2.0**-7, atol=1e-3)
+        assert (found != expected).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_rank_gets_the_same_sum_step_after_step(ranks: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Messages of unlike sizes, so that programs have taken part in unlike numbers of steps."""
+    """Messages of unlike sizes, so that grains have taken part in unlike numbers of steps."""
     torch.manual_seed(ranks)
     inboxes, peers = make_ranks(ranks, device)
     for count in (64, 1504, 8, 64):
@@ -39,12 +59,52 @@ def test_every_rank_gets_the_same_sum_step_after_step(ranks: int, dtype: torch.d
                 one_shot_sum(sent[rank], peers[rank], outputs[rank], receives=False)
             results = [one_shot_sum(sent[rank], peers[rank], outputs[rank], sends=False).cpu() for rank in range(ranks)]
             assert all(torch.equal(result, results[0]) for result in results)
-            expected = sum_of_shares(shares, added)
-            if dtype == torch.float32:
-                torch.testing.assert_close(results[0], expected, rtol=1e-6, atol=1e-6)
-            else:  # the order of sums may turn a rounding, and no more
-                torch.testing.assert_close(results[0].float(), expected.float(), rtol=2.0**-7, atol=1e-3)
-                assert (results[0] != expected).float().mean() < 0.02
+            assert_sum(results[0], sum_of_shares(shares, added))
+    assert len(inboxes) == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "weight_dtype"),
+    [
+        (2, torch.bfloat16, torch.bfloat16),
+        (2, torch.bfloat16, torch.float32),
+        (2, torch.float16, torch.float16),
+        (4, torch.float32, torch.float32),
+    ],
+    ids=["2-bfloat16", "2-bfloat16 by float32", "2-float16", "4-float32"],
+)
+def test_a_sum_is_normalised_row_by_row(
+    ranks: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rows of one grain and of several, some of them not full, between sums that are cut otherwise."""
+    torch.manual_seed(ranks)
+    inboxes, peers = make_ranks(ranks, device)
+    for rows, size in ((2, 64), (1, 2568), (2, 1024), (1, 64)):
+        weight = (torch.rand(size) + 0.5).to(weight_dtype)
+        norm = Norm(weight.to(device), 1e-6)
+        shares = [torch.randn(rows, size).to(dtype) for _ in range(ranks)]
+        residual = (3 * torch.randn(rows, size)).to(dtype)
+        for added in (residual, None):
+            sent = [share.clone().to(device) for share in shares]
+            outputs = [None if added is None else added.clone().to(device) for _ in range(ranks)]
+            for rank in range(ranks):
+                one_shot_sum_normalised(sent[rank], peers[rank], norm, outputs[rank], receives=False)
+            results = []
+            for rank in range(ranks):
+                found = one_shot_sum_normalised(sent[rank], peers[rank], norm, outputs[rank], sends=False)
+                assert found[0] is (sent[rank] if added is None else outputs[rank])
+                results.append([each.cpu() for each in found])
+            assert all(torch.equal(*pair) for result in results for pair in zip(result, results[0], strict=True))
+            total, normalised = results[0]
+            expected = normalised_sum_of_shares(shares, Norm(weight, 1e-6), added)
+            assert_sum(total, expected[0])
+            assert_sum(normalised, expected[1])
+        plain = [torch.full((rows * size,), float(rank), device=device) for rank in range(ranks)]
+        for rank in range(ranks):
+            one_shot_sum(plain[rank], peers[rank], receives=False)
+        for rank in range(ranks):
+            one_shot_sum(plain[rank], peers[rank], sends=False)
+            assert plain[rank].eq(ranks * (ranks - 1) / 2).all()
     assert len(inboxes) == ranks
 
 
@@ -79,11 +139,53 @@ def test_step_numbers_may_run_over(device: torch.device) -> None:
     assert len(inboxes) == 2
 
 
+def test_a_wait_for_a_rank_that_is_gone_ends_when_the_host_says_so(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so do all sums behind it, without being told again."""
+    monkeypatch.setattr(all_reduce, "_LOOKS", 8)  # the interpreter takes a millisecond each
+    inboxes, peers = make_ranks(2, device)
+    one_shot_sum(torch.ones(1024, device=device), peers[1], receives=False)  # rank 1 sends once, and is no more
+    found = one_shot_sum(torch.ones(1024, device=device), peers[0])
+    assert found.eq(2).all()
+    telling = threading.Timer(0.2, peers[0].give_up)
+    telling.start()
+    for _ in range(2):
+        one_shot_sum(torch.ones(1024, device=device), peers[0])
+        one_shot_sum_normalised(
+            torch.ones(1, 1024, device=device), peers[0], Norm(torch.ones(1024, device=device), 1.0)
+        )
+        one_shot_largest(torch.ones(3, dtype=torch.int64, device=device), peers[0])
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert telling.finished.is_set()
+    assert len(inboxes) == 2
+
+
 def test_only_whole_words_of_bounded_size_are_sent_at_once() -> None:
     assert suits_one_shot(torch.empty(64, 2048, dtype=torch.bfloat16))
     assert not suits_one_shot(torch.empty(12, dtype=torch.bfloat16))
     assert not suits_one_shot(torch.empty(8, 8).t()[:, :4])
     assert not suits_one_shot(torch.empty(all_reduce.MOST_BYTES // 4 + 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "ranks", "suits"),
+    [
+        (256, 2048, 8, True),
+        (257, 2048, 8, False),  # more than can be on the way
+        (128, 2560, 8, True),  # four grains a row, one of them half empty
+        (129, 2560, 8, False),
+        (1, 5120, 8, False),  # more than a program can hold, of so many ranks
+        (1, 5120, 4, True),
+        (1, 16392, 2, False),
+        (4, 1004, 2, False),  # rows that do not begin at 16 bytes
+    ],
+)
+def test_rows_that_a_program_can_hold_are_normalised_with_their_sum(
+    rows: int, size: int, ranks: int, suits: bool
+) -> None:
+    assert suits_rows(torch.empty(rows, size, dtype=torch.bfloat16), ranks) == suits
 
 
 def test_ranks_that_are_processes_wait_for_each_other(tmp_path: Path) -> None:
@@ -93,7 +195,7 @@ def test_ranks_that_are_processes_wait_for_each_other(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).parent / "all_reduce_rank.py"), str(tmp_path)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), "2", "24"],
+            [*command, str(rank), "2", "8"],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},

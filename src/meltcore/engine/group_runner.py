@@ -7,17 +7,15 @@ rank 0, which chooses and tells the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from meltcore.engine.batch import Step
 from meltcore.engine.rank_messages import Choices
 from meltcore.engine.ranks import Ranks
 from meltcore.engine.request import Request
-from meltcore.engine.runner import Event, Layout, LogitsAt, ModelRunner
+from meltcore.engine.runner import Event, LaunchedStep, Layout, LogitsAt, ModelRunner
 from meltcore.engine.sampler import Sampler, SampleResult
+from meltcore.engine.scheduler import Chunk
 from meltcore.engine.transfer import to_device, to_device_together
 from meltcore.kernels.candidates import candidates, drawn_candidates, tokens_of
 from meltcore.layers.group import Group
@@ -42,9 +40,17 @@ class GroupRunner(ModelRunner):
         self._ranks = ranks
 
     def capture_graphs(self, progress: Progress) -> None:
-        if self._ranks is not None:
-            self._ranks.capture_graphs()
-        super().capture_graphs(progress)
+        if self._ranks is None:
+            super().capture_graphs(progress)
+            return
+        self._ranks.capture_graphs()
+        with self._ranks.together():
+            super().capture_graphs(progress)
+
+    def launch(self, plan: list[Chunk]) -> LaunchedStep:
+        assert self._ranks is not None
+        with self._ranks.together():
+            return super().launch(plan)
 
     @torch.inference_mode()
     def follow(self, step: Step, choices: Choices) -> None:
@@ -59,9 +65,8 @@ class GroupRunner(ModelRunner):
         assert self._ranks is not None
         choices = self._choices(requests)
         self._ranks.run(step, choices)
-        with _blamed(self._ranks):
-            token_ids, logits_at = self._compute(step)
-            return self._choose(logits_at, token_ids, choices, requests)
+        token_ids, logits_at = self._compute(step)
+        return self._choose(logits_at, token_ids, choices, requests)
 
     def _done(self) -> Event | None:
         event = super()._done()
@@ -136,12 +141,3 @@ def _by_temperature_alone(request: Request) -> bool:
         and each.min_tokens == 0
         and request.token_mask is None
     )
-
-
-@contextmanager
-def _blamed(ranks: Ranks) -> Iterator[None]:
-    """A failure of what is computed together is put down to the rank that caused it."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ranks.blame(error) from error

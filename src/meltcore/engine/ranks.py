@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ import zmq
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch import Step
+from meltcore.engine.launch_watch import LaunchWatch
 from meltcore.engine.memory import MemoryPlan
 from meltcore.engine.rank_messages import (
     CaptureGraphs,
@@ -50,6 +52,7 @@ WARM_UP_LIMIT_S = 600.0  # for a step that compiles kernels
 _LEAVE_LIMIT_S = 5.0
 _LOOK_EVERY_S = 0.05  # for failures, while a step is awaited
 _LAST_WORDS_MS = 200  # for what a rank said before its end
+_ALL_BEGUN = "all ranks have begun it"
 _BLAME_S = 1.0  # after a collective has failed: how long until its cause is seen
 
 
@@ -60,6 +63,7 @@ class Ranks:
         """Start them and wait until all run."""
         self._config, self._size = config, config.tp
         self._group: Group | None = None
+        self._watch: LaunchWatch | None = None
         self._failed = False
         self.limit_s = WARM_UP_LIMIT_S
         self._folder = Path(tempfile.mkdtemp(prefix="meltcore-ranks-"))
@@ -87,6 +91,8 @@ class Ranks:
             join_group(group, self._folder, device, self._config)
         except RuntimeError as error:
             raise self.blame(error) from error
+        if group.on_gpus:
+            self._watch = LaunchWatch(self._processes, group.give_up)
         return group
 
     def common_plan(self, own: MemoryPlan) -> MemoryPlan:
@@ -121,6 +127,18 @@ class Ranks:
         self._step += 1
         self._send(RunStep(self._step, step, choices))
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """While the host has its device compute what all compute: a failure is put down to the rank that caused it."""
+        try:
+            with self._watch.during(self.limit_s) if self._watch else nullcontext():
+                yield
+        except RuntimeError as error:
+            raise self.blame(error) from error
+        if self._watch and self._watch.gave_up:
+            self.check()
+            raise self._failure(self._suspects() or _ALL_BEGUN, f"step {self._step} is not launched within its limit")
+
     def wait(self, event: torch.cuda.Event) -> None:
         """Until the device is past `event`, or a rank is gone or stuck."""
         started = looked = time.monotonic()
@@ -131,7 +149,7 @@ class Ranks:
                 self.check()
                 if now - started > self.limit_s:
                     waited = f"step {self._step} is not done after {now - started:.1f} s"
-                    raise self._failure(self._suspects() or "all ranks have begun it", waited)
+                    raise self._failure(self._suspects() or _ALL_BEGUN, waited)
 
     def _passed(self, event: torch.cuda.Event) -> bool:
         try:
@@ -162,8 +180,11 @@ class Ranks:
         """Leave the group together, or end the processes by force where one has failed. Can be called twice."""
         if not self._end.alive:
             return
+        if self._watch:
+            self._watch.close()
         if not self._failed:
             self._send(Leave())
+            self._finish()
         # NCCL would wait for ranks that are gone.
         if self._group is not None and not (self._failed and self._group.on_gpus):
             self._group.leave()
@@ -171,6 +192,14 @@ class Ranks:
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < until:
             time.sleep(0.01)
         self._end()
+
+    def _finish(self) -> None:
+        """Wait for what the device has under way; where that does not end, the group has failed."""
+        if self._group is not None and self._group.on_gpus:
+            under_way = torch.cuda.Event()
+            under_way.record()
+            with suppress(RankError):
+                self.wait(under_way)
 
     def _send(self, message: ToRank) -> None:
         content = encoder.encode(message)
@@ -201,6 +230,8 @@ class Ranks:
 
     def _failure(self, who: str, what: str) -> RankError:
         """There is no leaving together any more."""
+        if self._group is not None and not self._failed:
+            self._group.give_up()
         self._failed = True
         return RankError(f"{who}: {what}")
 

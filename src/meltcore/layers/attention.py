@@ -9,6 +9,7 @@ from meltcore.kernels.qkv import HeadNorms
 from meltcore.layers.group import Group
 from meltcore.layers.linear import Linear
 from meltcore.layers.norm import MakeNorm
+from meltcore.layers.residual import Residual
 
 
 class Attention(nn.Module):
@@ -53,20 +54,20 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        residual: torch.Tensor,
+        residual: Residual,
         positions: torch.Tensor,
         rotary: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
         segments: Segments,
-    ) -> torch.Tensor:
-        """residual: [tokens, hidden_size], changed in place and returned; positions: [tokens]; cache: this layer's."""
-        qkv = self.qkv(residual, self.norm)
+    ) -> None:
+        """Add to the residual stream. positions: [tokens]; cache: this layer's."""
+        qkv = self.qkv(*residual.read(self.norm))
         if self.output_gate:
             gates, qkv = qkv.tensor_split([self.heads * self.head_dim], dim=1)
         mixed = paged_attention(qkv, self._head_norms(), rotary, positions, *cache, segments, self.scale).flatten(1)
         if self.output_gate:
             mixed = gate_output(mixed, gates)
-        return self.output.add_to(residual, mixed)
+        self.output.add_to(residual, mixed)
 
     def _columns(self, heads: range, parts: int = 1) -> range:
         """parts: how many times a head's size, one after the other, belong to it."""

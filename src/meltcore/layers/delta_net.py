@@ -10,6 +10,7 @@ from meltcore.layers.group import Group
 from meltcore.layers.linear import Linear
 from meltcore.layers.norm import MakeNorm
 from meltcore.layers.pieces import piece, stacked_piece, within
+from meltcore.layers.residual import Residual
 
 
 class DeltaNet(nn.Module):
@@ -59,13 +60,11 @@ class DeltaNet(nn.Module):
         self.output.keep_inputs(values, group)
         self._allocate()
 
-    def forward(
-        self, residual: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], segments: Segments
-    ) -> torch.Tensor:
-        """residual: [tokens, hidden_size], changed in place and returned; cache: this layer's conv_states, states."""
+    def forward(self, residual: Residual, cache: tuple[torch.Tensor, torch.Tensor], segments: Segments) -> None:
+        """Add to the residual stream. cache: this layer's conv_states, states."""
         weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.value_norm, self.eps)
-        mixed = delta_net(self.projection(residual, self.norm), weights, *cache, segments, self.key_heads)
-        return self.output.add_to(residual, mixed)
+        mixed = delta_net(self.projection(*residual.read(self.norm)), weights, *cache, segments, self.key_heads)
+        self.output.add_to(residual, mixed)
 
     # --- where a checkpoint's tensors go ---
 

@@ -7,6 +7,7 @@ vocabulary; what a layer adds to the residual stream is the sum of what all rank
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +15,16 @@ import torch
 import torch.distributed as dist
 
 from meltcore.errors import ConfigError
-from meltcore.kernels.all_reduce import MOST_NUMBERS, Peers, one_shot_largest, one_shot_sum, suits_one_shot
+from meltcore.kernels.all_reduce import (
+    MOST_NUMBERS,
+    Peers,
+    one_shot_largest,
+    one_shot_sum,
+    one_shot_sum_normalised,
+    suits_one_shot,
+    suits_rows,
+)
+from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.layers.peer_memory import can_reach_all, open_inboxes, prove_inboxes
 
 
@@ -57,7 +67,7 @@ class Group:
         if on_gpus:
             torch.cuda.set_device(device)
             # Multicast over NVLink is a resource of the whole machine that a failed program can leave blocked.
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+            os.environ["NCCL_NVLS_ENABLE"] = "0"
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it looks for a name of this host to resolve
         store = dist.FileStore(str(meeting_point), self.size)
@@ -80,23 +90,33 @@ class Group:
         """From now on a collective ends with a RuntimeError where another rank keeps it waiting for so long."""
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s))
 
+    def give_up(self) -> None:
+        """Let the device get past what waits for ranks that are gone; what it computes from now on means nothing."""
+        if self.peers is not None:
+            self.peers.give_up()
+        if self.on_gpus and dist.is_initialized():
+            # NCCL's way out may wait for the ranks that are gone (NVIDIA/nccl issue 1777): nobody waits for it.
+            threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True).start()
+
     def leave(self) -> None:
+        if self.on_gpus:
+            torch.cuda.synchronize()  # a step under way takes all of us
         self.peers = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of everybody's values, in place."""
-        if self.peers is not None and suits_one_shot(values):
-            return one_shot_sum(values, self.peers)
-        dist.all_reduce(values)
-        return values
+    def add_sum_normalised(
+        self, residual: torch.Tensor | None, share: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + the sum of everybody's shares, and that normalised.
 
-    def add_sum(self, residual: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        """residual + the sum of everybody's shares, in the memory of `residual`; `share` is overwritten."""
-        if self.peers is not None and suits_one_shot(share):
-            return one_shot_sum(share, self.peers, residual)
-        return residual.add_(self.sum(share))
+        All are [tokens, hidden_size]. The sum is in the memory of `residual`, where there is one; `share` is
+        overwritten.
+        """
+        if self.peers is not None and suits_rows(share, self.size):
+            return one_shot_sum_normalised(share, self.peers, norm, residual)
+        total = self._add_sum(residual, share)
+        return total, rms_norm(total, *norm)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of everybody's values, one by one, in place. [...] int64."""
@@ -119,6 +139,12 @@ class Group:
         """Rank 0's values, in place."""
         dist.broadcast(values, src=0)
         return values
+
+    def _add_sum(self, residual: torch.Tensor | None, share: torch.Tensor) -> torch.Tensor:
+        if self.peers is not None and suits_one_shot(share):
+            return one_shot_sum(share, self.peers, residual)
+        dist.all_reduce(share)
+        return share if residual is None else residual.add_(share)
 
     def _exchange(self, store: dist.Store, own: bytes) -> list[bytes]:
         """Everybody's bytes, in order of ranks."""

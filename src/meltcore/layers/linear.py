@@ -3,10 +3,11 @@
 import torch
 from torch import nn
 
+from meltcore.kernels.norm import Norm
 from meltcore.layers.destination import Destination, reordered
 from meltcore.layers.group import Group
-from meltcore.layers.norm import RMSNorm
 from meltcore.layers.pieces import piece, stacked_piece, within
+from meltcore.layers.residual import Residual
 from meltcore.layers.weight import DenseWeight, Fp8Weight
 
 
@@ -77,20 +78,21 @@ class Linear(nn.Module):
         target = reordered(self.bias[within(self._rows_of(index))], order)
         return piece(target, self._published[0][index : index + 1], within(self._outputs[index]))
 
-    def forward(self, hidden: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """Of norm(hidden) where a norm is given."""
-        product = self.weight.product(hidden, norm.parts() if norm else None)
+        product = self.weight.product(hidden, norm)
         return product if self.bias is None else product.add_(self.bias)
 
-    def gated(self, hidden: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def gated(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """silu(gate) * up, where the two halves of the product are gate and up."""
-        return self.weight.gated_product(hidden, norm.parts() if norm else None)
+        return self.weight.gated_product(hidden, norm)
 
-    def add_to(self, residual: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """residual + forward(hidden), in the memory of `residual`; every rank's forward of its own inputs."""
+    def add_to(self, residual: Residual, hidden: torch.Tensor) -> None:
+        """Add forward(hidden), or in a group the sum of every rank's forward of its own inputs."""
         if self._group is None:
-            return self.weight.add_product(residual, hidden)
-        return self._group.add_sum(residual, self.weight.product(hidden, None))
+            self.weight.add_product(residual.values, hidden)
+        else:
+            residual.add_sum(self._group, self.weight.product(hidden, None))
 
     def _rows_of(self, index: int) -> range:
         """Where the i-th matrix stands in the weight."""

@@ -1,11 +1,11 @@
 """The feed-forward block."""
 
-import torch
 from torch import nn
 
 from meltcore.layers.group import Group
 from meltcore.layers.linear import Linear
 from meltcore.layers.norm import MakeNorm
+from meltcore.layers.residual import Residual
 
 
 class GatedMLP(nn.Module):
@@ -23,6 +23,5 @@ class GatedMLP(nn.Module):
         self.gate_up.keep_outputs(kept, kept)
         self.down.keep_inputs(kept, group)
 
-    def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        """residual: [tokens, hidden_size], changed in place and returned."""
-        return self.down.add_to(residual, self.gate_up.gated(residual, self.norm))
+    def forward(self, residual: Residual) -> None:
+        self.down.add_to(residual, self.gate_up.gated(*residual.read(self.norm)))

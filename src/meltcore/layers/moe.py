@@ -11,6 +11,7 @@ from meltcore.layers.destination import Destination
 from meltcore.layers.group import Group
 from meltcore.layers.norm import MakeNorm
 from meltcore.layers.pieces import Pieces, piece, within
+from meltcore.layers.residual import Residual
 from meltcore.layers.uniform_routing import drawing_seed, note_drawn
 
 
@@ -51,13 +52,13 @@ class RoutedMLP(nn.Module):
         self._group = group
         self._allocate(self.router.shape[1])
 
-    def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        """residual: [tokens, hidden_size], changed in place and returned."""
-        hidden, routing = self._to_experts(residual, self.norm.parts())
+    def forward(self, residual: Residual) -> None:
+        hidden, routing = self._to_experts(*residual.read(self.norm))
         if self._group is None:
-            return experts_add(residual, hidden, routing, self.gate_up, self.down)
-        share = experts_add(None, hidden, routing, self.gate_up, self.down)
-        return self._group.add_sum(residual, share)
+            experts_add(residual.values, hidden, routing, self.gate_up, self.down)
+        else:
+            share = experts_add(None, hidden, routing, self.gate_up, self.down)
+            residual.add_sum(self._group, share)
 
     def _to_experts(self, tokens: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing]:
         """The tokens normalised, by `norm` where they are not yet, and where they go."""

@@ -12,7 +12,16 @@ from collections.abc import Callable
 
 import torch
 
-from meltcore.kernels.all_reduce import Peers, inbox_bytes, new_steps, one_shot_largest, one_shot_sum
+from meltcore.kernels.all_reduce import (
+    Peers,
+    inbox_bytes,
+    make_peers,
+    normalised_sum_of_shares,
+    one_shot_largest,
+    one_shot_sum,
+    one_shot_sum_normalised,
+)
+from meltcore.kernels.norm import Norm
 
 _DRIVER = "libcuda.so.1"
 _PROOF_LIMIT_S = 120.0  # other ranks may still be compiling
@@ -56,7 +65,7 @@ def open_inboxes(rank: int, ranks: int, device: torch.device, exchange: Callable
             theirs = _Handle.from_buffer_copy(content)
             _call(driver, "cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, ctypes.c_uint(_LAZY_PEER_ACCESS))
         addresses.append(address.value)
-    return Peers(torch.tensor(addresses, dtype=torch.int64, device=device), new_steps(device), rank)
+    return make_peers(addresses, rank, device)
 
 
 def prove_inboxes(peers: Peers, device: torch.device) -> None:
@@ -64,20 +73,29 @@ def prove_inboxes(peers: Peers, device: torch.device) -> None:
 
     Raises RuntimeError where it does not arrive, or not as it was sent: better at the start than in an answer.
     """
-    numbers = torch.arange(4096, dtype=torch.float32, device=device)
+    numbers = torch.arange(4096, dtype=torch.float32, device=device).view(4, 1024)
+    norm = Norm(numbers[1], 1e-6)
     keys = torch.arange(-50, 50, device=device)
     for _ in range(3):
         total = one_shot_sum(numbers + peers.rank, peers)
+        normalised = one_shot_sum_normalised(numbers + peers.rank, peers, norm)
         largest = one_shot_largest(keys * (1 if peers.rank == 0 else -1), peers)
     sent = torch.cuda.Event()
     sent.record()
     until = time.monotonic() + _PROOF_LIMIT_S
     while not sent.query():
         if time.monotonic() > until:
+            peers.give_up()
             raise RuntimeError(f"nothing arrives through peer memory within {_PROOF_LIMIT_S:g} s; {_ADVICE}")
         time.sleep(0.001)
-    expected = peers.ranks * numbers + peers.ranks * (peers.ranks - 1) / 2
-    if not torch.equal(total, expected) or not torch.equal(largest, keys.abs()):
+    expected = normalised_sum_of_shares([numbers + rank for rank in range(peers.ranks)], norm)
+    right = (
+        torch.equal(total, expected[0])
+        and torch.equal(normalised[0], expected[0])
+        and torch.allclose(normalised[1], expected[1], rtol=1e-5)
+        and torch.equal(largest, keys.abs())
+    )
+    if not right:
         raise RuntimeError(f"sums through peer memory are wrong; {_ADVICE}")
 
 

@@ -6,14 +6,15 @@ import torch
 
 from meltcore.kernels.embedding import rows_or_zeros
 from meltcore.layers.group import Group
+from meltcore.layers.residual import Residual
 
 
-def look_up(embedding: torch.Tensor, token_ids: torch.Tensor, group: Group | None) -> torch.Tensor:
+def look_up(embedding: torch.Tensor, token_ids: torch.Tensor, group: Group | None) -> Residual:
     """embedding: [vocab_size, hidden_size], or this rank's rows of it; token_ids: [tokens] int64.
 
-    Returns [tokens, hidden_size], the same on every rank.
+    Returns the beginning of the residual stream.
     """
     if group is None:
-        return embedding[token_ids]
+        return Residual(embedding[token_ids])
     # A token's row, and zeros from all other ranks: the sum is exact in any type.
-    return group.sum(rows_or_zeros(embedding, token_ids, group.rank * embedding.shape[0]))
+    return Residual(rows_or_zeros(embedding, token_ids, group.rank * embedding.shape[0]), group)

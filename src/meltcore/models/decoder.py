@@ -21,6 +21,7 @@ from meltcore.layers.group import Group
 from meltcore.layers.mlp import GatedMLP
 from meltcore.layers.moe import RoutedMLP
 from meltcore.layers.pieces import piece, within
+from meltcore.layers.residual import Residual
 from meltcore.layers.vocabulary import look_up
 from meltcore.models.cache import CacheGroup, StateGroup
 from meltcore.models.decoder_config import DecoderConfig
@@ -45,15 +46,17 @@ class Block(nn.Module):
 
     def forward(
         self,
-        residual: torch.Tensor,
+        residual: Residual,
         positions: torch.Tensor,
         rotary: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
         segments: Segments,
-    ) -> torch.Tensor:
+    ) -> None:
         if isinstance(self.attention, DeltaNet):
-            return self.mlp(self.attention(residual, cache, segments))
-        return self.mlp(self.attention(residual, positions, rotary, cache, segments))
+            self.attention(residual, cache, segments)
+        else:
+            self.attention(residual, positions, rotary, cache, segments)
+        self.mlp(residual)
 
     def divide(self, group: Group) -> None:
         self.attention.divide(group)
@@ -188,8 +191,8 @@ class Decoder(nn.Module):
         """
         residual = look_up(self.embedding, token_ids, self._group)
         for block, cache in zip(self.blocks, caches, strict=True):
-            residual = block(residual, positions, self.rotary, cache, segments)
-        return self.norm(residual)
+            block(residual, positions, self.rotary, cache, segments)
+        return residual.normalised(self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden_size] -> [rows, vocab_size] in the type of the weights, or this rank's share of it."""
