@@ -19,7 +19,8 @@ from meltcore.engine.messages import (
     socket_address,
 )
 
-WAIT_MS = 60_000
+WAIT_MS = 120_000  # against hangs: a start takes seconds, and more on a busy machine
+POLL_MS = 500
 
 
 class Front:
@@ -42,7 +43,12 @@ class Front:
         self.to_engine.send(msgspec.msgpack.encode(list(messages)))
 
     def receive(self) -> FromEngine:
-        assert self.from_engine.poll(WAIT_MS), "the engine said nothing"
+        """The next message; a process that has ended says no more."""
+        waited_ms = 0
+        while not self.from_engine.poll(POLL_MS):
+            waited_ms += POLL_MS
+            assert waited_ms < WAIT_MS, "the engine said nothing"
+            assert self.process.poll() is None or self.from_engine.poll(POLL_MS), "the engine ended without a word"
         return msgspec.msgpack.decode(self.from_engine.recv(), type=FromEngine)
 
     def ready(self) -> EngineReady:

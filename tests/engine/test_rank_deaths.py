@@ -18,8 +18,9 @@ from meltcore.engine.messages import AddRequest, EngineFailed, Shutdown, StepOut
 from meltcore.engine.sampling_params import SamplingParams
 
 TIMEOUT_S = 4.0
-# From a rank's end to the engine's: the limit of a step, what is then looked for, and a process that ends.
-WITHIN_S = TIMEOUT_S + 8.0
+# From a rank's end to the engine's: the limit of a step, what is then looked for, and a process that ends. Wide, for
+# busy machines: unnoticed, it would never be over.
+WITHIN_S = TIMEOUT_S + 26.0
 
 StartFront = Callable[..., Front]
 
@@ -43,15 +44,18 @@ def start(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path) -> I
 
 def rank_of(front: Front) -> int:
     """The process of rank 1, the only child of the engine's."""
-    tasks = Path(f"/proc/{front.process.pid}/task").iterdir()
-    (rank,) = {int(child) for task in tasks for child in (task / "children").read_text().split()}
+    (rank,) = map(int, Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children").read_text().split())
     return rank
 
 
-def ends(process: int, within_s: float) -> bool:
-    until = time.monotonic() + within_s
+def ends(process: int) -> bool:
+    """Whether it is gone in time, or has ended and waits for its parent."""
+    until = time.monotonic() + WITHIN_S
     while time.monotonic() < until:
-        if not Path(f"/proc/{process}").exists() or " Z " in Path(f"/proc/{process}/stat").read_text():
+        try:
+            if " Z " in Path(f"/proc/{process}/stat").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
             return True
         time.sleep(0.02)
     return False
@@ -72,8 +76,8 @@ def test_serves_and_leaves_nothing_behind(start: StartFront) -> None:
     front.send(AddRequest("a", prompt, SamplingParams(max_tokens=5, ignore_eos=True)))
     assert sum(len(output.token_ids) for output in front.outputs(1)["a"]) == 5
     front.send(Shutdown())
-    assert front.process.wait(20) == 0
-    assert ends(rank, 5.0)
+    assert front.process.wait(WITHIN_S) == 0
+    assert ends(rank)
 
 
 def test_a_rank_goes_when_the_engine_is_killed(start: StartFront) -> None:
@@ -81,8 +85,8 @@ def test_a_rank_goes_when_the_engine_is_killed(start: StartFront) -> None:
     front.ready()
     rank = rank_of(front)
     front.process.kill()
-    front.process.wait(10)
-    assert ends(rank, 10.0)
+    front.process.wait(WITHIN_S)
+    assert ends(rank)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_at_work_a_rank_that_is_gone_or_stuck_ends_the_engine(
     assert reason in text
     assert front.process.wait(WITHIN_S) == 1
     assert time.monotonic() - started < WITHIN_S
-    assert ends(rank, 5.0)
+    assert ends(rank)
 
 
 def test_at_rest_a_rank_that_is_gone_ends_the_engine(start: StartFront) -> None:
