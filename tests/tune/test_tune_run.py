@@ -79,6 +79,28 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert reason in capsys.readouterr().err
 
 
+def test_speed_alone_is_compared_where_nothing_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "server.cmd").write_text(f"{TUNED} --max-num-seqs 2\n")
+    words = [
+        "--dtypes",
+        "",
+        "--questions",
+        "0",
+        "--concurrency",
+        "2",
+        "--requests",
+        "4",
+        "--workload",
+        "random:in=8,out=8",
+    ]
+    found = tune(["precision", "--run", str(tmp_path / "server.cmd"), *words], tmp_path, capsys)
+    assert [point.ok for point in found.points] == [True, False, False, False], "that server knows no fp8"
+    assert [point.words for point in found.points[1:3]] == [["--quantization", "fp8"], ["--kv-cache-dtype", "fp8"]]
+    assert found.points[0].answers is None
+    assert found.finding.startswith("the server as shipped is the fastest")
+    assert "right" not in found.finding
+
+
 @pytest.mark.slow
 def test_our_engine_is_tuned_by_its_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The most sequences that run without preemption are those that arithmetic says fit the cache."""

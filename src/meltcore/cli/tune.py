@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     precision = parser.add_argument_group("precision")
     precision.add_argument("--dtypes", default="float16,bfloat16", metavar="NAME,...", help="also float32, or none: ''")
     precision.add_argument("--no-fp8", action="store_true", help="do not try fp8 weights and caches")
-    precision.add_argument("--questions", type=int, default=200, metavar="N", help="bundled problems asked (200)")
+    precision.add_argument(
+        "--questions", type=int, default=200, metavar="N", help="bundled problems asked (200); 0: speed alone"
+    )
     precision.add_argument("--gsm8k", metavar="FILE", help="items of GSM8K asked beside them, 200 at most")
     add_load_options(parser, concurrency="64")
 

@@ -78,14 +78,17 @@ def gsm8k_questions(path: Path, count: int) -> list[Question]:
 def try_variants(
     bench: Bench, variants: Mapping[str, Sequence[str]], load: LoadConfig, questions: Sequence[Question]
 ) -> list[TuningPoint]:
-    """The server as it is shipped, then a start each; answers are compared with those of the first that ran."""
+    """The server as it is shipped, then a start each; answers are compared with those of the first that ran.
+
+    Without `questions` it is speed alone, for weights whose answers mean nothing.
+    """
     if not variants:
         raise ConfigError("there is no precision to try")
     first: list[Written] = []
     points = []
     for name, words in [(None, ()), *variants.items()]:
         written: list[Written] = []
-        look = partial(_look, questions, load.model, first, written)
+        look = partial(_look, questions, load.model, first, written) if questions else None
         point = attempt(bench, {} if name is None else {"precision": name}, load, words=words, look=look)
         points.append(point)
         if not first and point.ok:
