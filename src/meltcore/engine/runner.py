@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from meltcore.engine.batch import Batch, NewPages, Step, build_batch, take_new_pages
-from meltcore.engine.graphs import GraphPool, padded_sizes
+from meltcore.engine.graphs import Decoded, GraphPool, padded_sizes
 from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.request import Request, Sampled
 from meltcore.engine.sampler import Sampler, SampleResult
@@ -75,10 +75,12 @@ class ModelRunner:
         self._page_table = torch.zeros(rows, pages_for(layout.max_model_len), dtype=torch.int64, device=self.device)
         self._last_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._graphs: GraphPool | None = None
+        self._decoded: Decoded | None = None  # by the newest step, where it was a graph's
 
     def capture_graphs(self, progress: Progress) -> None:
         """Make pure decode steps replay CUDA graphs from now on."""
-        graphs = GraphPool(self._decode_step, padded_sizes(self._max_num_seqs), self.device)
+        sizes = padded_sizes(self._max_num_seqs)
+        graphs = GraphPool(self._decode_step, sizes, self._last_token, self._page_table)
         graphs.capture(progress)
         self._graphs = graphs
 
@@ -86,8 +88,13 @@ class ModelRunner:
     def launch(self, plan: list[Chunk]) -> LaunchedStep:
         """Start a step and return without waiting for the device."""
         chunks, step = self._describe(plan)
-        result = self._run(step, [chunk.request for chunk in chunks if chunk.samples])
-        return LaunchedStep(chunks, result.copy_to_host(), self._done())
+        requests = [chunk.request for chunk in chunks if chunk.samples]
+        result = self._run(step, requests)
+        if self._decoded is not None and all(request.plain_greedy for request in requests):
+            on_host = SampleResult(self._decoded.on_host, [], None)  # written by the graph
+        else:
+            on_host = result.copy_to_host()
+        return LaunchedStep(chunks, on_host, self._done())
 
     def choose(self, logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
         """Replace the greedy choice `token_ids` [rows] where a request wants another; in place.
@@ -137,12 +144,13 @@ class ModelRunner:
 
         Replays a graph, or launches kernel by kernel.
         """
-        if step.new_pages.rows:
-            self._write_pages(step.new_pages)
         if step.batch is None:
             assert self._graphs is not None
-            decoded = self._graphs.replay(step.rows, step.positions)
+            self._decoded = decoded = self._graphs.replay(step.rows, step.positions, step.new_pages)
             return decoded.token_ids, lambda at: self.model.logits(decoded.hidden[at]).float()
+        self._decoded = None
+        if step.new_pages.rows:
+            self._write_pages(step.new_pages)
         last_tokens, sample_rows = to_device_together([step.batch.last_tokens, step.batch.sample_rows], self.device)
         logits = self.model.logits(self._forward(step.batch)[last_tokens])
         token_ids = self.likeliest(logits)
@@ -207,9 +215,7 @@ class ModelRunner:
             chunks=nothing,
         )
         hidden = self.model(self._last_token[rows], positions, self.caches, segments)
-        token_ids = self.likeliest(self.model.logits(hidden))
-        self._last_token.index_copy_(0, rows, token_ids)
-        return hidden, token_ids
+        return hidden, self.likeliest(self.model.logits(hidden))
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._page_table[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
