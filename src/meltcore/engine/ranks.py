@@ -64,7 +64,7 @@ class Ranks:
         self._config, self._size = config, config.tp
         self._group: Group | None = None
         self._watch: LaunchWatch | None = None
-        self._failed = False
+        self._settled = self._failed = False
         self.limit_s = WARM_UP_LIMIT_S
         self._folder = Path(tempfile.mkdtemp(prefix="meltcore-ranks-"))
         self._context = zmq.Context()
@@ -112,6 +112,7 @@ class Ranks:
 
     def wait_settled(self) -> None:
         self._wait_for_all("settled", LOAD_LIMIT_S)
+        self._settled = True
 
     def capture_graphs(self) -> None:
         self._send(CaptureGraphs())
@@ -177,29 +178,32 @@ class Ranks:
         return self._failure(self._suspects() or "rank 0", " ".join(str(error).split())[:300])
 
     def close(self) -> None:
-        """Leave the group together, or end the processes by force where one has failed. Can be called twice."""
+        """Leave the group together, or end the processes by force where that cannot be. Can be called twice."""
         if not self._end.alive:
             return
         if self._watch:
             self._watch.close()
-        if not self._failed:
+        together = self._settled and not self._failed and self._is_done()
+        if together:
             self._send(Leave())
-            self._finish()
-        # NCCL would wait for ranks that are gone.
-        if self._group is not None and not (self._failed and self._group.on_gpus):
-            self._group.leave()
-        until = time.monotonic() + (0.0 if self._failed else _LEAVE_LIMIT_S)
+        if self._group is not None:
+            if together or not self._group.on_gpus:
+                self._group.leave()
+            else:
+                self._group.give_up()  # NCCL would wait for ranks that are gone
+        until = time.monotonic() + (_LEAVE_LIMIT_S if together else 0.0)
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < until:
             time.sleep(0.01)
         self._end()
 
-    def _finish(self) -> None:
-        """Wait for what the device has under way; where that does not end, the group has failed."""
+    def _is_done(self) -> bool:
+        """Wait for the step that the device may have under way. False: it does not end, and so the group has failed."""
         if self._group is not None and self._group.on_gpus:
             under_way = torch.cuda.Event()
             under_way.record()
             with suppress(RankError):
                 self.wait(under_way)
+        return not self._failed
 
     def _send(self, message: ToRank) -> None:
         content = encoder.encode(message)
@@ -230,7 +234,7 @@ class Ranks:
 
     def _failure(self, who: str, what: str) -> RankError:
         """There is no leaving together any more."""
-        if self._group is not None and not self._failed:
+        if self._group is not None:
             self._group.give_up()
         self._failed = True
         return RankError(f"{who}: {what}")

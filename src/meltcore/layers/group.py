@@ -33,7 +33,7 @@ class Group:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.on_gpus = False
+        self.on_gpus = self.gave_up = False
         self.peers: Peers | None = None  # what small sums go through; collectives do all of them where there is none
 
     # --- what a rank holds ---
@@ -92,6 +92,9 @@ class Group:
 
     def give_up(self) -> None:
         """Let the device get past what waits for ranks that are gone; what it computes from now on means nothing."""
+        if self.gave_up:
+            return
+        self.gave_up = True
         if self.peers is not None:
             self.peers.give_up()
         if self.on_gpus and dist.is_initialized():
