@@ -81,7 +81,7 @@ def test_each_part_that_is_no_pass_makes_the_card_none_and_says_why(
     assert card.verdict == verdict
     [part] = [part for part in card.parts if part.kind == kind]
     assert part.verdict == verdict
-    assert any(reason in each for each in part.reasons)
+    assert any(reason in each for each in (part.line, *part.reasons))
     assert f"{kind} (spoilt)" in card.why
 
 

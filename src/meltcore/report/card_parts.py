@@ -145,5 +145,4 @@ def _comparison(found: Judgement) -> Found:
     line = f"{found.verdict}: {judge_headline(found)}"
     if found.doubts:
         return "UNKNOWN", line, [f"does not compare: {each}" for each in found.doubts]
-    verdict = _JUDGED[found.verdict]
-    return verdict, line, [] if verdict == "PASS" else [found.why]
+    return _JUDGED[found.verdict], line, []  # the line says why
