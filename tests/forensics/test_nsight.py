@@ -1,5 +1,6 @@
 """Nsight Systems' export, on files made by the documented schema: no real one was at hand."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,33 @@ def test_the_verb_reads_an_export_and_leaves_it_as_it_was(tmp_path: Path, capsys
     assert "At most 27.70 % of the time could be won" in " ".join(capsys.readouterr().out.split())
     assert path.read_bytes() == before
     assert {file.name for file in tmp_path.iterdir()} == {"report.sqlite", "gaps.html", "gaps.json"}
+
+
+def nsys_that(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program named nsys alone on the path."""
+    program = folder / "bin" / "nsys"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nimport shutil, sys\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+
+
+def test_a_report_is_exported_by_nsys_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_of_each_exported(tmp_path / "kept.sqlite").rename(tmp_path / "report.nsys-rep")
+    nsys_that(
+        tmp_path,
+        "assert sys.argv[1:5] == ['export', '--type', 'sqlite', '--output'], sys.argv\n"
+        "shutil.copy(sys.argv[6], sys.argv[5])",
+        monkeypatch,
+    )
+    assert analyse(read_trace(tmp_path / "report.nsys-rep"), 0).window_us == 1000.0
+    assert {file.name for file in tmp_path.iterdir()} == {"bin", "report.nsys-rep"}
+
+
+def test_a_report_that_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="needs nsys, which is not installed here"):
+        read_trace(tmp_path / "report.nsys-rep")
+    nsys_that(tmp_path, "sys.exit('unknown report version')", monkeypatch)
+    with pytest.raises(ConfigError, match=r"could not export .*: unknown report version"):
+        read_trace(tmp_path / "report.nsys-rep")

@@ -13,7 +13,7 @@ HELP = (
 )
 EXAMPLES = """\
   meltcore profile trace.json.gz
-  meltcore profile report.sqlite                               nsys export --type sqlite report.nsys-rep
+  meltcore profile report.nsys-rep                             where nsys is installed; elsewhere its export, .sqlite
   meltcore profile trace.json --from-ms 200 --to-ms 800 --page gaps.html
   meltcore profile trace.json --step _first_maximum_kernel     one of these kernels is one step
   meltcore profile --url http://127.0.0.1:8000 --seconds 5     a server started with --profile-dir, under load
@@ -27,7 +27,7 @@ EXIT_UNTRUSTED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "trace", nargs="?", metavar="TRACE", help="of the torch profiler, .json or .json.gz, or of nsys, .sqlite"
+        "trace", nargs="?", metavar="TRACE", help="of torch, .json or .json.gz, or of nsys, .nsys-rep or .sqlite"
     )
     parser.add_argument(
         "--url", metavar="URL", help="record a trace of this server instead; it must run on this machine"

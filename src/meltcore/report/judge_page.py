@@ -12,7 +12,7 @@ from meltcore.report.judge_output import STYLES, cells, is_primary, taking
 from meltcore.report.scale import Scale, spaced
 from meltcore.report.template import fill
 from meltcore.results.judgement import JUDGEMENT_FILE, Judgement
-from meltcore.results.wording import change, number
+from meltcore.results.wording import change, fingerprint_rows, load_words, number
 
 _WIDTH, _LEFT, _RIGHT = 1120.0, 210.0, 1080.0
 _ROW, _TOP, _LABEL_GAP = 46.0, 18.0, 84.0
@@ -28,6 +28,8 @@ def render_judgement(found: Judgement) -> str:
         taking=taking(found),
         strip=strip(found),
         rows=[(row, cells(row), is_primary(found, row)) for row in found.rows],
+        load=load_words(found.load),
+        fingerprint=[] if found.fingerprint is None else fingerprint_rows(found.fingerprint),
         file=JUDGEMENT_FILE,
     )
 

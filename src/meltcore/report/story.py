@@ -9,17 +9,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from typing import Any
 
 from meltcore.report.judge_output import headline
 from meltcore.report.tune_rows import setting_of
 from meltcore.results.card import Story, StoryState
 from meltcore.results.judgement import Judgement
 from meltcore.results.tuning import Tuning, TuningPoint, gain
-from meltcore.results.wording import change, number, setting
+from meltcore.results.wording import change, load_words, number
 
 _STATES: dict[str, StoryState] = {"IMPROVEMENT": "CONFIRMED", "REGRESSION": "CONTRADICTED"}
-_LOAD = ("workload", "concurrency", "requests", "rates", "max_tokens", "extra_body")
 _SAME_LOAD = ("workload", "concurrency", "max_tokens", "seed")
 
 
@@ -47,17 +45,11 @@ def changed_words(old: str, new: str) -> tuple[list[str], list[str]]:
     return gone, came
 
 
-def load_text(load: dict[str, Any]) -> str:
-    """What a server was loaded with, in words; empty where it is not known."""
-    told = [f"{name.replace('_', ' ')} {setting(load[name])}" for name in _LOAD if load.get(name)]
-    return ", ".join(told)
-
-
 def _judged(place: int, found: Judgement, tunings: Sequence[Tuning]) -> Story:
     gone, came = changed_words(found.old_command, found.new_command)
     story = Story(
         change=_in_words(gone, came),
-        workload=load_text(found.load),
+        workload=load_words(found.load),
         state=_STATES.get(found.verdict, "NOT CONFIRMED") if not found.doubts else "NOT CONFIRMED",
         judged=f"{found.verdict}: {headline(found)}",
         comparison=place,
@@ -68,7 +60,7 @@ def _judged(place: int, found: Judgement, tunings: Sequence[Tuning]) -> Story:
             story.tuning = at
             story.tuned = _one_start(tuning, point)
             if any(tuning.load.get(name) != found.load.get(name) for name in _SAME_LOAD):
-                story.tuned += f" It was tuned on another load: {load_text(tuning.load) or 'not told'}."
+                story.tuned += f" It was tuned on another load: {load_words(tuning.load) or 'not told'}."
             break
     return story
 
@@ -84,7 +76,7 @@ def _tuned(place: int, found: Tuning) -> Story | None:
         return None
     return Story(
         change=_in_words([], point.words),
-        workload=load_text(found.load),
+        workload=load_words(found.load),
         state="NOT CONFIRMED",
         tuned=_one_start(found, point),
         judged="No comparison of fresh starts changed just this.",

@@ -1,6 +1,7 @@
 """How numbers and facts of a result are written for people: the console tables and the HTML report use these."""
 
 from datetime import UTC, datetime
+from typing import Any
 
 from meltcore.results.percentiles import TOO_SMALL
 from meltcore.results.schema import (
@@ -14,6 +15,8 @@ from meltcore.results.schema import (
 )
 
 NOT_MEASURED = "–"
+# Of what a load generator was told, that which makes a workload.
+_LOAD = ("workload", "concurrency", "rates", "requests", "max_tokens", "extra_body")
 
 
 def number(value: float | None) -> str:
@@ -79,6 +82,11 @@ def load_of(level: LevelResult) -> str:
     if level.load_kind == "open" and level.rate_per_s is not None:
         return f"{number(level.rate_per_s)} requests/s"
     return f"{level.concurrency:,} at once"
+
+
+def load_words(load: dict[str, Any]) -> str:
+    """What a server was loaded with; empty where it is not known."""
+    return ", ".join(f"{name.replace('_', ' ')} {setting(load[name])}" for name in _LOAD if load.get(name))
 
 
 def fingerprint_rows(fingerprint: Fingerprint) -> list[tuple[str, str]]:
