@@ -61,6 +61,17 @@ def tuning(rates: tuple[float, float] = (1000.0, 1250.0), **changes: Any) -> Tun
     return Tuning(fingerprint=fingerprint(), **{**told, **changes})
 
 
+def precisions() -> Tuning:
+    """The server as it is shipped, one precision that is faster, and one that did not run."""
+    points = [
+        TuningPoint(settings={}, ok=True, ready_s=1.0, output_tokens_per_s=1000.0),
+        TuningPoint(settings={"precision": "fp8-cache"}, words=["--kv-cache-dtype", "fp8"], ok=True, ready_s=1.0,
+                    output_tokens_per_s=1400.0),
+        TuningPoint(settings={"precision": "fp8"}, words=["--quantization", "fp8"], ok=False, why="needs sm_89"),
+    ]  # fmt: skip
+    return tuning(kind="precision", points=points, best=None, knee=None)
+
+
 def comparison(rate: float = 1240.0, starts: int = 6, new_command: str = FASTER, load: Any = None) -> Judgement:
     def taken(name: str, command: str, rate: float) -> StartSet:
         runs = [sample_run([sample_level(32, output_tokens_per_s=rate * (1 + s))]) for s in _SPREAD[:starts]]

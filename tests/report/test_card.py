@@ -15,6 +15,7 @@ from sample_documents import (
     comparison,
     document,
     evaluation,
+    precisions,
     profile,
     scripted_certificate,
     tuning,
@@ -191,6 +192,16 @@ def test_the_page_has_the_verdict_and_every_plot_and_fetches_nothing(tmp_path: P
     assert html.count("<svg") >= 7
     for forbidden in ("<script", "<link", "<img", "http:", "https:", "<fake>"):
         assert forbidden not in html
+
+
+def test_precisions_are_drawn_as_bars_with_their_gains_and_what_did_not_run() -> None:
+    card = card_of(precisions())
+    [story] = card.stories
+    assert (story.change, story.state) == ("with --kv-cache-dtype fp8", "NOT CONFIRMED")
+    html = render_card(card)
+    assert "1,400  +40.0 %" in html
+    assert "did not run: fp8<" in html
+    assert html.count("<rect") == 2
 
 
 def test_a_saved_card_is_read_back_whole_and_drawn_alike(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from sample_documents import (
     comparison,
     document,
     evaluation,
+    precisions,
     profile,
     scripted_certificate,
     tuning,
@@ -26,7 +27,7 @@ def write(folder: Path, content: Content) -> Path:
     return path
 
 
-@pytest.mark.parametrize("content", [tuning(), comparison(), profile(), evaluation(), benchmark()])
+@pytest.mark.parametrize("content", [tuning(), precisions(), comparison(), profile(), evaluation(), benchmark()])
 def test_a_run_of_each_command_is_drawn_again_beside_it(
     content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,9 +88,13 @@ def _evidence(found: Card) -> list[Panel]:
     for tuning in found.tunings:
         drawn = tune_page.chart(tuning)
         if drawn is not None:
+            swept = tuning.kind == "batching"
             legend = [(name, colour, False) for name, colour in tune_page.legend(tuning)]
-            note = "One start a point; the ring marks the knee, and hollow dots missed the limits."
-            figure = Figure("Output tokens per second against sequences at once", drawn, legend, note)
+            note = (
+                "the ring marks the knee, and hollow dots missed the limits." if swept else "a gain needs a comparison."
+            )
+            title = f"Output tokens per second {'against sequences at once' if swept else 'of each precision'}"
+            figure = Figure(title, drawn, legend, f"One start a point; {note}")
             panels.append(Panel(f"Tuning: {tuning.kind}", figures=[figure]))
         elif tuning.facts:
             tiles = [(fact.name, fact.value, fact.source) for fact in tuning.facts]

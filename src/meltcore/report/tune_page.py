@@ -11,6 +11,7 @@ from meltcore.report import svg
 from meltcore.report.charts import tick_text
 from meltcore.report.scale import Scale, linear_ticks, spaced
 from meltcore.report.template import fill
+from meltcore.report.tune_bars import bars
 from meltcore.report.tune_rows import table_of
 from meltcore.results.tuning import TUNING_FILE, Tuning, TuningPoint
 from meltcore.results.wording import fingerprint_rows, number, setting
@@ -37,17 +38,22 @@ def render_tuning(found: Tuning) -> str:
 
 
 def legend(found: Tuning) -> list[tuple[str, int]]:
-    """(name, colour) of each line of the chart."""
+    """(name, colour) of each line of a sweep's chart."""
+    if found.kind != "batching":
+        return []
     return [(_name(budget), at % _COLOURS + 1) for at, budget in enumerate(_budgets(found.points))]
 
 
 def chart(found: Tuning) -> Markup | None:
-    """Output rate against sequences (logarithmic), a line a token budget, dashed the server as it is shipped.
-
-    None where nothing ran, and for other tunings than sweeps.
+    """Of a sweep the output rate against sequences (logarithmic), a line a token budget, dashed the server as it is
+    shipped; of precisions a bar each. None where nothing ran, and for the search of limits.
     """
+    return _sweep(found) if found.kind == "batching" else bars(found) if found.kind == "precision" else None
+
+
+def _sweep(found: Tuning) -> Markup | None:
     measured = [point for point in found.points if point.output_tokens_per_s and point.settings]
-    if found.kind != "batching" or not measured:
+    if not measured:
         return None
     shipped = None if found.shipped is None else found.shipped.output_tokens_per_s
     seqs = sorted({int(point.settings["seqs"]) for point in measured})
