@@ -16,6 +16,7 @@ from meltcore.errors import ConfigError
 from meltcore.layers import moe
 from meltcore.layers.mlp import GatedMLP
 from meltcore.layers.moe import RoutedMLP
+from meltcore.layers.residual import Residual
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import build_model, load_weights
@@ -168,8 +169,9 @@ def experts_read(model: Path, monkeypatch: pytest.MonkeyPatch, *debug: DebugSwit
     assert isinstance(mlp, RoutedMLP)
     chosen: list[torch.Tensor] = []
     with monkeypatch.context() as patch:
-        patch.setattr(moe, "experts_add", lambda residual, hidden, routing, *weights: chosen.append(routing.experts))
-        mlp(torch.ones(64, HIDDEN) + torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0)) / 100)
+        patch.setattr(moe, "experts_add", lambda residual, hidden, routing, *_, **__: chosen.append(routing.experts))
+        alike = torch.ones(64, HIDDEN) + torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0)) / 100
+        mlp(Residual(alike))
     return len(chosen[0].unique())
 
 
