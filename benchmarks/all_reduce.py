@@ -1,7 +1,9 @@
-"""The sum over ranks of a message, into the residual stream: our one launch over peer memory beside NCCL's all-reduce.
+"""The sum over ranks of a message, with the residual's addition and the norm after it: our one launch over peer memory
+beside NCCL's all-reduce and two kernels more; and the sum alone, of both.
 
-A process a GPU. Times are of one sum in a CUDA graph of many, as a decode step has them; the residual's addition is in
-both. Before anything is timed, every sum is compared with one computed by rank 0 from everybody's shares.
+A process a GPU. Times are of one sum in a CUDA graph of many, as a decode step has them. Before anything is timed, sums
+are compared with those that rank 0 computes from everybody's shares: launched by themselves, in a graph, and again by
+themselves, since all share their inboxes.
 
     python benchmarks/all_reduce.py --ranks 2
 """
@@ -14,56 +16,98 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from bench_output import Row, write_result
 
-from meltcore.kernels.all_reduce import Peers, one_shot_sum, suits_one_shot, sum_of_shares
+from meltcore.kernels.all_reduce import (
+    Peers,
+    normalised_sum_of_shares,
+    one_shot_sum,
+    one_shot_sum_normalised,
+    suits_rows,
+)
+from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.layers.group import Group
 
 HIDDEN = 2048  # Qwen3.5-35B-A3B's: 4 KiB a token in bfloat16
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256)
+TOKENS = (1, 4, 16, 64, 128, 256)
 REACH_US = {1: 8.0, 64: 16.0}  # on eight GPUs
 SUMS, REPLAYS, ROUNDS = 60, 10, 5
 LIMIT_S = 60.0
 
 
-def check(group: Group, peers: Peers, tokens: int, device: torch.device) -> float:
-    """The share of numbers that differ from the sum by torch; all ranks must have the same bits."""
-    torch.manual_seed(1000 * tokens + group.rank)
-    share = torch.randn(tokens, HIDDEN, device=device).bfloat16()
-    shares = [torch.empty_like(share) for _ in range(group.size)]
-    dist.all_gather(shares, share)
-    residual = torch.full_like(share, 0.25)
-    expected = sum_of_shares(shares, residual)
-    result = one_shot_sum(share.clone(), peers, residual)
-    bits = [torch.empty_like(result) for _ in range(group.size)]
-    dist.all_gather(bits, result)
-    assert all(torch.equal(each, bits[0]) for each in bits), f"{tokens} tokens: ranks differ"
-    torch.testing.assert_close(result.float(), expected.float(), rtol=2.0**-7, atol=2e-2)
-    return float((result != expected).float().mean())
+class Message:
+    """A share and a residual of `tokens` tokens, and what is done with them."""
+
+    def __init__(self, tokens: int, group: Group, device: torch.device) -> None:
+        torch.manual_seed(1000 * tokens)
+        self.residual = torch.randn(tokens, HIDDEN, device=device).bfloat16()
+        self.norm = Norm(torch.rand(HIDDEN, device=device).bfloat16(), 1e-6)
+        torch.manual_seed(1000 * tokens + 1 + group.rank)
+        self.share = torch.randn(tokens, HIDDEN, device=device).bfloat16()
+        self.group = group
+
+    @property
+    def peers(self) -> Peers:
+        assert self.group.peers is not None
+        return self.group.peers
+
+    def all_in_one(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return one_shot_sum_normalised(self.share, self.peers, self.norm, self.residual)
+
+    def all_by_nccl(self) -> None:
+        dist.all_reduce(self.share)
+        rms_norm(self.residual.add_(self.share), *self.norm)
+
+    def sum_alone(self) -> None:
+        one_shot_sum(self.share, self.peers)
+
+    def sum_by_nccl(self) -> None:
+        dist.all_reduce(self.share)
 
 
-def microseconds(tokens: int, peers: Peers | None, device: torch.device) -> float:
-    """Of one sum, the fastest of some rounds."""
-    share = torch.zeros(tokens, HIDDEN, device=device, dtype=torch.bfloat16)
-    residual = torch.zeros_like(share)
-
-    def once() -> None:
-        if peers is not None:
-            one_shot_sum(share, peers, residual)
-        else:
-            dist.all_reduce(share)
-            residual.add_(share)
-
+def graph_of(once: Callable[[], object], times: int) -> torch.cuda.CUDAGraph:
     once()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(SUMS):
+        for _ in range(times):
             once()
+    return graph
+
+
+def check(tokens: int, group: Group, device: torch.device) -> float:
+    """The share of numbers that differ from torch's, by another order of sums; all ranks must have the same bits."""
+    message = Message(tokens, group, device)
+    shares = [torch.empty_like(message.share) for _ in range(group.size)]
+    dist.all_gather(shares, message.share)
+    expected: tuple[torch.Tensor, ...] = (message.residual.clone(),)
+    found: tuple[torch.Tensor, ...] = ()
+
+    def once() -> None:
+        nonlocal found
+        found = message.all_in_one()
+
+    graph = graph_of(once, 3)
+    for launches, launch in ((1, lambda: None), (3, graph.replay), (3, graph.replay), (1, once)):
+        launch()
+        for _ in range(launches):
+            expected = normalised_sum_of_shares(shares, message.norm, expected[0])
+    for ours, theirs in zip(found, expected, strict=True):
+        bits = [torch.empty_like(ours) for _ in range(group.size)]
+        dist.all_gather(bits, ours.contiguous())
+        assert all(torch.equal(each, bits[0]) for each in bits), f"{tokens} tokens: ranks differ"
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2.0**-6, atol=6e-2)
+    return float((found[0] != expected[0]).float().mean())
+
+
+def microseconds(once: Callable[[], object]) -> float:
+    """The fastest of some rounds."""
+    graph = graph_of(once, SUMS)
     best = float("inf")
     for _ in range(ROUNDS):
         graph.replay()  # brings the ranks together
@@ -77,38 +121,37 @@ def microseconds(tokens: int, peers: Peers | None, device: torch.device) -> floa
     return best
 
 
+def rows_of(tokens: int, group: Group, device: torch.device) -> list[Row]:
+    message = Message(tokens, group, device)
+    if not suits_rows(message.share, group.size):
+        raise SystemExit(f"{tokens} tokens are too many for one launch")
+    differing = check(tokens, group, device)
+    message.residual.zero_()
+    message.share.zero_()
+    size = f"{group.size} GPUs, {message.share.numel() * 2 // 1024} KiB"
+    rows = []
+    for what, peer, ours, theirs in (
+        ("sum, residual, norm", "NCCL, two kernels", message.all_in_one, message.all_by_nccl),
+        ("sum", "NCCL", message.sum_alone, message.sum_by_nccl),
+    ):
+        value, peer_value = microseconds(ours), microseconds(theirs)
+        reach = REACH_US.get(tokens) if group.size == 8 and peer != "NCCL" else None
+        row = Row(work=f"{size}: {what}", unit="us", value=value, peer=peer, peer_value=peer_value, reach=reach)
+        row.ratio = peer_value / value
+        rows.append(row)
+    if group.rank == 0:
+        times = "; ".join(f"{row.value:.2f} us, NCCL {row.peer_value:.2f}" for row in rows)
+        print(f"{size}: {times}; {differing:.1%} rounded differently", flush=True)
+    return rows
+
+
 def work(rank: int, ranks: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     group = Group(rank, ranks)
     group.join(folder / "group", device, LIMIT_S)
-    peers = group.peers
-    if peers is None:
+    if group.peers is None:
         raise SystemExit("these GPUs cannot write to each other's memory")
-    rows = []
-    for tokens in TOKENS:
-        values = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
-        size = values.numel() * values.element_size()
-        if not suits_one_shot(values):
-            continue
-        differing = check(group, peers, tokens, device)
-        ours, theirs = microseconds(tokens, peers, device), microseconds(tokens, None, device)
-        if rank == 0:
-            print(
-                f"{size // 1024} KiB: {ours:.2f} us, NCCL {theirs:.2f} us, {differing:.1%} rounded differently",
-                flush=True,
-            )
-        reach = REACH_US.get(tokens) if ranks == 8 else None
-        rows.append(
-            Row(
-                work=f"{ranks} GPUs, {size // 1024} KiB",
-                unit="us a sum",
-                value=ours,
-                peer="NCCL",
-                peer_value=theirs,
-                ratio=theirs / ours,
-                reach=reach,
-            )
-        )
+    rows = [row for tokens in TOKENS for row in rows_of(tokens, group, device)]
     if rank == 0:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         write_result(f"all_reduce_{ranks}", rows, {"torch": torch.__version__, "nccl": nccl})

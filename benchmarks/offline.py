@@ -101,6 +101,7 @@ def main() -> None:
                 tell(row, met)
             forget_drawn()
         rows += found
+    llm.close()
     versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
     write_result(args.name, rows, versions)
 

@@ -112,14 +112,18 @@ def test_a_token_mask_is_obeyed_by_all_ranks(checkpoint: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("debug", [(), ("no-peer-memory",), ("no-graphs",)], ids=lambda debug: "".join(debug) or "fast")
-def test_two_gpus_give_the_logits_and_tokens_of_one(checkpoint: Path, debug: tuple) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("two GPUs are needed")
+@pytest.mark.parametrize(
+    ("ranks", "debug"),
+    [(2, ()), (2, ("no-peer-memory",)), (2, ("no-graphs",)), (4, ())],
+    ids=["2", "2-no-peer-memory", "2-no-graphs", "4"],
+)
+def test_gpus_give_the_logits_and_tokens_of_one(checkpoint: Path, ranks: int, debug: tuple) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs are needed")
     settings = {"device": "cuda", "memory_bytes": 2**30, "max_num_batched_tokens": 64, "max_num_seqs": 20}
     with opened(checkpoint, 1, **settings) as alone:
         expected = answers(alone)
-    with opened(checkpoint, 2, debug=debug, **settings) as together:
+    with opened(checkpoint, ranks, debug=debug, **settings) as together:
         found = answers(together)
     assert found.tokens == expected.tokens
     for request_id, rows in found.logits.items():
