@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from meltcore.engine.batch import Batch, NewPages, Step, build_batch, take_new_pages
-from meltcore.engine.graphs import Decoded, GraphPool, padded_sizes
+from meltcore.engine.graphs import PADDING_POSITION, PADDING_ROW, Decoded, GraphPool, padded_sizes
 from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.request import Request, Sampled
 from meltcore.engine.sampler import Sampler, SampleResult
@@ -83,6 +83,17 @@ class ModelRunner:
         graphs = GraphPool(self._decode_step, sizes, self._last_token, self._page_table)
         graphs.capture(progress)
         self._graphs = graphs
+
+    @torch.inference_mode()
+    def rehearse_decodes(self, counts: list[int]) -> None:
+        """Go through decode steps of so much padding, for `compile_ahead`."""
+        for count in counts:
+            rows = torch.full((count,), PADDING_ROW, device=self.device)
+            self._decode_step(rows, torch.full_like(rows, PADDING_POSITION))
+
+    def forget_tokens(self) -> None:
+        """Make each row's newest token 0 again: a rehearsal leaves there what is no token at all."""
+        self._last_token.zero_()
 
     @torch.inference_mode()
     def launch(self, plan: list[Chunk]) -> LaunchedStep:

@@ -1,10 +1,14 @@
 """Runs once, before serving, what serving will run: a kernel compiled in the middle of a step stops everyone.
 
+A rehearsal first, in which what is not compiled yet is noted and left out, so that all of it compiles side by side.
+
 Graphs compile what decode steps need. Here go prompts of every size that the kernels tell apart, and every way to
 choose a token, all on the padding row, whose page and state slot nobody reads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from meltcore.engine.graphs import PADDING_ROW
 from meltcore.engine.messages import AddRequest
@@ -19,6 +23,8 @@ PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
 EXPERT_TOKENS = (3, 9, 257, 513, 1025, 2049)
 # Of recurrent layers: states are cut by how many prompts a step has (kernels/delta_scan.py).
 PROMPTS_AT_ONCE = (2, 4, 8, 16)
+# Sequences of decode steps that are made of unlike kernels (kernels/linear.py, kernels/decode_attention.py).
+DECODES = (1, 2, 12, 16, 24, 48, 96, 160, 320)
 EVERY_CHOICE = (
     SamplingParams(),
     SamplingParams(temperature=1.0),
@@ -32,12 +38,31 @@ def warm_up(runner: ModelRunner, max_model_len: int, max_num_batched_tokens: int
     """Compute prompts of at most `max_model_len` tokens in steps of at most `max_num_batched_tokens`, and forget them;
     only what padding writes to is written.
     """
+    _launch_prompts(runner, max_model_len, max_num_batched_tokens)
+    _launch_choices(runner, EVERY_CHOICE)
+
+
+def rehearse(runner: ModelRunner, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> None:
+    """The launches of `warm_up` and of decode steps, where kernels are left out and their results are anything.
+
+    So nothing here may use a chosen token as an index: no penalties and no log-probabilities.
+    """
+    runner.rehearse_decodes([count for count in DECODES if count <= max_num_seqs])
+    _launch_prompts(runner, max_model_len, max_num_batched_tokens)
+    _launch_choices(runner, EVERY_CHOICE[:3])
+    runner.forget_tokens()
+
+
+def _launch_prompts(runner: ModelRunner, max_model_len: int, max_num_batched_tokens: int) -> None:
     for tokens in PROMPT_TOKENS + (EXPERT_TOKENS if runner.model.config.experts else ()):
         if tokens <= max_num_batched_tokens:
             runner.launch(_prompts(tokens, max_model_len)).read()
     for count in PROMPTS_AT_ONCE if runner.model.recurrent_layers() else ():
         runner.launch([_prompt(number, 2, SamplingParams()) for number in range(count)]).read()
-    plan = [_prompt(number, 1, sampling) for number, sampling in enumerate(EVERY_CHOICE)]
+
+
+def _launch_choices(runner: ModelRunner, choices: Sequence[SamplingParams]) -> None:
+    plan = [_prompt(number, 1, sampling) for number, sampling in enumerate(choices)]
     runner.launch(plan).read()
     for chunk in plan:
         runner.sampler.forget(chunk.request)
