@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     else:
         print_tuning(found, console)
-    answered = found.knee is not None if found.kind == "batching" else any(point.ok for point in found.points)
-    return 0 if answered else EXIT_NOTHING
+    return 0 if found.answered else EXIT_NOTHING
 
 
 def _load(args: argparse.Namespace) -> "LoadConfig":

@@ -130,9 +130,8 @@ def _run_line(found: RunResult) -> str:
 
 
 def _tuning(found: Tuning) -> Found:
-    answered = found.knee is not None if found.kind == "batching" else any(point.ok for point in found.points)
     line = f"tune {found.kind}: {found.finding}"
-    return ("PASS", line, []) if answered else ("FAIL", line, ["no setting ran and kept to the limits"])
+    return ("PASS", line, []) if found.answered else ("FAIL", line, ["no setting ran and kept to the limits"])
 
 
 def _profile(found: Profile) -> Found:

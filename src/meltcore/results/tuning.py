@@ -79,6 +79,11 @@ class Tuning(msgspec.Struct, kw_only=True):
     notes: list[str] = msgspec.field(default_factory=list)
 
     @property
+    def answered(self) -> bool:
+        """Whether the question has an answer: a knee within the limits, or at least one start that worked."""
+        return self.knee is not None if self.kind == "batching" else any(point.ok for point in self.points)
+
+    @property
     def shipped(self) -> TuningPoint | None:
         return shipped_point(self.points)
 
