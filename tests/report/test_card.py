@@ -236,8 +236,9 @@ def test_the_command_joins_folders_and_exits_as_nagios_has_it(
         (runs / name).mkdir(parents=True)
         path = runs / name / document(content).path.name
         path.write_bytes(msgspec.json.encode(content))
-    assert main(["report", str(runs), "--out", str(tmp_path / "card")]) == 2
-    assert "Because of comparison (compare); 3 of 7 kinds" in " ".join(capsys.readouterr().out.split())
-    assert {file.name for file in (tmp_path / "card").iterdir()} == {"card.html", "card.json"}
+    for _ in range(2):  # the second time a card lies among the runs, and is no part of the next
+        assert main(["report", str(runs), "--out", str(runs / "card")]) == 2
+        assert "Because of comparison (compare); 3 of 7 kinds" in " ".join(capsys.readouterr().out.split())
+    assert {file.name for file in (runs / "card").iterdir()} == {"card.html", "card.json"}
     assert main(["report", str(runs / "eval"), "--card", "--json", "--out", str(tmp_path / "one")]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "PASS"

@@ -11,13 +11,16 @@ import msgspec
 from markupsafe import Markup
 
 from meltcore.report import certificate_page, judge_page, page, score_page, tune_page
+from meltcore.report.charts import Series
 from meltcore.report.gaps_output import headline as gaps_headline
 from meltcore.report.gaps_page import window_bar
 from meltcore.report.judge_output import taking
+from meltcore.report.score_charts import Curve
 from meltcore.report.template import fill
 from meltcore.results.card import CARD_FILE, CARD_PAGE, MADE_BY, Card, PartVerdict, StoryState
 from meltcore.results.runfolder import write_whole
-from meltcore.results.schema import Fingerprint
+from meltcore.results.schema import Fingerprint, RunResult
+from meltcore.results.score import ScoredRun
 from meltcore.results.wording import fingerprint_rows, moment, number
 
 STYLES: dict[PartVerdict, str] = {
@@ -90,11 +93,9 @@ def _evidence(found: Card) -> list[Panel]:
         if drawn is not None:
             swept = tuning.kind == "batching"
             legend = [(name, colour, False) for name, colour in tune_page.legend(tuning)]
-            note = (
-                "the ring marks the knee, and hollow dots missed the limits." if swept else "a gain needs a comparison."
-            )
             title = f"Output tokens per second {'against sequences at once' if swept else 'of each precision'}"
-            figure = Figure(title, drawn, legend, f"One start a point; {note}")
+            note = "the ring marks the knee, hollow dots missed the limits" if swept else "a gain needs a comparison"
+            figure = Figure(title, drawn, legend, f"One start each; {note}.")
             panels.append(Panel(f"Tuning: {tuning.kind}", figures=[figure]))
         elif tuning.facts:
             tiles = [(fact.name, fact.value, fact.source) for fact in tuning.facts]
@@ -111,36 +112,32 @@ def _hardware(found: Card) -> list[Panel]:
 
 
 def _speed(found: Card) -> list[Panel]:
-    panels = []
-    if found.benchmark is not None:
-        score = found.benchmark.score
-        figures = [
-            Figure(
-                each.title,
-                each.picture,
-                [(curve.name, curve.colour, curve.dashed) for curve in each.legend],
-                wide=False,
-            )
-            for each in score_page.charts(score.devices)[:_MOST_CHARTS]
-        ]
-        rate = ("Score", number(score.output_tokens_per_s), "output tokens/s sustained")
-        panels.append(Panel("GPU score", tiles=[rate, *score_page.tiles(score)], figures=figures))
-    for run in found.runs:
-        drawn = page.charts(run.levels)[:_MOST_CHARTS]
-        figures = [
-            Figure(
-                each.title,
-                each.picture,
-                [(line.name, line.colour, line.dashed) for line in each.legend],
-                each.note,
-                wide=False,
-            )
-            for each in drawn
-        ]
-        what = " ".join(str(each) for each in (run.command, run.settings.get("what")) if each)
-        panels.append(Panel(f"{'Load' if run.command == 'load' else 'Evaluation'}: {what}", tiles=page.tiles(run),
-                            figures=figures))  # fmt: skip
-    return panels
+    panels = [_run(run) for run in found.runs]
+    return panels if found.benchmark is None else [_score(found.benchmark), *panels]
+
+
+def _score(run: ScoredRun) -> Panel:
+    score = run.score
+    rate = ("Score", number(score.output_tokens_per_s), "output tokens/s sustained")
+    figures = [
+        Figure(each.title, each.picture, _legend(each.legend), wide=False)
+        for each in score_page.charts(score.devices)[:_MOST_CHARTS]
+    ]
+    return Panel("GPU score", tiles=[rate, *score_page.tiles(score)], figures=figures)
+
+
+def _run(run: RunResult) -> Panel:
+    what = " ".join(str(each) for each in (run.command, run.settings.get("what")) if each)
+    figures = [
+        Figure(each.title, each.picture, _legend(each.legend), each.note, wide=False)
+        for each in page.charts(run.levels)[:_MOST_CHARTS]
+    ]
+    title = f"{'Load' if run.command == 'load' else 'Evaluation'}: {what}"
+    return Panel(title, tiles=page.tiles(run), figures=figures)
+
+
+def _legend(lines: Sequence[Curve] | Sequence[Series]) -> list[tuple[str, int, bool]]:
+    return [(line.name, line.colour, line.dashed) for line in lines]
 
 
 def _profiles(found: Card) -> list[Panel]:
