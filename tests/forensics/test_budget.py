@@ -38,6 +38,18 @@ def test_each_moment_is_that_of_the_kernel_which_began_first() -> None:
     assert [row.name for row in report.budget] == ["attention and states", "products", "sampling"]
 
 
+def test_kernels_within_a_longer_one_add_nothing() -> None:
+    made = HandMade()
+    made.kernel(0, 100, "gemm", stream=1)
+    made.kernel(20, 30, "rms_norm", stream=2)
+    made.kernel(60, 50, "flash_attention", stream=3)
+    assert rows(analyse(made.trace(), 0)) == {
+        "products": (1, 100.0, 0.0),
+        "norms and activations": (1, 0.0, 0.0),
+        "attention and states": (1, 10.0, 0.0),
+    }
+
+
 def test_collectives_and_copies_have_what_they_ran_alone() -> None:
     found = rows(analyse(one_of_each().trace(), 0))
     assert found["collectives"] == (1, 30.0, 0.0)
