@@ -25,15 +25,16 @@ from attention import REPLAYS, matmul_flops_per_us, median_us, read_bytes_per_us
 from bench_output import Row, write_result
 
 from meltcore.kernels import expert_launches
-from meltcore.kernels import experts as experts_file
 from meltcore.kernels.capability import shared_bytes
-from meltcore.kernels.experts import ExpertsLaunch, are_alone
-from meltcore.kernels.routing import Segments, by_expert
+from meltcore.kernels.expert_product import ExpertsLaunch, Form, Pairs, expert_product, form_of
+from meltcore.kernels.experts import _experts_add_triton
+from meltcore.kernels.routing import Routing
 
 HIDDEN, CHOSEN_FROM, CHOICES = 2048, 256, 8
 EXPERTS, PAIRS = CHOSEN_FROM + 1, CHOICES + 1  # with the shared one, last of all
 TYPE = torch.bfloat16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+FORM_TOKENS = (4, 8, 16, 32, 64, 128)
 WIDTHS = (512, 256, 128, 64)
 CLOSE = 1.05  # a launch is kept for more tokens while it is at most this much slower than the best
 COMPILERS = 15
@@ -67,40 +68,26 @@ class Case:
         self.product = product
         self.weight = torch.randn(product.shape, device="cuda", dtype=TYPE) / product.shape[2] ** 0.5
 
-    def alone(self, tokens: int) -> bool:
-        return are_alone(tokens, torch.empty(EXPERTS, HIDDEN, self.product.width, dtype=TYPE, device="meta"))
+    @property
+    def down(self) -> torch.Tensor:
+        """The shape of the way down: by it the pairs are found."""
+        return torch.empty(EXPERTS, HIDDEN, self.product.width, dtype=TYPE, device="meta")
 
-    def routings(self, tokens: int) -> list[Segments]:
+    def routings(self, tokens: int, form: Form | None = None) -> list[Pairs]:
         """As many as read more than the L2 cache holds."""
-        chosen = [_random_experts(tokens) for _ in range(16 if tokens <= 4 else 4)]
-        if self.alone(tokens):
-            return [Segments(experts, experts) for experts in chosen]
-        return [by_expert(experts, EXPERTS) for experts in chosen]
+        count = 16 if tokens <= 4 else 4
+        return [Pairs.of(_random_experts(tokens), self.down, shared=True, form=form) for _ in range(count)]
 
-    def measure_us(self, tokens: int, launch: ExpertsLaunch, routings: list[Segments], replays: int = REPLAYS) -> float:
-        rows, columns = tokens * PAIRS, self.product.shape[2]
-        inputs = torch.randn(tokens if self.product.gated else rows, columns, device="cuda", dtype=TYPE)
-        output = torch.empty(rows, self.product.shape[1] // (2 if self.product.gated else 1), device="cuda", dtype=TYPE)
+    def measure_us(self, tokens: int, launch: ExpertsLaunch, routings: list[Pairs], replays: int = REPLAYS) -> float:
+        """One product, its pairs in order where they are sorted."""
+        rows, columns, gated = tokens * PAIRS, self.product.shape[2], self.product.gated
+        inputs = torch.randn(tokens if gated else rows, columns, device="cuda", dtype=TYPE)
+        output = torch.empty(rows, self.product.shape[1] // (2 if gated else 1), device="cuda", dtype=TYPE)
+        call = partial(expert_product, inputs, self.weight, output, gated=gated, launch=launch)
+        return median_us([partial(call, pairs) for pairs in routings], replays)
 
-        def call(segments: Segments) -> None:
-            experts_file._product(
-                inputs,
-                self.weight,
-                output,
-                segments,
-                PAIRS,
-                launch,
-                gated=self.product.gated,
-                alone=self.alone(tokens),
-            )
-
-        return median_us([partial(call, segments) for segments in routings], replays)
-
-    def floor_us(self, tokens: int, routings: list[Segments], bandwidth: float, rate: float) -> float:
-        if self.alone(tokens):
-            distinct = sum(len(s.pairs.unique()) for s in routings) / len(routings)
-        else:
-            distinct = sum(int((s.bounds[1:] > s.bounds[:-1]).sum()) for s in routings) / len(routings)
+    def floor_us(self, tokens: int, routings: list[Pairs], bandwidth: float, rate: float) -> float:
+        distinct = sum(len(pairs.experts.unique()) for pairs in routings) / len(routings)
         _, rows, columns = self.product.shape
         moved = (distinct * rows * columns + tokens * (columns + PAIRS * rows)) * TYPE.itemsize
         return max(moved / bandwidth, 2 * tokens * PAIRS * rows * columns / rate)
@@ -142,8 +129,9 @@ def likely(launch: ExpertsLaunch, tokens: int) -> bool:
 
 def _compile(product: Product, launch: ExpertsLaunch) -> None:
     case = Case(product)
-    for tokens in (1, 16) if likely(launch, 1) else (16,):  # with pairs alone, and in order
-        case.measure_us(tokens, launch, case.routings(tokens), replays=1)
+    forms = [form_of(tokens, case.down) for tokens in TOKENS if likely(launch, tokens)]
+    for form in set(forms):
+        case.measure_us(1, launch, case.routings(1, form), replays=1)
 
 
 def fastest(case: Case, tokens: int, kept: ExpertsLaunch | None) -> tuple[dict[ExpertsLaunch, float], ExpertsLaunch]:
@@ -211,6 +199,33 @@ def measure(widths: tuple[int, ...]) -> list[Row]:
     return rows
 
 
+def measure_forms(widths: tuple[int, ...]) -> list[Row]:
+    """The whole feed-forward, programs finding their pairs against pairs put in order first."""
+    rows = []
+    for width in widths:
+        gate_up, down = (Case(product).weight for product in products((width,)))
+        for tokens in FORM_TOKENS:
+            hidden = torch.randn(tokens, HIDDEN, device="cuda", dtype=TYPE)
+            weights = torch.rand(tokens, PAIRS, device="cuda") / PAIRS
+            routings = [Routing(_random_experts(tokens), weights) for _ in range(4)]
+            call = partial(_experts_add_triton, None, hidden, gate_up=gate_up, down=down, shared=True)
+            found_us, sorted_us = (
+                median_us([partial(call, routing=routing, form=form) for routing in routings])
+                for form in ("found", "sorted")
+            )
+            rows.append(
+                Row(
+                    work=f"experts of width {width}, {tokens} tokens",
+                    unit="us",
+                    value=found_us,
+                    peer="pairs put in order first",
+                    peer_value=sorted_us,
+                    ratio=sorted_us / found_us,
+                )
+            )
+    return rows
+
+
 def _widths(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
@@ -227,7 +242,7 @@ def main() -> None:
         tune(arguments.tune)
         return
     versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-    write_result("experts", measure(arguments.widths), versions)
+    write_result("experts", measure(arguments.widths) + measure_forms(arguments.widths), versions)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from meltcore.engine.warm_up import EXPERT_TOKENS, PROMPT_TOKENS, PROMPTS_AT_ONCE, rehearse, warm_up
-from meltcore.kernels import experts as experts_file
+from meltcore.kernels import expert_product
 from meltcore.kernels.delta import DeltaShape
 from meltcore.kernels.delta_scan import ScanLaunch, scan_launch
 from meltcore.kernels.expert_launches import TABLE
-from meltcore.kernels.experts import ExpertsLaunch, are_alone
+from meltcore.kernels.expert_product import ExpertsLaunch, Form, form_of
 
 
 @pytest.mark.parametrize("max_model_len", [20, 300])
@@ -46,13 +46,13 @@ def test_a_warm_up_writes_to_the_padding_page_alone(checkpoint: Path) -> None:
 @pytest.mark.parametrize("shape", TABLE, ids=str)
 def test_prompts_cover_every_launch_of_routed_experts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the table of an H200, of Qwen3.5-35B-A3B: 9 pairs a token."""
-    monkeypatch.setattr(experts_file, "capability", lambda device: 90)
+    monkeypatch.setattr(expert_product, "capability", lambda device: 90)
     weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     width = shape[1] // 2 if shape[2] == 2048 else shape[2]  # the way up has a gate above it
     down = torch.empty(257, 2048, width, dtype=torch.bfloat16, device="meta")
 
-    def launches(tokens: Iterable[int]) -> set[tuple[ExpertsLaunch, bool]]:
-        return {(ExpertsLaunch.of(9 * each, weight), are_alone(each, down)) for each in tokens}
+    def launches(tokens: Iterable[int]) -> set[tuple[ExpertsLaunch, Form]]:
+        return {(ExpertsLaunch.of(9 * each, weight), form_of(each, down)) for each in tokens}
 
     assert launches(range(1, 8193)) == launches(PROMPT_TOKENS + EXPERT_TOKENS)
 

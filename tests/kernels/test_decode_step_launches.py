@@ -71,3 +71,15 @@ def test_a_decode_step_is_fewer_than_400_kernels(
     with TorchKernels(launched):
         runner._decode_step(indices, indices)
     assert launched.total() < MOST, launched
+
+
+@pytest.mark.parametrize(("sequences", "sorting"), [(1, 0), (3, 0), (128, 0), (129, 1)])
+def test_pairs_of_a_token_and_an_expert_are_sorted_for_many_tokens_only(
+    sequences: int, sorting: int, runner: ModelRunner, launched: collections.Counter[str]
+) -> None:
+    """A layer of routed experts is four launches, and one more that sorts."""
+    indices = torch.zeros(sequences, dtype=torch.int64, device=META)
+    runner._decode_step(indices, indices)
+    layers = runner.model.config.num_hidden_layers
+    names = ("_router_kernel", "_by_expert_kernel", "_expert_product_kernel", "_add_choices_kernel")
+    assert [launched[name] / layers for name in names] == [1, sorting, 2, 1]

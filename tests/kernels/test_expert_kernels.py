@@ -6,9 +6,11 @@ import pytest
 import torch
 from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, applies here too
 
+from meltcore.kernels import expert_product as product_file
 from meltcore.kernels import experts as experts_file
 from meltcore.kernels import routing as routing_file
-from meltcore.kernels.experts import ExpertsLaunch, experts_add
+from meltcore.kernels.expert_product import ExpertsLaunch, Form, form_of
+from meltcore.kernels.experts import experts_add
 from meltcore.kernels.routing import Routing, route
 
 SMALLEST = ExpertsLaunch(pairs=16, rows=64, columns=64, stages=2, warps=4)
@@ -40,13 +42,21 @@ class Problem:
                 result[token] += weight * (self.down[expert].double() @ (torch.nn.functional.silu(gate) * up))
         return result
 
-    def run(self, device: torch.device, launch: ExpertsLaunch, tokens: slice = slice(None)) -> torch.Tensor:
+    def run(
+        self,
+        device: torch.device,
+        launch: ExpertsLaunch,
+        tokens: slice = slice(None),
+        form: Form | None = None,
+        *,
+        shared: bool = False,
+    ) -> torch.Tensor:
         """By the Triton body."""
         routing = Routing(*(tensor[tokens].contiguous().to(device) for tensor in self.routing))
         residual = self.residual[tokens].to(device, copy=True)
         weights = self.gate_up.to(device), self.down.to(device)
         result = experts_file._experts_add_triton(
-            residual, self.hidden[tokens].to(device), routing, *weights, launch=launch
+            residual, self.hidden[tokens].to(device), routing, *weights, launch=launch, form=form, shared=shared
         )
         assert result is residual
         return result.cpu()
@@ -62,8 +72,7 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 
 @pytest.fixture(autouse=True)
 def _segments_in_triton_too(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing_file, "by_expert", routing_file._by_expert_triton)
-    monkeypatch.setattr(experts_file, "by_expert", routing_file._by_expert_triton)
+    monkeypatch.setattr(product_file, "by_expert", routing_file._by_expert_triton)
 
 
 @LAUNCHES
@@ -93,7 +102,6 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 def test_the_torch_body_is_what_the_words_say(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_file, "by_expert", routing_file._by_expert_torch)
     problem = Problem(3, 21, 6, 3, 64, 40, dtype)
     residual = problem.residual.clone()
     result = experts_add(residual, problem.hidden, problem.routing, problem.gate_up, problem.down)
@@ -108,22 +116,29 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(launch: ExpertsLaunch, 
     assert_near(problem.run(device, launch), problem.exact(), torch.float32)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8])
-@pytest.mark.parametrize("alone", [False, True])
-def test_pairs_without_order_give_the_same(
-    tokens: int, alone: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@LAUNCHES
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(1, 4, 3), (2, 20, 4), (9, 64, 5), (33, 5, 2), (70, 3, 1)])
+def test_however_pairs_are_found_the_bits_are_the_same(
+    tokens: int, experts: int, choices: int, shared: bool, launch: ExpertsLaunch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(experts_file, "are_alone", lambda tokens, down: alone)
-    problem = Problem(tokens, tokens, 4, 3, 64, 48, torch.bfloat16)
-    assert_near(problem.run(device, SMALLEST), problem.exact(), torch.bfloat16)
+    """From fewer pairs than experts to many of each expert."""
+    problem = Problem(tokens, tokens, experts, choices, 64, 16, torch.bfloat16)
+    if shared:
+        problem.routing = route(torch.randn(tokens, experts), choices, renormalised=True, shared=True)
+    forms: list[Form] = ["found", "sorted", *(["alone"] if tokens < 10 else [])]  # type: ignore[list-item]
+    results = [problem.run(device, launch, form=form, shared=shared) for form in forms]
+    assert_near(results[0], problem.exact(), torch.bfloat16)
+    assert all(torch.equal(results[0], result) for result in results)
 
 
-def test_few_tokens_are_alone_and_more_where_experts_are_small() -> None:
+def test_few_tokens_are_alone_more_are_found_and_many_are_sorted() -> None:
     def down(width: int) -> torch.Tensor:
         return torch.empty(257, 2048, width, dtype=torch.bfloat16, device="meta")
 
-    assert [experts_file.are_alone(tokens, down(512)) for tokens in (1, 2, 3, 8)] == [True, True, False, False]
-    assert [experts_file.are_alone(tokens, down(64)) for tokens in (1, 8, 9)] == [True, True, False]
+    assert [form_of(tokens, down(512)) for tokens in (1, 2, 3, 128)] == ["alone"] * 2 + ["found"] * 2
+    assert [form_of(tokens, down(64)) for tokens in (1, 8, 9)] == ["alone", "alone", "found"]
+    assert [form_of(tokens, down(width)) for tokens in (129, 8192) for width in (64, 512)] == ["sorted"] * 4
 
 
 @LAUNCHES
@@ -209,19 +224,19 @@ def test_a_graph_follows_the_routing_of_its_inputs() -> None:
 @pytest.mark.parametrize(("pairs", "place"), [(9, 0), (18, 0), (19, 1), (10**6, -1)])
 def test_on_an_h200_launches_come_from_the_table(pairs: int, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.empty(257, 1024, 2048, dtype=torch.bfloat16, device="meta")
-    monkeypatch.setattr(experts_file, "capability", lambda device: 90)
+    monkeypatch.setattr(product_file, "capability", lambda device: 90)
     found = ExpertsLaunch.of(pairs, weight)
-    assert found == ExpertsLaunch(*experts_file.TABLE[257, 1024, 2048][place][1])
+    assert found == ExpertsLaunch(*product_file.TABLE[257, 1024, 2048][place][1])
     # Neither for another processor nor for another type or shape.
-    monkeypatch.setattr(experts_file, "shared_bytes", lambda device: 227 * 1024)
+    monkeypatch.setattr(product_file, "shared_bytes", lambda device: 227 * 1024)
     sound = ExpertsLaunch.sound(pairs, 257, 2, 227 * 1024)
     assert ExpertsLaunch.of(pairs, weight[:, :1000]) == sound
-    monkeypatch.setattr(experts_file, "capability", lambda device: 100)
+    monkeypatch.setattr(product_file, "capability", lambda device: 100)
     assert ExpertsLaunch.of(pairs, weight) == sound
 
 
 def test_the_table_rises_and_its_tiles_divide_what_they_are_for() -> None:
-    for (_, _, columns), launches in experts_file.TABLE.items():
+    for (_, _, columns), launches in product_file.TABLE.items():
         most = [pairs for pairs, _ in launches]
         assert most == sorted(set(most))
         for _, launch in launches:

@@ -20,6 +20,7 @@ from meltcore.kernels import (
     delta_decode,
     delta_prefill,
     delta_scan,
+    expert_product,
     experts,
     norm,
     output_gate,
@@ -85,7 +86,7 @@ def kernels_of(module: ModuleType) -> set[str]:
 
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
-    **dict.fromkeys((experts, router, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")),
+    **dict.fromkeys((expert_product, experts, router, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")),
     **dict.fromkeys((decode_attention, output_gate, prefill_attention, qkv), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
     **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
@@ -104,7 +105,7 @@ def cases() -> Iterator[Task]:
         for model in others:
             yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16)
     for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
-        yield Task(experts.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
+        yield Task(expert_product.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
 
 
 def named(task: Task) -> str:

@@ -166,6 +166,16 @@ def _by_expert_kernel(
         tl.store(bounds_ptr + EXPERTS, place)
 
 
+@triton.jit
+def pairs_of(expert, experts_ptr, tokens, TOKENS: tl.constexpr, CHOICES: tl.constexpr):
+    """Of up to TOKENS tokens: whether each has the expert (0 or 1), and the number of the pair that it then is."""
+    token = tl.arange(0, TOKENS)[:, None]
+    choice = tl.arange(0, triton.next_power_of_2(CHOICES))[None, :]
+    pair = token * CHOICES + choice
+    own = tl.load(experts_ptr + pair, mask=(token < tokens) & (choice < CHOICES), other=-1) == expert
+    return tl.max(own.to(tl.int32), axis=1), tl.sum(tl.where(own, pair, 0), axis=1)
+
+
 def _route_triton(logits: torch.Tensor, choices: int, *, renormalised: bool, shared: bool = False) -> Routing:
     tokens, count = logits.shape[0], logits.shape[1] - shared
     experts = torch.empty(tokens, choices + shared, dtype=torch.int32, device=logits.device)

@@ -1,0 +1,349 @@
+"""Products of pairs of a token and an expert with the experts' weights, in Triton.
+
+A program takes rows of an expert's weight, and a tile of its pairs (kernels/routing.py). How it finds them depends on
+how many tokens there are: of very few each pair is a tile ("alone"); of more, each program looks through all of them
+for its expert's ("found"); many are put in order of their expert first, which is one launch more ("sorted"). Which
+experts have pairs is known on the device alone, so the most programs there can be are launched, and those too many end
+at once: nothing waits for the host, and a graph can hold it. No sum depends on the order in which programs run, nor one
+pair's on which others there are.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from meltcore.kernels.capability import capability, shared_bytes
+from meltcore.kernels.expert_launches import TABLE
+from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.overlap import overlaps
+from meltcore.kernels.routing import Segments, by_expert, pairs_of
+
+Form = Literal["alone", "found", "sorted"]
+# Up to which each program looks through all tokens for its expert's.
+FOUND_TOKENS = 128
+# Bytes of an expert's way down up to which it is small (see `form_of`).
+_SMALL_EXPERT = 2**19
+_MOST_STAGES = 4
+_TUNED = 90  # the compute capability that the table of launches is for
+
+
+@triton.jit
+def _tile_of(bounds_ptr, tile, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr):
+    """The tile's expert, the place of its first pair and the place that its expert's pairs end at. A tile past the last
+    one has no pairs: it starts where it ends."""
+    expert = tl.arange(0, EXPERT_BLOCK)
+    starts = tl.load(bounds_ptr + expert, mask=expert < EXPERTS, other=0)
+    ends = tl.load(bounds_ptr + expert + 1, mask=expert < EXPERTS, other=0)
+    tiles = (ends - starts + PAIRS - 1) // PAIRS
+    upto = tl.cumsum(tiles, axis=0)
+    own = (upto > tile) & (upto - tiles <= tile)
+    first = starts + (tile - upto + tiles) * PAIRS
+    return (
+        tl.sum(tl.where(own, expert, 0), axis=0),
+        tl.sum(tl.where(own, first, 0), axis=0),
+        tl.sum(tl.where(own, ends, 0), axis=0),
+    )
+
+
+@triton.jit
+def _columns(rows_ptr, start, INPUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """COLUMNS columns of some rows from `start` on; zeros past the end."""
+    column = start + tl.arange(0, COLUMNS)[None, :]
+    if INPUT % COLUMNS == 0:
+        return tl.load(rows_ptr + column)
+    return tl.load(rows_ptr + column, mask=column < INPUT, other=0.0)
+
+
+@triton.jit
+def _multiply(
+    input_ptr,
+    weight_ptr,
+    output_ptr,
+    expert,
+    pair,
+    inside,
+    OUTPUT: tl.constexpr,
+    INPUT: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """This program's ROWS rows of an expert's weight with some pairs; those not `inside` are not stored.
+
+    GATED: from tokens to pairs, rows of the gate and of what it gates alternating. Else from pairs to pairs. Rows past
+    the end repeat the last one and are not stored.
+    """
+    PAIRS: tl.constexpr = pair.shape[0]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if GATED:
+        rows = tl.minimum(row // 2, OUTPUT - 1) + row % 2 * OUTPUT
+        source = pair // CHOICES
+    else:
+        rows = tl.minimum(row, OUTPUT - 1)
+        source = pair
+    inputs_ptr = input_ptr + source.to(tl.int64)[:, None] * INPUT
+    rows_ptr = weight_ptr + (expert.to(tl.int64) * (2 * OUTPUT if GATED else OUTPUT) + rows)[:, None] * INPUT
+    # The tensor cores want the longer side first: 64 rows at least on Hopper.
+    if ROWS > PAIRS:
+        totals = tl.zeros((ROWS, PAIRS), dtype=tl.float32)
+    else:
+        totals = tl.zeros((PAIRS, ROWS), dtype=tl.float32)
+    for start in tl.range(0, INPUT, COLUMNS, num_stages=STAGES):
+        weight = _columns(rows_ptr, start, INPUT, COLUMNS)
+        inputs = _columns(inputs_ptr, start, INPUT, COLUMNS)
+        if ROWS > PAIRS:
+            totals = tl.dot(weight, tl.trans(inputs), totals, input_precision="ieee")
+        else:
+            totals = tl.dot(inputs, tl.trans(weight), totals, input_precision="ieee")
+    if ROWS > PAIRS:
+        totals = tl.trans(totals)
+    if GATED:
+        gate, up = tl.split(tl.reshape(totals, (PAIRS, ROWS // 2, 2)))
+        totals = gate / (1.0 + tl.exp(-gate)) * up
+    column = tl.program_id(0) * (ROWS // 2 if GATED else ROWS) + tl.arange(0, ROWS // 2 if GATED else ROWS)[None, :]
+    output = output_ptr + pair.to(tl.int64)[:, None] * OUTPUT + column
+    tl.store(output, totals, mask=inside[:, None] & (column < OUTPUT))
+
+
+@triton.jit
+def _found(
+    experts_ptr,
+    tokens,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    SHARED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    MOST_TOKENS: tl.constexpr,
+):
+    """What this program has to do: an expert, where among its pairs to begin and to end; and for each token the place
+    of its pair among them, -1 where it has none, and that pair's number.
+
+    First come the experts to choose from, or, where they are fewer, the pairs, of which the first of an expert stands
+    for it; each with all its pairs. Then the tiles of the shared expert, the only one known to have many.
+    """
+    number = tl.program_id(1)
+    shared_tiles = (tokens + PAIRS - 1) // PAIRS * SHARED
+    routed = tl.num_programs(1) - shared_tiles
+    by_pairs = tokens * (CHOICES - SHARED) < EXPERTS - SHARED
+    leader = number // (CHOICES - SHARED)
+    pair = leader * CHOICES + number % (CHOICES - SHARED)
+    expert = tl.load(experts_ptr + pair, mask=by_pairs & (number < routed), other=number)
+    expert = tl.where(number < routed, expert, EXPERTS - 1)
+    has, pairs = pairs_of(expert, experts_ptr, tokens, MOST_TOKENS, CHOICES)
+    place = tl.where(has > 0, tl.cumsum(has, axis=0) - 1, -1)
+    first = tl.maximum(number - routed, 0) * PAIRS
+    end = tl.sum(has, axis=0)
+    if number >= routed:
+        end = tl.minimum(end, first + PAIRS)
+    elif by_pairs:
+        earlier = tl.sum(tl.where(tl.arange(0, MOST_TOKENS) < leader, has, 0), axis=0)
+        end = tl.where(earlier > 0, first, end)
+    return expert, first, end, place, pairs
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _expert_product_kernel(
+    input_ptr,
+    weight_ptr,
+    output_ptr,
+    experts_ptr,
+    pairs_ptr,
+    bounds_ptr,
+    tokens,
+    OUTPUT: tl.constexpr,
+    INPUT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    SHARED: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    MOST_TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program: ROWS rows of an expert's weight, up to PAIRS of its pairs, or where they were FOUND all of them, a
+    tile after the other. Pairs past the end repeat the last one."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.arange(0, PAIRS)
+    if FORM == "alone":
+        pair = tl.program_id(1) + slot * 0
+        expert = tl.load(experts_ptr + tl.program_id(1))
+        _multiply(
+            input_ptr, weight_ptr, output_ptr, expert, pair, slot == 0,
+            OUTPUT, INPUT, CHOICES, ROWS, COLUMNS, STAGES, GATED,
+        )  # fmt: skip
+    elif FORM == "sorted":
+        expert, first, end = _tile_of(bounds_ptr, tl.program_id(1), PAIRS, EXPERTS, EXPERT_BLOCK)
+        if first >= end:
+            return
+        pair = tl.load(pairs_ptr + tl.minimum(first + slot, end - 1))
+        _multiply(
+            input_ptr, weight_ptr, output_ptr, expert, pair, first + slot < end,
+            OUTPUT, INPUT, CHOICES, ROWS, COLUMNS, STAGES, GATED,
+        )  # fmt: skip
+    else:
+        expert, begin, end, place, pairs = _found(experts_ptr, tokens, EXPERTS, CHOICES, SHARED, PAIRS, MOST_TOKENS)
+        for first in tl.range(begin, end, PAIRS):
+            own = place[None, :] == tl.minimum(first + slot, end - 1)[:, None]
+            pair = tl.sum(tl.where(own, pairs[None, :], 0), axis=1)
+            _multiply(
+                input_ptr, weight_ptr, output_ptr, expert, pair, first + slot < end,
+                OUTPUT, INPUT, CHOICES, ROWS, COLUMNS, STAGES, GATED,
+            )  # fmt: skip
+
+
+class ExpertsLaunch(NamedTuple):
+    """How a product is cut up. pairs, rows: of a tile; columns: of a step of the loop."""
+
+    pairs: int
+    rows: int
+    columns: int
+    stages: int
+    warps: int
+
+    @classmethod
+    def of(cls, pairs: int, weight: torch.Tensor) -> ExpertsLaunch:
+        """pairs: of all experts together; weight: [experts, rows, columns]. What was found for it on such a device, or
+        what is sound everywhere.
+        """
+        found = TABLE.get(tuple(weight.shape)) if capability(weight.device) == _TUNED else None
+        if found and weight.element_size() == 2:
+            return cls(*next((launch for most, launch in found if pairs <= most), found[-1][1]))
+        return cls.sound(pairs, weight.shape[0], weight.element_size(), shared_bytes(weight.device))
+
+    @classmethod
+    def sound(cls, pairs: int, experts: int, element_bytes: int, shared_bytes: int) -> ExpertsLaunch:
+        """pairs: of all experts together; shared_bytes: that a program may have.
+
+        A tile holds twice what an expert gets where all get the same, up to 128: a second tile would read the weight
+        again, and up to there reading it is what takes the time. Few sizes, since each is compiled. Float32, which has
+        no tensor cores here, keeps to the smallest.
+        """
+        even = pairs / experts
+        tile = 16 if even <= 8 or element_bytes > 2 else 64 if even <= 32 else 128
+        rows = 64 if tile == 16 else 128
+        columns = (256 if tile == 16 else 128) // element_bytes
+        step_bytes = (tile + rows) * columns * element_bytes
+        stages = max(2, min(_MOST_STAGES, shared_bytes // step_bytes))
+        return cls(tile, rows, columns, stages, 8 if tile == 128 else 4)
+
+
+class Pairs(NamedTuple):
+    """The pairs of a step and how programs find them.
+
+    experts: [tokens, choices] int32; segments: those in order where they are sorted; shared: every token has the last
+    expert, behind its choices.
+    """
+
+    experts: torch.Tensor
+    form: Form
+    segments: Segments | None
+    shared: bool
+
+    @classmethod
+    def of(cls, experts: torch.Tensor, down: torch.Tensor, *, shared: bool, form: Form | None = None) -> Pairs:
+        """down: the experts' way down, [experts, hidden_size, width]."""
+        form = form or form_of(len(experts), down)
+        return cls(experts, form, by_expert(experts, len(down)) if form == "sorted" else None, shared)
+
+    def most_tiles(self, count: int, tile: int) -> int:
+        """count: of experts; tile: pairs of one. Programs for each piece of an expert's rows."""
+        tokens, choices = self.experts.shape
+        pairs = tokens * choices
+        if self.form == "alone":
+            return pairs
+        if self.form == "found":
+            return min(tokens * (choices - self.shared), count - self.shared) + self.shared * triton.cdiv(tokens, tile)
+        # An expert with pairs ends with at most one tile that is not full.
+        return min(pairs, pairs // tile + min(pairs, count))
+
+
+def form_of(tokens: int, down: torch.Tensor) -> Form:
+    """So few tokens as are alone hardly share an expert but the one that all have; small experts come from the L2 cache
+    the second time (H200, Qwen3.5's: at width 512 as fast as in order for 3 tokens, at width 64 for 8; 2026-11-21).
+    """
+    if tokens <= (8 if down[0].nbytes <= _SMALL_EXPERT else 2):
+        return "alone"
+    return "found" if tokens <= FOUND_TOKENS else "sorted"
+
+
+def expert_product(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    output: torch.Tensor,
+    pairs: Pairs,
+    *,
+    gated: bool,
+    launch: ExpertsLaunch | None = None,
+) -> None:
+    """Into `output` the product of each pair with its expert's weight.
+
+    gated: from tokens, inputs [tokens, input_size], to pairs, output [tokens * choices, size]; weight
+    [experts, 2 * size, input_size] is the gate above what it gates, and the result silu(gate) * up. Else from pairs to
+    pairs, with weight [experts, size, input_size].
+    """
+    (count, rows, input_size), (tokens, choices) = weight.shape, pairs.experts.shape
+    launch = launch or ExpertsLaunch.of(pairs.experts.numel(), weight)
+    overlap = overlaps(weight.device)
+    _expert_product_kernel[(triton.cdiv(rows, launch.rows), pairs.most_tiles(count, launch.pairs))](
+        inputs,
+        weight,
+        output,
+        pairs.experts,
+        *(pairs.segments or (pairs.experts, pairs.experts)),
+        tokens,
+        OUTPUT=output.shape[1],
+        INPUT=input_size,
+        EXPERTS=count,
+        CHOICES=choices,
+        SHARED=int(pairs.shared),
+        EXPERT_BLOCK=triton.next_power_of_2(count),
+        MOST_TOKENS=FOUND_TOKENS,
+        PAIRS=launch.pairs,
+        ROWS=launch.rows,
+        COLUMNS=launch.columns,
+        STAGES=launch.stages,
+        FORM=pairs.form,
+        GATED=gated,
+        OVERLAP=overlap,
+        num_warps=launch.warps,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+
+
+def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
+    if model.experts == 0:
+        return []
+    shared = bool(model.shared_expert)
+    experts, choices = model.experts + shared, model.choices + shared
+    gate_up = torch.empty(experts, 2 * model.expert_width, model.hidden_size, dtype=dtype, device="meta")
+    down = torch.empty(experts, model.hidden_size, model.expert_width, dtype=dtype, device="meta")
+
+    def case(tokens: int) -> CompileCase:
+        hidden = torch.empty(tokens, model.hidden_size, dtype=dtype, device="meta")
+        activated = torch.empty(tokens * choices, model.expert_width, dtype=dtype, device="meta")
+        output = torch.empty(tokens * choices, model.hidden_size, dtype=dtype, device="meta")
+        pairs = Pairs.of(torch.empty(tokens, choices, dtype=torch.int32, device="meta"), down, shared=shared)
+
+        def launch() -> None:
+            expert_product(hidden, gate_up, activated, pairs, gated=True)
+            expert_product(activated, down, output, pairs, gated=False)
+
+        return launch
+
+    tokens = [1, *(each * experts // choices for each in ((1, 32, 64) if dtype.itemsize == 2 else (1,)))]
+    if capability(gate_up.device) == _TUNED:
+        tokens += [most // choices for weight in (gate_up, down) for most, _ in TABLE.get(tuple(weight.shape), ())]
+    return [case(each) for each in tokens]
