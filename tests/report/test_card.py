@@ -163,12 +163,12 @@ def test_evidence_from_another_load_says_so() -> None:
 
 
 def test_a_comparison_that_changed_more_than_the_tuning_did_is_no_evidence_for_it() -> None:
-    told = stories([tuning()], [comparison(new_command="serve other --port {port} --max-num-seqs 64")])
+    told = stories([tuning()], [comparison(new_command="serve --port {port} --max-num-seqs 64")])
     assert [(story.tuning, story.comparison, story.state) for story in told] == [
         (None, 0, "CONFIRMED"),
         (0, None, "NOT CONFIRMED"),
     ]
-    assert told[0].change == "other --max-num-seqs 64 in place of model"
+    assert told[0].change == "--max-num-seqs 64 in place of model"
 
 
 def test_a_comparison_of_one_command_with_itself_is_no_story() -> None:
