@@ -244,8 +244,9 @@ def test_size_text() -> None:
 _FAKE_ENGINE = (
     sys.executable,
     "-c",
-    "import sys, zmq; socket = zmq.Context().socket(zmq.PUSH); "
-    "socket.connect(f'ipc://{sys.argv[1]}/from-engine-0.sock'); socket.send(bytes([0x93, 1, 2]))",
+    "import sys, zmq; context = zmq.Context(); socket = context.socket(zmq.PUSH); "
+    "socket.connect(f'ipc://{sys.argv[1]}/from-engine-0.sock'); socket.send(bytes([0x93, 1, 2])); "
+    "socket.close(); context.term()",  # which waits until it has been sent
 )
 
 

@@ -24,6 +24,7 @@ from meltcore.server.link import EngineLink
 ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine.process")
 _STDERR = 2
 _LEAVE_S = 3.0  # from asking the engine to leave until it is killed
+_LAST_WORD_S = 1.0  # for what an engine said before it ended to come through ZeroMQ's thread on a busy machine
 
 
 class Replica:
@@ -73,7 +74,8 @@ class Replica:
         exited = asyncio.create_task(self._process.wait())
         either: set[asyncio.Future[Any]] = {self._ready, exited}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        self._link.receive()  # what it said last may still be in the socket
+        self._link.receive()  # what it said last may be in the socket, or on its way there
+        await asyncio.wait({self._ready}, timeout=_LAST_WORD_S)
         if self._ready.done():
             exited.cancel()
             return self._ready.result()
