@@ -16,6 +16,7 @@ from meltcore.engine.messages import AddRequest
 from meltcore.engine.request import Request
 from meltcore.engine.sampler import SampleResult
 from meltcore.engine.sampling_params import SamplingParams
+from meltcore.engine.warm_up import rehearse
 from meltcore.errors import ConfigError
 
 LOGITS_TOLERANCE = 1e-5  # relative to the largest; sums of float32 in another order
@@ -109,6 +110,18 @@ def test_a_token_mask_is_obeyed_by_all_ranks(checkpoint: Path) -> None:
             tokens.append(seen.run()["masked"])
     assert tokens[0] == tokens[1]
     assert set(tokens[0]) <= {7, 200, 319}
+
+
+def test_a_rank_rehearses_alone(checkpoint: Path) -> None:
+    """The other one is told nothing and waits for nothing: its next step is the first."""
+    tokens = []
+    for ranks in (1, 2):
+        with opened(checkpoint, ranks) as seen:
+            if ranks > 1:
+                rehearse(seen.engine.runner, 0, 300, 140)  # decode steps have no torch body
+            seen.add("one", tools.random_prompt(20, 3), max_tokens=6)
+            tokens.append(seen.run()["one"])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from meltcore.kernels import all_reduce
 from meltcore.kernels.all_reduce import (
     Peers,
     make_peers,
+    nobody,
     normalised_sum_of_shares,
     one_shot_largest,
     one_shot_sum,
@@ -160,6 +161,16 @@ def test_a_wait_for_a_rank_that_is_gone_ends_when_the_host_says_so(
         torch.cuda.synchronize()
     assert telling.finished.is_set()
     assert len(inboxes) == 2
+
+
+def test_sums_among_nobody_wait_for_nobody(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "_LOOKS", 8)
+    inboxes, peers = make_ranks(2, device)
+    alone = nobody(peers[0])
+    one_shot_sum(torch.ones(1024, device=device), alone)
+    one_shot_largest(torch.ones(3, dtype=torch.int64, device=device), alone)
+    assert not peers[0].steps.any()
+    assert not any(inbox.any() for inbox in inboxes)
 
 
 def test_only_whole_words_of_bounded_size_are_sent_at_once() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from functools import partial
 
 import numpy as np
 import torch
 
 from meltcore.config import EngineConfig
-from meltcore.engine.compile_ahead import compile_ahead
 from meltcore.engine.group_runner import GroupRunner
 from meltcore.engine.loading import check_shares, choose_device, load, or_default
 from meltcore.engine.messages import (
@@ -32,7 +30,7 @@ from meltcore.engine.runner import LaunchedStep, Layout, ModelRunner
 from meltcore.engine.sampler import Sampler
 from meltcore.engine.scheduler import Scheduler
 from meltcore.engine.state_pool import StatePool
-from meltcore.engine.warm_up import rehearse, warm_up
+from meltcore.engine.warm_up import Limits, compile_kernels, warm_up
 from meltcore.errors import RequestError
 from meltcore.kernels.dispatch import force_reference
 from meltcore.layers.uniform_routing import route_at_random
@@ -240,10 +238,10 @@ class Engine:
         route_at_random("uniform-routing" in self.config.debug, self.config.seed)
         if device.type != "cuda" or reference:
             return  # the torch bodies need no compiling, and are told by the host how to pad: a graph has no host
-        if self._ranks is None:  # ranks wait for each other inside kernels, which a rehearsal would leave out
-            limits = self.max_num_seqs, self.max_model_len, self.scheduler.max_num_batched_tokens
-            current = torch.cuda.current_device()
-            compile_ahead(partial(rehearse, self.runner, *limits), partial(torch.cuda.set_device, current))
+        limits = Limits(self.max_num_seqs, self.max_model_len, self.scheduler.max_num_batched_tokens)
+        if self._ranks is not None:
+            self._ranks.compile_kernels(limits)
+        compile_kernels(self.runner, limits)
         warm_up(self.runner, self.max_model_len, self.scheduler.max_num_batched_tokens)
         if "no-graphs" not in self.config.debug:
             before = torch.cuda.mem_get_info(device)[0]

@@ -7,6 +7,9 @@ rank 0, which chooses and tells the others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from meltcore.engine.batch import Step
@@ -24,7 +27,7 @@ from meltcore.models.loader import Progress
 
 
 class GroupRunner(ModelRunner):
-    """`launch` is rank 0's; the others `follow`. ranks: rank 0's hold on them, None elsewhere."""
+    """`launch` is rank 0's; the others `follow`. ranks: its hold on them; None elsewhere, and while a rank is alone."""
 
     def __init__(
         self,
@@ -48,9 +51,20 @@ class GroupRunner(ModelRunner):
             super().capture_graphs(progress)
 
     def launch(self, plan: list[Chunk]) -> LaunchedStep:
-        assert self._ranks is not None
+        if self._ranks is None:
+            return super().launch(plan)
         with self._ranks.together():
             return super().launch(plan)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Every rank can launch then, and none is told."""
+        ranks, self._ranks = self._ranks, None
+        try:
+            with self._group.alone():
+                yield
+        finally:
+            self._ranks = ranks
 
     @torch.inference_mode()
     def follow(self, step: Step, choices: Choices) -> None:
@@ -62,9 +76,9 @@ class GroupRunner(ModelRunner):
         return tokens_of(self._group.largest(candidates(logits, self._first_token(logits))))
 
     def _run(self, step: Step, requests: list[Request]) -> SampleResult:
-        assert self._ranks is not None
         choices = self._choices(requests)
-        self._ranks.run(step, choices)
+        if self._ranks is not None:
+            self._ranks.run(step, choices)
         token_ids, logits_at = self._compute(step)
         return self._choose(logits_at, token_ids, choices, requests)
 

@@ -11,6 +11,7 @@ import numpy as np
 from meltcore.engine.batch import Step
 from meltcore.engine.memory import MemoryPlan
 from meltcore.engine.runner import Layout
+from meltcore.engine.warm_up import Limits
 
 
 def rank_address(folder: Path, rank: int) -> str:
@@ -51,6 +52,12 @@ class RunStep(msgspec.Struct, tag="step"):
     choices: Choices
 
 
+class CompileKernels(msgspec.Struct, tag="compile"):
+    """Compile what serving launches, each for itself."""
+
+    limits: Limits
+
+
 class CaptureGraphs(msgspec.Struct, tag="graphs"):
     """Record decode steps as graphs, together."""
 
@@ -59,7 +66,7 @@ class Leave(msgspec.Struct, tag="leave"):
     """The engine closes: leave the group together."""
 
 
-ToRank = Settle | RunStep | CaptureGraphs | Leave
+ToRank = Settle | RunStep | CompileKernels | CaptureGraphs | Leave
 
 
 # --- the others to rank 0 ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from meltcore.engine.group_runner import GroupRunner
 from meltcore.engine.loading import choose_device, load
 from meltcore.engine.rank_messages import (
     CaptureGraphs,
+    CompileKernels,
     FromRank,
     Leave,
     RankFailed,
@@ -36,6 +37,7 @@ from meltcore.engine.rank_messages import (
 )
 from meltcore.engine.ranks import join_group, limit_waits, step_board
 from meltcore.engine.sampler import Sampler
+from meltcore.engine.warm_up import compile_kernels
 from meltcore.errors import MeltcoreError
 from meltcore.kernels.dispatch import force_reference
 from meltcore.layers.group import Group
@@ -97,6 +99,8 @@ class RankProcess:
         if isinstance(message, RunStep):
             self._begun[self._rank] = message.number
             runner.follow(message.step, message.choices)
+        elif isinstance(message, CompileKernels):
+            compile_kernels(runner, message.limits)
         elif isinstance(message, CaptureGraphs):
             runner.capture_graphs(lambda stage, fraction: None)
         return not isinstance(message, Leave)

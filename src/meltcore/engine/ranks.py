@@ -28,6 +28,7 @@ from meltcore.engine.memory import MemoryPlan
 from meltcore.engine.rank_messages import (
     CaptureGraphs,
     Choices,
+    CompileKernels,
     FromRank,
     Leave,
     RankFailed,
@@ -41,6 +42,7 @@ from meltcore.engine.rank_messages import (
     rank_address,
 )
 from meltcore.engine.runner import Layout
+from meltcore.engine.warm_up import Limits
 from meltcore.errors import RankError
 from meltcore.layers.group import Group
 
@@ -113,6 +115,9 @@ class Ranks:
     def wait_settled(self) -> None:
         self._wait_for_all("settled", LOAD_LIMIT_S)
         self._settled = True
+
+    def compile_kernels(self, limits: Limits) -> None:
+        self._send(CompileKernels(limits))
 
     def capture_graphs(self) -> None:
         self._send(CaptureGraphs())

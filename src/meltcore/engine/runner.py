@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -83,6 +84,10 @@ class ModelRunner:
         graphs = GraphPool(self._decode_step, sizes, self._last_token, self._page_table)
         graphs.capture(progress)
         self._graphs = graphs
+
+    def alone(self) -> AbstractContextManager[None]:
+        """In which nothing that is launched needs anybody else."""
+        return nullcontext()
 
     @torch.inference_mode()
     def rehearse_decodes(self, counts: list[int]) -> None:

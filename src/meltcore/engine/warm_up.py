@@ -9,7 +9,12 @@ choose a token, all on the padding row, whose page and state slot nobody reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
+import torch
+
+from meltcore.engine.compile_ahead import compile_ahead
 from meltcore.engine.graphs import PADDING_ROW
 from meltcore.engine.messages import AddRequest
 from meltcore.engine.request import Request
@@ -34,6 +39,14 @@ EVERY_CHOICE = (
 )
 
 
+class Limits(NamedTuple):
+    """Of steps: sequences that decode, tokens of a sequence, and tokens of a step."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+
 def warm_up(runner: ModelRunner, max_model_len: int, max_num_batched_tokens: int) -> None:
     """Compute prompts of at most `max_model_len` tokens in steps of at most `max_num_batched_tokens`, and forget them;
     only what padding writes to is written.
@@ -42,14 +55,21 @@ def warm_up(runner: ModelRunner, max_model_len: int, max_num_batched_tokens: int
     _launch_choices(runner, EVERY_CHOICE)
 
 
+def compile_kernels(runner: ModelRunner, limits: Limits) -> None:
+    """Compile what serving launches on this GPU, as far as it is known, side by side."""
+    use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
+    compile_ahead(partial(rehearse, runner, *limits), use_device)
+
+
 def rehearse(runner: ModelRunner, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> None:
     """The launches of `warm_up` and of decode steps, where kernels are left out and their results are anything.
 
-    So nothing here may use a chosen token as an index: no penalties and no log-probabilities.
+    So nothing here may use a chosen token as an index: no penalties and no log-probabilities. Ranks each do this alone.
     """
-    runner.rehearse_decodes([count for count in DECODES if count <= max_num_seqs])
-    _launch_prompts(runner, max_model_len, max_num_batched_tokens)
-    _launch_choices(runner, EVERY_CHOICE[:3])
+    with runner.alone():
+        runner.rehearse_decodes([count for count in DECODES if count <= max_num_seqs])
+        _launch_prompts(runner, max_model_len, max_num_batched_tokens)
+        _launch_choices(runner, EVERY_CHOICE[:3])
     runner.forget_tokens()
 
 

@@ -49,6 +49,7 @@ class Peers(NamedTuple):
     steps: torch.Tensor
     rank: int
     word: torch.Tensor
+    inbox: torch.Tensor | None = None  # what some of the addresses are of, kept for as long as they are used
 
     @property
     def ranks(self) -> int:
@@ -68,6 +69,15 @@ def make_peers(inboxes: list[int], rank: int, device: torch.device) -> Peers:
     word = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
     addresses = torch.tensor([*inboxes, word.data_ptr()], dtype=torch.int64, device=device)
     return Peers(addresses, torch.zeros(_GRAINS, dtype=torch.int32, device=device), rank, word)
+
+
+def nobody(peers: Peers) -> Peers:
+    """As many peers, none of whom will ever send anything, and sums among them that know it."""
+    device = peers.steps.device
+    inbox = torch.empty(inbox_bytes(peers.ranks), dtype=torch.uint8, device=device)
+    alone = make_peers([inbox.data_ptr()] * peers.ranks, peers.rank, device)
+    alone.give_up()
+    return alone._replace(inbox=inbox)
 
 
 def suits_one_shot(values: torch.Tensor) -> bool:

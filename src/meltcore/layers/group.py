@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from meltcore.errors import ConfigError
 from meltcore.kernels.all_reduce import (
     MOST_NUMBERS,
     Peers,
+    nobody,
     one_shot_largest,
     one_shot_sum,
     one_shot_sum_normalised,
@@ -33,7 +36,7 @@ class Group:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.on_gpus = self.gave_up = False
+        self.on_gpus = self.gave_up = self._alone = False
         self.peers: Peers | None = None  # what small sums go through; collectives do all of them where there is none
 
     # --- what a rank holds ---
@@ -125,28 +128,43 @@ class Group:
         """The largest of everybody's values, one by one, in place. [...] int64."""
         if self.peers is not None and values.numel() <= MOST_NUMBERS:
             return one_shot_largest(values, self.peers)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
+        if not self._alone:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def side_by_side(self, columns: torch.Tensor) -> torch.Tensor | None:
         """[rows, columns] of every rank in their order, [rows, size * columns]; on rank 0 alone, None elsewhere."""
         columns = columns.contiguous()
-        if self.rank > 0:
-            dist.gather(columns)
-            return None
-        parts = [torch.empty_like(columns) for _ in range(self.size)]
-        dist.gather(columns, parts)
-        return torch.cat(parts, dim=1)
+        parts = [torch.empty_like(columns) for _ in range(self.size)] if self.rank == 0 else None
+        if not self._alone:
+            dist.gather(columns, parts)
+        return None if parts is None else torch.cat(parts, dim=1)
 
     def as_first(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, in place."""
-        dist.broadcast(values, src=0)
+        if not self._alone:
+            dist.broadcast(values, src=0)
         return values
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, nothing is said to others, and what they would have said is anything: to go through what is launched.
+
+        Sums are launched as ever, but among peers who are all gone.
+        """
+        peers, self._alone = self.peers, True
+        if peers is not None:
+            self.peers = nobody(peers)
+        try:
+            yield
+        finally:
+            self.peers, self._alone = peers, False
 
     def _add_sum(self, residual: torch.Tensor | None, share: torch.Tensor) -> torch.Tensor:
         if self.peers is not None and suits_one_shot(share):
             return one_shot_sum(share, self.peers, residual)
-        dist.all_reduce(share)
+        if not self._alone:
+            dist.all_reduce(share)
         return share if residual is None else residual.add_(share)
 
     def _exchange(self, store: dist.Store, own: bytes) -> list[bytes]:
