@@ -104,11 +104,11 @@ def test_speed_alone_is_compared_where_nothing_is_asked(tmp_path: Path, capsys: 
 @pytest.mark.slow
 def test_our_engine_is_tuned_by_its_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The most sequences that run without preemption are those that arithmetic says fit the cache."""
-    size = ["--serve", "--memory 16MiB", "--length", "256", "--most", "512", "--least", "256", "--step", "256"]
-    found = tune(["context", BUNDLED, *size, "--most-seqs", "8", "--kv-bytes", "4"], tmp_path, capsys)
+    size = ["--serve", "--memory 14MiB", "--length", "512", "--most", "512", "--least", "256", "--step", "256"]
+    found = tune(["context", BUNDLED, *size, "--most-seqs", "3", "--kv-bytes", "4"], tmp_path, capsys)
     facts = {fact.name: fact.value for fact in found.facts}
     assert facts["largest context"] == "512 tokens"
-    assert facts["sequences of 256 tokens at once"] == facts["sequences of 256 tokens that it holds"]
+    assert facts["sequences of 512 tokens at once"] == facts["sequences of 512 tokens that it holds"] == "2"
     assert facts["keys and values"].startswith("4,096 bytes a token")
 
 
