@@ -27,7 +27,8 @@ Prompt = str | Sequence[int]
 # Tokens a step on a GPU. A server takes half as many, since who waits for the next token waits for the whole step; here
 # nobody does. 400 requests of 128 to 1,024 tokens: 33,400 output tokens/s against 31,600 (H200, 2026-11-21).
 GPU_BATCHED_TOKENS = 16_384
-_STEPS_A_ROUND = 64  # between two looks of the garbage collector at what is new
+# Between two looks of the garbage collector at what is new: one takes as long as a step of few sequences.
+_STEPS_A_ROUND = 1024
 
 
 @dataclass

@@ -57,8 +57,9 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_leaves_nothing_behind(llm
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_no_full_round_of_the_collector_interrupts(llm: LLM, frozen: bool) -> None:
+def test_no_full_round_of_the_collector_interrupts(llm: LLM, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With objects frozen at the interpreter's start, as Python 3.12 has some, too."""
+    monkeypatch.setattr("meltcore.llm._STEPS_A_ROUND", 16)
     rounds: list[int] = []
     running = [False]
 
@@ -73,7 +74,7 @@ def test_no_full_round_of_the_collector_interrupts(llm: LLM, frozen: bool) -> No
     gc.callbacks.append(note)
     try:
         running[0] = True
-        llm.generate(PROMPTS[:4], greedy(70))
+        llm.generate(PROMPTS[:4], greedy(40))
         running[0] = False
     finally:
         gc.callbacks.remove(note)
