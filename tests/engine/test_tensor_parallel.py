@@ -11,6 +11,7 @@ import engine_tools as tools
 import pytest
 import torch
 
+from meltcore.engine.graphs import GraphPool
 from meltcore.engine.group_runner import GroupRunner
 from meltcore.engine.messages import AddRequest
 from meltcore.engine.request import Request
@@ -18,6 +19,7 @@ from meltcore.engine.sampler import SampleResult
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.engine.warm_up import rehearse
 from meltcore.errors import ConfigError
+from meltcore.layers.group import Group
 
 LOGITS_TOLERANCE = 1e-5  # relative to the largest; sums of float32 in another order
 GPU_LOGITS_TOLERANCE = 1e-4  # kernels add up in the order that suits a size, and a share has another
@@ -122,6 +124,22 @@ def test_a_rank_rehearses_alone(checkpoint: Path) -> None:
             seen.add("one", tools.random_prompt(20, 3), max_tokens=6)
             tokens.append(seen.run()["one"])
     assert tokens[0] == tokens[1]
+
+
+def test_graphs_are_gone_before_the_group_is_left(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for those that it is part of, for ever."""
+    graphs_left = []
+    with opened(checkpoint, 2) as seen:
+        runner = seen.engine.runner
+        leave = Group.leave
+
+        def leaving(group: Group) -> None:
+            graphs_left.append(runner._graphs)
+            leave(group)
+
+        monkeypatch.setattr(Group, "leave", leaving)
+        runner._graphs = GraphPool.__new__(GraphPool)
+    assert graphs_left == [None]
 
 
 @pytest.mark.gpu

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections.abc import Iterable
 
 import numpy as np
@@ -61,6 +63,8 @@ class Engine:
         if config.tp > 1:
             check_shares(self.checkpoint, config.tp)
         self._ranks = Ranks(config) if config.tp > 1 else None
+        if self._ranks is not None:
+            atexit.register(_close, weakref.ref(self))  # NCCL must not be left to whoever tidies up first
         try:
             self._prepare(device, progress, pages, state_slots)
         except BaseException:
@@ -201,7 +205,11 @@ class Engine:
     def close(self) -> None:
         """End the processes of other ranks. There can be no step after."""
         if self._ranks is not None:
-            self._ranks.close()
+            self._ranks.close(self._forget_graphs)
+
+    def _forget_graphs(self) -> None:
+        assert isinstance(self.runner, GroupRunner)
+        self.runner.forget_graphs()
 
     def ready(self) -> EngineReady:
         model = self.runner.model
@@ -291,6 +299,12 @@ class Engine:
             cached_tokens=request.cached_tokens,
             times=RequestTimes(request.arrived_s, request.scheduled_s, request.first_token_s, time.monotonic()),
         )
+
+
+def _close(engine: weakref.ref[Engine]) -> None:
+    living = engine()
+    if living is not None:
+        living.close()
 
 
 def _precision(dtype: torch.dtype, config: EngineConfig) -> str:

@@ -56,6 +56,12 @@ class GroupRunner(ModelRunner):
         with self._ranks.together():
             return super().launch(plan)
 
+    def forget_graphs(self) -> None:
+        """Before the group is left: from 2.26 on, NCCL does not end before the last graph that it is part of."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._graphs = self._decoded = None
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Every rank can launch then, and none is told."""

@@ -65,6 +65,7 @@ class RankProcess:
             runner = self._build(group)
             while self._follow(runner):
                 pass
+            runner.forget_graphs()
             group.leave()
         except Exception as error:
             text = str(error) if isinstance(error, MeltcoreError) else f"{type(error).__name__}: {error}"

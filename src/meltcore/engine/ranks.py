@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -182,14 +182,18 @@ class Ranks:
             time.sleep(_LOOK_EVERY_S)
         return self._failure(self._suspects() or "rank 0", " ".join(str(error).split())[:300])
 
-    def close(self) -> None:
-        """Leave the group together, or end the processes by force where that cannot be. Can be called twice."""
+    def close(self, at_rest: Callable[[], None]) -> None:
+        """Leave the group together, or end the processes by force where that cannot be. Can be called twice.
+
+        `at_rest` is called before the group is left, when no step is under way.
+        """
         if not self._end.alive:
             return
         if self._watch:
             self._watch.close()
         together = self._settled and not self._failed and self._is_done()
         if together:
+            at_rest()
             self._send(Leave())
         if self._group is not None:
             if together or not self._group.on_gpus:

@@ -30,6 +30,8 @@ from meltcore.kernels.all_reduce import (
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.layers.peer_memory import can_reach_all, open_inboxes, prove_inboxes
 
+_LEAVE_LIMIT_S = 5.0
+
 
 class Group:
     """A rank's view of all of them. What it says to the others is said by all, in the same order and shapes alike."""
@@ -105,11 +107,12 @@ class Group:
             threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True).start()
 
     def leave(self) -> None:
-        if self.on_gpus:
-            torch.cuda.synchronize()  # a step under way takes all of us
+        """Together with the others, when nothing is under way. Who does not come is not waited for long."""
         self.peers = None
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            leaving.start()
+            leaving.join(_LEAVE_LIMIT_S)
 
     def add_sum_normalised(
         self, residual: torch.Tensor | None, share: torch.Tensor, norm: Norm
