@@ -21,10 +21,11 @@ from attention import matmul_flops_per_us, median_us
 from bench_output import Row, write_result
 
 from meltcore.kernels.delta import CHUNK, DeltaShape, DeltaWeights
-from meltcore.kernels.delta_chunks import delta_chunks, prepare_chunks
+from meltcore.kernels.delta_chunks import prepare_chunks
 from meltcore.kernels.delta_convolve import convolve_chunks
 from meltcore.kernels.delta_net import delta_net
-from meltcore.kernels.delta_scan import ScanLaunch, scan_chunks
+from meltcore.kernels.delta_places import delta_chunks
+from meltcore.kernels.delta_scan import ScanLaunch, norm_chunks, scan_chunks
 from meltcore.kernels.dispatch import force_reference
 from meltcore.kernels.paged_attention import Segments
 
@@ -134,17 +135,18 @@ class Case:
         return 1 if len(self.segments) > 1 else 5
 
     def prefill_parts(self) -> dict[str, Callable[..., object]]:
-        """What prefill consists of; the last takes a launch."""
+        """What prefill consists of; the scan takes a launch."""
         (segments,) = self.segments
         out = torch.empty(len(self.projected), SHAPE.heads * SHAPE.value_dim, dtype=TYPE, device="cuda")
         where = segments.first_tokens, segments.chunks
         slot_of = segments.starts, segments.state_slots
-        convolve = partial(convolve_chunks, self.projected, self.weights, self.conv_states, *slot_of, *where, SHAPE)
+        convolve = partial(convolve_chunks, self.projected, self.weights, self.conv_states, *slot_of, *where, 0, SHAPE)
         convolved = convolve()
-        prepare = partial(prepare_chunks, self.projected, convolved, self.weights, *where, SHAPE)
-        caches = self.weights, self.conv_states, self.states, *slot_of, segments.first_tokens
-        scan = partial(scan_chunks, self.projected, convolved, prepare(), *caches, 0, SHAPE, out)
-        return {"convolution": convolve, "chunks": prepare, "scan and norm": scan}
+        prepare = partial(prepare_chunks, self.projected, convolved, self.weights, *where, 0, SHAPE)
+        caches = self.conv_states, self.states, *slot_of, segments.first_tokens
+        scan = partial(scan_chunks, self.projected, convolved, prepare(), *caches, 0, SHAPE)
+        norm = partial(norm_chunks, self.projected, scan(), self.weights, *where, 0, SHAPE, out)
+        return {"convolution": convolve, "chunks": prepare, "scan": scan, "norm": norm}
 
 
 DECODES = [Work(sequences, 1) for sequences in (1, 8, 64, 256)]
@@ -185,9 +187,9 @@ def sweep() -> None:
         print(*(f"  {median_us([part] * 5):8.1f} us  {name}" for name, part in parts.items()), sep="\n")
         timed = []
         for values, stages in itertools.product((16, 32, 64, 128), (1, 2, 3)):
-            launch = ScanLaunch(values, stages)
+            launch = ScanLaunch(values, stages, max(4, values // 16))
             try:
-                timed.append((median_us([partial(parts["scan and norm"], launch)] * 5), launch))
+                timed.append((median_us([partial(parts["scan"], launch)] * 5), launch))
             except triton.runtime.errors.OutOfResources:
                 continue
         print(*(f"  {time_us:8.1f} us  {launch}" for time_us, launch in sorted(timed)[:8]), sep="\n")

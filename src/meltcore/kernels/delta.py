@@ -163,6 +163,36 @@ def silu(x):
 
 
 @triton.jit
+def quick_silu(x, NATIVE: tl.constexpr):
+    """`silu` in 5 instructions for 12: without the care for denormal numbers and for quotients near the largest."""
+    if not NATIVE:
+        return silu(x)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 t;
+        mul.f32 t, $1, 0fBFB8AA3B;  // -log2(e)
+        ex2.approx.ftz.f32 t, t;
+        add.f32 t, t, 0f3F800000;  // 1
+        rcp.approx.ftz.f32 t, t;
+        mul.f32 $0, $1, t;
+        }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def quick_exp2(x, NATIVE: tl.constexpr):
+    """2^x in one instruction for 4: denormal results are 0."""
+    if not NATIVE:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def gates(a, b, a_log, dt_bias):
     """g, the logarithm of what stays of a state, and beta; all float32."""
     shifted = a + dt_bias
@@ -177,6 +207,7 @@ def unit_rows(heads):
 
 
 @triton.jit
-def gated_norm(mixed, gate, weight, eps, VALUE_DIM: tl.constexpr):
+def gated_norm(mixed, gate, weight, eps, VALUE_DIM: tl.constexpr, NATIVE: tl.constexpr):
     """[ROWS, VALUE_DIM] float32 rows scaled to unit mean square, by `weight` [1, VALUE_DIM] and by silu(gate)."""
-    return mixed * tl.rsqrt(tl.sum(mixed * mixed, 1) / VALUE_DIM + eps)[:, None] * weight * silu(gate)
+    scale = tl.rsqrt(tl.sum(mixed * mixed, 1) / VALUE_DIM + eps)[:, None]
+    return mixed * scale * weight * quick_silu(gate, NATIVE)

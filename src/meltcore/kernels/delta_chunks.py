@@ -14,33 +14,28 @@ and P are made here for all chunks at once; the state goes through them in kerne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from meltcore.kernels.delta import CHUNK, DeltaShape, DeltaWeights, gates
+from meltcore.kernels.capability import capability
+from meltcore.kernels.delta import CHUNK, DeltaShape, DeltaWeights, gates, quick_exp2
+from meltcore.kernels.delta_places import chunk_place, chunk_places
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 
-
-def delta_chunks(sizes: Sequence[int], decodes: int) -> np.ndarray:
-    """How segments of `sizes` tokens, the first `decodes` of which are single, are cut: [chunks, 2] int32.
-
-    A row is a segment and which of its chunks of CHUNK tokens, counted from the segment's first token.
-    """
-    counts = -(-np.asarray(sizes[decodes:], dtype=np.int32) // CHUNK)
-    segments = np.arange(decodes, len(sizes), dtype=np.int32).repeat(counts)
-    within = np.arange(len(segments), dtype=np.int32) - (counts.cumsum() - counts).repeat(counts)
-    return np.stack([segments, within.astype(np.int32)], 1)
+_LOG2_E = 1.4426950408889634
+_BLOCK = 16  # the smallest that tl.dot takes
 
 
 class Prepared(NamedTuple):
-    """decays: [tokens, heads] float32, G; changes, reads: [tokens, heads, CHUNK], rows of T diag(beta) and of P."""
+    """changes, reads: [places, heads, CHUNK, CHUNK], T diag(beta) and P, in the type of the product.
 
-    decays: torch.Tensor
+    scales: [places, heads, 2, CHUNK] float32, of the tokens of a chunk exp(G) and exp(G_last - G).
+    """
+
     changes: torch.Tensor
     reads: torch.Tensor
+    scales: torch.Tensor
 
 
 def prepare_chunks(
@@ -49,12 +44,12 @@ def prepare_chunks(
     weights: DeltaWeights,
     first_tokens: torch.Tensor,
     chunks: torch.Tensor,
+    decodes: int,
     shape: DeltaShape,
 ) -> Prepared:
-    """For `delta_prefill`'s arguments and `convolve_chunks`' result, in Triton; in its type but for the decays."""
-    tokens, heads = len(projected), shape.heads
-    decays = torch.empty(tokens, heads, dtype=torch.float32, device=projected.device)
-    changes, reads = (projected.new_empty(tokens, heads, CHUNK) for _ in range(2))
+    """For `delta_prefill`'s arguments and `convolve_chunks`' result, in Triton."""
+    changes, reads = (projected.new_empty(len(convolved), shape.heads, CHUNK, CHUNK) for _ in range(2))
+    scales = torch.empty(len(convolved), shape.heads, 2, CHUNK, dtype=torch.float32, device=projected.device)
     _chunk_kernel[(shape.heads, len(chunks))](
         projected,
         convolved,
@@ -62,37 +57,56 @@ def prepare_chunks(
         weights.dt_bias,
         first_tokens,
         chunks,
-        decays,
+        decodes,
         changes,
         reads,
+        scales,
         projected.stride(0),
         **shape.constants(),
         CHUNK=CHUNK,
-        num_warps=4,
+        NATIVE=capability(projected.device) > 0,
+        LOG2_E=_LOG2_E,
+        BLOCK=_BLOCK,
+        num_warps=CHUNK // _BLOCK,
     )
-    return Prepared(decays, changes, reads)
+    return Prepared(changes, reads, scales)
 
 
 @triton.jit
-def _inverse(lower, SIZE: tl.constexpr, dtype: tl.constexpr):
-    """(I + lower)^-1 of a strictly lower triangular matrix [SIZE, SIZE] float32.
+def _join(inverse, lower, apart, bit, dtype: tl.constexpr):
+    """`inverse`, that of the diagonal blocks of 2^bit of `lower`, for blocks of twice the size."""
+    left = inverse.to(dtype)
+    product = tl.dot(tl.where(apart >> bit == 1, lower, 0.0).to(dtype), left, input_precision="ieee")
+    return inverse - tl.dot(left, product.to(dtype), input_precision="ieee")
+
+
+@triton.jit
+def _inverse(lower, SIZE: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """(I + lower)^-1 of a lower triangular matrix [SIZE, SIZE] float32, whose diagonal counts as zeros.
 
     Diagonal blocks are inverted and joined two by two, [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]], all of
     a size in two products. Unlike powers of `lower`, every block is a true inverse, and here its numbers are at most 1:
-    16-bit floats with 11 bits, `dtype`, lose as little as tf32 does.
+    16-bit floats with 11 bits, `dtype`, lose as little as tf32 does. Up to BLOCK, each warp has a block for itself.
     """
-    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    apart = row ^ column  # its highest bit says between which halves of which block an element stands
-    inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, lower, 0.0)
-    for bit in range(1, SIZE.bit_length() - 1):
-        left = inverse.to(dtype)
-        product = tl.dot(tl.where(apart >> bit == 1, lower, 0.0).to(dtype), left, input_precision="ieee")
-        inverse -= tl.dot(left, product.to(dtype), input_precision="ieee")
+    BLOCKS: tl.constexpr = SIZE // BLOCK
+    which, within, row = tl.arange(0, BLOCKS), tl.arange(0, BLOCK), tl.arange(0, SIZE)
+    on_diagonal = (which[:, None] == which[None, :])[:, None, :, None]
+    blocks = tl.sum(tl.where(on_diagonal, tl.reshape(lower, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 0.0), 2)
+    # The highest bit of `apart` says between which halves of which block an element stands.
+    apart = (within[:, None] ^ within[None, :])[None, :, :]
+    solved = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, blocks, 0.0)
+    for bit in tl.static_range(1, BLOCK.bit_length() - 1):
+        solved = _join(solved, blocks, apart, bit, dtype)
+
+    inverse = tl.reshape(tl.where(on_diagonal, solved[:, :, None, :], 0.0), (SIZE, SIZE))
+    apart = row[:, None] ^ row[None, :]
+    for bit in tl.static_range(BLOCK.bit_length() - 1, SIZE.bit_length() - 1):
+        inverse = _join(inverse, lower, apart, bit, dtype)
     return inverse
 
 
 # Indices may lie at any address of a longer tensor.
-@triton.jit(do_not_specialize=["first_tokens", "chunks"])
+@triton.jit(do_not_specialize=["first_tokens", "chunks", "decodes"])
 def _chunk_kernel(
     projected,
     convolved,
@@ -100,9 +114,10 @@ def _chunk_kernel(
     dt_bias,
     first_tokens,
     chunks,
-    decays,
+    decodes,
     changes,
     reads,
+    scales,
     projected_stride,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -110,6 +125,9 @@ def _chunk_kernel(
     VALUE_DIM: tl.constexpr,
     KERNEL: tl.constexpr,
     CHUNK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One chunk of one segment for one value head. Heads that share keys multiply them anew: cheaper than registers."""
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -118,42 +136,44 @@ def _chunk_kernel(
     accurate: tl.constexpr = tl.float32 if dtype == tl.float32 else tl.float16
     head = tl.program_id(0)
     segment = tl.load(chunks + tl.program_id(1) * 2).to(tl.int64)
-    first = tl.load(first_tokens + segment) + tl.load(chunks + tl.program_id(1) * 2 + 1) * CHUNK
-    count = tl.load(first_tokens + segment + 1) - first
+    number = tl.load(chunks + tl.program_id(1) * 2 + 1)
+    first = tl.load(first_tokens + segment) + number * CHUNK
+    count = (tl.load(first_tokens + segment + 1) - first).to(tl.int32)
+    place = chunk_place(first_tokens, segment, number, decodes, CHUNK)
     row = tl.arange(0, CHUNK)
-    token = first + row
     inside = row < count
+    key_at = head // (HEADS // KEY_HEADS) * (CHUNK * KEY_DIM)
+    rows = convolved + place * (CHUNK * CHANNELS) + key_at + row[:, None] * KEY_DIM + tl.arange(0, KEY_DIM)[None, :]
+    query, key = tl.load(rows), tl.load(rows + CHUNK * KEYS)
 
-    b = projected + token * projected_stride + CHANNELS + HEADS * VALUE_DIM + head
-    g, beta = gates(
-        tl.load(b + HEADS, inside, other=0.0).to(tl.float32),
-        tl.load(b, inside, other=0.0).to(tl.float32),
-        tl.load(a_log + head),
-        tl.load(dt_bias + head),
-    )
-    # Rows past the end change nothing.
-    decay, beta = tl.cumsum(tl.where(inside, g, 0.0), 0), tl.where(inside, beta, 0.0)
-    of_head = token * HEADS + head
-    tl.store(decays + of_head, decay, inside)
+    # Both of a token in one tile, a number a thread: vectors would be worked out by every thread that needs them.
+    which = tl.arange(0, 2)[None, :]
+    ba = projected + (first + row)[:, None] * projected_stride + CHANNELS + HEADS * VALUE_DIM + head
+    given = tl.load(ba + which * HEADS, inside[:, None], other=0.0).to(tl.float32)
+    g, beta = gates(given, given, tl.load(a_log + head), tl.load(dt_bias + head))
+    # Rows past the end change nothing. Decays are powers of 2, which processors know.
+    made = tl.where(inside[:, None], tl.where(which == 0, beta, g * LOG2_E), 0.0)
+    beta, g = tl.sum(tl.where(which == 0, made, 0.0), 1), tl.sum(tl.where(which == 1, made, 0.0), 1)
+    decay, total = tl.cumsum(g, 0), tl.sum(g, 0)
+    of_head = place * HEADS + head
+    scale = scales + of_head * (2 * CHUNK) + row
+    tl.store(scale, quick_exp2(decay, NATIVE))
+    tl.store(scale + CHUNK, quick_exp2(total - decay, NATIVE))
     before = row[:, None] >= row[None, :]
-    stays = tl.exp(tl.where(before, decay[:, None] - decay[None, :], float("-inf")))
+    stays = quick_exp2(tl.where(before, decay[:, None] - decay[None, :], float("-inf")), NATIVE)
 
-    key_columns = head // (HEADS // KEY_HEADS) * KEY_DIM + tl.arange(0, KEY_DIM)
-    rows = convolved + token[:, None] * CHANNELS + key_columns[None, :]
-    query = tl.load(rows, inside[:, None], other=0.0)
-    key = tl.load(rows + KEYS, inside[:, None], other=0.0)
-    pairs = of_head[:, None] * CHUNK + row[None, :]
+    pairs = of_head * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
     read = tl.dot(query, tl.trans(key), input_precision="ieee") * stays
-    tl.store(reads + pairs, read.to(dtype), inside[:, None])
+    tl.store(reads + pairs, read.to(dtype))
     lower = tl.dot(key, tl.trans(key), input_precision="ieee") * stays * beta[:, None]
-    solved = _inverse(tl.where(row[:, None] == row[None, :], 0.0, lower), CHUNK, accurate)
-    tl.store(changes + pairs, (solved * beta[None, :]).to(dtype), inside[:, None])
+    solved = _inverse(lower, CHUNK, BLOCK, accurate)
+    tl.store(changes + pairs, (solved * beta[None, :]).to(dtype))
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     shape = DeltaShape(*model.delta)
     projected, weights, _ = shape.examples(512, dtype)
-    convolved = torch.empty(512, shape.conv_channels, dtype=dtype, device="meta")
+    convolved = torch.empty(chunk_places(512, 3), shape.conv_channels * CHUNK, dtype=dtype, device="meta")
     index = torch.empty(4, dtype=torch.int64, device="meta")
     chunks = torch.empty(8, 2, dtype=torch.int32, device="meta")
-    return [lambda: prepare_chunks(projected, convolved, weights, index, chunks, shape)]
+    return [lambda: prepare_chunks(projected, convolved, weights, index, chunks, 0, shape)]

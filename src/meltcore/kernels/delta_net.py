@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.delta import DeltaWeights
-from meltcore.kernels.delta_chunks import delta_chunks
 from meltcore.kernels.delta_decode import delta_decode
+from meltcore.kernels.delta_places import delta_chunks
 from meltcore.kernels.delta_prefill import delta_prefill
 from meltcore.kernels.paged_attention import Segments
 

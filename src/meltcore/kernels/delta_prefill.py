@@ -1,7 +1,7 @@
 """Gated DeltaNet of chunks of prompts (prefill), ragged.
 
-In Triton three steps: the convolution of all tokens; what each chunk of 64 tokens tells without the state; and the
-states' way through the chunks of their sequences. Segments begin and end anywhere.
+In Triton four steps: the convolution of all tokens; what each chunk of 64 tokens tells without the state; the states'
+way through the chunks of their sequences; and the gated norm. Segments begin and end anywhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meltcore.kernels.delta import (
 )
 from meltcore.kernels.delta_chunks import prepare_chunks
 from meltcore.kernels.delta_convolve import convolve_chunks
-from meltcore.kernels.delta_scan import scan_chunks
+from meltcore.kernels.delta_scan import norm_chunks, scan_chunks
 from meltcore.kernels.dispatch import use_triton
 
 
@@ -63,10 +63,11 @@ def _prefill_triton(
     if len(chunks) == 0:
         return
     where = first_tokens, chunks
-    convolved = convolve_chunks(projected, weights, conv_states, starts, slots, *where, shape)
-    prepared = prepare_chunks(projected, convolved, weights, *where, shape)
+    convolved = convolve_chunks(projected, weights, conv_states, starts, slots, *where, decodes, shape)
+    prepared = prepare_chunks(projected, convolved, weights, *where, decodes, shape)
     slot_of = conv_states, states, starts, slots, first_tokens
-    scan_chunks(projected, convolved, prepared, weights, *slot_of, decodes, shape, out)
+    mixed = scan_chunks(projected, convolved, prepared, *slot_of, decodes, shape)
+    norm_chunks(projected, mixed, weights, *where, decodes, shape, out)
 
 
 def _prefill_torch(

@@ -1,10 +1,15 @@
 """The sequential part of Gated DeltaNet's prefill: each head's state goes through the chunks of its sequence.
 
-A program carries some values of a head, columns of its state: they do not depend on each other. Few sequences are cut
-into narrow columns, so that every processor has work; the gated norm, over all values of a head, is then a kernel after
-this one. With names as in kernels/delta_chunks.py a chunk takes the state S to
+A program carries some values of a head, columns of its state: they do not depend on each other. With names as in
+kernels/delta_chunks.py a chunk takes the state S to
 
     u = T diag(beta) (v - exp(G) k S);    out = exp(G) q S + P u;    S <- exp(G_last) S + k^T (exp(G_last - G) u)
+
+All of it is computed turned, with S as [values, keys] and tokens in columns. Every product then has what the one before
+it left in registers on its left, where tensor cores take registers, and what was loaded on its right: nothing passes
+through shared memory from one product to the next, and no barrier stands between them.
+
+The gated norm, over all values of a head, is a kernel after this one, which turns its tokens into rows again.
 """
 
 # mypy: allow-untyped-defs
@@ -15,14 +20,15 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.capability import processors, shared_bytes
+from meltcore.kernels.capability import capability, processors, shared_bytes
 from meltcore.kernels.delta import CHUNK, DeltaShape, DeltaWeights, gated_norm
 from meltcore.kernels.delta_chunks import Prepared
+from meltcore.kernels.delta_places import chunk_place, chunk_places
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 
 # tl.dot takes no narrower columns.
 _LEAST_VALUES = 16
-_NORM_ELEMENTS = 4096
+_NARROW_VALUES = 64  # as many rows as 4 warps give a tensor core at once
 
 
 class ScanLaunch(NamedTuple):
@@ -31,24 +37,26 @@ class ScanLaunch(NamedTuple):
     values: int
     stages: int
 
+    @property
+    def warps(self) -> int:
+        return 4 if self.values <= _NARROW_VALUES else 8
+
 
 def scan_launch(shape: DeltaShape, sequences: int, element_bytes: int, device: torch.device) -> ScanLaunch:
-    """As many values as leave a program for most processors: queries and keys are read once a program."""
+    """Whole heads where those are programs for about half of the processors: keys are read once a program."""
     values = shape.value_dim
-    while values > _LEAST_VALUES and sequences * shape.heads * shape.value_dim < 0.75 * values * processors(device):
-        values //= 2
-    values = min(values, 64 if element_bytes == 2 else 16)
+    if element_bytes == 4:
+        values = _LEAST_VALUES
+    elif sequences * shape.heads < 0.45 * processors(device):
+        values = min(values, _NARROW_VALUES)
     a_stage = (2 * shape.key_dim + 2 * CHUNK + values) * CHUNK * element_bytes
-    held = (2 * CHUNK + shape.key_dim) * values * element_bytes
-    stages = max(1, min(3, (shared_bytes(device) - held - 2**12) // a_stage))
-    return ScanLaunch(values, stages)
+    return ScanLaunch(values, max(1, min(3, (shared_bytes(device) - 2**13) // a_stage)))
 
 
 def scan_chunks(
     projected: torch.Tensor,
     convolved: torch.Tensor,
     prepared: Prepared,
-    weights: DeltaWeights,
     conv_states: torch.Tensor,
     states: torch.Tensor,
     starts: torch.Tensor,
@@ -56,25 +64,25 @@ def scan_chunks(
     first_tokens: torch.Tensor,
     decodes: int,
     shape: DeltaShape,
-    out: torch.Tensor,
     launch: ScanLaunch | None = None,
-) -> None:
-    """For `delta_prefill`'s arguments and what was prepared, in Triton: outputs, states and the convolution's rings."""
+) -> torch.Tensor:
+    """For `delta_prefill`'s arguments and what was prepared, in Triton: the states and the convolution's rings.
+
+    Returns what queries read, in the type of `projected`: [places, heads, value_dim, CHUNK].
+    """
     sequences = len(slots) - decodes
     launch = launch or scan_launch(shape, sequences, projected.element_size(), projected.device)
-    normed = launch.values == shape.value_dim
+    mixed = projected.new_empty(len(prepared.scales), shape.heads, shape.value_dim, CHUNK)
     _scan_kernel[(shape.heads, shape.value_dim // launch.values, sequences)](
         projected,
         convolved,
         *prepared,
-        weights.norm,
         conv_states,
         states,
         starts,
         slots,
         first_tokens,
-        out,
-        weights.eps,
+        mixed,
         decodes,
         projected.stride(0),
         conv_states.stride(0),
@@ -82,26 +90,38 @@ def scan_chunks(
         **shape.constants(),
         CHUNK=CHUNK,
         VALUES=launch.values,
-        NORMED=normed,
-        num_warps=4,
+        num_warps=launch.warps,
         num_stages=launch.stages,
     )
-    if not normed:
-        rows = max(1, _NORM_ELEMENTS // shape.value_dim)
-        _norm_kernel[(triton.cdiv((len(out) - decodes) * shape.heads, rows),)](
-            projected,
-            weights.norm,
-            out,
-            weights.eps,
-            decodes,
-            len(out),
-            projected.stride(0),
-            HEADS=shape.heads,
-            VALUE_DIM=shape.value_dim,
-            GATE=shape.conv_channels,
-            ROWS=rows,
-            num_warps=4,
-        )
+    return mixed
+
+
+def norm_chunks(
+    projected: torch.Tensor,
+    mixed: torch.Tensor,
+    weights: DeltaWeights,
+    first_tokens: torch.Tensor,
+    chunks: torch.Tensor,
+    decodes: int,
+    shape: DeltaShape,
+    out: torch.Tensor,
+) -> None:
+    """The gated norm of what `scan_chunks` returned, into the rows of `out` that chunks cover."""
+    _norm_kernel[(shape.heads, len(chunks))](
+        projected,
+        mixed,
+        weights.norm,
+        first_tokens,
+        chunks,
+        out,
+        weights.eps,
+        decodes,
+        projected.stride(0),
+        **shape.constants(),
+        CHUNK=CHUNK,
+        NATIVE=capability(projected.device) > 0,
+        num_warps=4,
+    )
 
 
 @triton.jit
@@ -119,17 +139,15 @@ def _keep_inputs(inputs, ring, channels, start, count, stride, CHANNELS: tl.cons
 def _scan_kernel(
     projected,
     convolved,
-    decays,
     changes,
     reads,
-    norm,
+    scales,
     conv_states,
     states,
     starts,
     slots,
     first_tokens,
-    out,
-    eps,
+    mixeds,
     decodes,
     projected_stride,
     conv_stride,
@@ -141,7 +159,6 @@ def _scan_kernel(
     KERNEL: tl.constexpr,
     CHUNK: tl.constexpr,
     VALUES: tl.constexpr,
-    NORMED: tl.constexpr,
 ):
     """Some values of one head of one segment, from its first chunk to its last."""
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -158,43 +175,39 @@ def _scan_kernel(
 
     row, key_dims = tl.arange(0, CHUNK), tl.arange(0, KEY_DIM)
     value_dims = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
-    # What lies where from a chunk's first token on, in 32 bits.
-    of_head = row * HEADS + head
-    keys_at = row[:, None] * CHANNELS + head // GROUP * KEY_DIM + key_dims[None, :]
-    values_at = row[:, None] * CHANNELS + 2 * KEYS + head * VALUE_DIM + value_dims[None, :]
-    pairs_at = of_head[:, None] * CHUNK + row[None, :]
-    outputs_at = of_head[:, None] * VALUE_DIM + value_dims[None, :]
-    place = states + slot * state_stride + (head * KEY_DIM + key_dims[:, None]) * VALUE_DIM + value_dims[None, :]
-    state = tl.load(place, start > 0, other=0.0)
-    for done in range(0, count, CHUNK):
-        first = segment_first + done
-        inside = row < count - done
-        rows, heads = convolved + first * CHANNELS, first * HEADS
-        key = tl.load(rows + KEYS + keys_at, inside[:, None], other=0.0)
-        value = tl.load(rows + values_at, inside[:, None], other=0.0)
-        change = tl.load(changes + heads * CHUNK + pairs_at, inside[:, None], other=0.0)
-        decay = tl.load(decays + heads + of_head, inside, other=0.0)
-        last = tl.load(decays + heads + (tl.minimum(count - done, CHUNK) - 1) * HEADS + head)
+    # Where a chunk's tiles for this head begin, and what lies where in them.
+    key_tile = head // GROUP * (CHUNK * KEY_DIM)
+    value_tile = CHUNK * (2 * KEYS + head * VALUE_DIM)
+    keys_at = row[:, None] * KEY_DIM + key_dims[None, :]
+    values_at = row[:, None] * VALUE_DIM + value_dims[None, :]
+    pairs_at = row[:, None] * CHUNK + row[None, :]
+    mixed_at = value_dims[:, None] * CHUNK + row[None, :]
+    state_at = states + slot * state_stride + (head * KEY_DIM + key_dims[None, :]) * VALUE_DIM + value_dims[:, None]
+    state = tl.load(state_at, start > 0, other=0.0)
+    place = chunk_place(first_tokens, segment, 0, decodes, CHUNK)
+    for _ in range(0, count, CHUNK):
+        tiles = convolved + place * (CHUNK * CHANNELS)
+        of_head = place * HEADS + head
+        key = tl.load(tiles + CHUNK * KEYS + key_tile + keys_at)
+        value = tl.load(tiles + value_tile + values_at)
+        change = tl.load(changes + of_head * (CHUNK * CHUNK) + pairs_at)
+        stays = tl.load(scales + of_head * (2 * CHUNK) + row)[None, :]
+        to_end = tl.load(scales + of_head * (2 * CHUNK) + CHUNK + row)[None, :]
+        stay = tl.load(scales + of_head * (2 * CHUNK) + CHUNK - 1)
         held = state.to(dtype)
-        stays = tl.exp(decay)[:, None]
-        surprise = value.to(tl.float32) - stays * tl.dot(key, held, input_precision="ieee")
-        update = tl.dot(change, surprise.to(dtype), input_precision="ieee")
+        known = tl.dot(held, tl.trans(key), input_precision="ieee") * -stays
+        update = tl.dot(tl.trans(value), tl.trans(change), input_precision="ieee")
+        update = tl.dot(known.to(dtype), tl.trans(change), update, input_precision="ieee")
 
         # Loaded as late as this where nothing runs ahead: least shared memory.
-        query = tl.load(rows + keys_at, inside[:, None], other=0.0)
-        mixed = tl.dot(query, held, input_precision="ieee") * stays
-        read = tl.load(reads + heads * CHUNK + pairs_at, inside[:, None], other=0.0)
-        mixed = tl.dot(read, update.to(dtype), mixed, input_precision="ieee")
-        left = (tl.exp(last - decay)[:, None] * update).to(dtype)
-        state = tl.dot(tl.trans(key), left, state * tl.exp(last), input_precision="ieee")
-
-        if NORMED:
-            gates_at = row[:, None] * projected_stride + CHANNELS + head * VALUE_DIM + value_dims[None, :]
-            gate = tl.load(projected + first * projected_stride + gates_at, inside[:, None], other=0.0)
-            weight = tl.load(norm + value_dims).to(tl.float32)[None, :]
-            mixed = gated_norm(mixed, gate.to(tl.float32), weight, eps, VALUE_DIM)
-        tl.store(out + heads * VALUE_DIM + outputs_at, mixed.to(out.dtype.element_ty), inside[:, None])
-    tl.store(place, state)
+        query = tl.load(tiles + key_tile + keys_at)
+        mixed = tl.dot(held, tl.trans(query), input_precision="ieee") * stays
+        read = tl.load(reads + of_head * (CHUNK * CHUNK) + pairs_at)
+        mixed = tl.dot(update.to(dtype), tl.trans(read), mixed, input_precision="ieee")
+        state = tl.dot((update * to_end).to(dtype), key, state * stay, input_precision="ieee")
+        tl.store(mixeds + of_head * (CHUNK * VALUE_DIM) + mixed_at, mixed.to(dtype))
+        place += 1
+    tl.store(state_at, state)
 
     inputs = projected + segment_first * projected_stride
     ring = conv_states + slot * conv_stride
@@ -206,45 +219,64 @@ def _scan_kernel(
         _keep_inputs(inputs, ring, KEYS + of_key, start, count, projected_stride, CHANNELS, KERNEL)
 
 
-@triton.jit(do_not_specialize=["decodes", "tokens"])
+@triton.jit(do_not_specialize=["first_tokens", "chunks", "decodes"])
 def _norm_kernel(
     projected,
+    mixeds,
     norm,
+    first_tokens,
+    chunks,
     out,
     eps,
     decodes,
-    tokens,
     projected_stride,
+    KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    GATE: tl.constexpr,
-    ROWS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    """The gated norm in place, of the heads of all tokens after the first `decodes`. GATE: where z begins in a row."""
-    row = (decodes * HEADS + tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = tl.arange(0, VALUE_DIM)[None, :]
-    exists = row < tokens * HEADS
-    place = out + row * VALUE_DIM + column
-    mixed = tl.load(place, exists, other=0.0).to(tl.float32)
-    gate = tl.load(
-        projected + row // HEADS * projected_stride + GATE + row % HEADS * VALUE_DIM + column, exists, other=0.0
-    ).to(tl.float32)
-    weight = tl.load(norm + column).to(tl.float32)
-    tl.store(place, gated_norm(mixed, gate, weight, eps, VALUE_DIM).to(out.dtype.element_ty), exists)
+    """One head of a chunk, whose tokens become rows here. The last chunks come first: they may still be in the L2."""
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    head = tl.program_id(0)
+    chunk = tl.num_programs(1) - 1 - tl.program_id(1)
+    segment = tl.load(chunks + chunk * 2).to(tl.int64)
+    number = tl.load(chunks + chunk * 2 + 1)
+    first = tl.load(first_tokens + segment) + number * CHUNK
+    count = tl.load(first_tokens + segment + 1) - first
+    place = chunk_place(first_tokens, segment, number, decodes, CHUNK)
+    row, column = tl.arange(0, CHUNK), tl.arange(0, VALUE_DIM)
+    inside = (row < count)[:, None]
+    turned = mixeds + (place * HEADS + head) * (VALUE_DIM * CHUNK) + column[:, None] * CHUNK + row[None, :]
+    mixed = tl.trans(tl.load(turned)).to(tl.float32)
+    gates_at = (first + row)[:, None] * projected_stride + CHANNELS + head * VALUE_DIM + column[None, :]
+    gate = tl.load(projected + gates_at, inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm + column).to(tl.float32)[None, :]
+    result = gated_norm(mixed, gate, weight, eps, VALUE_DIM, NATIVE)
+    rows = out + ((first + row)[:, None] * HEADS + head) * VALUE_DIM + column[None, :]
+    tl.store(rows, result.to(out.dtype.element_ty), inside)
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     shape = DeltaShape(*model.delta)
     projected, weights, caches = shape.examples(512, dtype)
-    convolved = torch.empty(512, shape.conv_channels, dtype=dtype, device="meta")
-    decays = torch.empty(512, shape.heads, device="meta")
-    pairs = torch.empty(512, shape.heads, CHUNK, dtype=dtype, device="meta")
     out = torch.empty(512, shape.heads * shape.value_dim, dtype=dtype, device="meta")
-    prepared = Prepared(decays, pairs, pairs)
+    chunks = torch.empty(8, 2, dtype=torch.int32, device="meta")
 
     def case(sequences: int) -> CompileCase:
         index = torch.empty(sequences, dtype=torch.int64, device="meta")
-        given = projected, convolved, prepared, weights, *caches, index, index, index
-        return lambda: scan_chunks(*given, 0, shape, out)
+        places = chunk_places(512, sequences)
+        convolved = torch.empty(places, shape.conv_channels * CHUNK, dtype=dtype, device="meta")
+        pairs = torch.empty(places, shape.heads, CHUNK, CHUNK, dtype=dtype, device="meta")
+        scales = torch.empty(places, shape.heads, 2, CHUNK, device="meta")
+        prepared = Prepared(pairs, pairs, scales)
 
-    return [case(1), case(8), case(256)]
+        def launch() -> None:
+            mixed = scan_chunks(projected, convolved, prepared, *caches, index, index, index, 0, shape)
+            norm_chunks(projected, mixed, weights, index, chunks, 0, shape, out)
+
+        return launch
+
+    return [case(1), case(256)]
