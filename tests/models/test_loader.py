@@ -66,6 +66,19 @@ def test_every_tensor_arrives(folder: Path) -> None:
     load(folder)
 
 
+def test_on_a_cpu_what_keeps_its_type_is_read_to_where_it_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("copied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", refused)
+        load(folder)
+        change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.bfloat16)}))
+        with pytest.raises(AssertionError, match="copied"):
+            load(folder)
+    load(folder)
+
+
 def test_missing_tensor_is_named(folder: Path) -> None:
     change(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ConfigError, match=r"1 missing tensors: model\.layers\.1\.mlp\.up_proj\.weight"):

@@ -109,7 +109,8 @@ def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> 
                 elif not model.ignored_tensor(name):
                     unexpected.append(name)
             for part, values in _read_ahead(shard, parts, pool, buffers):
-                part.target.copy_(values)
+                if not part.holds(values):
+                    part.target.copy_(values)
         progress("loading weights", (number + 1) / len(files))
     problems = [_listed("missing", sorted(missing)), _listed("unexpected", sorted(unexpected))]
     if any(problems):
@@ -137,6 +138,17 @@ class _Part(NamedTuple):
     within: Index
     target: Destination
 
+    def own_memory(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """[bytes] uint8: the memory of the target, where it can be read into as it is."""
+        target = self.target
+        if isinstance(target, torch.Tensor) and target.device.type == "cpu" and target.dtype == dtype:
+            return target.detach().view(-1).view(torch.uint8) if target.is_contiguous() else None
+        return None
+
+    def holds(self, values: torch.Tensor) -> bool:
+        """Whether they were read to where they go."""
+        return isinstance(self.target, torch.Tensor) and self.target.data_ptr() == values.data_ptr()
+
 
 def _parts(name: str, entry: Entry, target: Destination, file: str) -> Iterator[_Part]:
     """What we hold of a tensor, in parts of a bounded size where it goes into memory as it is."""
@@ -158,7 +170,10 @@ def _parts(name: str, entry: Entry, target: Destination, file: str) -> Iterator[
 def _read_ahead(
     shard: Shard, parts: Iterable[_Part], pool: ThreadPoolExecutor, buffers: Sequence[torch.Tensor]
 ) -> Iterator[tuple[_Part, torch.Tensor]]:
-    """Parts in their order with what was read, which is good until the next; meanwhile the next few are being read."""
+    """Parts in their order with what was read, which is good until the next; meanwhile the next few are being read.
+
+    What goes to the host's memory unchanged is read there at once, else into one of the buffers.
+    """
     free = list(buffers)
     pending: deque[tuple[_Part, torch.Tensor, Future[torch.Tensor]]] = deque()
     for part in (*parts, *[None] * len(buffers)):
@@ -168,7 +183,9 @@ def _read_ahead(
             free.append(buffer)
         if part is not None:
             buffer = free.pop()
-            pending.append((part, buffer, pool.submit(shard.read, part.name, part.within, buffer)))
+            place = part.own_memory(shard.entries[part.name].dtype)
+            into = buffer if place is None else place
+            pending.append((part, buffer, pool.submit(shard.read, part.name, part.within, into)))
 
 
 def _listed(word: str, names: list[str]) -> str:
