@@ -269,7 +269,8 @@ def step_board(folder: Path, size: int) -> np.memmap:
 
 def join_group(group: Group, folder: Path, device: torch.device, config: EngineConfig) -> None:
     """Every rank's way into its group. Raises RuntimeError where another does not come."""
-    group.join(folder / "group", device, WARM_UP_LIMIT_S, peer_memory="no-peer-memory" not in config.debug)
+    peer_memory = not {"no-peer-memory", "reference-kernels"} & set(config.debug)
+    group.join(folder / "group", device, WARM_UP_LIMIT_S, peer_memory=peer_memory)
 
 
 def limit_waits(group: Group, config: EngineConfig) -> None:

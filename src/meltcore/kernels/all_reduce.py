@@ -160,12 +160,12 @@ def _receive(
     host_word = tl.load(addresses_ptr + RANKS).to(tl.pointer_type(tl.int32))
     found = tl.load(place, mask=awaited, other=0, volatile=True)
     looks = 0
-    given_up = 0
-    while (tl.min((((found >> 32).to(tl.int32) == steps[None, :]) | (awaited == 0)).to(tl.int32)) | given_up) == 0:
+    given_up = 0  # threads may see that at unlike times: it goes through the minimum, by which they leave together
+    while tl.min((((found >> 32).to(tl.int32) == steps[None, :]) | (awaited == 0) | (given_up != 0)).to(tl.int32)) == 0:
         found = tl.load(place, mask=awaited, other=0, volatile=True)
         looks += 1
         if looks % LOOKS == 0:
-            given_up = (tl.load(host_word, volatile=True) != 0).to(tl.int32)
+            given_up = tl.load(host_word, volatile=True)
     return tl.where(rank == RANK, words[None, :], found.to(tl.int32))
 
 
