@@ -34,7 +34,7 @@ HIDDEN, CHOSEN_FROM, CHOICES = 2048, 256, 8
 EXPERTS, PAIRS = CHOSEN_FROM + 1, CHOICES + 1  # with the shared one, last of all
 TYPE = torch.bfloat16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-FORM_TOKENS = (4, 8, 16, 32, 64, 128)
+FORM_TOKENS = (3, 4, 8, 12, 16, 24, 32)
 WIDTHS = (512, 256, 128, 64)
 CLOSE = 1.05  # a launch is kept for more tokens while it is at most this much slower than the best
 COMPILERS = 15
@@ -76,7 +76,7 @@ class Case:
     def routings(self, tokens: int, form: Form | None = None) -> list[Pairs]:
         """As many as read more than the L2 cache holds."""
         count = 16 if tokens <= 4 else 4
-        return [Pairs.of(_random_experts(tokens), self.down, shared=True, form=form) for _ in range(count)]
+        return [Pairs.of(_random_experts(tokens), self.down, form) for _ in range(count)]
 
     def measure_us(self, tokens: int, launch: ExpertsLaunch, routings: list[Pairs], replays: int = REPLAYS) -> float:
         """One product, its pairs in order where they are sorted."""
@@ -208,7 +208,7 @@ def measure_forms(widths: tuple[int, ...]) -> list[Row]:
             hidden = torch.randn(tokens, HIDDEN, device="cuda", dtype=TYPE)
             weights = torch.rand(tokens, PAIRS, device="cuda") / PAIRS
             routings = [Routing(_random_experts(tokens), weights) for _ in range(4)]
-            call = partial(_experts_add_triton, None, hidden, gate_up=gate_up, down=down, shared=True)
+            call = partial(_experts_add_triton, None, hidden, gate_up=gate_up, down=down)
             found_us, sorted_us = (
                 median_us([partial(call, routing=routing, form=form) for routing in routings])
                 for form in ("found", "sorted")

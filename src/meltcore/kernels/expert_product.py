@@ -1,11 +1,12 @@
 """Products of pairs of a token and an expert with the experts' weights, in Triton.
 
 A program takes rows of an expert's weight, and a tile of its pairs (kernels/routing.py). How it finds them depends on
-how many tokens there are: of very few each pair is a tile ("alone"); of more, each program looks through all of them
-for its expert's ("found"); many are put in order of their expert first, which is one launch more ("sorted"). Which
-experts have pairs is known on the device alone, so the most programs there can be are launched, and those too many end
-at once: nothing waits for the host, and a graph can hold it. No sum depends on the order in which programs run, nor one
-pair's on which others there are.
+how many tokens there are. Of very few each pair is a tile ("alone"). Of more, there is a program for each pair as well;
+it looks through all of them for its expert's, and has something to do where its own is the first of a tile ("found").
+Many are put in order of their expert first, which is one launch more ("sorted"). Which experts have pairs is known on
+the device alone, so the most programs there can be are launched, and those too many end at once: nothing waits for the
+host, and a graph can hold it. No sum depends on the order in which programs run, nor one pair's on which others there
+are.
 """
 
 # mypy: allow-untyped-defs
@@ -23,10 +24,9 @@ from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.routing import Segments, by_expert, pairs_of
 
 Form = Literal["alone", "found", "sorted"]
-# Up to which each program looks through all tokens for its expert's.
-FOUND_TOKENS = 128
-# Bytes of an expert's way down up to which it is small (see `form_of`).
-_SMALL_EXPERT = 2**19
+# Up to how many tokens pairs are alone, the second where an expert's way down has up to so many bytes; and found.
+_ALONE_TOKENS, _ALONE_TOKENS_SMALL, _SMALL_EXPERT = 2, 8, 2**19
+FOUND_TOKENS = 32
 _MOST_STAGES = 4
 _TUNED = 90  # the compute capability that the table of launches is for
 
@@ -59,27 +59,68 @@ def _columns(rows_ptr, start, INPUT: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
+def _found(experts_ptr, tokens, CHOICES: tl.constexpr, PAIRS: tl.constexpr, MOST_TOKENS: tl.constexpr):
+    """The expert of this program's pair, its tile of that expert's pairs (past the end the last one repeats), and which
+    of them are its own to store: none but where its pair is the first of a tile."""
+    number = tl.program_id(1)
+    expert = tl.load(experts_ptr + number)
+    has, pairs = pairs_of(expert, experts_ptr, tokens, MOST_TOKENS, CHOICES)
+    before = tl.sum(tl.where(tl.arange(0, MOST_TOKENS) < number // CHOICES, has, 0), axis=0)
+    end = tl.sum(has, axis=0)
+    if before % PAIRS != 0:
+        end = before
+    place = before + tl.arange(0, PAIRS)
+    own = (tl.cumsum(has, axis=0) - 1)[None, :] == tl.minimum(place, end - 1)[:, None]
+    pair = tl.sum(tl.where(own & (has > 0)[None, :], pairs[None, :], 0), axis=1)
+    return expert, pair, place < end, before < end
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _expert_product_kernel(
     input_ptr,
     weight_ptr,
     output_ptr,
-    expert,
-    pair,
-    inside,
+    experts_ptr,
+    pairs_ptr,
+    bounds_ptr,
+    tokens,
     OUTPUT: tl.constexpr,
     INPUT: tl.constexpr,
+    EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    MOST_TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    FORM: tl.constexpr,
     GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """This program's ROWS rows of an expert's weight with some pairs; those not `inside` are not stored.
+    """One program: ROWS rows of an expert's weight, up to PAIRS of its pairs; past the end the last one repeats.
 
     GATED: from tokens to pairs, rows of the gate and of what it gates alternating. Else from pairs to pairs. Rows past
     the end repeat the last one and are not stored.
     """
-    PAIRS: tl.constexpr = pair.shape[0]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.arange(0, PAIRS)
+    if FORM == "alone":
+        pair = tl.program_id(1) + slot * 0
+        expert = tl.load(experts_ptr + tl.program_id(1))
+        inside = slot == 0
+    elif FORM == "found":
+        expert, pair, inside, any_inside = _found(experts_ptr, tokens, CHOICES, PAIRS, MOST_TOKENS)
+        if not any_inside:
+            return
+    else:
+        expert, first, end = _tile_of(bounds_ptr, tl.program_id(1), PAIRS, EXPERTS, EXPERT_BLOCK)
+        if first >= end:
+            return
+        pair = tl.load(pairs_ptr + tl.minimum(first + slot, end - 1))
+        inside = first + slot < end
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if GATED:
         rows = tl.minimum(row // 2, OUTPUT - 1) + row % 2 * OUTPUT
@@ -109,99 +150,6 @@ def _multiply(
     column = tl.program_id(0) * (ROWS // 2 if GATED else ROWS) + tl.arange(0, ROWS // 2 if GATED else ROWS)[None, :]
     output = output_ptr + pair.to(tl.int64)[:, None] * OUTPUT + column
     tl.store(output, totals, mask=inside[:, None] & (column < OUTPUT))
-
-
-@triton.jit
-def _found(
-    experts_ptr,
-    tokens,
-    EXPERTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    SHARED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    MOST_TOKENS: tl.constexpr,
-):
-    """What this program has to do: an expert, where among its pairs to begin and to end; and for each token the place
-    of its pair among them, -1 where it has none, and that pair's number.
-
-    First come the experts to choose from, or, where they are fewer, the pairs, of which the first of an expert stands
-    for it; each with all its pairs. Then the tiles of the shared expert, the only one known to have many.
-    """
-    number = tl.program_id(1)
-    shared_tiles = (tokens + PAIRS - 1) // PAIRS * SHARED
-    routed = tl.num_programs(1) - shared_tiles
-    by_pairs = tokens * (CHOICES - SHARED) < EXPERTS - SHARED
-    leader = number // (CHOICES - SHARED)
-    pair = leader * CHOICES + number % (CHOICES - SHARED)
-    expert = tl.load(experts_ptr + pair, mask=by_pairs & (number < routed), other=number)
-    expert = tl.where(number < routed, expert, EXPERTS - 1)
-    has, pairs = pairs_of(expert, experts_ptr, tokens, MOST_TOKENS, CHOICES)
-    place = tl.where(has > 0, tl.cumsum(has, axis=0) - 1, -1)
-    first = tl.maximum(number - routed, 0) * PAIRS
-    end = tl.sum(has, axis=0)
-    if number >= routed:
-        end = tl.minimum(end, first + PAIRS)
-    elif by_pairs:
-        earlier = tl.sum(tl.where(tl.arange(0, MOST_TOKENS) < leader, has, 0), axis=0)
-        end = tl.where(earlier > 0, first, end)
-    return expert, first, end, place, pairs
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _expert_product_kernel(
-    input_ptr,
-    weight_ptr,
-    output_ptr,
-    experts_ptr,
-    pairs_ptr,
-    bounds_ptr,
-    tokens,
-    OUTPUT: tl.constexpr,
-    INPUT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    SHARED: tl.constexpr,
-    EXPERT_BLOCK: tl.constexpr,
-    MOST_TOKENS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FORM: tl.constexpr,
-    GATED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One program: ROWS rows of an expert's weight, up to PAIRS of its pairs, or where they were FOUND all of them, a
-    tile after the other. Pairs past the end repeat the last one."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    slot = tl.arange(0, PAIRS)
-    if FORM == "alone":
-        pair = tl.program_id(1) + slot * 0
-        expert = tl.load(experts_ptr + tl.program_id(1))
-        _multiply(
-            input_ptr, weight_ptr, output_ptr, expert, pair, slot == 0,
-            OUTPUT, INPUT, CHOICES, ROWS, COLUMNS, STAGES, GATED,
-        )  # fmt: skip
-    elif FORM == "sorted":
-        expert, first, end = _tile_of(bounds_ptr, tl.program_id(1), PAIRS, EXPERTS, EXPERT_BLOCK)
-        if first >= end:
-            return
-        pair = tl.load(pairs_ptr + tl.minimum(first + slot, end - 1))
-        _multiply(
-            input_ptr, weight_ptr, output_ptr, expert, pair, first + slot < end,
-            OUTPUT, INPUT, CHOICES, ROWS, COLUMNS, STAGES, GATED,
-        )  # fmt: skip
-    else:
-        expert, begin, end, place, pairs = _found(experts_ptr, tokens, EXPERTS, CHOICES, SHARED, PAIRS, MOST_TOKENS)
-        for first in tl.range(begin, end, PAIRS):
-            own = place[None, :] == tl.minimum(first + slot, end - 1)[:, None]
-            pair = tl.sum(tl.where(own, pairs[None, :], 0), axis=1)
-            _multiply(
-                input_ptr, weight_ptr, output_ptr, expert, pair, first + slot < end,
-                OUTPUT, INPUT, CHOICES, ROWS, COLUMNS, STAGES, GATED,
-            )  # fmt: skip
 
 
 class ExpertsLaunch(NamedTuple):
@@ -243,38 +191,32 @@ class ExpertsLaunch(NamedTuple):
 class Pairs(NamedTuple):
     """The pairs of a step and how programs find them.
 
-    experts: [tokens, choices] int32; segments: those in order where they are sorted; shared: every token has the last
-    expert, behind its choices.
+    experts: [tokens, choices] int32; segments: those in order where they are sorted.
     """
 
     experts: torch.Tensor
     form: Form
     segments: Segments | None
-    shared: bool
 
     @classmethod
-    def of(cls, experts: torch.Tensor, down: torch.Tensor, *, shared: bool, form: Form | None = None) -> Pairs:
+    def of(cls, experts: torch.Tensor, down: torch.Tensor, form: Form | None = None) -> Pairs:
         """down: the experts' way down, [experts, hidden_size, width]."""
         form = form or form_of(len(experts), down)
-        return cls(experts, form, by_expert(experts, len(down)) if form == "sorted" else None, shared)
+        return cls(experts, form, by_expert(experts, len(down)) if form == "sorted" else None)
 
     def most_tiles(self, count: int, tile: int) -> int:
         """count: of experts; tile: pairs of one. Programs for each piece of an expert's rows."""
-        tokens, choices = self.experts.shape
-        pairs = tokens * choices
-        if self.form == "alone":
-            return pairs
-        if self.form == "found":
-            return min(tokens * (choices - self.shared), count - self.shared) + self.shared * triton.cdiv(tokens, tile)
-        # An expert with pairs ends with at most one tile that is not full.
-        return min(pairs, pairs // tile + min(pairs, count))
+        pairs = self.experts.numel()
+        # In order, an expert with pairs ends with at most one tile that is not full.
+        return min(pairs, pairs // tile + min(pairs, count)) if self.form == "sorted" else pairs
 
 
 def form_of(tokens: int, down: torch.Tensor) -> Form:
     """So few tokens as are alone hardly share an expert but the one that all have; small experts come from the L2 cache
     the second time (H200, Qwen3.5's: at width 512 as fast as in order for 3 tokens, at width 64 for 8; 2026-11-21).
+    More are found while a program for each pair is hardly more programs than there are tiles in order.
     """
-    if tokens <= (8 if down[0].nbytes <= _SMALL_EXPERT else 2):
+    if tokens <= (_ALONE_TOKENS_SMALL if down[0].nbytes <= _SMALL_EXPERT else _ALONE_TOKENS):
         return "alone"
     return "found" if tokens <= FOUND_TOKENS else "sorted"
 
@@ -308,7 +250,6 @@ def expert_product(
         INPUT=input_size,
         EXPERTS=count,
         CHOICES=choices,
-        SHARED=int(pairs.shared),
         EXPERT_BLOCK=triton.next_power_of_2(count),
         MOST_TOKENS=FOUND_TOKENS,
         PAIRS=launch.pairs,
@@ -326,8 +267,7 @@ def expert_product(
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     if model.experts == 0:
         return []
-    shared = bool(model.shared_expert)
-    experts, choices = model.experts + shared, model.choices + shared
+    experts, choices = model.experts + model.shared_expert, model.choices + model.shared_expert
     gate_up = torch.empty(experts, 2 * model.expert_width, model.hidden_size, dtype=dtype, device="meta")
     down = torch.empty(experts, model.hidden_size, model.expert_width, dtype=dtype, device="meta")
 
@@ -335,7 +275,7 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         hidden = torch.empty(tokens, model.hidden_size, dtype=dtype, device="meta")
         activated = torch.empty(tokens * choices, model.expert_width, dtype=dtype, device="meta")
         output = torch.empty(tokens * choices, model.hidden_size, dtype=dtype, device="meta")
-        pairs = Pairs.of(torch.empty(tokens, choices, dtype=torch.int32, device="meta"), down, shared=shared)
+        pairs = Pairs.of(torch.empty(tokens, choices, dtype=torch.int32, device="meta"), down)
 
         def launch() -> None:
             expert_product(hidden, gate_up, activated, pairs, gated=True)

@@ -25,25 +25,17 @@ _SUM_BLOCK = 1024
 
 
 def experts_add(
-    residual: torch.Tensor | None,
-    hidden: torch.Tensor,
-    routing: Routing,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    shared: bool = False,
+    residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Add, for each token, the weighted sum of its experts' outputs to `residual` in place, and return it.
 
     Without a residual the sum alone is returned. An expert's output is down (silu(gate x) * up x), rounded to the type
     of `hidden`; the sum over a token's experts is float32. residual, hidden: [tokens, hidden_size], contiguous;
     gate_up: [experts, 2 * width, hidden_size], the gate's rows above those of what it gates; down: [experts,
-    hidden_size, width]. shared: every token has the last expert, behind its choices; that changes how work is cut up,
-    and no result.
+    hidden_size, width].
     """
-    if use_triton(hidden):
-        return _experts_add_triton(residual, hidden, routing, gate_up, down, shared=shared)
-    return _experts_add_torch(residual, hidden, routing, gate_up, down)
+    body = _experts_add_triton if use_triton(hidden) else _experts_add_torch
+    return body(residual, hidden, routing, gate_up, down)
 
 
 def _experts_add_torch(
@@ -98,7 +90,6 @@ def _experts_add_triton(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
-    shared: bool = False,
     launch: ExpertsLaunch | None = None,
     form: Form | None = None,
 ) -> torch.Tensor:
@@ -106,7 +97,7 @@ def _experts_add_triton(
     total = torch.empty_like(hidden) if residual is None else residual
     if tokens == 0:
         return total
-    pairs = Pairs.of(routing.experts, down, shared=shared, form=form)
+    pairs = Pairs.of(routing.experts, down, form)
     activated = torch.empty(tokens * choices, width, dtype=hidden.dtype, device=hidden.device)
     outputs = torch.empty(tokens * choices, size, dtype=hidden.dtype, device=hidden.device)
     expert_product(hidden, gate_up, activated, pairs, gated=True, launch=launch)

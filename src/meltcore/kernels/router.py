@@ -209,7 +209,7 @@ class RouterLaunch(NamedTuple):
         More tokens go in larger tiles, since each program of a tile reads all its tokens.
         """
         if tokens > 128:
-            return cls(64, 32, _columns(input_size, 128), 1, stages=3, warps=8)
+            return cls(32, 32, _columns(input_size, 128), 1, stages=3, warps=8)
         columns = _columns(input_size, 256)
         programs = -(-tokens // _FEWEST_TOKENS) * -(-rows // 16)
         steps = input_size // columns

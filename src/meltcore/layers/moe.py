@@ -55,9 +55,9 @@ class RoutedMLP(nn.Module):
     def forward(self, residual: Residual) -> None:
         hidden, routing = self._to_experts(*residual.read(self.norm))
         if self._group is None:
-            experts_add(residual.values, hidden, routing, self.gate_up, self.down, shared=self.shared)
+            experts_add(residual.values, hidden, routing, self.gate_up, self.down)
         else:
-            share = experts_add(None, hidden, routing, self.gate_up, self.down, shared=self.shared)
+            share = experts_add(None, hidden, routing, self.gate_up, self.down)
             residual.add_sum(self._group, share)
 
     def _to_experts(self, tokens: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing]:
