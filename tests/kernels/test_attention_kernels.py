@@ -15,7 +15,7 @@ from meltcore.kernels import decode_attention as decode_file
 from meltcore.kernels import decode_share
 from meltcore.kernels import prefill_attention as prefill_file
 from meltcore.kernels.attention import BLOCK_QUERIES, decode_attention, prefill_attention, query_tiles
-from meltcore.kernels.decode_lanes import decode_in_lanes, lane_count
+from meltcore.kernels.decode_lanes import MOST_SEQUENCES, Lanes, decode_in_lanes, lanes_of
 from meltcore.kernels.qkv import HeadNorms
 from meltcore.kernels.rotary import rotary_table
 
@@ -231,11 +231,14 @@ def test_a_share_asked_for_ahead_gives_the_same(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("group", "kv_heads", "head_dim", "dtype", "lengths", "lanes"),
     [
-        (2, 2, 64, torch.float32, [20, 64, 65, 129, 700], 3),
-        (2, 1, 64, torch.float32, [700, 1, 2, 64, 300], 7),
-        (3, 1, 64, torch.float32, [64 * 30], 11),  # one sequence in all lanes
-        (2, 2, 128, torch.bfloat16, [1, 128, 500], 1),
-        (2, 1, 64, torch.float16, [65, 30], 40),  # more lanes than pages
+        (2, 2, 64, torch.float32, [20, 64, 65, 129, 700], Lanes(3, 1)),
+        (2, 1, 64, torch.float32, [700, 1, 2, 64, 300], Lanes(7, 1)),
+        (3, 1, 64, torch.float32, [64 * 30], Lanes(11, 1)),  # one sequence in all lanes
+        (2, 4, 64, torch.float32, [20, 64, 65, 300], Lanes(5, 2)),
+        (3, 2, 64, torch.float32, [33, 31, 130], Lanes(4, 2)),  # rows of the tile left over
+        (2, 2, 128, torch.bfloat16, [1, 128, 500], Lanes(1, 2)),
+        (2, 8, 128, torch.bfloat16, [17, 8, 9, 200], Lanes(7, 8)),
+        (2, 2, 64, torch.float16, [65, 30], Lanes(40, 2)),  # more lanes than blocks
     ],
 )
 def test_lanes_that_cut_sequences_anywhere_give_the_same(
@@ -244,7 +247,7 @@ def test_lanes_that_cut_sequences_anywhere_give_the_same(
     head_dim: int,
     dtype: torch.dtype,
     lengths: list[int],
-    lanes: int,
+    lanes: Lanes,
     device: torch.device,
 ) -> None:
     """A padding row among them comes out as zeros; a second launch finds the counters of arrivals as the first did."""
@@ -270,12 +273,23 @@ def test_lanes_that_cut_sequences_anywhere_give_the_same(
 
 def test_lanes_serve_the_middle_between_few_and_many_sequences() -> None:
     cpu = torch.device("cpu")
-    counts = {sequences: lane_count(sequences, 8, 128, cpu) for sequences in (1, 16, 17, 100, 128, 129, 1000)}
-    assert [sequences for sequences, lanes in counts.items() if lanes] == [17, 100, 128]
-    assert len({counts[17], counts[100], counts[128]}) == 1, "as many lanes as run at once, however many sequences"
+    found = {count: lanes_of(count, 16, 8, 128, cpu) for count in (1, 16, 17, 100, 128, 129, 1000)}
+    assert [count for count, lanes in found.items() if lanes] == [17, 100, 128]
+    assert found[17] == found[100] == found[128], "as many lanes as run at once, however many sequences"
     many = torch.empty(129, 1, 64)
     with pytest.raises(ValueError, match="129 sequences"):
-        decode_in_lanes(many, None, many, many, *[torch.empty(1, 64, 1, 64)] * 2, many, many, 1.0, many, 3)
+        decode_in_lanes(many, None, many, many, *[torch.empty(1, 64, 1, 64)] * 2, many, many, 1.0, many, Lanes(3, 1))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "key_heads"), [(16, 8, 2), (64, 8, 2), (64, 4, 1), (9, 3, 1)])
+def test_a_lane_is_walked_for_two_key_heads_where_their_queries_fit_one_tile(
+    heads: int, kv_heads: int, key_heads: int
+) -> None:
+    """There are as many programs either way."""
+    assert lanes_of(MOST_SEQUENCES, heads, kv_heads, 64, torch.device("cpu")) == (
+        132 * key_heads // kv_heads,
+        key_heads,
+    )
 
 
 @pytest.mark.parametrize("splits", [1, 4])

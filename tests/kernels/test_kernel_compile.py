@@ -15,6 +15,7 @@ from kernel_tools import jit_functions, kernel_modules
 
 from meltcore.kernels import (
     decode_attention,
+    decode_lanes,
     delta_chunks,
     delta_convolve,
     delta_decode,
@@ -139,6 +140,19 @@ def test_every_kernel_compiles_within_the_shared_memory_of(task: Task, pool: Com
         assert binary.has_code
         assert binary.capability == task.capability
         assert binary.shared_bytes <= SHARED_LIMIT_KIB[task.capability] * 1024, binary.kernel
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize("module", [decode_attention, decode_lanes], ids=["decode_attention", "decode_lanes"])
+def test_decode_attention_has_blocks_on_their_way_while_it_attends_to_one(
+    module: ModuleType, pool: CompilePool
+) -> None:
+    """A loop that the compiler does not pipeline, for a barrier in it, say, asks for no shared memory to hold them."""
+    task = Task(module.__name__, 90, MODELS["Qwen3-0.6B"], torch.bfloat16)
+    two_blocks_in_fp8 = 2 * 2 * 64 * 128
+    for binary in pool.give(task).result(timeout=COMPILE_LIMIT_S):
+        assert binary.shared_bytes > two_blocks_in_fp8
 
 
 @pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__.rpartition(".")[2])

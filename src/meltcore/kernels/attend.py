@@ -98,10 +98,12 @@ def rotated(own, other, weight_ptr, column, partner, cos, sin, eps, NORMED: tl.c
     Values are rounded where the torch body rounds them.
     """
     dtype = own.dtype
+    if NORMED:  # on their way before the heads, which may be as well, are waited for
+        own_weight, other_weight = tl.load(weight_ptr + column), tl.load(weight_ptr + partner)
     own, other = own.to(tl.float32), other.to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
-        own = before_weight(own * scale, weight_ptr, dtype) * tl.load(weight_ptr + column).to(tl.float32)
-        other = before_weight(other * scale, weight_ptr, dtype) * tl.load(weight_ptr + partner).to(tl.float32)
+        own = before_weight(own * scale, weight_ptr, dtype) * own_weight.to(tl.float32)
+        other = before_weight(other * scale, weight_ptr, dtype) * other_weight.to(tl.float32)
         own, other = own.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
     return (own * cos + other * sin).to(dtype)

@@ -16,16 +16,17 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout, rotated
+from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout
 from meltcore.kernels.capability import capability, processors, shared_bytes
-from meltcore.kernels.decode_lanes import decode_in_lanes, lane_count
+from meltcore.kernels.decode_lanes import decode_in_lanes, lanes_of
 from meltcore.kernels.decode_share import (
     MOST_SPLIT_PAIRS,
     arrivals_of,
-    begin_with_new,
+    begin_share,
     block_keys_of,
     hand_in,
     least_rows,
+    nothing_seen,
 )
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
@@ -103,7 +104,7 @@ class DecodeLaunch(NamedTuple):
     block_keys: int
     warps: int
     stages: int
-    ahead: bool  # whether to start, and ask for a share's first block, before the kernel in front has ended
+    ahead: bool  # whether to start, and ask for a share's first blocks, before the kernel in front has ended
 
 
 def decode_launch(
@@ -170,7 +171,7 @@ def _decode_triton(
     require_layout(qkv, key_cache, value_cache, page_table, out)
     if sequences == 0:
         return
-    lanes = lane_count(sequences, kv_heads, head_dim, qkv.device) if launch is None and splits is None else 0
+    lanes = lanes_of(sequences, heads, kv_heads, head_dim, qkv.device) if launch is None and splits is None else None
     if lanes:
         decode_in_lanes(
             qkv, norms, rotary_table, positions, key_cache, value_cache, page_table, rows, scale, out, lanes
@@ -270,6 +271,8 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(positions + sequence).to(tl.int32)
     pages = page_table + tl.load(rows + sequence) * table_stride
     # Shares are of whole pages and of about one length. The new token, not in the cache yet, counts as the last key.
@@ -277,72 +280,47 @@ def _decode_kernel(
     share = tl.cdiv(held, tl.minimum(tl.cdiv(held, least_pages), splits)) * PAGE_SIZE
     first = split * share
     last = tl.minimum(first + share, position)
-    dims = tl.arange(0, HEAD_DIM)
-    column = tl.broadcast_to(dims[None, :], (ROWS, HEAD_DIM))
-    partner = (column + HEAD_DIM // 2) % HEAD_DIM
-    block = tl.arange(0, BLOCK_KEYS)
-    within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-
-    # What no recent kernel wrote is asked for before the one in front has ended: all but the product.
-    exists = first <= position
-    page = tl.load(pages + first // PAGE_SIZE, exists, other=0)
-    newest_page = tl.load(pages + position // PAGE_SIZE, exists, other=0)
-    turn = rotary_table + position.to(tl.int64) * HEAD_DIM + column % (HEAD_DIM // 2)
-    cos = tl.load(turn, exists, other=0.0)
-    sin = tl.load(turn + HEAD_DIM // 2, exists, other=0.0)
-    sin = tl.where(column < HEAD_DIM // 2, -sin, sin)
-    if AHEAD:
-        filled = first + block < last
-        base = page * (PAGE_SIZE * KV_HEADS * HEAD_DIM)
-        keys = tl.load(key_cache + base + within, filled[:, None], other=0.0)
-        values = tl.load(value_cache + base + within, filled[:, None], other=0.0)
-    if OVERLAP:
-        # Before any program may end, or this launch could be over before the one in front.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
     member = tl.arange(0, ROWS)
     in_group = (member < GROUP)[:, None]
+    dims = tl.arange(0, HEAD_DIM)
     place = (sequence * KV_HEADS + kv_head) * GROUP + member  # of each head's row in the output
     result = out + place[:, None] * HEAD_DIM + dims[None, :]
-    if not exists:
+    if first > position:
+        if OVERLAP:
+            # Before any program may end, or this launch could be over before the one in front.
+            tl.extra.cuda.gdc_wait()
         if position < 0 and split == 0:
             tl.store(result, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group)
         return
 
-    token = qkv + sequence * qkv_stride
-    # Rows past the group repeat its last head: cheaper than a mask on every load.
-    own = token + (kv_head * GROUP + tl.minimum(member, GROUP - 1))[:, None] * HEAD_DIM
-    query, query_partner = tl.load(own + column), tl.load(own + partner)
-    # Every row of the new key's and value's tiles is the same.
-    own = token + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
-    key, key_partner = tl.load(own + column), tl.load(own + partner)
-    value = tl.load(own + KV_HEADS * HEAD_DIM + column)
-    query = rotated(query, query_partner, query_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
-    mixed = tl.zeros((ROWS, HEAD_DIM), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    if position < first + share:
-        # The last share begins with the new token, straight from the product.
-        key = rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
-        mixed, total, highest = begin_with_new(
-            query, key, value, key_cache, value_cache, newest_page, position, kv_head, scale_log2, KV_HEADS, PAGE_SIZE
-        )
-
+    page = tl.load(pages + first // PAGE_SIZE)
+    block = tl.arange(0, BLOCK_KEYS)
+    within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+    is_last = position < first + share
     if AHEAD:
-        mixed, total, highest = attend_block(
-            query, keys, values, filled[None, :], mixed, total, highest, scale_log2, MASKED=True
+        query = tl.zeros((ROWS, HEAD_DIM), qkv.dtype.element_ty)
+        mixed, total, highest = nothing_seen(ROWS, HEAD_DIM)
+    else:
+        query, mixed, total, highest = begin_share(
+            *(qkv, query_weight, key_weight, rotary_table, key_cache, value_cache, pages, sequence, position),
+            *(is_last, kv_head, eps, scale_log2, qkv_stride),
+            *(NORMED, KV_HEADS, GROUP, 1, ROWS, HEAD_DIM, PAGE_SIZE, OVERLAP),
         )
-        first += BLOCK_KEYS
-        page = tl.load(pages + first // PAGE_SIZE, first < last, other=0)
-    # A page's number is loaded one block ahead of its keys, whose addresses wait for it.
-    for start in range(first, last, BLOCK_KEYS):
+    # One block at least, if only to begin with. A page's number is loaded one block ahead of its keys, whose addresses
+    # wait for it.
+    for start in range(first, tl.maximum(last, first + 1), BLOCK_KEYS):
         following = start + BLOCK_KEYS
         next_page = tl.load(pages + following // PAGE_SIZE, following < last, other=0)
         base = (page * PAGE_SIZE + start % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
         filled = start + block < last
         keys = tl.load(key_cache + base + within, filled[:, None], other=0.0)
         values = tl.load(value_cache + base + within, filled[:, None], other=0.0)
+        if AHEAD and start == first:  # in the loop, whose first blocks are on their way before it is entered
+            query, mixed, total, highest = begin_share(
+                *(qkv, query_weight, key_weight, rotary_table, key_cache, value_cache, pages, sequence, position),
+                *(is_last, kv_head, eps, scale_log2, qkv_stride),
+                *(NORMED, KV_HEADS, GROUP, 1, ROWS, HEAD_DIM, PAGE_SIZE, OVERLAP),
+            )
         mixed, total, highest = attend_block(
             query, keys, values, filled[None, :], mixed, total, highest, scale_log2, MASKED=True
         )

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from meltcore.kernels.attend import as_cached
+from meltcore.kernels.attend import as_cached, rotated
 from meltcore.kernels.jit import tl, triton
 
 # Pairs of a sequence and a key head that can be split; more of them fill any GPU unsplit.
@@ -75,6 +75,15 @@ def merged(partial, weights, first, exists, share_stride, shares, HEAD_DIM: tl.c
     return mixed / tl.where(exists, total, 1.0)[:, None]
 
 
+@triton.jit(noinline=True)
+def _all_written():
+    """A barrier, out of sight: Triton 3.6 pipelines no loop in which it sees one.
+
+    A called function must have no more to do: Triton 3.6 gives its shared memory the place of its caller's.
+    """
+    tl.debug_barrier()
+
+
 @triton.jit
 def hand_in(
     out,
@@ -104,7 +113,7 @@ def hand_in(
     part = first + row * head_stride + split * share_stride
     tl.store(partial + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mixed, (row < GROUP)[:, None])
     tl.store(weights + part, highest + tl.log2(total), row < GROUP)
-    tl.debug_barrier()  # all of this program's share is written before it is counted
+    _all_written()  # all of this program's share, before it is counted
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == shares - 1:
         tl.store(arrivals + pair, 0)
         member = tl.arange(0, triton.next_power_of_2(GROUP))
@@ -115,30 +124,77 @@ def hand_in(
 
 
 @triton.jit
-def begin_with_new(
-    query,
-    key,
-    value,
+def nothing_seen(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """(mixed, total, highest) before the first key. Below every score and finite: a block without a visible key then
+    adds nothing, and no NaN."""
+    return (
+        tl.zeros((ROWS, HEAD_DIM), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.full((ROWS,), -1e38, tl.float32),
+    )
+
+
+@triton.jit
+def begin_share(
+    qkv,
+    query_weight,
+    key_weight,
+    rotary_table,
     key_cache,
     value_cache,
-    page,
+    pages,
+    sequence,
     position,
-    kv_head,
+    is_last,
+    tile,
+    eps,
     scale_log2,
+    qkv_stride,
+    NORMED: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Store the new token's key and value on its page, and attend to it first. Returns (mixed, total, highest).
+    """A share's queries, and what they have seen before its cached keys. Returns (query, mixed, total, highest).
 
-    query: [ROWS, HEAD_DIM]; key, value: as many rows, all of them the same.
+    Rows are the query heads of KEY_HEADS key heads, the `tile`-th so many. A sequence's last share begins with the new
+    token, straight from the product: its key and value are stored, and attended to first. With OVERLAP the product, the
+    kernel in front, is waited for here.
     """
-    ROWS: tl.constexpr = query.shape[0]
-    HEAD_DIM: tl.constexpr = query.shape[1]
     column = tl.broadcast_to(tl.arange(0, HEAD_DIM)[None, :], (ROWS, HEAD_DIM))
-    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM + column
-    once = (tl.arange(0, ROWS) == 0)[:, None]
-    held_key, held_value = as_cached(key, key_cache), as_cached(value, value_cache)
-    tl.store(key_cache + slot, held_key, once)
-    tl.store(value_cache + slot, held_value, once)
-    highest = tl.sum(query.to(tl.float32) * held_key.to(tl.float32), 1) * scale_log2
-    return held_value.to(tl.float32), tl.full((ROWS,), 1.0, tl.float32), highest
+    partner = (column + HEAD_DIM // 2) % HEAD_DIM
+    row = tl.arange(0, ROWS)
+    # Rows past the heads repeat the last of them: cheaper than a mask on every load.
+    member = tl.minimum(row, KEY_HEADS * GROUP - 1)
+    kv_head = tile * KEY_HEADS + member // GROUP
+    # All loads are on their way before the first is waited for, and what the product does not write before the product.
+    newest = tl.load(pages + position // PAGE_SIZE, is_last, other=0)
+    turn = rotary_table + tl.maximum(position, 0).to(tl.int64) * HEAD_DIM + column % (HEAD_DIM // 2)
+    cos, sin = tl.load(turn), tl.load(turn + HEAD_DIM // 2)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    token = qkv + sequence.to(tl.int64) * qkv_stride
+    own = token + (tile * KEY_HEADS * GROUP + member)[:, None] * HEAD_DIM
+    query, query_partner = tl.load(own + column), tl.load(own + partner)
+    own = token + (KV_HEADS * GROUP + kv_head)[:, None] * HEAD_DIM
+    key = tl.load(own + column, is_last, other=0.0)
+    key_partner = tl.load(own + partner, is_last, other=0.0)
+    value = tl.load(own + KV_HEADS * HEAD_DIM + column, is_last, other=0.0)
+    sin = tl.where(column < HEAD_DIM // 2, -sin, sin)
+    query = rotated(query, query_partner, query_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
+    mixed, total, highest = nothing_seen(ROWS, HEAD_DIM)
+    if is_last:
+        key = rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
+        held_key, held_value = as_cached(key, key_cache), as_cached(value, value_cache)
+        slot = ((newest * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column
+        once = ((row % GROUP == 0) & (row < KEY_HEADS * GROUP))[:, None]
+        tl.store(key_cache + slot, held_key, once)
+        tl.store(value_cache + slot, held_value, once)
+        mixed = held_value.to(tl.float32)
+        total = tl.full((ROWS,), 1.0, tl.float32)
+        highest = tl.sum(query.to(tl.float32) * held_key.to(tl.float32), 1) * scale_log2
+    return query, mixed, total, highest
