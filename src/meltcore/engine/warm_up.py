@@ -24,7 +24,7 @@ from meltcore.engine.scheduler import Chunk
 
 # One step each: products of one token, few, three sizes of tiles, and many (kernels/linear.py).
 PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
-# More of them for routed experts (kernels/expert_launches.py): pairs alone and in order, and up to the largest tiles.
+# More of them for routed experts (kernels/expert_product.py): pairs alone, found and in order, and the largest tiles.
 EXPERT_TOKENS = (3, 9, 257, 513, 1025, 2049)
 # Of recurrent layers: states are cut by how many prompts a step has (kernels/delta_scan.py).
 PROMPTS_AT_ONCE = (2, 4, 8, 16)
