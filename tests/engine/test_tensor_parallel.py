@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 
 from meltcore.engine.graphs import GraphPool
 from meltcore.engine.group_runner import GroupRunner
+from meltcore.engine.launch_watch import LaunchWatch
 from meltcore.engine.messages import AddRequest
 from meltcore.engine.request import Request
 from meltcore.engine.sampler import SampleResult
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.engine.warm_up import rehearse
-from meltcore.errors import ConfigError
+from meltcore.errors import ConfigError, RankError
 from meltcore.layers.group import Group
 
 LOGITS_TOLERANCE = 1e-5  # relative to the largest; sums of float32 in another order
@@ -124,6 +126,27 @@ def test_a_rank_rehearses_alone(checkpoint: Path) -> None:
             seen.add("one", tools.random_prompt(20, 3), max_tokens=6)
             tokens.append(seen.run()["one"])
     assert tokens[0] == tokens[1]
+
+
+def test_a_launch_that_a_dead_rank_holds_up_ends_with_its_name(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose launches wait where the device does."""
+    with opened(checkpoint, 2) as seen:
+        ranks, gave_up = seen.engine._ranks, threading.Event()
+        assert ranks is not None
+        process = ranks._processes[1]
+
+        def launch(step: object) -> tuple[torch.Tensor, None]:
+            process.kill()
+            assert gave_up.wait(10)
+            return torch.zeros(1, dtype=torch.int64), None
+
+        monkeypatch.setattr(ranks, "_watch", LaunchWatch(ranks._processes, gave_up.set))
+        monkeypatch.setattr(seen.engine.runner, "_compute", launch)
+        seen.add("one", tools.random_prompt(20, 3), max_tokens=6)
+        with pytest.raises(RankError, match=rf"rank 1 \(process {process.pid}\): has ended: killed by signal 9"):
+            seen.run()
 
 
 def test_graphs_are_gone_before_the_group_is_left(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ class Ranks:
             raise self.blame(error) from error
         if group.on_gpus:
             self._watch = LaunchWatch(self._processes, group.give_up)
+            weakref.finalize(self, self._watch.close)
         return group
 
     def common_plan(self, own: MemoryPlan) -> MemoryPlan:
