@@ -11,12 +11,12 @@ import torch
 from test_mutations import NOTICED, error_of, router_not_renormalised
 from transformers import PreTrainedModel
 
+from meltcore.kernels import router as router_kernel
 from meltcore.kernels.delta_net import DeltaWeights
 from meltcore.kernels.paged_attention import Segments
 from meltcore.kernels.routing import Routing
 from meltcore.layers import attention as attention_layer
 from meltcore.layers import delta_net as delta_layer
-from meltcore.layers import moe as moe_layer
 from meltcore.layers import norm as norm_layer
 from meltcore.models import tensor_names
 
@@ -108,14 +108,14 @@ def whole_heads_turned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_routing(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """`change` the weights of the shared expert."""
-    whole = moe_layer.route
+    whole = router_kernel.route
 
     def changed(*given: object, **how: bool) -> Routing:
         routing = whole(*given, **how)  # type: ignore[arg-type]
         weights = torch.cat([routing.weights[:, :-1], change(routing.weights[:, -1:])], 1)
         return routing._replace(weights=weights)
 
-    monkeypatch.setattr(moe_layer, "route", changed)
+    monkeypatch.setattr(router_kernel, "route", changed)
 
 
 def shared_expert_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

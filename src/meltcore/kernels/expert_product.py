@@ -238,6 +238,8 @@ def expert_product(
     """
     (count, rows, input_size), (tokens, choices) = weight.shape, pairs.experts.shape
     launch = launch or ExpertsLaunch.of(pairs.experts.numel(), weight)
+    # One size serves all that are found unless asked otherwise: each is compiled.
+    most_tokens = triton.next_power_of_2(max(tokens, FOUND_TOKENS)) if pairs.form == "found" else FOUND_TOKENS
     overlap = overlaps(weight.device)
     _expert_product_kernel[(triton.cdiv(rows, launch.rows), pairs.most_tiles(count, launch.pairs))](
         inputs,
@@ -251,7 +253,7 @@ def expert_product(
         EXPERTS=count,
         CHOICES=choices,
         EXPERT_BLOCK=triton.next_power_of_2(count),
-        MOST_TOKENS=FOUND_TOKENS,
+        MOST_TOKENS=most_tokens,
         PAIRS=launch.pairs,
         ROWS=launch.rows,
         COLUMNS=launch.columns,
