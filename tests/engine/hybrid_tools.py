@@ -14,6 +14,7 @@ from torch import nn
 
 from meltcore.kernels.delta_net import DeltaWeights, delta_net
 from meltcore.kernels.paged_attention import Segments
+from meltcore.layers.residual import Residual
 from meltcore.models import loader
 from meltcore.models.cache import CacheGroup, StateGroup
 from meltcore.models.qwen3 import Qwen3
@@ -65,22 +66,23 @@ class Hybrid(Qwen3):
         caches: list[tuple[torch.Tensor, torch.Tensor]],
         segments: Segments,
     ) -> torch.Tensor:
-        residual = self.embedding[token_ids]
+        residual = Residual(self.embedding[token_ids])
         for layer, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
             if layer in RECURRENT:
-                residual = self._recurrent(sorted(RECURRENT).index(layer), residual, cache, segments)
+                self._recurrent(sorted(RECURRENT).index(layer), residual.values, cache, segments)
             else:
-                residual = block(residual, positions, self.rotary, cache, segments)
-        return self.norm(residual)
+                block(residual, positions, self.rotary, cache, segments)
+        return residual.normalised(self.norm)
 
     def _recurrent(
         self, index: int, residual: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], segments: Segments
-    ) -> torch.Tensor:
+    ) -> None:
+        """Add to `residual` in place."""
         # A decay of about 0.98 a token: what was read a hundred tokens ago still shows.
         decay = torch.full((HEADS,), -4.0)
         weights = DeltaWeights(self.conv[index], decay, torch.zeros(HEADS), torch.ones(VALUE_DIM), 1e-6)
         mixed = delta_net(residual @ self.project[index].T, weights, *cache, segments, KEY_HEADS)
-        return residual + mixed @ self.output[index].T
+        residual += mixed @ self.output[index].T
 
 
 def open_hybrid(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> tools.SeenEngine:
