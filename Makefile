@@ -9,7 +9,7 @@ demo: $(STAMP)
 	$(BIN)/meltcore demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -116,22 +116,19 @@ def named(task: Task) -> str:
 
 @pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[CompilePool]:
-    """Compiles for all the tests that were selected while they wait for one after the other, and where several
-    processes run the tests what is asked for: every core has its work then."""
+    """Compiles for all the tests that were selected while they wait for one after the other. Where several processes
+    run the tests, only what is asked for: every core has its work then."""
+    alone = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
     with closing(CompilePool()) as pool:
-        for item in [] if hasattr(request.config, "workerinput") else request.session.items:
+        for item in request.session.items if alone else []:
             given = getattr(getattr(item, "callspec", None), "params", {})
             if isinstance(task := given.get("task"), Task):
                 pool.give(task)
         yield pool
 
 
-def with_its_architecture(task: Task) -> Any:
-    """An architecture is compiled for by one process."""
-    return pytest.param(task, marks=[pytest.mark.slow, pytest.mark.xdist_group(f"sm_{task.capability}")])
-
-
-@pytest.mark.parametrize("task", [with_its_architecture(task) for task in cases()], ids=named)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", list(cases()), ids=named)
 def test_every_kernel_compiles_within_the_shared_memory_of(task: Task, pool: CompilePool) -> None:
     binaries = pool.give(task).result(timeout=COMPILE_LIMIT_S)
     missing = kernels_of(importlib.import_module(task.module)) - {binary.kernel for binary in binaries}
@@ -143,7 +140,6 @@ def test_every_kernel_compiles_within_the_shared_memory_of(task: Task, pool: Com
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("module", [decode_attention, decode_lanes], ids=["decode_attention", "decode_lanes"])
 def test_decode_attention_has_blocks_on_their_way_while_it_attends_to_one(
     module: ModuleType, pool: CompilePool
