@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meltcore.models.checkpoint import open_checkpoint
+
+# Router logits of two experts closer than this may change places by float32's rounding: another expert is as right.
+ROUTE_GAP = 1e-5
 
 
 def write_checkpoint(folder: Path, published: str, **changes: object) -> None:
@@ -83,33 +88,72 @@ class Subject:
     def compare(self, seen: tools.SeenEngine, prompts: dict[str, list[int]]) -> Comparison:
         """Run what was added; then the same tokens through transformers, each answer in one whole pass."""
         tokens = seen.run()
-        exact, rounded = [], []
+        exact, rounded, routed = [], [], []
         # The plain form of attention: float32 inside in either precision, so the noise is no larger than it must be.
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), route_gaps(self.exact) as gaps:
             for request_id, prompt in prompts.items():
                 exact.append(tools.reference_logits(self.exact, prompt, tokens[request_id]))
+                routed.append(gaps.settled()[len(prompt) - 1 :][: len(tokens[request_id])])
                 rounded.append(tools.reference_logits(self.rounded, prompt, tokens[request_id]).float())
         return Comparison(
             chosen=torch.tensor([token for request_id in prompts for token in tokens[request_id]], device=self.device),
             ours=torch.stack([row for request_id in prompts for row in seen.logits[request_id]]),
             exact=torch.cat(exact),
             rounded=torch.cat(rounded),
+            routed=torch.cat(routed).to(self.device),
         )
+
+
+class RouteGaps:
+    """How far the last expert that a router takes is above the first one it leaves, of a model's last pass."""
+
+    def __init__(self) -> None:
+        self._layers: list[torch.Tensor] = []
+
+    def begin(self, *_: object) -> None:
+        self._layers.clear()
+
+    def note(self, router: torch.nn.Module, inputs: tuple[torch.Tensor, ...], _: object) -> None:
+        logits = inputs[0].flatten(0, -2).double() @ router.weight.double().T
+        best = logits.topk(router.top_k + 1, dim=-1).values
+        self._layers.append(best[:, -2] - best[:, -1])
+
+    def settled(self) -> torch.Tensor:
+        """[tokens] bool: whether a token's experts, and those of every token before it, are beyond doubt."""
+        if not self._layers:
+            return torch.ones(1, dtype=torch.bool).expand(1 << 20)
+        return (torch.stack(self._layers).amin(0) > ROUTE_GAP).cummin(0).values.cpu()
+
+
+@contextmanager
+def route_gaps(model: PreTrainedModel) -> Iterator[RouteGaps]:
+    gaps = RouteGaps()
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [model.register_forward_pre_hook(gaps.begin), *(each.register_forward_hook(gaps.note) for each in routers)]
+    try:
+        yield gaps
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Every generated token's choice [tokens], and the logits it was taken from, [tokens, vocab] float32 each:
-    `ours`, and transformers' in float32 (`exact`) and bfloat16 (`rounded`) after the very same tokens."""
+    `ours`, and transformers' in float32 (`exact`) and bfloat16 (`rounded`) after the very same tokens.
+
+    routed: [tokens] bool, False from where two experts of a router were too close to call; True without routers.
+    """
 
     chosen: torch.Tensor
     ours: torch.Tensor
     exact: torch.Tensor
     rounded: torch.Tensor
+    routed: torch.Tensor
 
     def relative_error(self) -> float:
-        """Our largest difference against the largest logit."""
-        return tools.relative_error(self.ours, self.exact)
+        """Our largest difference against the largest logit, of the tokens whose experts are not in doubt."""
+        return tools.relative_error(self.ours[self.routed], self.exact[self.routed])
 
     def error(self) -> tuple[float, float]:
         """Our differences: root mean square, and the largest."""
