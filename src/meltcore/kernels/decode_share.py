@@ -76,7 +76,7 @@ def merged(partial, weights, first, exists, share_stride, shares, HEAD_DIM: tl.c
 
 
 @triton.jit(noinline=True)
-def _all_written():
+def all_written():
     """A barrier, out of sight: Triton 3.6 pipelines no loop in which it sees one.
 
     A called function must have no more to do: Triton 3.6 gives its shared memory the place of its caller's.
@@ -113,7 +113,7 @@ def hand_in(
     part = first + row * head_stride + split * share_stride
     tl.store(partial + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], mixed, (row < GROUP)[:, None])
     tl.store(weights + part, highest + tl.log2(total), row < GROUP)
-    _all_written()  # all of this program's share, before it is counted
+    all_written()  # all of this program's share, before it is counted
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == shares - 1:
         tl.store(arrivals + pair, 0)
         member = tl.arange(0, triton.next_power_of_2(GROUP))
