@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -72,6 +73,7 @@ class Ranks:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.bind(rank_address(self._folder, 0))
+        self._come: deque[FromRank] = deque()  # what others have said and nobody has asked for yet
         self._outboxes: list[zmq.Socket[bytes]] = []
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._begun = step_board(self._folder, self._size)
@@ -168,7 +170,7 @@ class Ranks:
         """Raise RankError where a rank has failed or its process is gone."""
         ended = [rank for rank, process in self._processes.items() if process.poll() is not None]
         while self._inbox.poll(0 if not ended else _LAST_WORDS_MS):  # its own reason, where it gave one
-            self._take(self._inbox.recv())
+            self._come.append(self._take(self._inbox.recv()))
         for rank in ended:
             raise self._failure(self._name(rank), f"has ended: {_how(self._processes[rank].returncode)}")
 
@@ -230,12 +232,13 @@ class Ranks:
         """One message of every other rank."""
         until = time.monotonic() + limit_s
         for count in range(len(self._processes)):
-            while not self._inbox.poll(int(1000 * _LOOK_EVERY_S)):
+            while not self._come:
+                self._inbox.poll(int(1000 * _LOOK_EVERY_S))
                 self.check()
-                if time.monotonic() > until:
+                if not self._come and time.monotonic() > until:
                     others = len(self._processes)
                     raise self._failure("ranks", f"{count} of {others} others could {what} within {limit_s:g} s")
-            yield self._take(self._inbox.recv())
+            yield self._come.popleft()
 
     def _wait_for_all(self, stage: str, limit_s: float) -> None:
         for message in self._collect(limit_s, f"be {stage}"):

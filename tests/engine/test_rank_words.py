@@ -1,0 +1,74 @@
+"""What a rank says is taken in whenever it comes, and kept until it is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from meltcore.config import EngineConfig
+from meltcore.engine import ranks as ranks_file
+from meltcore.engine.rank_messages import RankFailed, RankStage, encoder, rank_address
+from meltcore.engine.ranks import Ranks
+from meltcore.errors import RankError
+
+LIMIT_S = 3.0  # bounds the wait of a test that would hang
+ARRIVES_S = 0.3
+
+
+class Rank:
+    """Rank 1, of which only the words are real."""
+
+    def __init__(self) -> None:
+        self._voice = zmq.Context.instance().socket(zmq.PUSH)
+
+    def start(self, folder: Path, rank: int, config: EngineConfig) -> subprocess.Popen[bytes]:
+        self._voice.connect(rank_address(folder, 0))
+        self.say(RankStage(rank, "started"))
+        return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+
+    def say(self, message: object) -> None:
+        self._voice.send(encoder.encode(message))
+
+    def close(self) -> None:
+        self._voice.close(linger=0)
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    one = Rank()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def ranks(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(ranks_file, "_start", rank.start)
+    monkeypatch.setattr(ranks_file, "LOAD_LIMIT_S", LIMIT_S)
+    found = Ranks(EngineConfig(model="none", tp=2))
+    yield found
+    found.close(lambda: None)
+
+
+def test_what_comes_while_nobody_waits_is_kept(ranks: Ranks, rank: Rank) -> None:
+    """A look whether all still live found the word that a start was waiting for, and threw it away."""
+    rank.say(RankStage(1, "settled"))
+    time.sleep(ARRIVES_S)
+    ranks.check()
+    ranks.wait_settled()
+
+
+def test_a_wait_for_words_has_a_limit(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="0 of 1 others could be settled"):
+        ranks.wait_settled()
+
+
+def test_the_reason_of_a_failure_is_told(ranks: Ranks, rank: Rank) -> None:
+    rank.say(RankFailed(1, "no room for its share"))
+    with pytest.raises(RankError, match=r"rank 1 .*no room for its share"):
+        ranks.wait_settled()
