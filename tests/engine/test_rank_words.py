@@ -26,9 +26,11 @@ class Rank:
 
     def __init__(self) -> None:
         self._voice = zmq.Context.instance().socket(zmq.PUSH)
+        self.ear = zmq.Context.instance().socket(zmq.PULL)
 
     def start(self, folder: Path, rank: int, config: EngineConfig) -> subprocess.Popen[bytes]:
         self._voice.connect(rank_address(folder, 0))
+        self.ear.connect(rank_address(folder, rank))
         self.say(RankStage(rank, "started"))
         return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 
@@ -37,6 +39,7 @@ class Rank:
 
     def close(self) -> None:
         self._voice.close(linger=0)
+        self.ear.close(linger=0)
 
 
 @pytest.fixture
@@ -50,6 +53,8 @@ def rank() -> Iterator[Rank]:
 def ranks(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(ranks_file, "_start", rank.start)
     monkeypatch.setattr(ranks_file, "LOAD_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(ranks_file, "SEND_LIMIT_MS", 500)
+    monkeypatch.setattr(ranks_file, "_LEAVE_LIMIT_S", 0.2)
     found = Ranks(EngineConfig(model="none", tp=2))
     yield found
     found.close(lambda: None)
@@ -72,3 +77,10 @@ def test_the_reason_of_a_failure_is_told(ranks: Ranks, rank: Rank) -> None:
     rank.say(RankFailed(1, "no room for its share"))
     with pytest.raises(RankError, match=r"rank 1 .*no room for its share"):
         ranks.wait_settled()
+
+
+def test_a_rank_that_does_not_listen_is_named(ranks: Ranks, rank: Rank) -> None:
+    rank.ear.close(linger=0)
+    time.sleep(ARRIVES_S)
+    with pytest.raises(RankError, match=r"rank 1 .*does not listen"):
+        ranks.capture_graphs()

@@ -51,6 +51,7 @@ _RANK_COMMAND = (sys.executable, "-m", "meltcore.engine.rank_process")
 _STDERR = 2
 START_LIMIT_S = 120.0  # for a process to start; importing torch from a slow disk takes its time
 LOAD_LIMIT_S = 3600.0  # for reading weights and laying out memory
+SEND_LIMIT_MS = 5000  # for a word to a rank that is not there
 WARM_UP_LIMIT_S = 600.0  # for a step that compiles kernels
 _LEAVE_LIMIT_S = 5.0
 _LOOK_EVERY_S = 0.05  # for failures, while a step is awaited
@@ -83,6 +84,7 @@ class Ranks:
         for rank in range(1, self._size):
             outbox = self._context.socket(zmq.PUSH)
             outbox.set_hwm(0)
+            outbox.setsockopt(zmq.SNDTIMEO, SEND_LIMIT_MS)
             outbox.bind(rank_address(self._folder, rank))
             self._outboxes.append(outbox)
             self._processes[rank] = _start(self._folder, rank, config)
@@ -197,7 +199,9 @@ class Ranks:
         together = self._settled and not self._failed and self._is_done()
         if together:
             at_rest()
-            self._send(Leave())
+            with suppress(RankError):
+                self._send(Leave())
+            together = not self._failed
         if self._group is not None:
             if together or not self._group.on_gpus:
                 self._group.leave()
@@ -219,8 +223,12 @@ class Ranks:
 
     def _send(self, message: ToRank) -> None:
         content = encoder.encode(message)
-        for outbox in self._outboxes:
-            outbox.send(content)
+        for rank, outbox in zip(self._processes, self._outboxes, strict=True):
+            try:
+                outbox.send(content)
+            except zmq.Again as error:  # nobody is connected: there is no queue to put it into
+                self.check()
+                raise self._failure(self._name(rank), f"does not listen, for {SEND_LIMIT_MS} ms") from error
 
     def _take(self, content: bytes) -> FromRank:
         message = from_rank_decoder.decode(content)
