@@ -88,7 +88,7 @@ class LLM:
 
         `sampling`: one for all, or one each. `token_masks`: for each prompt a function from the generated token ids so
         far to the tokens allowed next ([vocab] bool, or None for all). Raises RequestError for a prompt or a setting
-        that cannot be served; nothing is generated then.
+        that cannot be served; what was begun is dropped then.
         """
         many = _as_list(prompts)
         settings = _one_each(sampling or SamplingParams(), len(many))

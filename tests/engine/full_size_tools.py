@@ -93,7 +93,8 @@ class Subject:
         with sdpa_kernel(SDPBackend.MATH), route_gaps(self.exact) as gaps:
             for request_id, prompt in prompts.items():
                 exact.append(tools.reference_logits(self.exact, prompt, tokens[request_id]))
-                routed.append(gaps.settled()[len(prompt) - 1 :][: len(tokens[request_id])])
+                settled = gaps.settled(len(prompt) + len(tokens[request_id]))
+                routed.append(settled[len(prompt) - 1 : -1])
                 rounded.append(tools.reference_logits(self.rounded, prompt, tokens[request_id]).float())
         return Comparison(
             chosen=torch.tensor([token for request_id in prompts for token in tokens[request_id]], device=self.device),
@@ -118,10 +119,10 @@ class RouteGaps:
         best = logits.topk(router.top_k + 1, dim=-1).values
         self._layers.append(best[:, -2] - best[:, -1])
 
-    def settled(self) -> torch.Tensor:
+    def settled(self, tokens: int) -> torch.Tensor:
         """[tokens] bool: whether a token's experts, and those of every token before it, are beyond doubt."""
         if not self._layers:
-            return torch.ones(1, dtype=torch.bool).expand(1 << 20)
+            return torch.ones(tokens, dtype=torch.bool)
         return (torch.stack(self._layers).amin(0) > ROUTE_GAP).cummin(0).values.cpu()
 
 
