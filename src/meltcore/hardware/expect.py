@@ -108,7 +108,7 @@ def prior(gpus: Sequence[GpuState], key: str) -> Expectation | None:
     found = PRIORS.get(names.pop(), {}).get(key)
     if found is None:
         return None
-    floor = (PRODUCT_FLOOR if key.startswith("product/") else PRIOR_FLOOR) * found.value
+    floor = (PRODUCT_FLOOR if power_limited(key) else PRIOR_FLOOR) * found.value
     return Expectation(source="prior", value=found.value, floor=floor, why=found.source)
 
 
@@ -158,6 +158,11 @@ def make_baseline(certificate: Certificate) -> Baseline:
 
 def _sound(row: Row) -> bool:
     return row.verdict in ("PASS", "RECORDED") or (row.verdict == "UNKNOWN" and not row.expectations)
+
+
+def power_limited(key: str) -> bool:
+    """Whether a figure is of products, in which cards of one kind differ most."""
+    return key.startswith(("product/", "sustained/"))
 
 
 def strictest(expectations: Sequence[Expectation]) -> Expectation | None:
