@@ -9,6 +9,7 @@
 #include <curand.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -30,14 +31,16 @@
 namespace {
 
 constexpr int kRepeats = 9;
+constexpr double kGroupS = 0.1;
+constexpr double kPairGroupS = 0.03;  // eight GPUs have 84 pairs to measure
 
 double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
 }
 
-// Median seconds of one launch on `device`, over groups long enough for the events' resolution.
-double SecondsOf(int device, double warm_s, const std::function<void()>& launch) {
+// Median seconds of one launch on `device`, over groups of `long_s`.
+double SecondsOf(int device, double warm_s, double long_s, const std::function<void()>& launch) {
   CHECK(cudaSetDevice(device));
   cudaEvent_t begin, end;
   CHECK(cudaEventCreate(&begin));
@@ -56,11 +59,26 @@ double SecondsOf(int device, double warm_s, const std::function<void()>& launch)
   group_s(3);
   double one_s = std::max(1e-6, group_s(3) / 3);
   group_s(std::max(1, int(warm_s / one_s)));
-  int count = std::max(1, int(0.1 / one_s));
+  int count = std::max(1, int(long_s / one_s));
   std::vector<double> found;
   for (int i = 0; i < kRepeats; ++i) found.push_back(group_s(count) / count);
   CHECK(cudaEventDestroy(begin));
   CHECK(cudaEventDestroy(end));
+  return Median(found);
+}
+
+// The same by the host's clock, for work on two devices: `launch` enqueues once, `wait` waits for all of it.
+double HostSecondsOf(double long_s, const std::function<void()>& launch, const std::function<void()>& wait) {
+  auto group_s = [&](int count) {
+    auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < count; ++i) launch();
+    wait();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  group_s(3);
+  int count = std::max(1, int(long_s / (group_s(10) / 10)));
+  std::vector<double> found;
+  for (int i = 0; i < kRepeats; ++i) found.push_back(group_s(count) / count);
   return Median(found);
 }
 
@@ -106,7 +124,7 @@ void Product(int device) {
   CHECK(cudaMalloc(&workspace, workspace_bytes));
   CHECK(cublasSetWorkspace(handle, workspace, workspace_bytes));
   const float one = 1, zero = 0;
-  double s = SecondsOf(device, 1.0, [&] {
+  double s = SecondsOf(device, 1.0, kGroupS, [&] {
     CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a, CUDA_R_16BF, n, b, CUDA_R_16BF, n, &zero, c,
                        CUDA_R_16BF, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
   });
@@ -122,7 +140,7 @@ void Memory(int device) {
   CHECK(cudaMalloc(&from, size));
   CHECK(cudaMalloc(&to, size));
   CHECK(cudaMemset(from, 1, size));
-  double s = SecondsOf(device, 0.3, [&] { CHECK(cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice)); });
+  double s = SecondsOf(device, 0.3, kGroupS, [&] { CHECK(cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice)); });
   Print("memory/copy", {device}, 2.0 * size / s / 1e9);
   CHECK(cudaFree(from));
   CHECK(cudaFree(to));
@@ -134,64 +152,144 @@ void Host(int device) {
   void *ours, *host;
   CHECK(cudaMalloc(&ours, size));
   CHECK(cudaHostAlloc(&host, size, cudaHostAllocDefault));
-  double down = SecondsOf(device, 0.3, [&] { CHECK(cudaMemcpyAsync(ours, host, size, cudaMemcpyHostToDevice)); });
+  double down = SecondsOf(device, 0.3, kGroupS, [&] { CHECK(cudaMemcpyAsync(ours, host, size, cudaMemcpyHostToDevice)); });
   Print("host/to-device", {device}, size / down / 1e9);
-  double up = SecondsOf(device, 0.3, [&] { CHECK(cudaMemcpyAsync(host, ours, size, cudaMemcpyDeviceToHost)); });
+  double up = SecondsOf(device, 0.3, kGroupS, [&] { CHECK(cudaMemcpyAsync(host, ours, size, cudaMemcpyDeviceToHost)); });
   Print("host/to-host", {device}, size / up / 1e9);
   CHECK(cudaFree(ours));
   CHECK(cudaFreeHost(host));
 }
 
+void* BufferOn(int device, size_t size) {
+  void* memory;
+  CHECK(cudaSetDevice(device));
+  CHECK(cudaMalloc(&memory, size));
+  return memory;
+}
+
+void Reach(int from, int to) {
+  int direct = 0;
+  CHECK(cudaDeviceCanAccessPeer(&direct, from, to));
+  if (!direct) return;
+  CHECK(cudaSetDevice(from));
+  if (cudaDeviceEnablePeerAccess(to, 0) == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
+}
+
 void Peer(int first, int second) {
   const size_t size = size_t(256) << 20;
-  void *from, *to;
-  CHECK(cudaSetDevice(second));
-  CHECK(cudaMalloc(&to, size));
-  CHECK(cudaSetDevice(first));
-  CHECK(cudaMalloc(&from, size));
-  int direct = 0;
-  CHECK(cudaDeviceCanAccessPeer(&direct, first, second));
-  if (direct) {
-    cudaError_t enabled = cudaDeviceEnablePeerAccess(second, 0);
-    if (enabled == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
-  }
-  double s = SecondsOf(first, 0.05, [&] { CHECK(cudaMemcpyPeerAsync(to, second, from, first, size)); });
+  void *from = BufferOn(first, size), *to = BufferOn(second, size);
+  Reach(first, second);
+  double s = SecondsOf(first, 0.05, kPairGroupS, [&] { CHECK(cudaMemcpyPeerAsync(to, second, from, first, size)); });
   Print("peers/one-way", {first, second}, size / s / 1e9);
   CHECK(cudaFree(from));
-  CHECK(cudaSetDevice(second));
   CHECK(cudaFree(to));
 }
 
+void PeerBothWays(int first, int second) {
+  const size_t size = size_t(256) << 20;
+  void *ours[2] = {BufferOn(first, size), BufferOn(first, size)};
+  void *theirs[2] = {BufferOn(second, size), BufferOn(second, size)};
+  Reach(first, second);
+  Reach(second, first);
+  cudaStream_t there, back;
+  CHECK(cudaSetDevice(first));
+  CHECK(cudaStreamCreateWithFlags(&there, cudaStreamNonBlocking));
+  CHECK(cudaSetDevice(second));
+  CHECK(cudaStreamCreateWithFlags(&back, cudaStreamNonBlocking));
+  double s = HostSecondsOf(
+      kPairGroupS,
+      [&] {
+        CHECK(cudaMemcpyPeerAsync(theirs[0], second, ours[0], first, size, there));
+        CHECK(cudaMemcpyPeerAsync(ours[1], first, theirs[1], second, size, back));
+      },
+      [&] {
+        CHECK(cudaStreamSynchronize(there));
+        CHECK(cudaStreamSynchronize(back));
+      });
+  Print("peers/both-ways", {first, second}, 2 * size / s / 1e9);
+  CHECK(cudaStreamDestroy(there));
+  CHECK(cudaStreamDestroy(back));
+  for (void* memory : {ours[0], ours[1], theirs[0], theirs[1]}) CHECK(cudaFree(memory));
+}
+
 #ifdef WITH_NCCL
-void AllReduce(int gpus, size_t size, const char* name) {
-  std::vector<int> devices(gpus);
-  for (int i = 0; i < gpus; ++i) devices[i] = i;
-  std::vector<ncclComm_t> comms(gpus);
-  std::vector<cudaStream_t> streams(gpus);
-  std::vector<void*> buffers(gpus);
-  CHECK(ncclCommInitAll(comms.data(), gpus, devices.data()));
-  for (int i = 0; i < gpus; ++i) {
-    CHECK(cudaSetDevice(i));
-    // A blocking stream: events on the default stream, where the clock is read, wait for it.
-    CHECK(cudaStreamCreate(&streams[i]));
-    CHECK(cudaMalloc(&buffers[i], size));
-    CHECK(cudaMemset(buffers[i], 0, size));
-    CHECK(cudaDeviceSynchronize());
+// One communicator a GPU, all of this thread, each with a stream and a buffer.
+struct Ring {
+  std::vector<int> devices;
+  std::vector<ncclComm_t> comms;
+  std::vector<cudaStream_t> streams;
+  std::vector<void*> buffers;
+
+  Ring(int gpus, size_t most) : devices(gpus), comms(gpus), streams(gpus), buffers(gpus) {
+    for (int i = 0; i < gpus; ++i) devices[i] = i;
+    CHECK(ncclCommInitAll(comms.data(), gpus, devices.data()));
+    for (int i = 0; i < gpus; ++i) {
+      buffers[i] = BufferOn(i, most);
+      // A blocking stream: events on the default stream, where the clock is read, wait for it.
+      CHECK(cudaStreamCreate(&streams[i]));
+      CHECK(cudaMemset(buffers[i], 0, most));
+      CHECK(cudaDeviceSynchronize());
+    }
   }
-  double s = SecondsOf(0, 0.3, [&] {
+
+  ~Ring() {
+    for (size_t i = 0; i < devices.size(); ++i) {
+      CHECK(cudaSetDevice(devices[i]));
+      CHECK(cudaFree(buffers[i]));
+      CHECK(ncclCommDestroy(comms[i]));
+      CHECK(cudaStreamDestroy(streams[i]));
+    }
+  }
+
+  void Reduce(size_t size) {
     CHECK(ncclGroupStart());
-    for (int i = 0; i < gpus; ++i)
+    for (size_t i = 0; i < devices.size(); ++i)
       CHECK(ncclAllReduce(buffers[i], buffers[i], size / sizeof(float), ncclFloat, ncclSum, comms[i], streams[i]));
     CHECK(ncclGroupEnd());
-  });
+  }
+};
+
+void PrintReduce(const Ring& ring, size_t size, const char* name, double s) {
+  const int gpus = int(ring.devices.size());
   char key[64];
   snprintf(key, sizeof(key), "collectives/all_reduce/%d/%s", gpus, name);
-  Print(key, devices, 2.0 * (gpus - 1) / gpus * size / s / 1e9);
-  for (int i = 0; i < gpus; ++i) {
-    CHECK(cudaSetDevice(i));
-    CHECK(cudaFree(buffers[i]));
-    CHECK(cudaStreamDestroy(streams[i]));
-    CHECK(ncclCommDestroy(comms[i]));
+  Print(key, ring.devices, 2.0 * (gpus - 1) / gpus * size / s / 1e9);
+}
+
+void AllReduce(Ring& ring, size_t size, const char* name) {
+  PrintReduce(ring, size, name, SecondsOf(0, 0.3, kGroupS, [&] { ring.Reduce(size); }));
+}
+
+// Many in one graph a GPU: launching eight takes one thread longer than a small all-reduce.
+void AllReduceInGraphs(Ring& ring, size_t size, const char* name) {
+  const int many = 50;
+  const size_t gpus = ring.devices.size();
+  ring.Reduce(size);  // connects, which a capture must not see
+  for (size_t i = 0; i < gpus; ++i) {
+    CHECK(cudaSetDevice(ring.devices[i]));
+    CHECK(cudaDeviceSynchronize());
+  }
+  for (auto stream : ring.streams) CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < many; ++i) ring.Reduce(size);
+  std::vector<cudaGraph_t> graphs(gpus);
+  std::vector<cudaGraphExec_t> ready(gpus);
+  for (size_t i = 0; i < gpus; ++i) {
+    CHECK(cudaSetDevice(ring.devices[i]));
+    CHECK(cudaStreamEndCapture(ring.streams[i], &graphs[i]));
+    CHECK(cudaGraphInstantiate(&ready[i], graphs[i], 0));
+  }
+  double s = SecondsOf(0, 0.3, kGroupS, [&] {
+    for (size_t i = 0; i < gpus; ++i) {
+      CHECK(cudaSetDevice(ring.devices[i]));
+      CHECK(cudaGraphLaunch(ready[i], ring.streams[i]));
+    }
+  });
+  PrintReduce(ring, size, name, s / many);
+  for (size_t i = 0; i < gpus; ++i) {
+    CHECK(cudaSetDevice(ring.devices[i]));
+    CHECK(cudaDeviceSynchronize());
+    CHECK(cudaGraphExecDestroy(ready[i]));
+    CHECK(cudaGraphDestroy(graphs[i]));
   }
 }
 #endif
@@ -210,10 +308,17 @@ int main(int argc, char** argv) {
   for (int first = 0; peers && first < count; ++first)
     for (int second = 0; second < count; ++second)
       if (first != second) Peer(first, second);
+  for (int first = 0; peers && first < count; ++first)
+    for (int second = first + 1; second < count; ++second) PeerBothWays(first, second);
 #ifdef WITH_NCCL
   if (count > 1) {
-    if (peers) AllReduce(count, size_t(256) << 20, "256MiB");
-    AllReduce(count, size_t(1) << 30, "1GiB");
+    Ring ring(count, size_t(1) << 30);
+    AllReduce(ring, size_t(1) << 30, "1GiB");
+    if (peers) {
+      AllReduce(ring, size_t(256) << 20, "256MiB");
+      AllReduceInGraphs(ring, size_t(64) << 20, "64MiB");
+      AllReduceInGraphs(ring, size_t(1) << 20, "1MiB");
+    }
   }
 #endif
   return 0;
