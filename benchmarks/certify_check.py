@@ -151,7 +151,7 @@ def main() -> int:
     args = parser.parse_args()
     ours: Figures = {}
     theirs: Figures = {}
-    result: dict[str, Any] = {"command": sys.argv[1:], "tier": args.tier, "agree": False, "runs": []}
+    result: dict[str, Any] = {"tier": args.tier, "agree": False, "runs": []}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         program, result["collectives_compared"] = build(folder)
