@@ -1,12 +1,13 @@
 """How fast weights are loaded, and in how much host memory: a synthetic sharded checkpoint of a published layout.
 
-The checkpoint has as many whole layers of the model as its size allows, in shards as they are published, with random
-weights. Each load runs in a process of its own: first with the files dropped from the page cache (the disk's speed),
-then with them in it (ours), each beside a plain read of the same files into one small buffer. Host memory is anonymous
-memory beyond what the process held before; on a CPU the weights are part of it. Pages of the files are not: the kernel
-takes them back whenever it wants.
+The checkpoint has as many whole layers of the model as its size allows (of a hybrid, whole rounds of its kinds of
+layers), in shards as they are published, with random weights. Each load runs in a process of its own: first with the
+files dropped from the page cache (the disk's speed), then with them in it (ours), each beside a plain read of the same
+files into one small buffer. Files in a file system of memory, such as /dev/shm, cannot be dropped and are read once.
+Host memory is anonymous memory beyond what the process held before; on a CPU the weights are part of it. Pages of the
+files are not: the kernel takes them back whenever it wants.
 
-    python benchmarks/load_checkpoint.py --folder /dev/shm/synthetic
+    python benchmarks/load_checkpoint.py --folder /dev/shm/synthetic --model Qwen/Qwen3.5-35B-A3B --fused
     python benchmarks/load_checkpoint.py --folder /tmp/synthetic --model Qwen/Qwen3-0.6B --size-gb 1 --device cpu
 """
 
@@ -69,13 +70,14 @@ def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def fit(config: dict[str, Any], size_bytes: float, fused: bool) -> dict[str, Any]:
-    """The configuration with as many layers as `size_bytes` hold."""
-    one, two = (size_of(tensors_of(shorten(config, layers), fused)) for layers in (1, 2))
-    most = config.get("text_config", config)["num_hidden_layers"]
-    layers = min(most, 1 + int((size_bytes - one) // (two - one)))
-    if layers < 1:
-        sys.exit(f"a checkpoint of one layer takes {one / GB:.2f} GB already; give a larger --size-gb")
-    return shorten(config, layers)
+    """The configuration with as many layers, in whole rounds of their kinds, as `size_bytes` hold."""
+    text = config.get("text_config", config)
+    a_round = text.get("full_attention_interval") or 1
+    one, two = (size_of(tensors_of(shorten(config, rounds * a_round), fused)) for rounds in (1, 2))
+    rounds = min(text["num_hidden_layers"] // a_round, 1 + int((size_bytes - one) // (two - one)))
+    if rounds < 1:
+        sys.exit(f"a checkpoint of {a_round} layers takes {one / GB:.2f} GB already; give a larger --size-gb")
+    return shorten(config, rounds * a_round)
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], fused: bool, shard_bytes: float) -> int:
@@ -126,6 +128,13 @@ def read_s(folder: Path, buffer_bytes: int = BLOCK_BYTES) -> float:
             while file.readinto(buffer):
                 pass
     return time.perf_counter() - started_s
+
+
+def only_in_memory(folder: Path) -> bool:
+    """Whether the folder's file system has no disk below it."""
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    above = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    return max(above)[1] in ("tmpfs", "ramfs")
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -190,7 +199,8 @@ def load_in_process(args: argparse.Namespace) -> dict[str, float]:
 
 def measure(args: argparse.Namespace, size: int) -> list[Row]:
     rows = []
-    for work, in_memory in (("files not in memory", False), ("files in memory", True)):
+    works = [("files not in memory", False), ("files in memory", True)]
+    for work, in_memory in works[only_in_memory(args.folder) :]:
         if not in_memory:
             drop_from_cache(args.folder)
         plain = size / read_s(args.folder) / GB

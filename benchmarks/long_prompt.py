@@ -1,9 +1,9 @@
 """What a very long prompt does to sequences that are decoding when it comes: p99 ITL before it and while it is read.
 
-Dummy weights. Once as the engine does it, in pieces (engine/pacing.py), and once with the prompt taking whatever a step
-has left, as ordinary prompts do.
+Dummy weights, and experts drawn at random with --debug uniform-routing. Once as the engine does it, in pieces
+(engine/pacing.py), and once with the prompt taking whatever a step has left, as ordinary prompts do.
 
-    python benchmarks/long_prompt.py --model Qwen/Qwen3.5-35B-A3B --length 200000 --load 8
+    python benchmarks/long_prompt.py --model Qwen/Qwen3.5-35B-A3B --length 200000 --load 8 --debug uniform-routing
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40_000, help="at most, for each of them")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--debug", default="", help="debug switches, with commas")
     args = parser.parse_args()
     config = EngineConfig(
         model=args.model,
@@ -86,7 +87,7 @@ def main() -> None:
         tp=args.tp,
         load_format="dummy",
         max_num_seqs=args.load + 1,
-        debug=("no-prefix-cache",),
+        debug=("no-prefix-cache", *filter(None, args.debug.split(","))),
     )
     load = Load(config, args.load, args.tokens)
     load.run(steps=100)
