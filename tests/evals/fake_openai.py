@@ -30,6 +30,7 @@ FAULTS = (
     "no-usage",  # answers carry no usage
     "thinks-aloud",  # answers begin with a thinking block
     "bare-errors",  # errors are plain text
+    "no-listing",  # /v1/models does not exist
     "slow",  # streams the answers it knows for a minute
 )
 _MODEL = "fake"
@@ -82,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self._json(503 if self.server.fault == "never-ready" else 200, {})
-        elif self.path == "/v1/models":
+        elif self.path == "/v1/models" and self.server.fault != "no-listing":
             entry = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "test", "weights": "real"}
             self._json(200, {"object": "list", "data": [entry]})
         else:

@@ -1,5 +1,7 @@
 """Answers and API forms, checked against a server that keeps the rules and ones that break a known one."""
 
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 from fake_openai import FakeServer
 
+import meltcore
 from meltcore import problems
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
@@ -15,6 +18,7 @@ from meltcore.evals.api import ApiError
 from meltcore.results.runfolder import read_result
 
 UNREACHABLE = "http://127.0.0.1:9"
+TOKENIZER = Path(meltcore.__file__).parent / "bundled" / "sums"
 
 
 @pytest.fixture
@@ -80,6 +84,14 @@ def test_failed_requests_stay_in_the_denominator() -> None:
     found = evaluate(Api(UNREACHABLE, timeout_s=2.0), "fake", problems=problems.evaluation_set()[:5])
     assert (found.asked, found.right, found.failed) == (5, 0, 5)
     assert found.wrong[0].got.startswith("request failed")
+    assert found.first_failure == "POST /v1/chat/completions: Connection refused"
+
+
+def test_why_requests_failed_is_told(start: Callable[..., FakeServer]) -> None:
+    result = run_eval(start().address, "problems", model="no-such-model")
+    assert result.verdict == "FAILED"
+    assert result.reasons[0].startswith("200 of 200 requests failed, the first one: status 404: ")
+    assert "no such model" in result.reasons[0]
 
 
 def test_a_share_below_what_was_asked_for_fails_the_run(start: Callable[..., FakeServer]) -> None:
@@ -103,17 +115,81 @@ def test_the_verb_writes_a_run_folder_and_exits_by_the_verdict(
     assert main(["eval", "conformance", start("no-usage").address, "--out", str(tmp_path)]) == 1
 
 
-def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "conformance", UNREACHABLE]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "Connection refused" in error
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["conformance"],
+        ["problems"],
+        ["gsm8k", "--data", "meltcore/problems"],
+        ["gsm8k", "--data", "meltcore/problems", "--model", "given"],
+        ["throughput", "--speed-only"],
+        ["all", "--data", "meltcore/problems", "--tokenizer", str(TOKENIZER)],
+    ],
+)
+def test_a_server_that_is_not_there_is_one_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", words[0], UNREACHABLE, *words[1:], "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"meltcore eval: no answer from {UNREACHABLE}: GET /v1/models: Connection refused\n",
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://host:port", "http://host:99999"])
+def test_a_server_without_the_listing_can_be_asked_by_name(start: Callable[..., FakeServer]) -> None:
+    address = start("no-listing").address
+    with pytest.raises(ConfigError, match=r"names no model \(status 404, .*\); name one with --model"):
+        run_eval(address, "problems")
+    result = run_eval(address, "problems", model="fake")
+    assert (result.verdict, result.accuracy) == ("OK", 1.0)
+
+
+@pytest.mark.parametrize("share", ["95", "-0.1", "nan"])
+def test_a_share_that_is_none_is_refused(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "problems", UNREACHABLE, "--at-least", share]) == 2
+    assert "--at-least is a share from 0 to 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://host:port", "http://host:99999", "http://[::1", "a..b"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"no address|no number"):
+    with pytest.raises(ConfigError, match="is no address of a server"):
         Api(url)
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "ключ"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        Api("http://host", api_key=key)
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"", "the connection was closed without an answer"),
+        (b"\0garbage\r\n\r\n", "not HTTP: BadStatusLine("),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "the answer broke off"),
+    ],
+)
+def test_what_is_no_whole_answer_is_told_in_words(sent: bytes, why: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(sent)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(ApiError, match=f"^GET /health: {re.escape(why)}"):
+            Api(f"http://127.0.0.1:{listener.getsockname()[1]}").get("/health")
+
+
+def test_a_server_that_does_not_answer_is_waited_for_so_long() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = Api(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.2)
+        with pytest.raises(ApiError, match=r"no answer within 0\.2 s"):
+            silent.get("/health")
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])

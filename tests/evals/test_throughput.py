@@ -158,8 +158,9 @@ def test_only_a_fixed_output_ignores_the_end_token_and_never_that_of_a_spot_chec
         ({"levels": (4, 4)}, "levels"),
         ({"levels": (0,)}, "levels"),
         ({"requests": 2}, "spot checks"),
-        ({"input_tokens": 0}, "input_tokens"),
-        ({"output_tokens": 0}, "output_tokens"),
+        ({"requests": 0, "speed_only": True}, "--requests must be at least 1; got 0"),
+        ({"input_tokens": 0}, "--input-tokens"),
+        ({"output_tokens": 0}, "--output-tokens"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, object], match: str) -> None:
@@ -238,8 +239,20 @@ def test_one_wrong_sum_fails_its_own_level_only(counting: Callable[..., Counting
 def test_a_failed_request_fails_the_run(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     result = run_throughput(config(counting().address, model="no-such-model"), tmp_path)
     assert result.verdict == "FAILED"
-    assert result.gates[0].status == "FAIL"
-    assert result.gates[1].detail == "0 of 4"
+    assert [gate.status for gate in result.gates] == ["FAIL"] * 3  # counts of no answer at all agree with nothing
+    assert [gate.detail for gate in result.gates[1:]] == ["0 of 4", "at 0 of 2 levels"]
+    assert {level.token_count_source for level in result.levels} == {"server-reported"}
+
+
+def test_why_a_level_failed_is_on_the_screen(
+    counting: Callable[..., CountingServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--requests", "4", "--input-tokens", "8", "--output-tokens", "64", "--tokenizer", TOKENIZER]
+    options += ["--levels", "2", "--out", str(tmp_path)]
+    assert main(["eval", "throughput", counting("wrong-sums").address, *options]) == 1
+    assert "2 at once: FAILED: spot check failed: What is" in " ".join(capsys.readouterr().out.split())
+    assert main(["eval", "throughput", counting().address, *options, "--model", "no-such-model"]) == 1
+    assert "no such model" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_answer_of_another_length_than_the_fixed_one_fails_the_level(

@@ -146,6 +146,11 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("concurrency", "limit"):
         if getattr(args, name, 1) < 1:
             raise ConfigError(f"--{name} must be at least 1; got {getattr(args, name)}")
+    share = getattr(args, "at_least", None)
+    if share is not None and not 0 <= share <= 1:
+        raise ConfigError(f"--at-least is a share from 0 to 1, such as 0.95; got {share:g}")
+    if not getattr(args, "start_limit", 1) > 0:
+        raise ConfigError(f"--start-limit is a number of seconds above 0; got {args.start_limit:g}")
 
 
 def _short(args: argparse.Namespace, console: "Console") -> "RunResult":
@@ -203,8 +208,10 @@ def _throughput(args: argparse.Namespace, console: "Console") -> "tuple[RunResul
     from meltcore.results.runfolder import RunFolder
 
     config = _throughput_config(args, levels=parse_numbers(args.levels, "--levels", int))
-    folder = RunFolder.create(args.out, "eval")
-    with level_bars(load_config(config, "", folder.path).levels, console) as on_progress:
+    with (
+        RunFolder.kept_if_used(args.out, "eval") as folder,
+        level_bars(load_config(config, "", folder.path).levels, console) as on_progress,
+    ):
         return run_throughput(config, folder.path, sys.argv[1:], on_progress), folder
 
 
@@ -244,15 +251,15 @@ def _whole(args: argparse.Namespace, console: "Console") -> "tuple[RunResult, Ru
         concurrency=args.concurrency,
     )
     config.check()
-    folder = RunFolder.create(args.out, "eval")
-    if args.what == "all":
-        return run_whole(config, folder.path, console, sys.argv[1:]), folder
-    # Ended by `timeout` or a job's end, we must not leave the server with its GPUs behind.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return run_baseline(config, args.command, folder.path, console, sys.argv[1:], args.start_limit), folder
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with RunFolder.kept_if_used(args.out, "eval") as folder:
+        if args.what == "all":
+            return run_whole(config, folder.path, console, sys.argv[1:]), folder
+        # Ended by `timeout` or a job's end, we must not leave the server with its GPUs behind.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            return run_baseline(config, args.command, folder.path, console, sys.argv[1:], args.start_limit), folder
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _print(console: "Console", result: "RunResult") -> None:
@@ -260,7 +267,7 @@ def _print(console: "Console", result: "RunResult") -> None:
 
     from meltcore.results.progress import print_check
     from meltcore.results.tables import throughput_table
-    from meltcore.results.wording import eval_score_line, evaluation_line, speed_sum_line
+    from meltcore.results.wording import eval_score_line, evaluation_line, levels_to_distrust, speed_sum_line
 
     if result.levels:
         console.print(throughput_table(result.levels))
@@ -272,6 +279,8 @@ def _print(console: "Console", result: "RunResult") -> None:
         console.print(f"note: {escape(note)}", highlight=False)
     for reason in result.reasons:
         console.print(f"[red]{result.verdict}[/]: {escape(reason)}", highlight=False)
+    for reason in levels_to_distrust(result.levels):
+        console.print(reason, style="yellow", markup=False, highlight=False)
     if result.speed_sum is not None:
         console.print(speed_sum_line(result.speed_sum), highlight=False)
     if result.eval_score is not None:

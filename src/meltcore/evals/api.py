@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.results.served import model_facts
 
 
 class ApiError(MeltcoreError):
@@ -47,16 +48,20 @@ class Api:
     """A server by its base address, with or without `/v1` at its end. Safe to use from several threads."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 120.0) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
+        """Raises ConfigError for an address, or a key, that cannot be one."""
+        hint = "give one such as http://127.0.0.1:8000"
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            self._host, self._port = parts.hostname or "", parts.port
+            self._host.encode("idna")  # as it is when the name is looked up
+        except ValueError as error:
+            raise ConfigError(f"{url!r} is no address of a server ({error}); {hint}") from error
+        if parts.scheme not in ("http", "https") or not self._host:
+            raise ConfigError(f"{url!r} is no address of a server; {hint}")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("the API key holds what is no ASCII character, or a line's end")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.address = url
-        self._host = parts.hostname
-        try:
-            self._port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"{url!r} has a port that is no number from 0 to 65535") from error
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -74,18 +79,28 @@ class Api:
         """POST a JSON object, or `bytes` exactly as they are."""
         return self._send("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
 
-    def first_model(self) -> str:
-        """The first name that /v1/models gives. Raises ConfigError where the server cannot be reached or has none."""
+    def served(self, model: str | None = None) -> tuple[str, dict[str, Any]]:
+        """The model to ask, the first that /v1/models names where `model` is None; and what the server tells of it.
+
+        Raises ConfigError where the server cannot be reached, or names no model and none is given.
+        """
         try:
             reply = self.get("/v1/models")
-            names = [entry["id"] for entry in reply.json()["data"]] if reply.status == 200 else []
         except ApiError as error:
-            raise ConfigError(f"no answer from {self._host}: {error}") from error
-        except (KeyError, TypeError) as error:
-            raise ConfigError("GET /v1/models is not in OpenAI's form; name a model with --model") from error
-        if not names:
-            raise ConfigError(f"GET /v1/models answered {reply.status} and named no model; name one with --model")
-        return str(names[0])
+            raise ConfigError(f"no answer from {self.address}: {error}") from error
+        try:
+            listing = reply.json() if reply.status == 200 else None
+        except ApiError:
+            listing = None
+        name = model or _first_name(listing)
+        if name is None:
+            seen = f"status {reply.status}, {reply.body[:80]!r}"
+            raise ConfigError(f"/v1/models of {self.address} names no model ({seen}); name one with --model")
+        return name, model_facts(listing, name)
+
+    def first_model(self) -> str:
+        """The first name that /v1/models gives. Raises ConfigError as `served`."""
+        return self.served()[0]
 
     def _send(self, method: str, path: str, body: bytes | None) -> Reply:
         connection = self._connect()
@@ -98,11 +113,30 @@ class Api:
             content = response.read()
             return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, content)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"{method} {path}: {type(error).__name__}: {error}") from error
+            raise ApiError(f"{method} {path}: {self._why(error)}") from error
         finally:
             connection.close()
+
+    def _why(self, error: OSError | http.client.HTTPException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._timeout_s:g} s"
+        if isinstance(error, http.client.RemoteDisconnected):
+            return "the connection was closed without an answer"
+        if isinstance(error, http.client.IncompleteRead):
+            return "the answer broke off"
+        if isinstance(error, OSError):
+            return error.strerror or str(error)
+        return f"not HTTP: {error!r}"
 
     def _connect(self) -> http.client.HTTPConnection:
         if self._tls is not None:
             return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=self._tls)
         return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+
+def _first_name(listing: Any) -> str | None:
+    """The first model of a parsed /v1/models answer; None where it is in another form, or empty."""
+    try:
+        return str(listing["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        return None

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meltcore.evals.api import Api, ApiError
+from meltcore.results.schema import Evaluation
 
 _CHAT = "/v1/chat/completions"
+_FAILED = "request failed: "
 _BODY_END = 200  # characters of an unusable body that are kept
 
 
@@ -19,6 +21,10 @@ class Answer:
 
     text: str
     failed: bool = False
+
+    @property
+    def why_failed(self) -> str | None:
+        return self.text.removeprefix(_FAILED) if self.failed else None
 
 
 def ask_all(api: Api, bodies: Sequence[dict[str, Any]], concurrency: int) -> Iterator[tuple[int, Answer]]:
@@ -45,5 +51,13 @@ def _ask(api: Api, body: dict[str, Any]) -> Answer:
     return Answer(content) if isinstance(content, str) else _failed("content is no text")
 
 
+def failures(evaluation: Evaluation) -> list[str]:
+    """One sentence on the requests that failed, or none."""
+    if not evaluation.failed:
+        return []
+    of = f"{evaluation.failed} of {evaluation.asked}"
+    return [f"{of} requests failed, the first one: {evaluation.first_failure}"]
+
+
 def _failed(why: str) -> Answer:
-    return Answer(f"request failed: {why}", failed=True)
+    return Answer(f"{_FAILED}{why}", failed=True)

@@ -40,10 +40,15 @@ def ask_items(
     concurrency: int = CONCURRENCY,
     on_progress: Callable[[int, int, int], None] | None = None,
 ) -> list[Marked]:
-    """Ask every item once, greedily, not streamed; marks in the order of `items`."""
+    """Ask every item once, greedily, not streamed; marks in the order of `items`.
+
+    `on_progress(done, right, asked)` is called before the first answer and after each.
+    """
     bodies = [_body(model, item, shots) for item in items]
     marked: dict[int, Marked] = {}
     right = 0
+    if on_progress is not None:
+        on_progress(0, 0, len(items))
     for index, answer in ask_all(api, bodies, concurrency):
         marked[index] = mark(items[index], answer)
         right += marked[index].flexible
@@ -70,6 +75,7 @@ def sum_up(marked: Sequence[Marked]) -> Evaluation:
         right=right,
         strict_right=sum(each.strict for each in marked),
         failed=sum(each.answer.failed for each in marked),
+        first_failure=next((each.answer.why_failed for each in marked if each.answer.failed), None),
         low=low,
         high=high,
         wrong=[

@@ -98,7 +98,7 @@ def read_items(source: str, limit: int) -> list[Item]:
     else:
         items = _download(source)
     if len(items) < limit:
-        raise ConfigError(f"{Path(source).name} holds {len(items)} problems and {limit} are to be asked; lower --limit")
+        raise ConfigError(f"{source} holds {len(items)} problems and {limit} are to be asked; lower --limit")
     return items[:limit]
 
 

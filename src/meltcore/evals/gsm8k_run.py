@@ -9,12 +9,13 @@ from pathlib import Path
 
 from meltcore.evals import gsm8k
 from meltcore.evals.api import Api
+from meltcore.evals.ask import failures
 from meltcore.evals.gsm8k_data import DATASET, Shots, read_items, read_shots
 from meltcore.evals.harness import compare, find_package, run_harness
 from meltcore.evals.problems import CONCURRENCY
 from meltcore.results.fingerprint import take_fingerprint
-from meltcore.results.schema import Evaluation, Gate, RunResult
-from meltcore.results.served import model_facts, model_notes
+from meltcore.results.schema import RunResult
+from meltcore.results.served import model_notes
 
 
 def run_gsm8k(
@@ -39,8 +40,7 @@ def run_gsm8k(
     package = find_package(harness) if harness is not None else None
     items, examples = read_items(data, limit), read_shots(shots, package)
     api = Api(url, api_key=api_key)
-    model = model or api.first_model()
-    facts = model_facts(api.get("/v1/models").json(), model)
+    model, facts = api.served(model)
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     marked = gsm8k.ask_items(api, model, items, examples, concurrency=concurrency, on_progress=on_answer)
     evaluation = gsm8k.sum_up(marked)
@@ -48,7 +48,8 @@ def run_gsm8k(
     if harness is not None:
         theirs = run_harness(harness, api.chat_url, model, items, examples, api_key=api_key, concurrency=concurrency)
         gates += compare(marked, theirs, examples)
-    reasons = _reasons(marked, evaluation, gates)
+    reasons = [f"gate failed: {gate.name}: {gate.detail}" for gate in gates if gate.status == "FAIL"]
+    reasons += failures(evaluation)
     told = {"data": data if data == DATASET else Path(data).name, "limit": limit, "shots": examples.source}
     return RunResult(
         command="eval",
@@ -64,14 +65,6 @@ def run_gsm8k(
         reasons=reasons,
         notes=[*_shots_notes(examples), *model_notes(facts)],
     )
-
-
-def _reasons(marked: Sequence[gsm8k.Marked], evaluation: Evaluation, gates: Sequence[Gate]) -> list[str]:
-    reasons = [f"gate failed: {gate.name}: {gate.detail}" for gate in gates if gate.status == "FAIL"]
-    if evaluation.failed:
-        first = next(each.answer.text for each in marked if each.answer.failed).removeprefix("request failed: ")
-        reasons.append(f"{evaluation.failed} of {evaluation.asked} requests failed, the first one: {first}")
-    return reasons
 
 
 def _shots_notes(shots: Shots) -> list[str]:

@@ -26,7 +26,8 @@ def evaluate(
 ) -> Evaluation:
     """Ask every problem (default: the 200 held-out ones) once, greedily, not streamed.
 
-    `on_progress(done, right, asked)` is called after each answer. A request that fails is in `failed`, and not right.
+    `on_progress(done, right, asked)` is called before the first answer and after each. A request that fails is in
+    `failed`, and not right.
     """
     asked = list(evaluation_set() if problems is None else problems)
     bodies = [
@@ -38,11 +39,15 @@ def evaluate(
         }
         for problem in asked
     ]
-    right = failed = 0
+    right = 0
+    failed: dict[int, str | None] = {}  # by place among the problems
     wrong: list[WrongAnswer] = []
+    if on_progress is not None:
+        on_progress(0, 0, len(asked))
     for done, (index, answer) in enumerate(ask_all(api, bodies, concurrency), 1):
         problem = asked[index]
-        failed += answer.failed
+        if answer.failed:
+            failed[index] = answer.why_failed
         if not answer.failed and is_right(problem, answer.text):
             right += 1
         elif len(wrong) < WRONG_KEPT:
@@ -51,4 +56,13 @@ def evaluate(
         if on_progress is not None:
             on_progress(done, right, len(asked))
     low, high = wilson(right, len(asked))
-    return Evaluation(asked=len(asked), right=right, failed=failed, low=low, high=high, wrong=wrong)
+    first_failure = failed[min(failed)] if failed else None
+    return Evaluation(
+        asked=len(asked),
+        right=right,
+        failed=len(failed),
+        low=low,
+        high=high,
+        first_failure=first_failure,
+        wrong=wrong,
+    )

@@ -8,11 +8,12 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from meltcore.evals.api import Api
+from meltcore.evals.ask import failures
 from meltcore.evals.conformance import run_checks
 from meltcore.evals.problems import CONCURRENCY, evaluate
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.schema import CheckResult, Evaluation, RunResult
-from meltcore.results.served import model_facts, model_notes
+from meltcore.results.served import model_notes
 from meltcore.results.wording import percent
 
 What = Literal["problems", "conformance"]
@@ -35,8 +36,7 @@ def run_eval(
     Raises ConfigError where the server cannot be reached or names no model.
     """
     api = Api(url, api_key=api_key)
-    model = model or api.first_model()
-    facts = model_facts(api.get("/v1/models").json(), model)
+    model, facts = api.served(model)
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     checks: list[CheckResult] = []
     evaluation = None
@@ -64,8 +64,8 @@ def run_eval(
 def _reasons(checks: Sequence[CheckResult], evaluation: Evaluation | None, at_least: float | None) -> list[str]:
     failed = sum(check.status == "FAIL" for check in checks)
     reasons = [f"{failed} of {len(checks)} API checks failed"] if failed else []
-    if evaluation is not None and evaluation.failed:
-        reasons.append(f"{evaluation.failed} of {evaluation.asked} requests failed")
+    if evaluation is not None:
+        reasons += failures(evaluation)
     if evaluation is not None and at_least is not None and evaluation.share < at_least:
         reasons.append(f"{percent(evaluation.share)} right; at least {percent(at_least)} was asked for")
     return reasons

@@ -125,7 +125,7 @@ class ServerProcess:
 
     def last_lines(self) -> str:
         """The end of the server's log."""
-        return "\n".join(line.rstrip() for line in self.log.splitlines()[-_LOG_LINES:])
+        return "\n".join(line.rstrip() for line in self.log.splitlines()[-_LOG_LINES:]) or "(it printed nothing)"
 
     def _end_group(self, process: subprocess.Popen[bytes], number: signal.Signals, limit_s: float) -> bool:
         """Signal every process of the group; whether all are gone within `limit_s`."""

@@ -18,7 +18,7 @@ from meltcore.load.run import overall_verdict
 from meltcore.load.runner import OnProgress, run_levels
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.schema import Gate, LevelResult, RunResult
-from meltcore.results.served import model_facts, model_notes
+from meltcore.results.served import model_notes
 
 PROMPTS_FILE = "prompts.jsonl"
 
@@ -32,8 +32,7 @@ def run_throughput(
     where the run cannot start.
     """
     api = Api(config.url, api_key=config.api_key)
-    model = config.model or api.first_model()
-    facts = model_facts(api.get("/v1/models").json(), model)
+    model, facts = api.served(config.model)
     maker = None if config.tokenizer is None else TextMaker(config.tokenizer)
     plan = make_plan(config, maker)
     plan.write(folder / PROMPTS_FILE)

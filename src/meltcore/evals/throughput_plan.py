@@ -47,11 +47,11 @@ class ThroughputConfig:
     def __post_init__(self) -> None:
         if not self.levels or min(self.levels) < 1 or len(set(self.levels)) != len(self.levels):
             raise ConfigError(f"levels must be different numbers of at least 1; got {self.levels}")
-        if self.requests < (1 if self.speed_only else SPOT_CHECKS + 1):
-            raise ConfigError(f"{self.requests} requests leave none beside the {SPOT_CHECKS} spot checks of a level")
-        for name in ("input_tokens", "output_tokens"):
+        for name in ("requests", "input_tokens", "output_tokens"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(self, name)}")
+        if self.requests <= SPOT_CHECKS and not self.speed_only:
+            raise ConfigError(f"--requests {self.requests} leaves none beside the {SPOT_CHECKS} spot checks of a level")
         if self.tokenizer is None and not self.speed_only:
             raise ConfigError("prompts are made and answers re-counted with the model's tokenizer: give --tokenizer")
 

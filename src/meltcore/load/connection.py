@@ -47,11 +47,14 @@ class Target:
 
 def resolve_target(url: str, api_key: str | None = None) -> Target:
     """Parse `url` (http://host:port, with or without /v1) and resolve its name. Raises ConfigError."""
-    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+    except ValueError as error:
+        raise ConfigError(f"{url}: not a server address ({error})") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise ConfigError(f"{url}: not a server address; give one like http://127.0.0.1:8000")
-    if api_key is not None and not api_key.isascii():
-        raise ConfigError("the API key holds characters outside ASCII")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("the API key holds what is no ASCII character, or a line's end")
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)

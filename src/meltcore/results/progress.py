@@ -28,13 +28,32 @@ def progress_bar(console: Console) -> Progress:
 def answers_bar(
     console: Console, shown: bool = True, what: str = "held-out problems"
 ) -> Iterator[Callable[[int, int, int], None] | None]:
-    """A bar over problems; yields `on_answer(done, right, asked)`, or None where it is not to be shown."""
+    """A bar over problems; yields `on_answer(done, right, asked)`, or None where it is not to be shown.
+
+    The bar appears when that is first called: what cannot begin leaves none behind.
+    """
     if not shown:
         yield None
         return
-    with progress_bar(console) as progress:
-        task = progress.add_task(what, total=None, note="")
-        yield lambda done, right, asked: progress.update(task, completed=done, total=asked, note=f"{right} right")
+    progress = progress_bar(console)
+    task = progress.add_task(what, total=None, note="")
+
+    def show(done: int, right: int, asked: int) -> None:
+        progress.start()
+        progress.update(task, completed=done, total=asked, note=f"{right} right")
+
+    with stopped_at_the_end(progress):
+        yield show
+
+
+@contextmanager
+def stopped_at_the_end(progress: Progress) -> Iterator[None]:
+    """Bars that may never have been started, which Rich ends with an empty line where there is no terminal."""
+    try:
+        yield
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 _STYLES = {"PASS": "green", "FAIL": "bold red", "NOT RUN": "yellow"}
@@ -42,5 +61,5 @@ _STYLES = {"PASS": "green", "FAIL": "bold red", "NOT RUN": "yellow"}
 
 def print_check(console: Console, check: CheckResult | Gate) -> None:
     style = _STYLES[check.status]
-    detail = f" [dim]{escape(check.detail)}[/]" if check.detail else ""
+    detail = f"[dim]: {escape(check.detail)}[/]" if check.detail else ""
     console.print(f"[{style}]{check.status}[/]  {escape(check.name)}{detail}", highlight=False)

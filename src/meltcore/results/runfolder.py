@@ -1,6 +1,8 @@
 """The folder of one run: `requests.jsonl` streams while it runs, `result.json` and `report.html` come whole."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +40,18 @@ class RunFolder:
                 raise ConfigError(f"cannot make the run folder {path}: {error.strerror}") from error
             return cls(path)
         raise ConfigError(f"{root} already holds {_NAMES_TO_TRY} runs named {base}")
+
+    @classmethod
+    @contextmanager
+    def kept_if_used(cls, root: Path | str, verb: str) -> "Iterator[RunFolder]":
+        """A fresh folder as of `create`; an error that leaves it empty takes it away again."""
+        folder = cls.create(root, verb)
+        try:
+            yield folder
+        except BaseException:
+            if not any(folder.path.iterdir()):
+                folder.path.rmdir()
+            raise
 
     @property
     def requests_path(self) -> Path:

@@ -152,7 +152,8 @@ class LevelResult(msgspec.Struct, kw_only=True):
 class Evaluation(msgspec.Struct, kw_only=True):
     """Answers checked against the known values. `low` and `high` bound the share right (Wilson, 95 %).
 
-    `failed` requests gave no answer; they stay in `asked`. `strict_right` counts the answers that also end in the form
+    `failed` requests gave no answer; they stay in `asked`, and `first_failure` says why the first of them, in the order
+    of the problems, gave none. `strict_right` counts the answers that also end in the form
     that was asked for, where an evaluation marks both ways.
     """
 
@@ -162,6 +163,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
     low: float
     high: float
     strict_right: int | None = None
+    first_failure: str | None = None
     wrong: list["WrongAnswer"] = msgspec.field(default_factory=list)
 
     @property

@@ -1,5 +1,6 @@
 """How numbers and facts of a result are written for people: the console tables and the HTML report use these."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -117,15 +118,22 @@ def reasons_to_distrust(result: RunResult) -> list[str]:
     reasons = list(result.reasons)
     if result.status == "partial" and result.verdict != "PARTIAL":
         reasons.append("The run ended early; it never enters a comparison.")
-    for level in result.levels:
+    reasons += levels_to_distrust(result.levels)
+    reasons += [f"API check {check.name}: {check.detail}" for check in result.checks if check.status == "FAIL"]
+    return list(dict.fromkeys(reasons))
+
+
+def levels_to_distrust(levels: Sequence[LevelResult]) -> list[str]:
+    """A line for each level that is not OK, and for each in which a request failed, with the reasons why."""
+    reasons = []
+    for level in levels:
         if level.verdict != "OK":
             why = "; ".join(level.reasons) or "no reason recorded"
             reasons.append(f"{load_of(level)}: {level.verdict}: {why}")
         elif level.failed:
             why = ", ".join(f"{count:,} x {reason}" for reason, count in level.failures.items())
             reasons.append(f"{load_of(level)}: {level.failed:,} of {level.requests:,} requests failed ({why})")
-    reasons += [f"API check {check.name}: {check.detail}" for check in result.checks if check.status == "FAIL"]
-    return list(dict.fromkeys(reasons))
+    return reasons
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
