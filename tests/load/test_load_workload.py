@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meltcore.errors import ConfigError
-from meltcore.load.config import LoadConfig, parse_slo
+from meltcore.load.config import LoadConfig, Timeouts, parse_slo
 from meltcore.load.open_loop import arrival_offsets
 from meltcore.load.preflight import check_limits
 from meltcore.load.workload import CHAT_PATH, COMPLETIONS_PATH, Workload, load_workload
@@ -92,6 +92,9 @@ def test_a_workload_that_cannot_be_is_refused(text: str) -> None:
         ({"requests": (1, 2)}, "2 values for 1 levels"),
         ({"processes": 0}, "processes must be at least 1"),
         ({"slo_ms": {"tfft": 1.0}}, "unknown tfft"),
+        ({"slo_ms": {"ttft": -1.0}}, "ttft must be more than 0 ms"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"timeouts": Timeouts(total_s=float("nan"))}, "total_s must be more than 0 seconds; got nan"),
     ],
 )
 def test_settings_out_of_range_are_refused(fields: dict, message: str) -> None:

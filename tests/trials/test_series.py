@@ -1,7 +1,11 @@
 """Fresh starts of the scripted server, whose speed is known: a slower script must be judged a regression."""
 
 import json
+import signal
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -92,6 +96,32 @@ def test_a_slower_server_is_found_by_fresh_starts_and_ci_is_told(
     assert "REGRESSION" in (folder / "comparison.md").read_text()
     assert main(["compare", str(folder / "B"), str(folder / "A")]) == 0
     assert "IMPROVEMENT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_comparison_ends_its_server_and_keeps_what_was_measured(number: int, tmp_path: Path) -> None:
+    file = command_file(tmp_path / "A.cmd", 1)
+    command = [sys.executable, "-m", "meltcore.cli.main", "compare", "--run", file, file, "--control", "3", *LOAD]
+    compared = subprocess.Popen([*command, "--out", str(tmp_path / "runs")], stderr=subprocess.PIPE, text=True)
+    try:
+        limit_s = time.monotonic() + 60
+        while not (begun := list(tmp_path.glob("runs/*/server-B-2.log"))):
+            assert time.monotonic() < limit_s
+            assert compared.poll() is None
+            time.sleep(0.02)
+        compared.send_signal(number)
+        _, words = compared.communicate(timeout=30)
+    finally:
+        compared.kill()
+    [log] = begun
+    assert compared.returncode == 130
+    assert f"meltcore compare {log.parent / 'A'} {log.parent / 'B'}" in words
+    starts = {name: len(read_set(log.parent / name).starts) for name in ("control", "A", "B")}
+    assert starts == {"control": 3, "A": 1, "B": 1}
+    told = log.read_text().split()
+    if told:  # it listened already
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(told[-1].rpartition(":")[2])), timeout=1)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 import meltcore
 from meltcore.cli.main import main
-from meltcore.results.tuning import Tuning
+from meltcore.results.tuning import Tuning, TuningPoint
 
 TUNED = f"{sys.executable} {Path(__file__).parent / 'tuned_server.py'} --port {{port}}"
 BUNDLED = str(Path(meltcore.__file__).parent / "bundled" / "sums")
@@ -61,6 +61,10 @@ def test_nothing_that_runs_is_an_answer_of_no(tmp_path: Path, capsys: pytest.Cap
     found = tune(["batching", "--run", str(tmp_path / "broken.cmd"), "--seqs", "1"], tmp_path, capsys, code=1)
     assert all("ended with code 9" in point.why for point in found.points)
     assert found.shipped is None
+    assert found.finding == "No setting ran."
+    [folder] = (tmp_path / "runs").iterdir()
+    lines = (folder / "points.jsonl").read_text().splitlines()
+    assert [msgspec.json.decode(line, type=TuningPoint) for line in lines] == found.points, "kept as they came"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,13 @@ def test_nothing_that_runs_is_an_answer_of_no(tmp_path: Path, capsys: pytest.Cap
         (["batching", "m", "--run", "x.cmd"], "takes a MODEL for our engine, or --run FILE"),
         (["batching", "m", "--concurrency", "1,2"], "give one --concurrency"),
         (["batching", "m", "--slo", "beauty:1"], "unknown beauty"),
+        (["batching", "m", "--seqs", "4,0"], "--seqs must each be at least 1; got 4,0"),
+        (["batching", "m", "--workload", "missing.jsonl"], "workload missing.jsonl: cannot be read"),
+        (["batching", "m", "--start-timeout", "nan"], "--start-timeout must be more than 0 seconds"),
+        (["context", "m", "--step", "0"], "--step must be at least 1; got 0"),
+        (["context", "m", "--most-seqs", "0"], "--most-seqs must be at least 1"),
+        (["context", "m", "--least", "16"], "--least must be at least 17"),
+        (["precision", "m", "--questions", "-1"], "--questions must be at least 0"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(

@@ -28,13 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from meltcore.cli.ending import sigterm_as_ctrl_c
     from meltcore.errors import ConfigError
 
     if args.action == "list":
         return _list(args)
     if args.name is None:
         raise ConfigError(f"baseline {args.action} needs a NAME")
-    return _save(args) if args.action == "save" else _show(args)
+    if args.action == "show":
+        return _show(args)
+    with sigterm_as_ctrl_c():
+        return _save(args)
 
 
 def _save(args: argparse.Namespace) -> int:

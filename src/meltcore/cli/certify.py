@@ -45,10 +45,12 @@ def run(args: argparse.Namespace) -> int:
 
     from pynvml import NVMLError
 
+    from meltcore.cli.ending import sigterm_as_ctrl_c
     from meltcore.errors import MeltcoreError
 
     try:
-        return _certify(args)
+        with sigterm_as_ctrl_c():
+            return _certify(args)
     except (MeltcoreError, NVMLError) as error:
         print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
     except Exception:
@@ -78,23 +80,23 @@ def _certify(args: argparse.Namespace) -> int:
     baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
     node = Node(PatientNvml(Nvml()))
     gpus = select_gpus(node.nvml, args.gpu)
-    folder = RunFolder.create(args.out, "certify").path
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, soft_wrap=True)
-    try:
-        certificate = certify(
-            node,
-            gpus,
-            args.tier,
-            folder,
-            hours=args.hours,
-            baseline=baseline,
-            told=lambda report: print_report(report, console),
-        )
-    finally:
-        with suppress(NVMLError):  # the process ends soon, with the driver or without it
-            node.nvml.close()
-    save_certificate(folder, certificate)
-    print_certificate(certificate, folder, console)
+    with RunFolder.kept_if_used(args.out, "certify") as folder:
+        try:
+            certificate = certify(
+                node,
+                gpus,
+                args.tier,
+                folder.path,
+                hours=args.hours,
+                baseline=baseline,
+                told=lambda report: print_report(report, console),
+            )
+        finally:
+            with suppress(NVMLError):  # the process ends soon, with the driver or without it
+                node.nvml.close()
+    save_certificate(folder.path, certificate)
+    print_certificate(certificate, folder.path, console)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(certificate), indent=2).decode())
     return certificate.exit_code

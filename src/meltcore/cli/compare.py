@@ -53,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from meltcore.cli.ending import sigterm_as_ctrl_c
     from meltcore.errors import ConfigError
 
     stored, fresh = len(args.stored), len(args.run or [])
-    if (stored, fresh) == (0, 2):
-        return _run_both(args)
-    if (stored, fresh) == (1, 1):
-        return _run_against_stored(args)
+    if (stored, fresh) in ((0, 2), (1, 1)):
+        with sigterm_as_ctrl_c():
+            return _run_against_stored(args) if stored else _run_both(args)
     if (stored, fresh) == (2, 0):
         return _stored(args)
     raise ConfigError("compare takes two sides: A B, or --run A.cmd B.cmd, or a baseline and --run B.cmd")
@@ -71,9 +71,10 @@ def _run_both(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.trial_options import plan_of, turn_printer
+    from meltcore.errors import MeltcoreError
     from meltcore.results.runfolder import RunFolder
     from meltcore.trials.command import read_command
-    from meltcore.trials.compare import Trial, run_trial
+    from meltcore.trials.compare import NEW, OLD, Trial, run_trial
 
     old, new = (read_command(path) for path in args.run)
     trial = Trial(
@@ -88,10 +89,16 @@ def _run_both(args: argparse.Namespace) -> int:
     )
     plan = plan_of(args, tuple(sys.argv[1:]))
     console = Console(stderr=True)
-    folder = RunFolder.create(args.out, "compare")
     totals = {"control": trial.control, "A": trial.starts, "B": trial.starts}
     say, on_turn = turn_printer(console, totals)
-    found = run_trial(trial, plan, folder, say=say, on_turn=on_turn)
+    with RunFolder.kept_if_used(args.out, "compare") as folder:
+        try:
+            found = run_trial(trial, plan, folder, say=say, on_turn=on_turn)
+        except (MeltcoreError, KeyboardInterrupt):
+            if (folder.path / NEW).is_dir():
+                kept = f"{folder.path / OLD} {folder.path / NEW}"
+                console.print(f"what was measured until then: meltcore compare {kept}", highlight=False, soft_wrap=True)
+            raise
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
     return _show(args, found)
 
@@ -104,6 +111,7 @@ def _run_against_stored(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.trial_options import plan_of, turn_printer
+    from meltcore.load.workload import check_workload
     from meltcore.report.judge import judge
     from meltcore.results.runfolder import RunFolder
     from meltcore.results.starts import write_set
@@ -115,12 +123,13 @@ def _run_against_stored(args: argparse.Namespace) -> int:
     old = _set(args.stored[0], args.baselines)
     plan = plan_of(args, tuple(sys.argv[1:]))
     plan = dataclasses.replace(plan, load=load_again(old.load, workload=args.workload))
+    check_workload(plan.load.workload, max_tokens=plan.load.max_tokens)
     console = Console(stderr=True)
-    folder = RunFolder.create(args.out, "compare")
     say, on_turn = turn_printer(console, {"B": args.starts})
-    command = read_command(Path(args.run[0]))
-    new = run_turns(turns({"B": command}, args.starts), plan, folder.path, say=say, on_turn=on_turn)["B"]
-    write_set(folder.path / "B", new)
+    planned = turns({"B": read_command(Path(args.run[0]))}, args.starts)
+    with RunFolder.kept_if_used(args.out, "compare") as folder:
+        new = run_turns(planned, plan, folder.path, say=say, on_turn=on_turn)["B"]
+        write_set(folder.path / "B", new)
     found = judge(old, new, metric=args.metric, load=args.at, limits=_limits(args), force=args.force)
     save_judgement(folder, found)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)

@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
+    from meltcore.cli.ending import sigterm_as_ctrl_c
     from meltcore.errors import ConfigError
     from meltcore.report import save
     from meltcore.results.runfolder import RunFolder
@@ -78,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args)
     if args.gpu is not None and not args.monitor:
         raise ConfigError("--gpu says which GPUs --monitor records: add --monitor")
-    folder = RunFolder.create(args.out, "load")
     console = Console(stderr=args.json)
-    result = _monitored(args, config, folder, console) if args.monitor else _measured(config, folder, console)
+    with sigterm_as_ctrl_c(), RunFolder.kept_if_used(args.out, "load") as folder:
+        result = _monitored(args, config, folder, console) if args.monitor else _measured(config, folder, console)
     save(folder, result)
     for reason in reasons_to_distrust(result):
         console.print(reason, style="yellow", markup=False, highlight=False)
@@ -116,8 +117,7 @@ def _monitored(args: argparse.Namespace, config: "LoadConfig", folder: "RunFolde
     try:
         monitor = Monitor(Setup(path=str(path), gpus=args.gpu))
     except MeltcoreError:
-        path.unlink(missing_ok=True)
-        folder.path.rmdir()  # nothing was measured
+        path.unlink(missing_ok=True)  # nothing was measured
         raise
     with monitor:
         result = _measured(config, folder, console)
@@ -129,7 +129,9 @@ def _monitored(args: argparse.Namespace, config: "LoadConfig", folder: "RunFolde
 def _config(args: argparse.Namespace) -> "LoadConfig":
     """Raises ConfigError for a value out of its form or range."""
     from meltcore.load.config import LoadConfig, Timeouts, parse_extra_body, parse_numbers, parse_slo
+    from meltcore.load.workload import check_workload
 
+    check_workload(args.workload, max_tokens=args.max_tokens)
     requests = None if args.requests is None else parse_numbers(args.requests, "--requests", int)
     return LoadConfig(
         url=args.url,

@@ -29,7 +29,9 @@ def add_load_options(parser: argparse.ArgumentParser, concurrency: str = "1,32")
 
 def plan_of(args: argparse.Namespace, arguments: tuple[str, ...]) -> "Plan":
     """Raises ConfigError for a value out of its form or range."""
+    from meltcore.errors import ConfigError
     from meltcore.load.config import LoadConfig, parse_numbers
+    from meltcore.load.workload import check_workload
     from meltcore.trials.series import Plan
 
     requests = None if args.requests is None else parse_numbers(args.requests, "--requests", int)
@@ -43,6 +45,9 @@ def plan_of(args: argparse.Namespace, arguments: tuple[str, ...]) -> "Plan":
         seed=args.seed,
         continuous_usage=not args.no_continuous_usage,
     )
+    check_workload(load.workload, max_tokens=load.max_tokens)
+    if not args.start_timeout > 0:
+        raise ConfigError(f"--start-timeout must be more than 0 seconds; got {args.start_timeout:g}")
     return Plan(load=load, arguments=arguments, start_limit_s=args.start_timeout)
 
 

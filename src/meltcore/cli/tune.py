@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meltcore.load.config import LoadConfig
+    from meltcore.results.runfolder import RunFolder
     from meltcore.results.tuning import Tuning, TuningPoint
     from meltcore.tune.attempt import Bench
 
@@ -70,15 +71,17 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
+    from meltcore.cli.ending import sigterm_as_ctrl_c
     from meltcore.report.tune_output import print_tuning
     from meltcore.results.runfolder import RunFolder
     from meltcore.tune.run import save_tuning
 
     console = Console(stderr=args.json)
+    _check(args)
     load = _load(args)
-    bench = _bench(args, console)
-    found = {"context": _context, "batching": _batching, "precision": _precision}[args.what](args, bench, load)
-    folder = RunFolder(bench.folder)
+    seek = {"context": _context, "batching": _batching, "precision": _precision}[args.what]
+    with sigterm_as_ctrl_c(), RunFolder.kept_if_used(args.out, f"tune-{args.what}") as folder:
+        found = seek(args, _bench(args, console, folder), load)
     save_tuning(folder, found)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
     if args.json:
@@ -86,6 +89,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_tuning(found, console)
     return 0 if found.answered else EXIT_NOTHING
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a number that no start could come of."""
+    from meltcore.errors import ConfigError
+    from meltcore.load.config import parse_numbers
+    from meltcore.tune.context import LEAST_LENGTH
+
+    least = {"length": 2, "least": LEAST_LENGTH, "step": 1, "most_seqs": 1, "kv_bytes": 1, "questions": 0}
+    if args.most is not None:
+        least["most"] = LEAST_LENGTH
+    for name, smallest in least.items():
+        if getattr(args, name) < smallest:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} must be at least {smallest}; got {getattr(args, name)}")
+    for name in ("seqs", "tokens"):
+        text = getattr(args, name)
+        if text and min(parse_numbers(text, f"--{name}", int)) < 1:
+            raise ConfigError(f"--{name} must each be at least 1; got {text}")
 
 
 def _load(args: argparse.Namespace) -> "LoadConfig":
@@ -101,7 +123,7 @@ def _load(args: argparse.Namespace) -> "LoadConfig":
     return dataclasses.replace(load, slo_ms={} if args.slo is None else parse_slo(args.slo))
 
 
-def _bench(args: argparse.Namespace, console: "Console") -> "Bench":
+def _bench(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "Bench":
     import shlex
     import sys
 
@@ -109,7 +131,6 @@ def _bench(args: argparse.Namespace, console: "Console") -> "Bench":
 
     from meltcore.errors import ConfigError
     from meltcore.report.tune_rows import setting_of
-    from meltcore.results.runfolder import RunFolder
     from meltcore.results.wording import number
     from meltcore.trials.command import parse_command, read_command
     from meltcore.tune.attempt import Bench, flags_of
@@ -121,8 +142,6 @@ def _bench(args: argparse.Namespace, console: "Console") -> "Bench":
     else:
         own = [sys.executable, "-m", "meltcore.cli.main", "serve", args.checkpoint]
         command = parse_command(f"{shlex.join(own)} --port {{port}} {args.serve} {{args}}", "--serve")
-    flags = flags_of(args.flag)
-    folder = RunFolder.create(args.out, f"tune-{args.what}")
 
     def on_point(point: "TuningPoint") -> None:
         told = f"{number(point.output_tokens_per_s)} tok/s" if point.ok else point.why
@@ -133,7 +152,7 @@ def _bench(args: argparse.Namespace, console: "Console") -> "Bench":
         folder=folder.path,
         say=lambda text: console.print(escape(text), style="yellow", highlight=False),
         on_point=on_point,
-        flags=flags,
+        flags=flags_of(args.flag),
         arguments=tuple(sys.argv[1:]),
         start_limit_s=args.start_timeout,
     )

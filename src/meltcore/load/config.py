@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -69,6 +69,11 @@ class LoadConfig:
         _at_least("processes", self.processes, 1)
         if self.warmup is not None:
             _at_least("warmup", self.warmup, 0)
+        if self.max_tokens is not None:
+            _at_least("max_tokens", self.max_tokens, 1)
+        for name, limit_s in asdict(self.timeouts).items():
+            if not limit_s > 0:
+                raise ConfigError(f"timeout: {name} must be more than 0 seconds; got {limit_s:g}")
         for rate in self.rates:
             if not 0 < rate < math.inf:
                 raise ConfigError(f"rate must be more than 0 requests a second; got {rate}")
@@ -77,6 +82,9 @@ class LoadConfig:
         unknown = set(self.slo_ms) - set(SLO_METRICS)
         if unknown:
             raise ConfigError(f"slo: unknown {', '.join(sorted(unknown))}; there are {', '.join(SLO_METRICS)}")
+        for name, limit_ms in self.slo_ms.items():
+            if not limit_ms > 0:
+                raise ConfigError(f"slo: {name} must be more than 0 ms; got {limit_ms:g}")
         for level in self.levels:
             _at_least("requests", level.requests, 1)
 

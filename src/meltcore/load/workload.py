@@ -62,6 +62,11 @@ def load_workload(text: str, *, count: int, seed: int, max_tokens: int | None) -
     return _file(Path(text), max_tokens)
 
 
+def check_workload(text: str, *, max_tokens: int | None) -> None:
+    """Raises ConfigError as `load_workload`: to find out before a server is started for it."""
+    load_workload(text, count=1, seed=0, max_tokens=max_tokens)
+
+
 def _problems(name: str, kind: str, count: int, seed: int, max_tokens: int | None) -> Workload:
     if kind not in PROBLEM_KINDS:
         raise ConfigError(f"workload {name}: there are problems:{', problems:'.join(PROBLEM_KINDS)}")

@@ -13,7 +13,7 @@ from meltcore.report.judge_output import as_markdown
 from meltcore.report.judge_page import render_judgement
 from meltcore.results.judgement import JUDGEMENT_FILE, Judgement, Limits
 from meltcore.results.runfolder import RunFolder, write_whole
-from meltcore.results.starts import write_set
+from meltcore.results.starts import StartSet, write_set
 from meltcore.trials.command import ServerCommand
 from meltcore.trials.series import OnTurn, Plan, run_turns, turns
 
@@ -47,18 +47,20 @@ class Trial:
 def run_trial(
     trial: Trial, plan: Plan, folder: RunFolder, *, say: Callable[[str], None], on_turn: OnTurn | None = None
 ) -> Judgement:
-    """Every set is written to `folder` as soon as it is whole, then what is judged of them.
+    """Every set is written to `folder` as it grows, then what is judged of them.
 
     Raises MeltcoreError where a start fails, ConfigError where the sets do not compare (and `force` is off).
     """
     if trial.load is not None and trial.load not in plan.load.concurrency:
         raise ConfigError(f"{trial.load} at once is judged and not measured: add it to --concurrency")
-    control = run_turns(turns({CONTROL: trial.old}, trial.control), plan, folder.path, say=say, on_turn=on_turn)
-    write_set(folder.path / CONTROL, control[CONTROL])
+
+    def keep(found: StartSet) -> None:
+        write_set(folder.path / found.name, found)
+
+    alone = turns({CONTROL: trial.old}, trial.control)
+    control = run_turns(alone, plan, folder.path, say=say, on_turn=on_turn, on_set=keep)
     planned = turns({OLD: trial.old, NEW: trial.new}, trial.starts)
-    sets = run_turns(planned, plan, folder.path, say=say, on_turn=on_turn)
-    for name in (OLD, NEW):
-        write_set(folder.path / name, sets[name])
+    sets = run_turns(planned, plan, folder.path, say=say, on_turn=on_turn, on_set=keep)
     found = judge(
         sets[OLD],
         sets[NEW],

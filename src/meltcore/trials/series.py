@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.evals.server_process import ServerError
 from meltcore.load.config import LoadConfig
 from meltcore.load.run import measure, settings
 from meltcore.results.schema import RunResult
@@ -58,8 +59,11 @@ def run_turns(
     *,
     say: Callable[[str], None],
     on_turn: OnTurn | None = None,
+    on_set: Callable[[StartSet], None] | None = None,
 ) -> dict[str, StartSet]:
     """Run every turn; the sets by name, each start's server log in `folder`.
+
+    `on_set` is given a turn's set as it grows, so that an interruption costs no start that was measured.
 
     Raises MeltcoreError where a start fails: a set with a hole in it would be judged as if it were whole.
     """
@@ -78,6 +82,8 @@ def run_turns(
             ),
         )
         kept.starts.append(result)
+        if on_set is not None:
+            on_set(kept)
         if on_turn is not None:
             on_turn(turn, result)
     return sets
@@ -86,12 +92,15 @@ def run_turns(
 def run_turn(turn: Turn, plan: Plan, folder: Path, *, say: Callable[[str], None]) -> RunResult:
     """One start, loaded and ended. Raises MeltcoreError where it was not measured to the end."""
     log_path = folder / f"server-{turn.set_name}-{turn.place}.log"
-    with started(turn.command, log_path, say=say, limit_s=plan.start_limit_s) as server:
-        result = measure(replace(plan.load, url=server.url), plan.arguments)
-        result.settings["ready_s"] = round(server.ready_s, 3)
-        version = served_version(server.url)
-        if version is not None:
-            result.settings["server_version"] = version
+    try:
+        with started(turn.command, log_path, say=say, limit_s=plan.start_limit_s) as server:
+            result = measure(replace(plan.load, url=server.url), plan.arguments)
+            result.settings["ready_s"] = round(server.ready_s, 3)
+            version = served_version(server.url)
+            if version is not None:
+                result.settings["server_version"] = version
+    except ServerError as error:
+        raise ServerError(f"start {turn.place} of {turn.set_name}: {str(error).rstrip()}") from error
     if result.verdict == "PARTIAL":
         raise KeyboardInterrupt  # the load generator took the Ctrl-C and ended its level in order
     if result.verdict not in _USABLE:

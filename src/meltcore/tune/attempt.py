@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from meltcore.errors import ConfigError
 from meltcore.evals.server_process import ServerError
 from meltcore.load.config import LoadConfig
@@ -17,6 +19,7 @@ from meltcore.trials.server import START_LIMIT_S, RunningServer, started
 
 # How a setting is told to a server; ours and vLLM's have the same names for these.
 FLAGS = {"length": "--max-model-len", "seqs": "--max-num-seqs", "tokens": "--max-num-batched-tokens"}
+POINTS_FILE = "points.jsonl"
 _WHY_LINES = 3
 
 Look = Callable[[RunningServer, RunResult | None, TuningPoint], None]
@@ -80,6 +83,8 @@ def attempt(
                 look(server, result, point)
     except ServerError as error:
         point.ok, point.why = False, why_of(error)
+    with (bench.folder / POINTS_FILE).open("ab") as points:  # an hour of starts is not lost to an interruption
+        points.write(msgspec.json.encode(point) + b"\n")
     bench.on_point(point)
     return point
 
@@ -99,5 +104,5 @@ def _take(point: TuningPoint, result: RunResult) -> None:
 
 def why_of(error: ServerError) -> str:
     """The first line of the error and the last words of the log, which name the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " | ".join([lines[0], *lines[1:][-_WHY_LINES:]])
+    first, *log = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{first} {' | '.join(log[-_WHY_LINES:])}".strip()

@@ -55,6 +55,8 @@ def _answer(points: Sequence[TuningPoint], best: int | None, knee: int | None) -
     if best is None or knee is None:
         tried = [point for point in points if point.settings]
         ran = sum(point.ok for point in tried)
+        if not ran:
+            return "No setting ran."
         return f"No setting meets the limits: {ran} of {len(tried)} ran, none of them within the latency limits."
     if best == knee:
         rate = number(points[best].output_tokens_per_s)

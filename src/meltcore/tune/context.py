@@ -18,6 +18,7 @@ from meltcore.tune.attempt import Bench, attempt
 from meltcore.tune.search import largest
 
 _ANSWER_TOKENS = 16  # of the one request that fills a context
+LEAST_LENGTH = _ANSWER_TOKENS + 1  # that a context can be tried at
 _POLL_S = 0.02
 
 
