@@ -176,7 +176,15 @@ def test_a_gzipped_trace_and_a_bare_list_of_events_are_read_too(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("{", "cannot read the trace"), ('{"a": 1}', "has no traceEvents"), ('{"traceEvents": []}', "nothing that a GPU")],
+    [
+        ("{", "cannot read the trace"),
+        ('{"a": 1}', "has no traceEvents"),
+        ('{"traceEvents": []}', "nothing that a GPU"),
+        ('[{"ph": "X", "cat": "kernel", "dur": 5}]', "nothing that a GPU"),
+        ('[{"ph": "X", "cat": "kernel", "ts": 1, "dur": 5, "args": {"device": "x"}}]', "not of a trace's form"),
+        ('[{"ph": "X", "cat": "kernel", "ts": null, "dur": 5}]', "not of a trace's form"),
+        ('[{"ph": "X", "cat": "kernel", "ts": 1, "dur": 5, "args": [0]}]', "not of a trace's form"),
+    ],
 )
 def test_what_is_no_trace_of_a_gpu_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(text)
@@ -207,6 +215,32 @@ def test_the_verb_answers_with_a_page_a_table_and_a_status(tmp_path: Path, capsy
 def test_profile_takes_a_trace_or_a_server(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *arguments]) == 2
     assert "takes a TRACE, or --url" in capsys.readouterr().err
+
+
+def test_a_gzipped_trace_that_was_cut_or_is_spoilt_is_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"traceEvents": []}' * 99)
+    for bad in (whole[:-9], whole[:12] + b"spoilt" + whole[18:]):
+        (tmp_path / "trace.json.gz").write_bytes(bad)
+        with pytest.raises(ConfigError, match="cannot read the trace"):
+            read_trace(tmp_path / "trace.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--seconds", "-1"], "--seconds must be more than 0"),
+        (["--from-ms", "nan"], "--from-ms must be 0 or more"),
+        (["--to-ms", "inf"], "--to-ms must be 0 or more"),
+        (["--active-percent", "101"], "--active-percent must lie between 0 and 100"),
+        (["--from-ms", "99"], "--from-ms 99 is not before the last activity at"),
+    ],
+)
+def test_a_number_that_is_no_time_or_share_is_refused(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = one_of_each().write(tmp_path / "trace.json")
+    assert main(["profile", str(path), *arguments]) == 2
+    assert reason in capsys.readouterr().err
 
 
 # The command with a scripted machine behind it: nothing else is changed.

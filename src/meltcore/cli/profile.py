@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.trace is None) == (args.url is None):
         raise ConfigError("profile takes a TRACE, or --url of a server to record")
+    _check(args)
     activity = None if args.active_percent is None else args.active_percent / 100
     if args.trace:
         path = Path(args.trace)
@@ -89,6 +90,22 @@ def run(args: argparse.Namespace) -> int:
         print_gaps(found.reports, console)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
     return EXIT_UNTRUSTED if any(report.untrusted for report in found.reports) else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a number that is no time, or no share."""
+    import math
+
+    from meltcore.errors import ConfigError
+
+    if not 0 < args.seconds < math.inf:
+        raise ConfigError(f"--seconds must be more than 0; got {args.seconds:g}")
+    for name in ("from_ms", "to_ms"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more; got {value:g}")
+    if args.active_percent is not None and not 0 <= args.active_percent <= 100:
+        raise ConfigError(f"--active-percent must lie between 0 and 100; got {args.active_percent:g}")
 
 
 def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":

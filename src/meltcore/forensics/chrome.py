@@ -8,6 +8,7 @@ and for kernels of CUDA graphs the graph's id.
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,23 @@ def read_chrome(path: Path) -> Trace:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
         found = msgspec.json.decode(data)
-    except (OSError, EOFError, msgspec.MsgspecError) as error:
+    except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if not isinstance(events, list):
         raise ConfigError(f"{path} is no Chrome trace: it has no traceEvents")
-    return parse_events(events)
+    try:
+        return parse_events(events)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} holds an event that is not of a trace's form: {error}") from error
 
 
 def parse_events(events: Iterable[Any]) -> Trace:
-    """Events of other kinds, and those without a duration, are left out."""
+    """Events of other kinds, and those without a time or a duration, are left out."""
     activities: list[Activity] = []
     host: list[HostEvent] = []
     for event in events:
-        if not isinstance(event, dict) or event.get("ph") != "X" or "dur" not in event:
+        if not isinstance(event, dict) or event.get("ph") != "X" or not {"ts", "dur"} <= event.keys():
             continue
         kind, start = event.get("cat", ""), _ns(event["ts"])
         end, args, name = start + _ns(event["dur"]), event.get("args") or {}, str(event.get("name", ""))

@@ -45,7 +45,8 @@ def _window(trace: Trace, wanted: Wanted) -> Span | None:
     start = first + round((wanted.from_ms or 0.0) * _NS_PER_MS)
     end = last if wanted.to_ms is None else first + round(wanted.to_ms * _NS_PER_MS)
     if start >= end:
+        until = "the last activity at" if wanted.to_ms is None else "--to-ms"
         raise ConfigError(
-            f"--from-ms {(start - first) / _NS_PER_MS:g} is not before --to-ms {(end - first) / _NS_PER_MS:g}"
+            f"--from-ms {(start - first) / _NS_PER_MS:g} is not before {until} {(end - first) / _NS_PER_MS:g}"
         )
     return start, end
