@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -16,6 +17,7 @@ from meltcore.hardware.recording import Sample
 from meltcore.hardware.sampler import Setup
 from meltcore.hardware.select import Gpu
 
+_LEAVE_S = 60.0  # of a program that is asked to end: one that started a server stops it first, in up to 45 s
 _AFTER_KILL_S = 5.0  # a process that the kernel holds in a driver call outlives its killing
 
 
@@ -49,6 +51,7 @@ class Node:
 
     def __init__(self, nvml: Nvml) -> None:
         self.nvml = nvml
+        self._running: set[int] = set()  # process groups
 
     def now_s(self) -> float:
         """On the clock of the samples."""
@@ -64,7 +67,7 @@ class Node:
             return None
 
     def run(self, command: Sequence[str], stdin: bytes, environment: Mapping[str, str], limit_s: float) -> Ran:
-        """Run a program to its end, or kill it and all it started at the limit. `environment` is added to ours.
+        """Run a program to its end, or end it and all it started at the limit. `environment` is added to ours.
 
         Output goes through files, so that what a killed program had written is not lost, and none can fill a pipe.
         """
@@ -79,10 +82,19 @@ class Node:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
-            code, alive = _wait(process, limit_s)
+            self._running.add(process.pid)
+            try:
+                code, alive = _wait(process, limit_s)
+            finally:
+                self._running.discard(process.pid)
             out.seek(0)
             err.seek(0)
             return Ran(code, out.read(), err.read(), alive)
+
+    def end_programs(self) -> None:
+        """Ask all that run now, in whatever thread, to end; `run` then returns."""
+        for group in list(self._running):
+            _signal_group(group, signal.SIGTERM)
 
     def telemetry(self, path: Path, gpus: Sequence[Gpu]) -> Telemetry:
         """Start sampling every 100 ms into a file. Raises what Monitor raises."""
@@ -90,12 +102,16 @@ class Node:
 
 
 def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> tuple[int | None, bool]:
+    """(its exit status, None where the limit passed; whether it is still there)."""
     try:
         return process.wait(limit_s), False
     except subprocess.TimeoutExpired:
-        pass
+        _ask_to_leave(process)
+    except BaseException:
+        _ask_to_leave(process)
+        raise
     finally:
-        _kill_group(process.pid)  # also what a program that ended by itself left behind
+        _signal_group(process.pid, signal.SIGKILL)  # also what a program that ended by itself left behind
     try:
         process.wait(_AFTER_KILL_S)
     except subprocess.TimeoutExpired:
@@ -103,11 +119,16 @@ def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> tuple[int | Non
     return None, False
 
 
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def _ask_to_leave(process: "subprocess.Popen[bytes]") -> None:
+    """SIGTERM, on which a program that started others in sessions of their own ends these; then some patience."""
+    _signal_group(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_LEAVE_S)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
 
 
 class _Sampling:

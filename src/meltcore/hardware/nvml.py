@@ -210,11 +210,7 @@ class Nvml:
 
     def nvlink_speed_mbps(self, board: Any, link: int) -> float:
         """10^6 bytes a second, one way."""
-        value = pynvml.nvmlDeviceGetFieldValues(board, [(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, link)])[0]
-        reading = _field(value)
-        if isinstance(reading, NVMLError):
-            raise reading
-        return reading
+        return self._of_link(board, link, pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)
 
     def nvlink_peer(self, board: Any, link: int) -> str:
         """`switch`, or the bus id of the GPU at the other end."""
@@ -223,10 +219,29 @@ class Nvml:
         return short_bus_id(_text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(board, link).busId))
 
     def nvlink_errors(self, board: Any, link: int) -> int:
-        """Replays, recoveries and flit CRC errors together, since the driver was loaded."""
+        """Replays, recoveries and flit CRC errors together, since the driver was loaded.
+
+        From Blackwell on NVML has no such counters (nvml.h): there it is recoveries, and errors left after correction.
+        """
         kinds = (pynvml.NVML_NVLINK_ERROR_DL_REPLAY, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
                  pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT)  # fmt: skip
-        return sum(int(pynvml.nvmlDeviceGetNvLinkErrorCounter(board, link, kind)) for kind in kinds)
+        try:
+            return sum(int(pynvml.nvmlDeviceGetNvLinkErrorCounter(board, link, kind)) for kind in kinds)
+        except NVMLError as error:
+            if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+                raise
+        fields = (
+            pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS,
+            pynvml.NVML_FI_DEV_NVLINK_COUNT_EFFECTIVE_ERRORS,
+        )
+        return sum(int(self._of_link(board, link, field)) for field in fields)
+
+    def _of_link(self, board: Any, link: int, field: int) -> float:
+        """An NVML_FI_* value of one link."""
+        reading = _field(pynvml.nvmlDeviceGetFieldValues(board, [(field, link)])[0])
+        if isinstance(reading, NVMLError):
+            raise reading
+        return reading
 
     def common_ancestor(self, board: Any, other: Any) -> int:
         """NVML_TOPOLOGY_*: how far up the two PCIe paths meet."""

@@ -45,7 +45,11 @@ class Inference(Check):
         busy = site.busy()
         watch = Watch(site, self.name)
         with ThreadPoolExecutor(max_workers=len(site.gpus)) as pool:
-            ran = list(pool.map(lambda position: _demo(site, position), site.positions))
+            try:
+                ran = list(pool.map(lambda position: _demo(site, position), site.positions))
+            except BaseException:  # Ctrl-C: the pool waits for its threads, and these for their programs
+                site.node.end_programs()
+                raise
         conditions, seen, slowed = watch.close()
         judged = [_judged(site, position, ran[position], position in busy) for position in site.positions]
         throttle(judged, slowed)
