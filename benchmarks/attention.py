@@ -78,8 +78,8 @@ def median_us(launches: list[Callable[[], object]], replays: int = REPLAYS) -> f
     return statistics.median(times_us)
 
 
-def read_bytes_per_us() -> float:
-    data = torch.randn(2**30, device="cuda")
+def read_bytes_per_us(numbers: int = 2**30) -> float:
+    data = torch.randn(numbers, device="cuda")
     return data.nbytes / median_us([data.sum] * 3)
 
 

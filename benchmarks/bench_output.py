@@ -60,10 +60,10 @@ def write_result(name: str, rows: Sequence[Row], versions: dict[str, str], notes
     path = RESULTS / f"{name}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     table = Table(title=name, title_justify="left")
-    for column in ("work", "unit", "value", "peer", "peer value", "ratio", "reach"):
+    for column in ("work", "unit", "value", "peer", "peer value", "ratio", "reach", "of limit"):
         table.add_column(column, justify="left" if column in ("work", "unit", "peer") else "right")
     for row in rows:
-        numbers = (row.peer_value, row.ratio, row.reach)
+        numbers = (row.peer_value, row.ratio, row.reach, row.limit_share)
         work = f"{row.work} (INVALID: {row.invalid})" if row.invalid else row.work
         table.add_row(work, row.unit, f"{row.value:,.4g}", row.peer or "", *map(_number, numbers))
     console = Console(width=140)

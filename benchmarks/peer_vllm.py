@@ -1,15 +1,18 @@
-"""vLLM's offline API on the work of offline.py, for the same machine and hour: writes results/offline_vllm.json.
+"""vLLM's offline API on the work of offline.py, for the same machine and hour: writes results/NAME.json.
 
 Run with vLLM on the path, FOLDER holding a config.json. Random weights, BF16, prefix cache off, CUDA graphs captured up
-to the batch.
+to the batch. Experts are chosen at random where the environment says so, and the result says it.
 
     python benchmarks/peer_vllm.py --model FOLDER
+    VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random python benchmarks/peer_vllm.py --model FOLDER --seqs 64 \\
+        --works "1,8,64@1024:1024/256" --name offline_vllm_35b
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from importlib import metadata
 from pathlib import Path
 
@@ -24,14 +27,17 @@ def main() -> None:
     parser.add_argument("--works", default=f"{SHORT} {LONG}")
     parser.add_argument("--seqs", type=int, default=1024)
     parser.add_argument("--budget", type=int, default=16384, help="tokens a step")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--name", default="offline_vllm", help="of the result file")
     args = parser.parse_args()
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, 2049, 64)]
     llm = LLM(
         model=args.model,
         load_format="dummy",
         skip_tokenizer_init=True,
+        tensor_parallel_size=args.tp,
         dtype="bfloat16",
         max_model_len=4096,
         max_num_seqs=args.seqs,
@@ -40,6 +46,7 @@ def main() -> None:
         enable_prefix_caching=False,
         disable_log_stats=True,
         compilation_config={"cudagraph_capture_sizes": [size for size in sizes if size <= args.seqs]},
+        additional_config={"gdn_prefill_backend": "triton"},  # of Gated DeltaNet; the default needs FlashInfer
     )
 
     def generate(prompts: list[list[int]], out: int) -> int:
@@ -51,9 +58,11 @@ def main() -> None:
     result = {
         "versions": {"vllm": metadata.version("vllm"), "torch": metadata.version("torch")},
         "process_start_to_first_token_s": process_age_s(),
+        "tp": args.tp,
+        "routing": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
         "rows": [],
     }
-    path = Path(__file__).parent / "results" / "offline_vllm.json"
+    path = Path(__file__).parent / "results" / f"{args.name}.json"
     for measured in measure(parse_works(args.works), generate, args.reps, args.seed):
         print(
             f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
