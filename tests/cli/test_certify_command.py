@@ -75,6 +75,22 @@ def test_without_a_driver_nothing_is_known(tmp_path: Path, capsys: pytest.Captur
         pytest.skip("this machine has a driver")
 
 
+@pytest.mark.parametrize("wrong", [["--tier", "best"], ["--hours", "x"], ["--nonsense"]])
+def test_wrong_usage_is_no_failure_of_the_node(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["certify", *wrong])
+    assert ended.value.code == 3
+    assert "meltcore certify: UNKNOWN: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--tier", "soak"], ["--hours", "2"]])
+def test_hours_without_a_soak_are_refused_before_the_driver_is_asked(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certify", *wrong]) == 3
+    assert "UNKNOWN: a soak needs --hours" in capsys.readouterr().err
+
+
 def test_a_crash_of_its_own_is_unknown_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from certify_tools import h200s, node_of
+from certify_tools import certified, h200s, node_of
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
@@ -95,6 +95,16 @@ def test_the_command_reads_its_own_json_and_says_drift_by_its_exit_code(
     path.write_bytes(msgspec.json.encode(old))
     assert main(["snapshot", "--diff", str(path)]) == 1
     assert "kernel: Linux 2.6 -> " in capsys.readouterr().out
+
+
+def test_a_certificate_will_do_for_the_old_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certificate = certified(tmp_path, node_of(h200s(1)), "quick")
+    (tmp_path / "certificate.json").write_bytes(msgspec.json.encode(certificate))
+    assert main(["snapshot", "--diff", str(tmp_path / "certificate.json")]) == 1
+    assert "(GPU-00000000-fake) is gone" in capsys.readouterr().out
+    (tmp_path / "other.json").write_text('{"tuning_version": 1}')
+    for name in ("other.json", "missing.json"):
+        assert main(["snapshot", "--diff", str(tmp_path / name)]) == 2
 
 
 def test_a_file_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:

@@ -249,5 +249,7 @@ def test_the_command_joins_folders_and_exits_as_nagios_has_it(
         assert main(["report", str(runs), "--out", str(runs / "card")]) == 2
         assert "Because of comparison (compare); 3 of 7 kinds" in " ".join(capsys.readouterr().out.split())
     assert {file.name for file in (runs / "card").iterdir()} == {"card.html", "card.json"}
+    assert main(["report", str(runs / "card"), "--card"]) == 2
+    assert "nothing here to join" in capsys.readouterr().err
     assert main(["report", str(runs / "eval"), "--card", "--json", "--out", str(tmp_path / "one")]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "PASS"

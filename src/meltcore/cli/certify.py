@@ -1,6 +1,8 @@
 """`meltcore certify`: prove the hardware of this node, or name what is wrong with it."""
 
 import argparse
+import sys
+from typing import NoReturn
 
 HELP = (
     "Check this node's GPUs: state, speed, links, collectives, heat, silent errors, inference. Each figure is held "
@@ -20,19 +22,27 @@ tiers and the checks that each requires:
   full       20 min  the same, with every type, shape and size, and longer
   soak      --hours  the same as full, with sustained and corruption for that long
 
-exit status, as Nagios has it: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN (or nothing to check); 2 also for wrong usage
+exit status, as Nagios has it: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, nothing to check or wrong usage; 130 interrupted
 """
 EXIT_UNKNOWN = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def refuse(message: str) -> NoReturn:
+        """In place of argparse's own, whose 2 a monitor would read as FAIL."""
+        parser.print_usage(sys.stderr)
+        parser.exit(EXIT_UNKNOWN, f"{parser.prog}: UNKNOWN: {message}\n")
+
+    parser.error = refuse  # type: ignore[method-assign]
     parser.add_argument("--tier", choices=("quick", "standard", "full", "soak"), default="quick", help="default: quick")
     parser.add_argument("--hours", type=_positive, default=0.0, metavar="H", help="how long a soak takes")
     parser.add_argument(
         "--gpu", metavar="ID,...", help="indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all of them)"
     )
     parser.add_argument(
-        "--baseline", metavar="CERTIFICATE", help="an earlier certificate.json: hold figures against its own, too"
+        "--baseline",
+        metavar="CERTIFICATE",
+        help="an earlier certificate.json or its folder: hold figures against its own",
     )
     parser.add_argument("--out", default="runs", metavar="DIR", help="where the run folder goes (default: runs)")
     parser.add_argument("--json", action="store_true", help="print the certificate as JSON")
@@ -40,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Whatever stops it is UNKNOWN: a monitor would read the 1 of a crash as WARN, and the 2 of an error as FAIL."""
-    import sys
     import traceback
 
     from pynvml import NVMLError
@@ -59,14 +68,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _certify(args: argparse.Namespace) -> int:
-    import sys
     from contextlib import suppress
 
     import msgspec
     from pynvml import NVMLError
     from rich.console import Console
 
-    from meltcore.hardware.certify import certify
+    from meltcore.hardware.certify import certify, check_hours
     from meltcore.hardware.expect import make_baseline
     from meltcore.hardware.node import Node
     from meltcore.hardware.nvml import Nvml
@@ -77,6 +85,7 @@ def _certify(args: argparse.Namespace) -> int:
     from meltcore.results.certificate import read_certificate
     from meltcore.results.runfolder import RunFolder
 
+    check_hours(args.tier, args.hours)
     baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
     node = Node(PatientNvml(Nvml()))
     gpus = select_gpus(node.nvml, args.gpu)

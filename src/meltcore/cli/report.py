@@ -67,6 +67,7 @@ def _card(args: argparse.Namespace, found: "Sequence[Document]") -> int:
     import msgspec
     from rich.console import Console
 
+    from meltcore.errors import ConfigError
     from meltcore.hardware.drift import drift
     from meltcore.report.card import make_card, newest, snapshots_apart
     from meltcore.report.card_output import print_card
@@ -74,6 +75,8 @@ def _card(args: argparse.Namespace, found: "Sequence[Document]") -> int:
     from meltcore.results.runfolder import RunFolder
 
     counted, earlier = newest(found)
+    if not counted:
+        raise ConfigError("there is nothing here to join: a card is no part of another")
     snapshots = snapshots_apart(counted)
     drifted = [] if snapshots is None else drift(*snapshots)
     card = make_card(counted, earlier, drifted=drifted, force=args.force)

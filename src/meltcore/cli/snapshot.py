@@ -13,14 +13,20 @@ HELP = (
 EXAMPLES = """\
   meltcore snapshot
   meltcore snapshot --json > machine.json
-  meltcore snapshot --diff machine.json      exit status 1 where anything drifted
+  meltcore snapshot --diff machine.json
+  meltcore snapshot --diff runs/20261121T120000Z-certify/certificate.json
+
+exit status of --diff: 0 nothing drifted, 1 something did, 2 could not
 """
 EXIT_DRIFTED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="JSON, as --diff reads it")
-    parser.add_argument("--diff", metavar="OLD.json", help="say what changed since that snapshot; GPUs match by UUID")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="JSON, as --diff reads it")
+    form.add_argument(
+        "--diff", metavar="OLD.json", help="say what changed since that snapshot or certificate; GPUs match by UUID"
+    )
     parser.add_argument(
         "--gpu", metavar="ID,...", help="indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all of them)"
     )
@@ -70,8 +76,24 @@ def _take(wanted: str | None) -> "Snapshot":
 
 def _diff(path: str, now: "Snapshot") -> int:
     from meltcore.hardware.drift import drift
-    from meltcore.results.snapshot import read_snapshot
 
-    changes = drift(read_snapshot(path), now)
+    changes = drift(_snapshot_of(path), now)
     print("\n".join(changes) if changes else "nothing drifted")
     return EXIT_DRIFTED if changes else 0
+
+
+def _snapshot_of(path: str) -> "Snapshot":
+    """Of a snapshot's file, or of a certificate's, which holds one. Raises ConfigError."""
+    from pathlib import Path
+
+    from meltcore.errors import ConfigError
+    from meltcore.report.documents import read_document
+    from meltcore.results.certificate import Certificate
+    from meltcore.results.snapshot import Snapshot
+
+    content = read_document(Path(path)).content
+    if isinstance(content, Certificate):
+        return content.snapshot
+    if not isinstance(content, Snapshot):
+        raise ConfigError(f"{path} holds no snapshot: give what meltcore snapshot --json printed, or a certificate")
+    return content

@@ -40,8 +40,7 @@ def certify(
     """
     if sum(gpu.info.mig for gpu in gpus) > 1:
         raise ConfigError("certify takes one MIG slice at a time: a process can use only one")
-    if (tier == "soak") != (hours > 0):
-        raise ConfigError("a soak needs --hours, and only a soak takes them")
+    check_hours(tier, hours)
     started, began_s = datetime.now(UTC).isoformat(timespec="seconds"), node.now_s()
     checks = required(tier)
     snapshot = take_snapshot(node, gpus)
@@ -78,6 +77,12 @@ def certify(
         unseen=unseen(reports),
         notes=[*([_RINGS] if any(row.key.startswith("collectives/") for row in rows) else []), *notes],
     )
+
+
+def check_hours(tier: Tier, hours: float) -> None:
+    """Raises ConfigError for a soak without hours, and for hours without a soak."""
+    if (tier == "soak") != (hours > 0):
+        raise ConfigError("a soak needs --hours, and only a soak takes them")
 
 
 def _closed(telemetry: Telemetry) -> list[str]:

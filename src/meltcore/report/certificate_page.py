@@ -13,11 +13,10 @@ from markupsafe import Markup
 from meltcore.report.certificate_charts import bytes_of, grid, pair_matrix, ring_curves
 from meltcore.report.template import fill
 from meltcore.results import wording
-from meltcore.results.certificate import Certificate, CheckReport, Row, RowVerdict
+from meltcore.results.certificate import CERTIFICATE_FILE, Certificate, CheckReport, Row, RowVerdict
 from meltcore.results.runfolder import write_whole
 from meltcore.results.snapshot import GpuState
 
-CERTIFICATE_FILE = "certificate.json"
 CERTIFICATE_PAGE = "certificate.html"
 
 STYLES: dict[RowVerdict, str] = {

@@ -11,9 +11,9 @@ from typing import Any, cast
 import msgspec
 
 from meltcore.errors import ConfigError
-from meltcore.report.certificate_page import CERTIFICATE_FILE, CERTIFICATE_PAGE
+from meltcore.report.certificate_page import CERTIFICATE_PAGE
 from meltcore.results.card import CARD_FILE, CARD_PAGE, CARD_VERSION, Card, PartKind
-from meltcore.results.certificate import Certificate, read_certificate
+from meltcore.results.certificate import CERTIFICATE_FILE, Certificate, read_certificate
 from meltcore.results.gaps import GAPS_FILE, GAPS_PAGE, GAPS_VERSION, Profile
 from meltcore.results.judgement import JUDGEMENT_FILE, JUDGEMENT_VERSION, Judgement
 from meltcore.results.runfolder import REPORT_FILE, REQUESTS_FILE, RESULT_FILE, read_result

@@ -13,6 +13,7 @@ from meltcore.errors import ConfigError
 from meltcore.results.snapshot import Snapshot
 
 CERTIFICATE_SCHEMA_VERSION = 1
+CERTIFICATE_FILE = "certificate.json"
 
 Tier = Literal["quick", "standard", "full", "soak"]
 TIERS: tuple[Tier, ...] = ("quick", "standard", "full", "soak")
@@ -147,7 +148,12 @@ def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> Verdict:
 
 
 def read_certificate(path: Path | str) -> Certificate:
-    """Raises ConfigError for a file that cannot be read, is no certificate, or is of another schema version."""
+    """Of a file, or of the run folder it lies in.
+
+    Raises ConfigError for a file that cannot be read, is no certificate, or is of another schema version.
+    """
+    path = Path(path)
+    path = path / CERTIFICATE_FILE if path.is_dir() else path
     try:
         certificate = msgspec.json.decode(Path(path).read_bytes(), type=Certificate)
     except OSError as error:
