@@ -154,7 +154,7 @@ def work(rank: int, ranks: int, folder: Path) -> None:
     rows = [row for tokens in TOKENS for row in rows_of(tokens, group, device)]
     if rank == 0:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        write_result(f"all_reduce_{ranks}", rows, {"torch": torch.__version__, "nccl": nccl})
+        write_result(f"all_reduce_{ranks}", rows, {"torch": str(torch.__version__), "nccl": nccl})
     group.leave()
 
 
