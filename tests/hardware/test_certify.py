@@ -51,6 +51,8 @@ def test_four_faults_of_four_gpus_give_exactly_four_findings(tmp_path: Path) -> 
     ]
     assert (certificate.verdict, certificate.exit_code) == ("FAIL", 2)
     assert all(finding.action for finding in certificate.findings)
+    slow = next(finding for finding in certificate.findings if finding.code == "BELOW_FLOOR")
+    assert "NVLinks between the two" in slow.action, "a slow link is not looked for among clocks"
     rows = [row for report in certificate.checks for row in report.rows if row.gpus == [3] and row.floor is not None]
     assert {row.verdict for row in rows} == {"WARN"}, "a floor met while throttling is no pass"
 

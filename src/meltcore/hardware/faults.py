@@ -69,6 +69,13 @@ ACTIONS: dict[str, str] = {
     WRONG_ANSWERS: "the hardware may be sound: run the engine's own tests, then a corruption check (--tier full)",
 }
 
+# Where a figure under its floor is of a link, by check.
+_SLOW_LINKS = {
+    "host": "check the slot's PCIe generation and width, its NUMA node, and what else copies; reseat card or riser",
+    "peers": "check the NVLinks between the two: state, errors, switch port; reseat bridge or baseboard",
+    "collectives": "look for a slow pair among the peer copies (--tier standard), then at NCCL's log (NCCL_DEBUG=INFO)",
+}
+
 # Immediate actions of the XID catalogue, for the numbers that name one; others have NEW_XID's.
 _PROGRAM = (
     "a program's own fault more often than the GPU's: run it elsewhere; if it follows the GPU, drain and reset it"
@@ -101,3 +108,8 @@ RECOVERY_WORDS = {
     6: "reset the bus",
     7: "reboot the system",
 }
+
+
+def action(code: str, check: str) -> str:
+    """What to do about a fault that this check found."""
+    return _SLOW_LINKS.get(check, ACTIONS[code]) if code == BELOW_FLOOR else ACTIONS[code]

@@ -163,7 +163,7 @@ def findings_of(check: str, judged: Sequence[Judged]) -> list[Finding]:
             check=check,
             subject=_subjects(rows),
             message=_message(rows),
-            action=faults.ACTIONS[code],
+            action=faults.action(code, check),
         )
         for (code, _), rows in groups.items()
     ]

@@ -59,12 +59,16 @@ def part_of(document: Document, drifted: Sequence[str] = ()) -> Part:
 
 
 def _snapshot(found: Snapshot, drifted: Sequence[str]) -> Found:
-    line = f"driver {found.driver}, CUDA {found.cuda_driver}, {len(found.gpus)} GPUs"
+    line = f"driver {found.driver}, CUDA {found.cuda_driver}, {_gpus(len(found.gpus))}"
     return ("WARN" if drifted else "RECORDED"), line, [f"not as in the certificate: {each}" for each in drifted]
 
 
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s'[: count != 1]}"
+
+
 def _certificate(found: Certificate) -> Found:
-    checks = f"{len(found.checks)} checks of the {found.tier} tier on {len(found.snapshot.gpus)} GPUs"
+    checks = f"{len(found.checks)} checks of the {found.tier} tier on {_gpus(len(found.snapshot.gpus))}"
     reasons = [f"{each.subject}: {each.code}: {each.message}" for each in found.findings]
     if not reasons and found.verdict != "PASS":
         reasons = [f"not seen: {each}" for each in found.unseen] or ["no check passed"]

@@ -47,7 +47,8 @@ def print_certificate(certificate: Certificate, folder: Path, console: Console) 
         console.print(f"  {line}", style="dim", markup=False)
     for note in certificate.notes:
         console.print(note, style="dim", markup=False)
+    gpus = len(certificate.snapshot.gpus)
     console.print(
         f"\n[{COLOURS[certificate.verdict]}]{certificate.verdict}[/]  {certificate.tier}, "
-        f"{len(certificate.snapshot.gpus)} GPUs, {certificate.duration_s:.0f} s: {folder / CERTIFICATE_PAGE}"
+        f"{gpus} GPU{'s'[: gpus != 1]}, {certificate.duration_s:.0f} s: {folder / CERTIFICATE_PAGE}"
     )

@@ -176,7 +176,11 @@ def _facts(gpu: GpuState) -> list[tuple[str, str]]:
     if isinstance(memory, int):
         facts["memory_bytes"] = f"{memory / _GIB:.0f} GiB"
     up = len(gpu.links_up())
-    return [("uuid", gpu.uuid), *((key, str(value)) for key, value in facts.items()), ("NVLinks up", str(up))]
+    return [
+        ("uuid", gpu.uuid),
+        *((key.replace("_", " "), str(value)) for key, value in facts.items()),
+        ("NVLinks up", str(up)),
+    ]
 
 
 def _figure(value: float | None) -> str:

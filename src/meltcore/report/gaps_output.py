@@ -39,9 +39,14 @@ def print_gaps(reports: Sequence[GapReport], console: Console) -> None:
 def summary(report: GapReport) -> str:
     return (
         f"{report.window_us / 1000:,.2f} ms, computing {percent(report.computing_us / report.window_us)}, "
-        f"busy with anything {percent(report.busy_us / report.window_us)}; {report.kernels:,} kernels on "
-        f"{report.streams} streams, {report.graph_kernels:,} of them from {report.graph_launches:,} graph launches"
+        f"busy with anything {percent(report.busy_us / report.window_us)}; {_count(report.kernels, 'kernel')} on "
+        f"{_count(report.streams, 'stream')}, {report.graph_kernels:,} of them from "
+        f"{_count(report.graph_launches, 'graph launch', 'es')}"
     )
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 def headline(report: GapReport) -> str:
