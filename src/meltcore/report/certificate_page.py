@@ -137,7 +137,7 @@ def _lines(report: CheckReport) -> list[Row]:
 def _summed(rows: Sequence[Row]) -> Row:
     values = [row.measured for row in rows if row.measured is not None]
     shares = [row.share for row in rows if row.share is not None]
-    spread = f"{_figure(min(values))} to {_figure(max(values))}" if values else ""
+    spread = f"{_figure(min(values))} to {_figure(max(values))}" if len(set(values)) > 1 else ""
     return msgspec.structs.replace(
         rows[0],
         subject=f"{len(rows)} alike",
