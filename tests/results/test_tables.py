@@ -50,3 +50,9 @@ def test_an_open_loop_is_told_by_its_rate() -> None:
     text = printed([wide_level(load_kind="open", rate_per_s=12.5, concurrency=0)])
     assert "req/s" in text
     assert "12.5" in text
+
+
+def test_a_percentile_that_a_sample_cannot_carry_is_explained_where_one_is_left_out() -> None:
+    words = "n<: too few requests for that percentile"
+    assert words in printed([wide_level()])
+    assert words not in printed([wide_level(itl_ms=Distribution(n=10_000, p50=1.0, p99=2.0))])

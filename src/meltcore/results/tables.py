@@ -8,12 +8,13 @@ from rich.table import Table
 from meltcore.results.schema import LevelResult
 from meltcore.results.wording import number, percent, percentile
 
+_TOO_FEW = "n<"
 _LATENCIES = ("ttft_ms", "itl_ms")
 _HEADS = ("sent", "failed", "peak", "right", "tok/s", "TTFT\np50 ms", "\np99 ms", "ITL\np50 ms", "\np99 ms")
 
 
 def levels_table(levels: Sequence[LevelResult], title: str | None = None) -> Table:
-    """What a measuring command prints last; fits 80 columns. "n<": the sample is too small for that percentile."""
+    """What a measuring command prints last; fits 80 columns."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     open_loop = any(level.load_kind == "open" for level in levels)
     for head in ("req/s" if open_loop else "at\nonce", *_HEADS):
@@ -21,7 +22,7 @@ def levels_table(levels: Sequence[LevelResult], title: str | None = None) -> Tab
     table.add_column("", overflow="fold")
     for level in levels:
         table.add_row(*_row(level, open_loop))
-    return table
+    return _explained(table, levels)
 
 
 def throughput_table(levels: Sequence[LevelResult]) -> Table:
@@ -44,7 +45,7 @@ def throughput_table(levels: Sequence[LevelResult]) -> Table:
             spots,
             _verdict(level),
         )
-    return table
+    return _explained(table, levels)
 
 
 def _row(level: LevelResult, open_loop: bool) -> list[str]:
@@ -67,5 +68,12 @@ def _verdict(level: LevelResult) -> str:
     return f"[{style}]{level.verdict}[/]"
 
 
+def _explained(table: Table, levels: Sequence[LevelResult]) -> Table:
+    """With a line below it that says what a cell without a number means, where there is one."""
+    if any(_TOO_FEW in _latencies(level) for level in levels):
+        table.caption, table.caption_justify = f"{_TOO_FEW}: too few requests for that percentile", "left"
+    return table
+
+
 def _short(text: str) -> str:
-    return "n<" if text.startswith("n ") else text
+    return _TOO_FEW if text.startswith("n ") else text
