@@ -8,7 +8,13 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 KVCacheDType = Literal["auto", "fp8"]
 DebugSwitch = Literal[
-    "reference-kernels", "no-graphs", "no-overlap", "no-prefix-cache", "no-peer-memory", "uniform-routing"
+    "reference-kernels",
+    "no-graphs",
+    "no-prompt-graphs",
+    "no-overlap",
+    "no-prefix-cache",
+    "no-peer-memory",
+    "uniform-routing",
 ]
 
 

@@ -24,7 +24,7 @@ EVERY_PATH: tuple[dict[str, object], ...] = (
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pages", [None, 8])
-@pytest.mark.parametrize("debug", [(), ("no-graphs",), ("reference-kernels",)])
+@pytest.mark.parametrize("debug", [(), ("no-prompt-graphs",), ("no-graphs",), ("reference-kernels",)])
 def test_parity_on_cuda(
     reference: PreTrainedModel, checkpoint: Path, overlap: bool, pages: int | None, debug: tuple[str, ...]
 ) -> None:
@@ -88,7 +88,7 @@ def test_recurrent_states_on_cuda(
 def test_graph_and_eager_give_the_same_bits_at_the_same_padded_batch(checkpoint: Path) -> None:
     """Four sequences fill a captured size, so that eager steps compute on the very same shapes."""
     logits = []
-    for debug in ((), ("no-graphs",)):
+    for debug in (("no-prompt-graphs",), ("no-graphs",)):
         seen = tools.open_engine(checkpoint, device="cuda", dtype="bfloat16", overlap=True, debug=debug)
         for index in range(4):
             seen.add(f"r{index}", tools.random_prompt(50 + 30 * index, index), max_tokens=40)
@@ -116,3 +116,19 @@ def test_a_step_is_launched_without_waiting_for_the_device(checkpoint: Path) -> 
     for index, sampling in enumerate(EVERY_PATH):
         seen.add(f"strict {index}", tools.random_prompt(70, 10 + index), **sampling)
     assert len(seen.run()) == 4
+
+
+def test_steps_of_prompts_beside_others_are_recorded_when_first_met(checkpoint: Path) -> None:
+    """The second wave is of the sizes of the first, and computes what launching kernel by kernel does."""
+    answers = []
+    for debug in ((), ("no-prompt-graphs",)):
+        seen = tools.open_engine(checkpoint, device="cuda", overlap=True, debug=debug, max_num_batched_tokens=200)
+        for wave in range(2):
+            for index in range(6):
+                seen.add(f"{wave}.{index}", tools.random_prompt(40 + 20 * index, index), max_tokens=3 + 5 * index)
+            seen.run()
+        graphs = seen.engine.runner._prompt_graphs
+        assert (graphs is not None and any(size.decodes for size in graphs._captured)) == (debug == ())
+        answers.append({name: torch.stack(each) for name, each in seen.logits.items()})
+    for name, padded in answers[0].items():
+        assert tools.relative_error(padded, answers[1][name]) <= 1e-4, name

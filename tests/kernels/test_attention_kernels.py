@@ -352,6 +352,7 @@ def test_prefill_equals_dense_causal_softmax(
     firsts = [end - count for end, (_, count) in zip(ends, chunks, strict=True)]
     rows = made.rows.tolist()
     tiles = query_tiles((row, f, n, s) for row, f, (s, n) in zip(rows, firsts, chunks, strict=True))
+    tiles = np.concatenate([tiles, np.zeros((2, 4), np.int32)])  # padding
     out = torch.full((ends[-1] + 1, heads, head_dim), 6e4, dtype=dtype, device=device)
     poison = out[0].clone()
     prefill_attention(

@@ -60,7 +60,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
 def runner() -> ModelRunner:
     model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, META)
     model.prepare(4096)
-    return ModelRunner(model, Sampler(model.config.vocab_size, META, 0), Layout(64, 8, 1024, 4096), torch.bfloat16)
+    return ModelRunner(
+        model, Sampler(model.config.vocab_size, META, 0), Layout(64, 8, 1024, 4096, 8192), torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("sequences", padded_sizes(1024))

@@ -123,6 +123,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         choices=(
             "reference-kernels",
             "no-graphs",
+            "no-prompt-graphs",
             "no-overlap",
             "no-prefix-cache",
             "no-peer-memory",

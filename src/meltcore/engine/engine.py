@@ -107,7 +107,8 @@ class Engine:
             max_model_len=self.max_model_len,
         )
         self.vocab_size = loaded.model.config.vocab_size
-        layout = Layout(pages, state_slots, self.max_num_seqs, self.max_model_len)
+        tokens = self.scheduler.max_num_batched_tokens
+        layout = Layout(pages, state_slots, self.max_num_seqs, self.max_model_len, tokens)
         sampler = Sampler(self.vocab_size, device, config.seed)
         if ranks is None or group is None:
             self.runner = ModelRunner(loaded.model, sampler, layout, loaded.cache_dtype)
@@ -253,7 +254,7 @@ class Engine:
         warm_up(self.runner, self.max_model_len, self.scheduler.max_num_batched_tokens)
         if "no-graphs" not in self.config.debug:
             before = torch.cuda.mem_get_info(device)[0]
-            self.runner.capture_graphs(progress)
+            self.runner.capture_graphs(progress, prompts="no-prompt-graphs" not in self.config.debug)
             taken = before - torch.cuda.mem_get_info(device)[0]
             self.memory.append(MemoryRow("CUDA graphs", taken, "out of the reserve"))
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from meltcore.engine.batch import NewPages
+from meltcore.engine.outbox import PIECES, Outbox, aligned, pinned
 from meltcore.kernels.decode_tables import end_step, take_changes
 from meltcore.models.loader import Progress
 
@@ -24,11 +26,10 @@ DecodeStep = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Te
 PADDING_ROW = 0
 PADDING_POSITION = -1  # a length of nothing: attention reads no key for it, and its own goes to page 0
 
-# Steps whose tokens the host can still read: a step is launched before the one in front of it has been read, never two.
-_SLOTS = 4
 
+class Captured(NamedTuple):
+    """A graph, and the hidden states and greedy tokens that a replay of it writes."""
 
-class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     hidden: torch.Tensor
     token_ids: torch.Tensor
@@ -54,23 +55,28 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
-class _Outbox:
-    """Pinned memory that a kernel reads. torch's own pool, which knows of copies only, would hand it out too early."""
+class Recorder:
+    """Records graphs that follow each other on one stream, so they share the memory of one pool."""
 
-    def __init__(self, entries: int) -> None:
-        self._pieces = [(_pinned(entries), torch.cuda.Event()) for _ in range(_SLOTS)]
-        self._taken = 0
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # one for all: the library keeps a workspace for each
 
-    def take(self, entries: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """[entries] int64, and the event to record once the kernel that reads it is launched."""
-        index = self._taken % _SLOTS
-        self._taken += 1
-        piece, read = self._pieces[index]
-        read.synchronize()
-        if len(piece) < entries:
-            piece = _pinned(entries)
-            self._pieces[index] = piece, read
-        return piece[:entries], read
+    def record(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Captured:
+        """A graph of `step`, which must have run before: what is compiled in a recording ends it.
+
+        As torch.cuda.graph does, but that waits for the device, and gives all cached memory back, which the next step
+        has to ask for again.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # What other threads ask of CUDA meanwhile, NCCL's own for one, does not end the recording.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                hidden, token_ids = step()
+            finally:
+                graph.capture_end()
+        return Captured(graph, hidden, token_ids)
 
 
 class GraphPool:
@@ -82,29 +88,25 @@ class GraphPool:
         self._last_tokens, self._page_table = last_tokens, page_table
         device = page_table.device
         # What the host sends, for every size from the start: its rows, then its positions (see `_views`).
-        self._inputs = torch.zeros(2 * _aligned(sizes[-1]), dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(2 * aligned(sizes[-1]), dtype=torch.int64, device=device)
         self._steps = torch.zeros(1, dtype=torch.int64, device=device)
-        self._ring = _pinned(_SLOTS, sizes[-1])
-        self._outbox = _Outbox(5 * _aligned(sizes[-1]))
+        self._ring = pinned(PIECES, sizes[-1])
+        self._outbox = Outbox(5 * aligned(sizes[-1]))
         self._replays = 0
         self._expected: tuple[list[int], list[int]] = [], []  # the rows and positions that the device has now
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, Captured] = {}
 
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Record every size, the largest first, so that the smaller ones fit into the memory it took."""
-        pool = torch.cuda.graph_pool_handle()
+        recorder = Recorder()
         for number, size in enumerate(reversed(self._sizes)):
             rows, positions = _views(self._inputs, size)
             rows.fill_(PADDING_ROW)
             positions.fill_(PADDING_POSITION)
-            self._whole_step(rows, positions)  # compiles what this size needs, outside of the recording
+            self._whole_step(rows, positions)
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # What other threads ask of CUDA meanwhile, NCCL's own for one, does not end the recording.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                hidden, token_ids = self._whole_step(rows, positions)
-            self._captured[size] = _Captured(graph, hidden, token_ids)
+            self._captured[size] = recorder.record(partial(self._whole_step, rows, positions))
             progress("capturing graphs", (number + 1) / len(self._sizes))
         self._send([], [], NewPages([0], [0], [0]))  # compiled now, not in the first step: it changes nothing
         self._steps.zero_()
@@ -118,7 +120,7 @@ class GraphPool:
         count = len(rows)
         captured = self._captured[self._size(count)]
         captured.graph.replay()
-        slot = self._replays % _SLOTS
+        slot = self._replays % PIECES
         self._replays += 1
         return Decoded(captured.hidden[:count], captured.token_ids[:count], self._ring[slot, :count])
 
@@ -130,7 +132,7 @@ class GraphPool:
     def _send(self, rows: list[int], positions: list[int], new_pages: NewPages) -> None:
         count, added = len(rows), len(new_pages.rows)
         size = self._size(count)
-        inputs = self._inputs[: 2 * _aligned(size)]
+        inputs = self._inputs[: 2 * aligned(size)]
         sent, read = self._outbox.take(len(inputs) + 3 * added)
         rows_sent, positions_sent = (view.numpy() for view in _views(sent, size))
         rows_sent[:count], rows_sent[count:] = rows, PADDING_ROW
@@ -143,15 +145,6 @@ class GraphPool:
         return self._sizes[bisect_left(self._sizes, count)]
 
 
-def _aligned(size: int) -> int:
-    """Entries that `size` int64 take up to the next 16 bytes: kernels are compiled for aligned arrays."""
-    return size + size % 2
-
-
 def _views(inputs: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows and the positions of a batch of `size` within an array of inputs."""
-    return inputs[:size], inputs[_aligned(size) : _aligned(size) + size]
-
-
-def _pinned(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int64, pin_memory=True)
+    return inputs[:size], inputs[aligned(size) : aligned(size) + size]

@@ -42,13 +42,13 @@ class GroupRunner(ModelRunner):
         self._group = group
         self._ranks = ranks
 
-    def capture_graphs(self, progress: Progress) -> None:
+    def capture_graphs(self, progress: Progress, *, prompts: bool) -> None:
         if self._ranks is None:
-            super().capture_graphs(progress)
+            super().capture_graphs(progress, prompts=prompts)
             return
         self._ranks.capture_graphs()
         with self._ranks.together():
-            super().capture_graphs(progress)
+            super().capture_graphs(progress, prompts=prompts)
 
     def launch(self, plan: list[Chunk]) -> LaunchedStep:
         if self._ranks is None:
@@ -60,7 +60,7 @@ class GroupRunner(ModelRunner):
         """Before the group is left: from 2.26 on, NCCL does not end before the last graph that it is part of."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        self._graphs = self._decoded = None
+        self._graphs = self._prompt_graphs = self._decoded = None
 
     @contextmanager
     def alone(self) -> Iterator[None]:

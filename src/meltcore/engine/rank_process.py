@@ -103,7 +103,8 @@ class RankProcess:
         elif isinstance(message, CompileKernels):
             compile_kernels(runner, message.limits)
         elif isinstance(message, CaptureGraphs):
-            runner.capture_graphs(lambda stage, fraction: None)
+            prompts = "no-prompt-graphs" not in self._config.debug
+            runner.capture_graphs(lambda stage, fraction: None, prompts=prompts)
         return not isinstance(message, Leave)
 
     def _receive(self) -> ToRank:

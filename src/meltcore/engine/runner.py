@@ -11,6 +11,7 @@ import torch
 from meltcore.engine.batch import Batch, NewPages, Step, build_batch, take_new_pages
 from meltcore.engine.graphs import PADDING_POSITION, PADDING_ROW, Decoded, GraphPool, padded_sizes
 from meltcore.engine.page_pool import PAGE_SIZE
+from meltcore.engine.prompt_graphs import PaddedInputs, PromptGraphs, Size, prompt_sizes
 from meltcore.engine.request import Request, Sampled
 from meltcore.engine.sampler import Sampler, SampleResult
 from meltcore.engine.scheduler import Chunk, pages_for
@@ -21,6 +22,10 @@ from meltcore.kernels.sampling import greedy
 from meltcore.models.cache import split_groups
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import Progress
+
+# Tokens of the largest graph of prompts; an eighth on GPUs of less memory than this, which cannot spare what it takes.
+_MOST_GRAPH_TOKENS = 8192
+_LARGE_BYTES = 32 * 2**30
 
 # The logits [rows, vocab] float32 of the rows asked for ([rows] int64 on the device).
 LogitsAt = Callable[[torch.Tensor], torch.Tensor]
@@ -48,13 +53,14 @@ class LaunchedStep(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How much a runner has places for: pages and state slots, beside one of each for padding; sequences at once, and
-    the tokens of one."""
+    """How much a runner has places for: pages and state slots, beside one of each for padding; sequences at once, the
+    tokens of one, and those of a step."""
 
     pages: int
     state_slots: int
     max_num_seqs: int
     max_model_len: int
+    max_num_batched_tokens: int
 
 
 class ModelRunner:
@@ -72,18 +78,29 @@ class ModelRunner:
             dtype = model.embedding.dtype
             self._states = StateCache(state_group, slots=layout.state_slots, rows=rows, dtype=dtype, device=self.device)
         self.caches = _caches(model, shape, cache_dtype, self._states)
-        self._max_num_seqs = layout.max_num_seqs
+        self._layout = layout
         self._page_table = torch.zeros(rows, pages_for(layout.max_model_len), dtype=torch.int64, device=self.device)
         self._last_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._graphs: GraphPool | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         self._decoded: Decoded | None = None  # by the newest step, where it was a graph's
 
-    def capture_graphs(self, progress: Progress) -> None:
-        """Make pure decode steps replay CUDA graphs from now on."""
-        sizes = padded_sizes(self._max_num_seqs)
+    def capture_graphs(self, progress: Progress, *, prompts: bool) -> None:
+        """Make pure decode steps replay CUDA graphs from now on, and those with `prompts` where they are short."""
+        sizes = padded_sizes(self._layout.max_num_seqs)
         graphs = GraphPool(self._decode_step, sizes, self._last_token, self._page_table)
         graphs.capture(progress)
         self._graphs = graphs
+        if prompts and self._states is None:  # recurrent layers cut prompts by their lengths, on the host
+            self._capture_prompt_graphs(progress)
+
+    def _capture_prompt_graphs(self, progress: Progress) -> None:
+        most = _MOST_GRAPH_TOKENS if _memory_bytes(self.device) >= _LARGE_BYTES else _MOST_GRAPH_TOKENS // 8
+        sizes = prompt_sizes(self._layout.max_num_seqs, min(most, self._layout.max_num_batched_tokens))
+        if sizes:
+            graphs = PromptGraphs(self._padded_step, sizes, self._page_table)
+            graphs.capture(progress)
+            self._prompt_graphs = graphs
 
     def alone(self) -> AbstractContextManager[None]:
         """In which nothing that is launched needs anybody else."""
@@ -165,6 +182,10 @@ class ModelRunner:
             self._decoded = decoded = self._graphs.replay(step.rows, step.positions, step.new_pages)
             return decoded.token_ids, lambda at: self.model.logits(decoded.hidden[at]).float()
         self._decoded = None
+        size = None if self._prompt_graphs is None else self._prompt_graphs.size_for(step.batch)
+        if self._prompt_graphs is not None and size is not None:
+            hidden, token_ids = self._prompt_graphs.replay(step.batch, size, step.new_pages)
+            return token_ids, lambda at: self.model.logits(hidden[at]).float()
         if step.new_pages.rows:
             self._write_pages(step.new_pages)
         last_tokens, sample_rows = to_device_together([step.batch.last_tokens, step.batch.sample_rows], self.device)
@@ -233,6 +254,29 @@ class ModelRunner:
         hidden = self.model(self._last_token[rows], positions, self.caches, segments)
         return hidden, self.likeliest(self.model.logits(hidden))
 
+    def _padded_step(self, inputs: PaddedInputs, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step with prompts from the device's tables and `inputs` alone: the hidden states of the tokens that choose,
+        and what they choose, which goes into the table too."""
+        rows, positions, nothing = inputs.token_rows, inputs.positions, inputs.positions.new_empty(0)
+        segments = Segments(
+            page_table=self._page_table,
+            rows=rows[: size.decodes],
+            starts=positions[: size.decodes],
+            slots=self._slots(rows, positions),
+            decodes=size.decodes,
+            tiles=inputs.tiles.view(torch.int32).view(-1, 4),
+            places=nothing,
+            groups=[],
+            state_slots=nothing,
+            first_tokens=nothing,
+            chunks=nothing,
+        )
+        token_ids = torch.where(inputs.token_ids < 0, self._last_token[rows], inputs.token_ids)
+        hidden = self.model(token_ids, positions, self.caches, segments)[inputs.last_tokens]
+        chosen = self.likeliest(self.model.logits(hidden))
+        self._last_token.index_copy_(0, inputs.sample_rows, chosen)
+        return hidden, chosen
+
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._page_table[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
@@ -242,6 +286,10 @@ class ModelRunner:
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def _caches(

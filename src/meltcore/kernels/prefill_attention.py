@@ -36,8 +36,9 @@ def prefill_attention(
     """Causal attention of chunks of prompts. The chunks' own keys and values are in the cache already.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim], of which the queries are read, normalised and rotated by their
-    positions (norms, rotary_table: see `store_kv`); tiles: [tiles, 4] int32 from `query_tiles`, on the device. Returns
-    [tokens, heads, head_dim], in `out` where it is given. Tokens that no tile covers are left as they are.
+    positions (norms, rotary_table: see `store_kv`); tiles: [tiles, 4] int32 from `query_tiles`, on the device; those of
+    no tokens are padding. Returns [tokens, heads, head_dim], in `out` where it is given. Tokens that no tile covers are
+    left as they are.
     """
     kv_heads, head_dim = key_cache.shape[2:]
     if out is None:
@@ -196,6 +197,8 @@ def _prefill_kernel(
     first_token = tl.load(tile + 1).to(tl.int64)
     count = tl.load(tile + 2)
     start = tl.load(tile + 3)
+    if count == 0:
+        return  # padding
 
     member = tl.arange(0, BLOCK_QUERIES * PACKED)
     dims = tl.arange(0, HEAD_DIM)
