@@ -12,7 +12,7 @@ from rich.table import Table
 
 from meltcore.report.compare import METRICS, level_key
 from meltcore.results.starts import StartSet
-from meltcore.results.wording import NOT_MEASURED, fingerprint_rows, load_of, number, percent
+from meltcore.results.wording import NOT_MEASURED, counted, fingerprint_rows, load_of, moment, number, percent
 
 
 def print_set(found: StartSet, console: Console) -> None:
@@ -41,27 +41,27 @@ def print_set(found: StartSet, console: Console) -> None:
 
 
 def print_list(sets: Sequence[StartSet], console: Console) -> None:
-    """A line each: its name, when, how many starts, on what, and the output rate at its highest load."""
+    """Of each its name, how many starts, the output rate at its highest load, on what and when; then its command."""
     if not sets:
         console.print("no baselines here; meltcore baseline save NAME --run FILE makes one")
         return
-    table = Table(pad_edge=False)
-    for head in ("name", "taken", "starts", "machine", "output tok/s", "command"):
-        table.add_column(head, overflow="fold")
     for found in sets:
         first = found.starts[0]
-        gpus = ", ".join(gpu.name for gpu in first.fingerprint.gpus)
-        level = max(first.levels, key=lambda level: (level.concurrency, level.rate_per_s or 0.0))
-        rates = [
-            other.output_tokens_per_s
-            for start in found.starts
-            for other in start.levels
-            if level_key(other) == level_key(level)
-        ]
-        rate = f"{number(float(np.mean(rates)))} {load_of(level)}"
-        machine = gpus or first.fingerprint.cpu
-        table.add_row(found.name, found.taken, str(len(found.starts)), machine, rate, escape(found.command))
-    console.print(table)
+        machine = counted([gpu.name for gpu in first.fingerprint.gpus]) or first.fingerprint.cpu
+        told = f"{len(found.starts)} starts, {_top_rate(found)}, on {machine}, {moment(found.taken)}"
+        console.print(f"[bold]{escape(found.name)}[/]  {escape(told)}", highlight=False, soft_wrap=True)
+        console.print(f"  {escape(found.command)}", highlight=False, soft_wrap=True)
+
+
+def _top_rate(found: StartSet) -> str:
+    level = max(found.starts[0].levels, key=lambda level: (level.concurrency, level.rate_per_s or 0.0))
+    rates = [
+        other.output_tokens_per_s
+        for start in found.starts
+        for other in start.levels
+        if level_key(other) == level_key(level)
+    ]
+    return f"{number(float(np.mean(rates)))} output tok/s {load_of(level)}"
 
 
 def _figures(values: Sequence[float], metric: str) -> list[str]:

@@ -17,6 +17,7 @@ from meltcore.results.schema import RunResult
 from meltcore.results.score import ScoredRun
 from meltcore.results.snapshot import Snapshot
 from meltcore.results.tuning import Tuning
+from meltcore.results.wording import counted
 
 _ORDER: list[PartKind] = [*MADE_BY, "load"]
 
@@ -138,17 +139,11 @@ def _machine(documents: Sequence[Document]) -> str:
         if isinstance(each.content, Certificate | Snapshot):
             state = each.content if isinstance(each.content, Snapshot) else each.content.snapshot
             if state.gpus:
-                return _counted([gpu.name for gpu in state.gpus])
+                return counted([gpu.name for gpu in state.gpus])
     known = [each.fingerprint for each in documents if each.fingerprint is not None]
     if not known:
         return "a machine that none of these tells"
-    return _counted([gpu.name for gpu in known[0].gpus]) or known[0].cpu
-
-
-def _counted(names: Sequence[str]) -> str:
-    return ", ".join(
-        name if names.count(name) == 1 else f"{names.count(name)} × {name}" for name in dict.fromkeys(names)
-    )
+    return counted([gpu.name for gpu in known[0].gpus]) or known[0].cpu
 
 
 def _why(verdict: Verdict, parts: Sequence[Part], missing: Sequence[PartKind], doubts: Sequence[str]) -> str:

@@ -46,7 +46,7 @@ def render_certificate(certificate: Certificate) -> str:
         certificate=certificate,
         style_of=STYLES,
         started=wording.moment(certificate.started),
-        machine=_machine(certificate.snapshot.gpus),
+        machine=wording.counted([gpu.name for gpu in certificate.snapshot.gpus]) or "no GPU",
         tiles=tiles(certificate),
         findings=certificate.findings,
         charts=charts(certificate),
@@ -66,13 +66,6 @@ def weakest(report: CheckReport) -> str:
         return ""
     row = min(rows, key=lambda one: one.share or 0.0)
     return f"{row.subject} {row.key} {_figure(row.measured)} {row.unit}, {100 * (row.share or 0.0):.0f} % of expected"
-
-
-def _machine(gpus: Sequence[GpuState]) -> str:
-    counts: dict[str, int] = {}
-    for gpu in gpus:
-        counts[gpu.name] = counts.get(gpu.name, 0) + 1
-    return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items()) or "no GPU"
 
 
 def tiles(certificate: Certificate) -> list[tuple[str, str, str]]:

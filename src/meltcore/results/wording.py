@@ -78,6 +78,13 @@ def gibibytes(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
+def counted(names: Sequence[str]) -> str:
+    """ "2 × NVIDIA H200, NVIDIA L4": each name once, in the order they come; empty of none."""
+    return ", ".join(
+        name if names.count(name) == 1 else f"{names.count(name)} × {name}" for name in dict.fromkeys(names)
+    )
+
+
 def load_of(level: LevelResult) -> str:
     """What was asked of the server on this level: "400 at once", "12.5 requests/s"."""
     if level.load_kind == "open" and level.rate_per_s is not None:
