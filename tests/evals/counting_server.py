@@ -9,7 +9,7 @@ from typing import Literal
 from fake_openai import FakeServer
 from tokenizers import Tokenizer
 
-Lie = Literal["none", "wrong-sums", "one-wrong-sum", "prompt-cut", "output-doubled", "echo"]
+Lie = Literal["none", "wrong-sums", "one-wrong-sum", "prompt-cut", "output-doubled", "echo", "mute", "once-mute"]
 TEMPLATE_TOKENS = 12
 CHATTER = " it is a sum of many parts" * 4
 
@@ -23,13 +23,15 @@ class CountingServer(FakeServer):
         self._lie = lie
         self.asked: list[str] = []
         self.sums = 0
+        self.chats = 0
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def answer(self, question: str, streamed: bool) -> str:
         self.asked.append(question)
         found = re.fullmatch(r"What is (\d+) ([+-]) (\d+)\?", question)
         if found is None:
-            return CHATTER
+            self.chats += 1
+            return "" if self._lie == "mute" or (self._lie == "once-mute" and self.chats % 8 == 5) else CHATTER
         self.sums += 1
         a, b = int(found[1]), int(found[3])
         value = a + b if found[2] == "+" else a - b

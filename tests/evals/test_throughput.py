@@ -236,6 +236,19 @@ def test_one_wrong_sum_fails_its_own_level_only(counting: Callable[..., Counting
     assert result.gates[1].detail == "3 of 4"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_may_end_at_once_but_not_many_of_a_level(
+    counting: Callable[..., CountingServer], tmp_path: Path, stream: bool
+) -> None:
+    server = counting("once-mute")
+    result = run_throughput(config(server.address, stream=stream), tmp_path)
+    assert (result.verdict in FINE, result.reasons, [level.failed for level in result.levels]) == (True, [], [0, 0])
+    assert server.chats == 2 * 8  # warm-ups too, and one answer was empty at each level
+    mute = run_throughput(config(counting("mute").address, stream=stream), tmp_path)
+    assert mute.verdict == "FAILED"
+    assert "6 of 8 answers were an end token and nothing else" in mute.levels[0].reasons
+
+
 def test_a_failed_request_fails_the_run(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     result = run_throughput(config(counting().address, model="no-such-model"), tmp_path)
     assert result.verdict == "FAILED"

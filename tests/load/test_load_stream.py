@@ -25,10 +25,11 @@ def play(
     status: int = 200,
     content_type: str = "text/event-stream",
     kind: type[StreamExchange] = StreamExchange,
+    may_be_empty: bool = False,
 ) -> StreamExchange:
     """Feed `parts` at their times, then end the response."""
     ended: list[StreamExchange] = []
-    exchange = kind(Record(index=0, intended_s=1.0), ended.append, keep_text=True)
+    exchange = kind(Record(index=0, intended_s=1.0), ended.append, keep_text=True, may_be_empty=may_be_empty)
     exchange.now_s = 1.5
     exchange.on_head(status, {"content-type": content_type})
     for now_s, data in parts:
@@ -78,6 +79,42 @@ def test_token_counts_on_only_some_chunks_are_not_used() -> None:
 )
 def test_less_than_a_whole_answer_is_a_failure_with_its_reason(stream: bytes, failure: str) -> None:
     assert play((2.0, stream)).record.failure == failure
+
+
+ENDED_AT_ONCE = b'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 1}}\n\n' + DONE
+
+
+def test_an_end_token_alone_is_an_answer_where_that_is_allowed() -> None:
+    parts = (2.0, event(role=True, usage=0)), (3.0, event(finish="stop", usage=1) + ENDED_AT_ONCE)
+    assert play(*parts).record.failure == "empty answer"
+    exchange = play(*parts, may_be_empty=True)
+    record = exchange.record
+    assert (record.failure, exchange.text, record.output_tokens, record.first_text_s) == (None, "", 1, 3.0)
+    assert record.times_s.tolist() == [3.0]
+    body = whole(
+        choices=[{"message": {"content": ""}, "finish_reason": "stop"}],
+        usage={"prompt_tokens": 5, "completion_tokens": 1},
+    )
+    not_streamed = play((2.0, body), content_type="application/json", kind=WholeExchange, may_be_empty=True)
+    assert (not_streamed.record.failure, not_streamed.record.times_s.tolist()) == (None, [2.0])
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        event(finish="stop") + USAGE + DONE,  # two tokens of which nothing was seen
+        event(finish="length") + ENDED_AT_ONCE,
+        event(role=True) + ENDED_AT_ONCE,
+    ],
+)
+def test_no_other_answer_may_be_empty(stream: bytes) -> None:
+    assert play((2.0, stream), may_be_empty=True).record.failure in ("empty answer", "truncated stream")
+
+
+def test_text_is_text_where_an_answer_may_be_empty() -> None:
+    parts = (3.0, event("one", usage=1)), (4.0, event(finish="stop", usage=2) + USAGE + DONE)
+    record = play(*parts, may_be_empty=True).record
+    assert (record.failure, record.times_s.tolist(), record.output_tokens) == (None, [3.0], 2)
 
 
 def test_an_error_status_keeps_the_servers_message() -> None:

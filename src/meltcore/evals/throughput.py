@@ -86,6 +86,8 @@ def load_config(config: ThroughputConfig, model: str, folder: Path) -> LoadConfi
         seed=config.seed,
         stream=config.stream,
         temperature=None,  # each request has its own
+        # Asked random text at temperature 1 a model ends at once now and then; throughput_checks.py says how often.
+        may_be_empty=not (config.fixed_output or config.speed_only),
         keep_text=not config.speed_only,
         records_path=folder / "requests.jsonl",
     )

@@ -14,6 +14,8 @@ TOLERANCE_SHARE = 0.05
 TOLERANCE_TOKENS = 10
 # What a chat template may add around one message: Qwen3.5 adds 12 tokens, Llama 3 with its system turn about 36.
 TEMPLATE_TOKENS = 64
+# Of a level's answers, at most: more of them empty are no chance, and cheap work.
+EMPTY_SHARE = 0.05
 _END_TOKENS = 1  # an end token is generated and has no text
 
 
@@ -30,6 +32,7 @@ def check_level(
     if maker is not None and not config.speed_only:
         result.checks, problems = _counts_and_answers(whole, planned, maker)
         found += problems
+        found += _empty(whole)
         if config.fixed_output and whole and not result.checks.counts_agree:
             found.append("end tokens that a fixed output ignores have no text and cannot be counted")
         if result.checks.counts_agree:
@@ -77,6 +80,13 @@ def _lengths(config: ThroughputConfig, whole: Sequence[Record], planned: Sequenc
     if not other:
         return []
     return [f"{len(other)} of {len(own)} answers have not {config.output_tokens} tokens (one has {other[0]})"]
+
+
+def _empty(whole: Sequence[Record]) -> list[str]:
+    empty = sum(not record.text for record in whole)
+    if empty <= max(1.0, EMPTY_SHARE * len(whole)):
+        return []
+    return [f"{empty} of {len(whole)} answers were an end token and nothing else"]
 
 
 def _counts_and_answers(

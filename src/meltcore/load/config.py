@@ -59,6 +59,7 @@ class LoadConfig:
     continuous_usage: bool = True  # ask for token counts with every chunk; some servers refuse the field
     temperature: float | None = 0.0  # None: left to the server
     extra_body: dict[str, Any] = field(default_factory=dict)
+    may_be_empty: bool = False  # an answer of an end token and nothing else is whole
     keep_text: bool = False  # of every answer, in its record; else only of the sample that `tokenizer` re-counts
     tokenizer: str | None = None  # tokenizer.json, or a folder with one: re-counts a sample of answers
     records_path: Path | None = None  # requests.jsonl, appended to

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from meltcore.load.config import Timeouts
 from meltcore.load.connection import ConnectError, Connection, Target, get
@@ -24,9 +25,15 @@ class Flight:
     """Launches requests and gives every one of them exactly one record, to `on_record`, whatever becomes of it."""
 
     def __init__(
-        self, target: Target, timeouts: Timeouts, on_record: Callable[[Record], None], *, stream: bool = True
+        self,
+        target: Target,
+        timeouts: Timeouts,
+        on_record: Callable[[Record], None],
+        *,
+        stream: bool = True,
+        may_be_empty: bool = False,
     ) -> None:
-        self._exchange = StreamExchange if stream else WholeExchange
+        self._exchange = partial(StreamExchange if stream else WholeExchange, may_be_empty=may_be_empty)
         self._target = target
         self._timeouts = timeouts
         self._on_record = on_record

@@ -80,7 +80,13 @@ class LocalShare:
         self._records: list[Record] = []
         self._stopping = False
         config = setup.config
-        self._flight = Flight(setup.target, config.timeouts, self._records.append, stream=config.stream)
+        self._flight = Flight(
+            setup.target,
+            config.timeouts,
+            self._records.append,
+            stream=config.stream,
+            may_be_empty=config.may_be_empty,
+        )
         self._loop = self._make_loop(open_workload(config, setup.prompts))
 
     @property

@@ -62,13 +62,16 @@ class StreamExchange:
     """Reads one streamed answer of the chat or completions form into `record`, then calls `on_done` exactly once.
 
     An answer is whole when it had text, a finish reason, `[DONE]` and the usage. Anything less is a failure with its
-    reason. Text is content or reasoning content: both are tokens that a user waited for.
+    reason. Text is content or reasoning content: both are tokens that a user waited for. `may_be_empty`: an end token
+    alone is an answer too, which came when its finish reason did.
     """
 
     __slots__ = (
         "_chunk_times",
         "_chunk_tokens",
+        "_empty",
         "_events",
+        "_may_be_empty",
         "_on_done",
         "_parts",
         "_saw_done",
@@ -80,7 +83,14 @@ class StreamExchange:
     CONTENT_TYPE = "text/event-stream"
     NOT_THAT = "not a stream"
 
-    def __init__(self, record: Record, on_done: Callable[[StreamExchange], None], *, keep_text: bool) -> None:
+    def __init__(
+        self,
+        record: Record,
+        on_done: Callable[[StreamExchange], None],
+        *,
+        keep_text: bool,
+        may_be_empty: bool = False,
+    ) -> None:
         self.record = record
         self.now_s = 0.0
         self._on_done: Callable[[StreamExchange], None] | None = on_done
@@ -88,6 +98,8 @@ class StreamExchange:
         self._parts: list[str] | None = [] if keep_text else None
         self._chunk_times = array("d")
         self._chunk_tokens = array("I")
+        self._may_be_empty = may_be_empty
+        self._empty = False
         self._saw_done = False
         self._saw_usage = False
 
@@ -150,12 +162,13 @@ class StreamExchange:
             choice = event.choices[0]
             delta = choice.delta or choice.message
             text = choice.text if delta is None else delta.content or delta.reasoning_content or delta.reasoning
-            if text:
+            self._empty = self._may_be_empty and choice.finish_reason == "stop" and not (text or self._chunk_times)
+            if text or self._empty:
                 self._chunk_times.append(self.now_s)
                 if usage is not None:
                     self._chunk_tokens.append(usage.completion_tokens)
-                if self._parts is not None:
-                    self._parts.append(text)
+            if text and self._parts is not None:
+                self._parts.append(text)
             if choice.finish_reason is not None:
                 self.record.finish_reason = choice.finish_reason
         elif event.error:
@@ -183,7 +196,7 @@ class StreamExchange:
             return "aborted by server", f"finish_reason is {record.finish_reason}"
         if not self._saw_usage:
             return "no usage", "the server sent no usage although stream_options.include_usage asked for it"
-        if not self._chunk_times:
+        if not self._chunk_times or (self._empty and record.output_tokens > 1):
             return (
                 "empty answer",
                 f"no text, finish_reason {record.finish_reason}, {record.output_tokens} tokens reported",
@@ -214,8 +227,15 @@ class WholeExchange(StreamExchange):
     CONTENT_TYPE = "application/json"
     NOT_THAT = "not JSON"
 
-    def __init__(self, record: Record, on_done: Callable[[StreamExchange], None], *, keep_text: bool) -> None:
-        super().__init__(record, on_done, keep_text=keep_text)
+    def __init__(
+        self,
+        record: Record,
+        on_done: Callable[[StreamExchange], None],
+        *,
+        keep_text: bool,
+        may_be_empty: bool = False,
+    ) -> None:
+        super().__init__(record, on_done, keep_text=keep_text, may_be_empty=may_be_empty)
         self._body: list[bytes] = []
 
     def on_body(self, data: bytes) -> None:
