@@ -76,7 +76,7 @@ def measure_offline(requests: int) -> float:
     import torch
 
     from meltcore import LLM, SamplingParams
-    from meltcore.engine.process import keep_freed_memory
+    from meltcore.engine.host_memory import keep_freed_memory
 
     # As the engine process does: the two must differ by the front alone.
     torch.set_num_threads(ENGINE_THREADS)

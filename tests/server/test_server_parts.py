@@ -4,9 +4,11 @@ import argparse
 import asyncio
 import io
 import os
+import re
 import sys
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +142,16 @@ def test_text_log_lines_are_key_value_pairs() -> None:
     log.write("request", status=200, error=None, user="a b")
     log.close()
     assert stream.getvalue().endswith('event=request status=200 user="a b"\n')
+
+
+def test_log_lines_say_the_time_in_utc() -> None:
+    stream = io.StringIO()
+    log = Log("json", Counts(), stream)
+    log.write("request")
+    log.close()
+    said = msgspec.json.decode(stream.getvalue())["time"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", said)
+    assert abs(datetime.fromisoformat(said) - datetime.now(UTC)) < timedelta(seconds=10)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ import torch
 import meltcore
 from meltcore.config import EngineConfig
 from meltcore.engine.engine import Engine
+from meltcore.engine.host_memory import keep_freed_memory
 from meltcore.engine.messages import AddRequest, StepOutputs
-from meltcore.engine.process import keep_freed_memory
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import MeltcoreError, RankError, RequestError
 

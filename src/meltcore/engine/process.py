@@ -6,7 +6,6 @@ JSON line to our standard input and keeps it open. Its end means the server is g
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -22,6 +21,7 @@ import zmq
 
 from meltcore.config import EngineConfig
 from meltcore.engine.engine import Engine
+from meltcore.engine.host_memory import give_back_memory, keep_freed_memory
 from meltcore.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -48,8 +48,6 @@ _SEND_TIMEOUT_MS = 30_000
 _LAST_WORDS_MS = 1000
 # Requests; what fewer have left behind is not worth a look at the whole heap.
 _ENOUGH_FINISHED = 256
-# Parameter numbers of mallopt(3).
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class EngineProcess:
@@ -103,9 +101,7 @@ class EngineProcess:
         try:
             while self._receive(engine):
                 if engine.has_work:
-                    with self._profiler.step() if self._profiler is not None else nullcontext():
-                        outputs = engine.step()
-                    self.send_outputs(outputs)
+                    self._step(engine)
         except RankError:
             engine.close()
             raise
@@ -114,6 +110,13 @@ class EngineProcess:
             raise
         engine.close()
         return 0
+
+    def _step(self, engine: Engine) -> None:
+        """Run a step and send what is new. Nothing of it is kept: an idle engine would hold the last one's outputs, and
+        each megabyte of Python's allocator that one of their objects lies in."""
+        with self._profiler.step() if self._profiler is not None else nullcontext():
+            outputs = engine.step()
+        self.send_outputs(outputs)
 
     def send(self, message: FromEngine, front: int = 0) -> None:
         self._outboxes[front].send(self._encoder.encode(message))
@@ -205,25 +208,6 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_leave_with_front, daemon=True).start()
     return EngineProcess(Path(sys.argv[1]), *map(int, sys.argv[2:])).serve(config)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one, instead of giving megabytes back and faulting them in again.
-
-    The bundled model on a CPU, 256 sequences a step, spent 4.7 s of CPU without and 3.2 s with it (2026-11-21).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc's; another C library has other habits
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most that glibc takes
-        mallopt(_M_TRIM_THRESHOLD, 2**30)
-
-
-def give_back_memory() -> None:
-    """Undo what `keep_freed_memory` lets pile up, at a time when nothing waits for it."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _leave_with_front() -> None:

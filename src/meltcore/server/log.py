@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from datetime import UTC, datetime
+import time
 from typing import Any, Literal, TextIO
 
 import msgspec
@@ -29,7 +29,7 @@ class Log:
 
     def write(self, event: str, **fields: Any) -> None:
         """Queue one line. A full queue drops it, and counts it in `log_lines_dropped`."""
-        record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
+        record = {"time": _now(), "event": event, **fields}
         if self._form == "json":
             line = msgspec.json.encode(record).decode()
         else:
@@ -68,6 +68,17 @@ class Log:
     def _put(self, block: str) -> None:
         self._stream.write(block)
         self._stream.flush()
+
+
+def _now() -> str:
+    """The time in UTC, in ISO 8601 with milliseconds.
+
+    Not by `datetime.isoformat`: to ask the time zone it makes the method's name anew, and CPython keeps up to 4096 of
+    these (see host_memory.py). Strewn over all that 10,000 streams took, they held 2.6 MB in each of four fronts
+    (2026-11-21).
+    """
+    now_ms = time.time_ns() // 1_000_000
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_ms // 1000)) + f".{now_ms % 1000:03}+00:00"
 
 
 def _text(value: Any) -> str:

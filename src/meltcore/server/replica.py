@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from meltcore.config import EngineConfig
+from meltcore.engine.host_memory import ONE_ARENA
 from meltcore.engine.messages import EngineFailed, EngineReady, FromEngine, Shutdown, ToEngine
 from meltcore.errors import ConfigError, EngineDeadError
-from meltcore.server.idle import ONE_ARENA
 from meltcore.server.link import EngineLink
 
 ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine.process")

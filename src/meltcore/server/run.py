@@ -18,6 +18,7 @@ from typing import Any
 import uvloop
 
 from meltcore.config import ServerConfig
+from meltcore.engine.host_memory import use_one_arena
 from meltcore.engine.messages import EngineReady, ForgetFront
 from meltcore.errors import ConfigError, MeltcoreError, RequestError
 from meltcore.server.banner import Progress, print_listening, print_ready
@@ -27,7 +28,6 @@ from meltcore.server.counts import Counts, columns
 from meltcore.server.front import Front
 from meltcore.server.gpus import Place, place_replicas
 from meltcore.server.http_server import HttpServer, calm_collector
-from meltcore.server.idle import use_one_arena
 from meltcore.server.link import socket_folder
 from meltcore.server.listener import Acceptor, bind, raise_file_limit
 from meltcore.server.model import Model, common_limits, find_checkpoint, load_text

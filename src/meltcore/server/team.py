@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.config import ServerConfig
+from meltcore.engine.host_memory import ONE_ARENA
 from meltcore.engine.messages import EngineReady
 from meltcore.errors import ConfigError
 from meltcore.server.channel import (
@@ -31,7 +32,6 @@ from meltcore.server.channel import (
     Setup,
 )
 from meltcore.server.counts import Counts
-from meltcore.server.idle import ONE_ARENA
 
 _COMMAND = (sys.executable, "-m", "meltcore.server.front_process")
 _STDERR = 2
