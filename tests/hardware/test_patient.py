@@ -1,5 +1,6 @@
 """A driver that hangs is waited for only so long."""
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 from certify_tools import certified, h200s, node_of, told
 from pynvml import NVML_ERROR_NO_PERMISSION, NVML_ERROR_TIMEOUT, NVMLError
 
+import meltcore
 from meltcore.hardware.fake import FakeGpu, FakeNvml
-from meltcore.hardware.patient import PatientNvml
+from meltcore.hardware.patient import PatientNvml, at_once
 
 
 class _Hanging(FakeNvml):
@@ -56,3 +58,24 @@ def test_a_hung_driver_ends_in_unknown_not_in_a_hung_certificate(tmp_path: Path)
     assert certificate.exit_code == 3
     assert ("UNKNOWN", "STATE_UNREADABLE", "GPU 1") in told(certificate)
     assert [subject for _, _, subject in told(certificate) if "GPU 0" in subject] == []
+
+
+def test_gpus_are_asked_side_by_side_and_answer_in_their_order() -> None:
+    began_s = time.monotonic()
+
+    def slow(gpu: int) -> int:
+        time.sleep(0.2)
+        return gpu * gpu
+
+    assert at_once(slow, range(8)) == [gpu * gpu for gpu in range(8)]
+    assert time.monotonic() - began_s < 1.0
+    assert at_once(slow, []) == []
+
+
+def test_no_setting_of_a_gpu_is_ever_changed() -> None:
+    """NVML's setters, clears and resets, and nvidia-smi itself, occur nowhere in the package."""
+    changes = re.compile(r"\bnvml(?!EventSet)\w*(Set|Clear|Reset|Modify|Remove)[A-Z]\w*|[\"']nvidia-smi")
+    source = Path(meltcore.__file__).parent
+    found = {path.name: changes.findall(path.read_text()) for path in source.rglob("*.py")}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+    assert changes.search("pynvml.nvmlDeviceSetPowerManagementLimit(board, 1)"), "the pattern knows a setter"

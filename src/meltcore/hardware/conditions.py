@@ -6,6 +6,7 @@ from pynvml import NVMLError
 
 from meltcore.hardware import faults
 from meltcore.hardware.metrics import UNKNOWN
+from meltcore.hardware.patient import at_once
 from meltcore.hardware.recording import Sample
 from meltcore.hardware.select import Gpu
 from meltcore.hardware.site import Site
@@ -33,22 +34,26 @@ class Watch:
         """`uses`: of "pcie" and "nvlink", the links whose error counters must be readable for this check."""
         self._site, self._check, self._uses = site, check, uses
         self._began_s = site.node.now_s()
-        self._links = [link_errors(site, gpu) for gpu in site.gpus]
+        self._links = self._link_errors()
 
     def close(self) -> tuple[list[Conditions], list[Finding], set[int]]:
         """(conditions of each GPU, findings, positions of the GPUs that were slowed down)."""
         samples = self._site.telemetry.since(self._began_s)
+        links = self._link_errors()
         conditions, findings, slowed = [], [], set()
-        for position, gpu in enumerate(self._site.gpus):
+        for position in self._site.positions:
             mine = [] if samples is None else samples[position]
-            found = self._conditions(position, gpu, mine)
+            found = self._conditions(position, mine, links[position])
             conditions.append(found)
             findings += [*self._findings(found), *self._link_trained_down(position, found)]
             if found.reasons.keys() & set(SLOWDOWNS) or found.new_errors.keys() & set(_SLOWED):
                 slowed.add(position)
         return conditions, findings, slowed
 
-    def _conditions(self, position: int, gpu: Gpu, samples: Sequence[Sample]) -> Conditions:
+    def _link_errors(self) -> list[int | None]:
+        return at_once(lambda gpu: link_errors(self._site, gpu), self._site.gpus)
+
+    def _conditions(self, position: int, samples: Sequence[Sample], link_errors_now: int | None) -> Conditions:
         subject = self._site.label((position,))
         found = Conditions(subject=subject, samples=len(samples))
         if not samples:
@@ -63,16 +68,16 @@ class Watch:
         found.memory_temperature_c = _highest(samples, "memory_temperature_c")
         seen = summary.samples - summary.clock_reasons_unknown
         found.reasons = {reason: count / seen for reason, count in summary.clock_reasons.items()}
-        found.new_errors = self._new_errors(position, gpu, summary)
+        found.new_errors = self._new_errors(position, summary, link_errors_now)
         found.unreadable = self._unreadable(position, summary)
         return found
 
-    def _new_errors(self, position: int, gpu: Gpu, summary: GpuSummary) -> dict[str, int]:
+    def _new_errors(self, position: int, summary: GpuSummary, after: int | None) -> dict[str, int]:
         grown = {key: summary.metrics[key].increase for key in (*_ERRORS, *_SLOWED)}
         new = {key: max(1, round(grew)) for key, grew in grown.items() if grew}
         for xid in summary.xids:
             new[f"xid {xid}"] = summary.xids.count(xid)
-        before, after = self._links[position], link_errors(self._site, gpu)
+        before = self._links[position]
         if before is not None and after is not None and after > before:
             new[_NVLINK] = after - before
         if summary.lost:

@@ -9,6 +9,7 @@ from pynvml import NVMLError
 from meltcore.hardware.facts import FACTS, ask, path_between
 from meltcore.hardware.node import Node
 from meltcore.hardware.nvml import Nvml
+from meltcore.hardware.patient import at_once
 from meltcore.hardware.select import Gpu
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.snapshot import UNKNOWN, Fact, GpuState, LinkState, Snapshot
@@ -20,7 +21,7 @@ _LIBRARIES = ("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cublas", 
 def take_snapshot(node: Node, gpus: Sequence[Gpu]) -> Snapshot:
     """`gpus` as of select_gpus. A driver that answers nothing leaves UNKNOWN in every place, never an empty one."""
     nvml = node.nvml
-    states = [_gpu_state(node, gpu) for gpu in gpus]
+    states = at_once(lambda gpu: _gpu_state(node, gpu), gpus)
     return Snapshot(
         fingerprint=take_fingerprint(),
         driver=_or_unknown(nvml.driver),
