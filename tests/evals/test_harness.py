@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from answer_forms import FORMS, AnsweringServer
 
 from meltcore.cli.main import main
+from meltcore.demo.server_process import OwnServer
 from meltcore.errors import ConfigError
 from meltcore.evals import Api, run_gsm8k
 from meltcore.evals.ask import Answer
@@ -115,4 +117,14 @@ def test_the_harness_agrees_on_the_bundled_problems_without_examples(servers: li
     result = run_gsm8k(servers[0].address, data=BUNDLED, limit=50, shots="none", harness=HARNESS)
     assert result.evaluation is not None
     assert result.evaluation.right == 48
+    assert [gate.status for gate in result.gates] == ["PASS"] * 3
+
+
+@needs_harness
+@pytest.mark.slow
+def test_the_harness_agrees_on_what_the_bundled_model_answers(tmp_path: Path) -> None:
+    with OwnServer(["meltcore/sums", "--device", "cpu"], tmp_path / "log", say=print) as server:
+        result = run_gsm8k(server.wait_ready(), data=BUNDLED, limit=80, shots="none", harness=HARNESS)
+    assert result.evaluation is not None
+    assert result.evaluation.share >= 0.95
     assert [gate.status for gate in result.gates] == ["PASS"] * 3

@@ -66,6 +66,17 @@ def test_every_tensor_arrives(folder: Path) -> None:
     load(folder)
 
 
+def test_progress_is_told_shard_by_shard(folder: Path) -> None:
+    tensors = list(load_file(folder / "model.safetensors").items())
+    for shard in range(3):
+        save_file(dict(tensors[shard::3]), folder / f"model-{shard}.safetensors")
+    (folder / "model.safetensors").unlink()
+    checkpoint = open_checkpoint(str(folder), files="all")
+    told: list[tuple[str, float]] = []
+    load_weights(build_model(checkpoint, torch.float32, torch.device("cpu")), checkpoint, lambda *of: told.append(of))
+    assert told == [("loading weights", pytest.approx(share)) for share in (1 / 3, 2 / 3, 1)]
+
+
 def test_on_a_cpu_what_keeps_its_type_is_read_to_where_it_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         raise AssertionError("copied")

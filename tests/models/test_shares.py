@@ -13,10 +13,12 @@ from safetensors.torch import save_file
 from meltcore.errors import ConfigError
 from meltcore.layers.group import Group
 from meltcore.layers.pieces import Pieces
+from meltcore.models import shard as shard_file
 from meltcore.models.cache import CacheGroup, StateGroup
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import build_model, fill_dummy_weights, load_weights
+from meltcore.models.shard import Shard
 
 SIZES = {
     "hidden_size": 32,
@@ -100,6 +102,25 @@ def test_shares_hold_all_of_a_checkpoint_and_each_piece_in_its_place(folder: Pat
                     compared += 1
     assert all(bool(each.all()) for each in held.values())
     assert compared > len(tensors)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rank_reads_of_the_files_what_it_holds_and_no_more(
+    folder: Path, ranks: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(random_tensors(folder, fused=fused), folder / "model.safetensors")
+    read: list[int] = []
+    read_into = Shard._read_into
+
+    def counting(shard: Shard, buffer: memoryview, offset: int) -> None:
+        read.append(len(buffer))
+        read_into(shard, buffer, offset)
+
+    monkeypatch.setattr(Shard, "_read_into", counting)
+    monkeypatch.setattr(shard_file, "_LEAST_RUN_BYTES", 1)  # short runs would be read with what lies between
+    model = loaded(folder, Group(ranks - 1, ranks))
+    assert sum(read) == sum(weight.nbytes for weight in model.parameters())
 
 
 def test_a_share_is_about_as_large_as_the_others(folder: Path) -> None:

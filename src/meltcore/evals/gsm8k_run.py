@@ -70,5 +70,7 @@ def run_gsm8k(
 def _shots_notes(shots: Shots) -> list[str]:
     if shots.comparable:
         return []
-    what = "without examples" if not shots.examples else "with eight examples of our own"
-    return [f"Asked {what}: not comparable with published GSM8K results. Install lm-eval or give --shots FILE."]
+    if not shots.examples:
+        return ["Asked without examples: not comparable with published GSM8K results, which have eight."]
+    what = "with eight examples of our own: not comparable with published GSM8K results"
+    return [f"Asked {what}. Install lm-eval or give --shots FILE."]
