@@ -6,6 +6,7 @@ import pytest
 from certify_tools import certified, demo_run, h200s, node_of, told
 
 from meltcore.errors import ConfigError
+from meltcore.hardware.certify import sampling_interval_s
 from meltcore.hardware.fake import Change, FakeGpu
 from meltcore.hardware.measures import Answer, Question
 from meltcore.hardware.tiers import required
@@ -330,6 +331,23 @@ def test_a_mig_slice_has_no_expectation_but_its_own_and_comes_alone(tmp_path: Pa
     assert {(verdict, code) for verdict, code, _ in told(certificate)} == {("UNKNOWN", "NO_EXPECTATION")}
     with pytest.raises(ConfigError, match="one MIG slice"):
         certified(tmp_path, node_of(gpus), "quick", wanted="MIG-one,MIG-two")
+
+
+def test_a_soak_of_days_holds_no_more_samples_than_an_hour() -> None:
+    assert sampling_interval_s(0) == sampling_interval_s(1.0) == 0.1
+    assert sampling_interval_s(72.0) == pytest.approx(7.2)
+    assert sampling_interval_s(8760.0) == 60.0
+
+
+def test_the_holes_between_samples_of_a_soak_are_no_blindness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples 8 s apart: as they should be in 80 hours, a hole in 1."""
+    monkeypatch.setattr("meltcore.hardware.fake_node._STEPS", 1)
+    monkeypatch.setattr("meltcore.hardware.fake_node.round", lambda seconds: round(seconds / 8), raising=False)
+    for hours, codes in ((80.0, set()), (1.0, {"TELEMETRY_UNREADABLE"})):
+        folder = tmp_path / f"{hours:.0f}"
+        folder.mkdir()
+        certificate = certified(folder, node_of(h200s(1), probe_s=64.0), "soak", hours=hours)
+        assert {finding.code for finding in certificate.findings} == codes
 
 
 def test_a_soak_needs_hours_and_only_a_soak(tmp_path: Path) -> None:

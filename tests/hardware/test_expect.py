@@ -142,7 +142,7 @@ def test_a_link_of_unknown_speed_gives_no_expectation(tmp_path: Path) -> None:
         gpus=node.gpus(),
         snapshot=snapshot,
         tier="quick",
-        telemetry=node.telemetry(tmp_path, node.gpus()),
+        telemetry=node.telemetry(tmp_path, node.gpus(), 0.1),
         folder=tmp_path,
     )
     assert link_speed(site, 0, 1) is None

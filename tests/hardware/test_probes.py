@@ -107,6 +107,13 @@ def test_sustained_gives_a_sample_a_period(on_the_cpu: None) -> None:
     assert len(answer.samples) >= 4
 
 
+def test_days_of_samples_become_as_many_as_were_asked_for() -> None:
+    assert sustained.thinned([700.0, 690.0], 600) == [700.0, 690.0]
+    thinned = sustained.thinned([600.0, 300.0] * 1000, 300)
+    assert len(thinned) == 286, "seven together"
+    assert thinned[0] == pytest.approx(7 / (4 / 600 + 3 / 300)), "work over time, not the mean of rates"
+
+
 def test_corruption_finds_a_bit_that_changed(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Question(key="c", gpus=(0, 1), each=True, settings={"dtype": "bf16", "size": 32, "seconds": 0.05})
     first, second = corruption.measure(ask)

@@ -20,6 +20,8 @@ Told = Callable[[CheckReport], None]
 TELEMETRY_FILE = "telemetry.jsonl"
 _GRAVITY: tuple[RowVerdict, ...] = ("FAIL", "UNKNOWN", "INVALID", "WARN")
 _KEYS_NAMED = 6
+_INTERVAL_S, _LONGEST_INTERVAL_S = 0.1, 60.0
+_MOMENTS = 36_000  # an hour at ten a second
 _RINGS = "NCCL ran without NVLink multicast (NCCL_NVLS_ENABLE=0): its figures are those of rings, lower than NVLS's."
 _UNCHANGED = "No setting of any GPU was changed."
 
@@ -44,13 +46,15 @@ def certify(
     started, began_s = datetime.now(UTC).isoformat(timespec="seconds"), node.now_s()
     checks = required(tier)
     snapshot = take_snapshot(node, gpus)
-    telemetry = node.telemetry(folder / TELEMETRY_FILE, gpus)
+    interval_s = sampling_interval_s(hours)
+    telemetry = node.telemetry(folder / TELEMETRY_FILE, gpus, interval_s)
     site = Site(
         node=node,
         gpus=gpus,
         snapshot=snapshot,
         tier=tier,
         telemetry=telemetry,
+        interval_s=interval_s,
         folder=folder,
         hours=hours,
         baseline=baseline,
@@ -83,6 +87,14 @@ def check_hours(tier: Tier, hours: float) -> None:
     """Raises ConfigError for a soak without hours, and for hours without a soak."""
     if (tier == "soak") != (hours > 0):
         raise ConfigError("a soak needs --hours, and only a soak takes them")
+
+
+def sampling_interval_s(hours: float) -> float:
+    """A tenth of a second, and longer in a soak: what is held of a GPU stays that of an hour.
+
+    Nothing is missed between: errors and time slowed down are counters, and XIDs wait to be fetched.
+    """
+    return min(_LONGEST_INTERVAL_S, max(_INTERVAL_S, hours * 3600 / _MOMENTS))
 
 
 def _closed(telemetry: Telemetry) -> list[str]:

@@ -24,7 +24,7 @@ _ERRORS = {
 }
 _NVLINK = "nvlink_errors"
 # A driver busy with a new process may keep the sampler waiting for a second or two; a hole of more hides things.
-_GAP_S = 5.0
+_GAP_S, _GAP_INTERVALS = 5.0, 3
 
 
 class Watch:
@@ -95,7 +95,7 @@ class Watch:
         missing = [key for key in needed if summary.metrics[key].absent == UNKNOWN]
         if summary.clock_reasons_unknown == summary.samples:
             missing.append("clock reasons")
-        if summary.longest_gap_s > _GAP_S:
+        if summary.longest_gap_s > max(_GAP_S, _GAP_INTERVALS * self._site.interval_s):
             missing.append(f"anything for {summary.longest_gap_s:.0f} s")
         if summary.xids_unknown == summary.samples:
             missing.append("XID errors")

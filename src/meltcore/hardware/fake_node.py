@@ -101,7 +101,7 @@ class FakeNode(Node):
         answers = [] if hung else self._answers(decode_job(stdin).questions)
         return Ran(None if hung else 0, b"".join(encode(answer) + b"\n" for answer in answers), b"")
 
-    def telemetry(self, path: Path, gpus: Sequence[Gpu]) -> Telemetry:
+    def telemetry(self, path: Path, gpus: Sequence[Gpu], interval_s: float) -> Telemetry:
         self._telemetry.append(_FakeTelemetry(self, gpus))
         return self._telemetry[-1]
 

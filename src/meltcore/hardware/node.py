@@ -96,9 +96,10 @@ class Node:
         for group in list(self._running):
             _signal_group(group, signal.SIGTERM)
 
-    def telemetry(self, path: Path, gpus: Sequence[Gpu]) -> Telemetry:
-        """Start sampling every 100 ms into a file. Raises what Monitor raises."""
-        return _Sampling(Monitor(Setup(path=str(path), gpus=",".join(gpu.info.uuid for gpu in gpus))), len(gpus))
+    def telemetry(self, path: Path, gpus: Sequence[Gpu], interval_s: float) -> Telemetry:
+        """Start sampling into a file. Raises what Monitor raises."""
+        uuids = ",".join(gpu.info.uuid for gpu in gpus)
+        return _Sampling(Monitor(Setup(path=str(path), gpus=uuids, interval_s=interval_s)), len(gpus))
 
 
 def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> tuple[int | None, bool]:

@@ -19,7 +19,10 @@ _ASK_AGAIN_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """`gpus` and `snapshot.gpus` have the same order, which is that of all positions. `hours`: of a soak."""
+    """`gpus` and `snapshot.gpus` have the same order, which is that of all positions.
+
+    `interval_s`: between two samples of the telemetry. `hours`: of a soak.
+    """
 
     node: Node
     gpus: Sequence[Gpu]
@@ -27,6 +30,7 @@ class Site:
     tier: Tier
     telemetry: Telemetry
     folder: Path
+    interval_s: float = 0.1
     hours: float = 0.0
     baseline: Baseline | None = None
 
