@@ -19,9 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from meltcore.results.fingerprint import clean_arguments
 
 SOURCE = Path(__file__).with_name("certify_check.cu")
 TOLERANCE, TOLERANCE_OF_SMALL = 0.03, 0.10
@@ -146,12 +149,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tier", choices=tuple(CERTIFY_LIMIT_S), default="quick")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", default="certify_check.json")
+    parser.add_argument("--out", default=str(SOURCE.parent / "results" / "certify_check.json"))
     parser.add_argument("--keep", metavar="DIR", help="copy the last certificate's JSON and HTML there")
     args = parser.parse_args()
     ours: Figures = {}
     theirs: Figures = {}
-    result: dict[str, Any] = {"tier": args.tier, "agree": False, "runs": []}
+    result: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/certify_check.py", *clean_arguments(sys.argv[1:])]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "tier": args.tier,
+        "agree": False,
+        "runs": [],
+    }
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         program, result["collectives_compared"] = build(folder)
