@@ -167,17 +167,25 @@ def test_graphs_are_gone_before_the_group_is_left(checkpoint: Path, monkeypatch:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("ranks", "debug"),
-    [(2, ()), (2, ("no-peer-memory",)), (2, ("no-graphs",)), (4, ())],
-    ids=["2", "2-no-peer-memory", "2-no-graphs", "4"],
+    ("network", "ranks", "debug"),
+    [
+        ("qwen3", 2, ()),
+        ("qwen3", 2, ("no-peer-memory",)),
+        ("qwen3", 2, ("no-graphs",)),
+        ("qwen3", 4, ()),
+        ("qwen3_5", 2, ()),
+        ("qwen3_5", 2, ("no-graphs",)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_gpus_give_the_logits_and_tokens_of_one(checkpoint: Path, ranks: int, debug: tuple) -> None:
+def test_gpus_give_the_logits_and_tokens_of_one(network: str, ranks: int, debug: tuple, tmp_path: Path) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")
+    tools.make_reference(**NETWORKS[network]).save_pretrained(tmp_path)  # type: ignore[arg-type]
     settings = {"device": "cuda", "memory_bytes": 2**30, "max_num_batched_tokens": 64, "max_num_seqs": 20}
-    with opened(checkpoint, 1, **settings) as alone:
+    with opened(tmp_path, 1, **settings) as alone:
         expected = answers(alone)
-    with opened(checkpoint, ranks, debug=debug, **settings) as together:
+    with opened(tmp_path, ranks, debug=debug, **settings) as together:
         found = answers(together)
     assert found.tokens == expected.tokens
     for request_id, rows in found.logits.items():
