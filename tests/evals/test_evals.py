@@ -190,6 +190,9 @@ def test_a_server_that_does_not_answer_is_waited_for_so_long() -> None:
         silent = Api(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.2)
         with pytest.raises(ApiError, match=r"no answer within 0\.2 s"):
             silent.get("/health")
+        patient = Api(silent.address, timeout_s=30.0)
+        with pytest.raises(ApiError, match=r"no answer within 0\.3 s"):
+            patient.get("/v1/models", limit_s=0.3)
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])

@@ -263,3 +263,16 @@ def test_a_baseline_does_not_measure_a_server_that_is_there_already(
     words[2] = whole(200).address
     assert main(words) == 2
     assert "answers at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("", "is empty"), ("'", "cannot be read"), ("A=1 serve", "write env A=1")]
+)
+def test_a_command_that_starts_nothing_is_refused(
+    items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, said: str
+) -> None:
+    words = baseline(items, tmp_path / "runs")
+    words[words.index("--command") + 1] = command
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []

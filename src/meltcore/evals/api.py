@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import ssl
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from urllib.parse import urlsplit
 
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.results.served import model_facts
+
+LISTING_LIMIT_S = 20.0  # for what a server knows without its model: one that says nothing is found out soon
 
 
 class ApiError(MeltcoreError):
@@ -72,12 +75,14 @@ class Api:
         base = self.address if "://" in self.address else f"http://{self.address}"
         return f"{base.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
 
-    def get(self, path: str) -> Reply:
-        return self._send("GET", path, None)
+    def get(self, path: str, *, limit_s: float = math.inf) -> Reply:
+        """limit_s: to wait for bytes, where that is less than this client's own limit."""
+        return self._send("GET", path, None, min(limit_s, self._timeout_s))
 
     def post(self, path: str, body: dict[str, Any] | bytes) -> Reply:
         """POST a JSON object, or `bytes` exactly as they are."""
-        return self._send("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self._send("POST", path, content, self._timeout_s)
 
     def served(self, model: str | None = None) -> tuple[str, dict[str, Any]]:
         """The model to ask, the first that /v1/models names where `model` is None; and what the server tells of it.
@@ -85,7 +90,7 @@ class Api:
         Raises ConfigError where the server cannot be reached, or names no model and none is given.
         """
         try:
-            reply = self.get("/v1/models")
+            reply = self.get("/v1/models", limit_s=LISTING_LIMIT_S)
         except ApiError as error:
             raise ConfigError(f"no answer from {self.address}: {error}") from error
         try:
@@ -102,8 +107,8 @@ class Api:
         """The first name that /v1/models gives. Raises ConfigError as `served`."""
         return self.served()[0]
 
-    def _send(self, method: str, path: str, body: bytes | None) -> Reply:
-        connection = self._connect()
+    def _send(self, method: str, path: str, body: bytes | None, limit_s: float) -> Reply:
+        connection = self._connect(limit_s)
         headers = dict(self._headers)
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -113,25 +118,26 @@ class Api:
             content = response.read()
             return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, content)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"{method} {path}: {self._why(error)}") from error
+            raise ApiError(f"{method} {path}: {_why(error, limit_s)}") from error
         finally:
             connection.close()
 
-    def _why(self, error: OSError | http.client.HTTPException) -> str:
-        if isinstance(error, TimeoutError):
-            return f"no answer within {self._timeout_s:g} s"
-        if isinstance(error, http.client.RemoteDisconnected):
-            return "the connection was closed without an answer"
-        if isinstance(error, http.client.IncompleteRead):
-            return "the answer broke off"
-        if isinstance(error, OSError):
-            return error.strerror or str(error)
-        return f"not HTTP: {error!r}"
-
-    def _connect(self) -> http.client.HTTPConnection:
+    def _connect(self, limit_s: float) -> http.client.HTTPConnection:
         if self._tls is not None:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=self._tls)
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+            return http.client.HTTPSConnection(self._host, self._port, timeout=limit_s, context=self._tls)
+        return http.client.HTTPConnection(self._host, self._port, timeout=limit_s)
+
+
+def _why(error: OSError | http.client.HTTPException, limit_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {limit_s:g} s"
+    if isinstance(error, http.client.RemoteDisconnected):
+        return "the connection was closed without an answer"
+    if isinstance(error, http.client.IncompleteRead):
+        return "the answer broke off"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"not HTTP: {error!r}"
 
 
 def _first_name(listing: Any) -> str | None:

@@ -59,4 +59,6 @@ def _split(command: str) -> list[str]:
         raise ConfigError(f"--command {command!r} cannot be read: {error}") from error
     if not words:
         raise ConfigError("--command is empty; give what starts the server")
+    if "=" in words[0]:
+        raise ConfigError(f"--command is run without a shell, which would set {words[0]}; write env {words[0]} ...")
     return words
