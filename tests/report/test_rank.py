@@ -123,3 +123,12 @@ def test_the_command_refuses_unlike_results_with_one_line(tmp_path: Path, capsys
     assert main(["rank", *files, "--output", str(page), "--force"]) == 0
     assert FORCED in capsys.readouterr().out
     assert FORCED in page.read_text()
+
+
+def test_a_long_name_is_cut_at_its_front_beside_the_bars_and_whole_in_the_table() -> None:
+    name = "a-folder-of-runs-with-a-very-long-name-20261121T120000Z-bench"
+    html = render_rank([entry(name)], [], [])
+    drawing, table = html.partition("<table")[::2]
+    assert f">…{name[-37:]}<" in drawing
+    assert name not in drawing.partition("<body")[2]
+    assert name in table
