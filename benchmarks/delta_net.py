@@ -187,7 +187,7 @@ def sweep() -> None:
         print(*(f"  {median_us([part] * 5):8.1f} us  {name}" for name, part in parts.items()), sep="\n")
         timed = []
         for values, stages in itertools.product((16, 32, 64, 128), (1, 2, 3)):
-            launch = ScanLaunch(values, stages, max(4, values // 16))
+            launch = ScanLaunch(values, stages)
             try:
                 timed.append((median_us([partial(parts["scan"], launch)] * 5), launch))
             except triton.runtime.errors.OutOfResources:

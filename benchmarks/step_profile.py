@@ -1,10 +1,12 @@
 """Where the time of a step goes: kernels of decode steps and of a prompt step, against the bytes and operations needed.
 
 Dummy weights. A decode step is timed by replays of its graph, and its kernels by the profiler; the floor of a step is
-the larger of its bytes (weights, keys and values once) at read bandwidth and its operations at the rate of a large
-product, both measured in the same run.
+the larger of its bytes at read bandwidth and its operations at the rate of a large product (floors.py), both measured
+in the same run.
 
     python benchmarks/step_profile.py --sequences 1,10,100,400 --context 600
+    python benchmarks/step_profile.py --model Qwen/Qwen3.5-35B-A3B --debug uniform-routing --sequences 1,8,64 \\
+        --name step_profile_35b
 """
 
 from __future__ import annotations
@@ -17,37 +19,16 @@ from collections.abc import Callable
 from importlib import metadata
 
 import torch
-from attention import matmul_flops_per_us, read_bytes_per_us
 from bench_output import Row, write_result
+from floors import Limits, Needs
 from torch.profiler import ProfilerActivity, profile
 
 from meltcore import LLM, SamplingParams
-from meltcore.engine.engine import Engine
 from meltcore.engine.messages import AddRequest
-from meltcore.models.cache import split_groups
 
 STEPS = 20
 SHOWN = 12  # kernels of a step, the longest first
-
-
-class Ceilings:
-    """What the device can do, and what one token of this model needs."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.bytes_per_us, self.flops_per_us = read_bytes_per_us(), matmul_flops_per_us()
-        model = engine.runner.model
-        self.weights = sum(weight.numel() for weight in model.parameters())
-        self.weight_bytes = sum(weight.nbytes for weight in model.parameters())
-        group, _ = split_groups(model.cache_groups())
-        self.kv_bytes = 2 * group.layers * group.kv_heads * group.head_dim * model.embedding.element_size()
-
-    def decode_us(self, sequences: int, context: int) -> float:
-        read = (self.weight_bytes + sequences * context * self.kv_bytes) / self.bytes_per_us
-        return max(read, 2 * self.weights * sequences / self.flops_per_us)
-
-    def prompts_us(self, tokens: int, head_weights: int) -> float:
-        """Products alone; the head serves the prompts' last tokens only."""
-        return 2 * (self.weights - head_weights) * tokens / self.flops_per_us
+PROMPTS = 14  # in a step of prompts
 
 
 def busy_us(events: list[tuple[float, float]]) -> float:
@@ -59,7 +40,7 @@ def busy_us(events: list[tuple[float, float]]) -> float:
     return total
 
 
-def kernels_of(run: Callable[[], None], repeats: int) -> tuple[float, list[tuple[str, float, float]]]:
+def kernels_of(run: Callable[[], object], repeats: int) -> tuple[float, list[tuple[str, float, float]]]:
     """Busy microseconds of one run, and its kernels by name: microseconds and launches a run, longest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(repeats):
@@ -95,9 +76,11 @@ def show(work: str, total_us: float, floor_us: float, kernels: list[tuple[str, f
 class Subject:
     """An engine whose sequences can be brought to where only decode steps are left."""
 
-    def __init__(self, model: str) -> None:
-        settings = {"load_format": "dummy", "max_model_len": 4096, "max_num_seqs": 1024, "debug": ("no-prefix-cache",)}
+    def __init__(self, model: str, sequences: int, debug: str) -> None:
+        switches = ("no-prefix-cache", *filter(None, debug.split(",")))
+        settings = {"load_format": "dummy", "max_model_len": 4096, "max_num_seqs": sequences, "debug": switches}
         self.engine = LLM(model, max_num_batched_tokens=8192, **settings).engine
+        self._needs, self._limits = Needs.of(self.engine.runner.model), Limits.measure()
         self._names = (f"r{number}" for number in itertools.count())
 
     def add(self, sequences: int, prompt: int, out: int) -> list[str]:
@@ -107,7 +90,7 @@ class Subject:
             self.engine.add(AddRequest(name, ids, SamplingParams(max_tokens=out, ignore_eos=True)))
         return names
 
-    def decode(self, sequences: int, context: int, ceilings: Ceilings) -> Row:
+    def decode(self, sequences: int, context: int) -> Row:
         names = self.add(sequences, context, 500)
         running = self.engine.scheduler.running
         while len(running) < sequences or any(request.remaining > 1 for request in running):
@@ -123,16 +106,16 @@ class Subject:
             end.record()
             end.synchronize()
             times_us.append(begin.elapsed_time(end) * 1e3)
-        busy, kernels = kernels_of(lambda: self.engine.step() and None, 5)
+        busy, kernels = kernels_of(self.engine.step, 5)
         self.engine.abort(names)
         while self.engine.has_work:
             self.engine.step()
-        floor_us = ceilings.decode_us(sequences, context + 16)
+        floor_us = self._needs.decode_us(sequences, context + 16, self._limits)
         work = f"decode step, {sequences:,} sequences of about {context + 16} tokens"
         print(f"{work}: {statistics.median(times_us):,.0f} us with the host waiting for each")
         return show(work, busy, floor_us, kernels)
 
-    def prompts(self, sequences: int, length: int, ceilings: Ceilings) -> Row:
+    def prompts(self, sequences: int, length: int) -> Row:
         def run() -> None:
             self.add(sequences, length, 1)
             while self.engine.has_work:
@@ -140,9 +123,8 @@ class Subject:
 
         run()
         busy, kernels = kernels_of(run, 3)
-        head = self.engine.runner.model.head.numel()
         work = f"prompt step, {sequences} x {length} tokens"
-        return show(work, busy, ceilings.prompts_us(sequences * length, head), kernels)
+        return show(work, busy, self._needs.prompts_us(sequences, length, self._limits), kernels)
 
 
 def main() -> None:
@@ -150,12 +132,14 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--sequences", default="1,10,100,256,400,1000")
     parser.add_argument("--context", type=int, default=600, help="tokens of each sequence")
+    parser.add_argument("--debug", default="", help="debug switches, with commas")
+    parser.add_argument("--name", default="step_profile", help="of the result file")
     args = parser.parse_args()
-    subject = Subject(args.model)
-    ceilings = Ceilings(subject.engine)
-    rows = [subject.decode(int(count), args.context, ceilings) for count in args.sequences.split(",")]
-    rows.append(subject.prompts(14, 576, ceilings))
-    write_result("step_profile", rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
+    sequences = [int(count) for count in args.sequences.split(",")]
+    subject = Subject(args.model, max(*sequences, PROMPTS), args.debug)
+    rows = [subject.decode(count, args.context) for count in sequences]
+    rows.append(subject.prompts(PROMPTS, 576))
+    write_result(args.name, rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Met(NamedTuple):
         return f"{self.distinct:.1f} experts a layer for {self.tokens} tokens, {self.expected:.1f} expected"
 
 
-def expected_experts(experts: int, choices: int, tokens: int) -> float:
+def expected_experts(experts: int, choices: int, tokens: float) -> float:
     """How many of a layer's experts tokens meet whose choices are all alike."""
     return experts * (1 - (1 - choices / experts) ** tokens)
 
