@@ -159,6 +159,12 @@ def test_a_trace_that_lost_kernels_is_untrusted(made: HandMade, reason: str) -> 
     assert any(reason in found for found in analyse(made.trace(), 0).untrusted)
 
 
+def test_a_graph_that_was_under_way_when_the_recording_began_has_lost_nothing() -> None:
+    made = graphs([3, 3])
+    made.kernel(20, 9, "k2", 9999, **{"graph id": 4, "graph node id": 2})  # its launch is not in the trace
+    assert analyse(made.trace(), 0).untrusted == []
+
+
 def test_counters_that_saw_more_than_the_trace_make_it_untrusted() -> None:
     trace = one_of_each().trace()
     [reason] = analyse(trace, 0, activity_share=0.99).untrusted

@@ -136,6 +136,14 @@ def test_a_new_error_during_a_pass_fails(tmp_path: Path) -> None:
     assert "reset" in xid.action
 
 
+def test_a_slowdown_that_no_sample_saw_is_told_by_its_counter(tmp_path: Path) -> None:
+    gpus = h200s(2)
+    gpus[1].changes = [Change(1.0, "hw_power_brake_s", 0.02)]
+    certificate = certified(tmp_path, node_of(gpus), "quick")
+    assert told(certificate) == [("WARN", "THROTTLED", "GPU 1")]
+    assert certificate.findings[0].message == "its clocks were held down: for moments between two samples"
+
+
 def test_a_sampler_that_died_leaves_nothing_vouched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meltcore.hardware.fake_node._FakeTelemetry.since", lambda self, from_s: None)
     certificate = certified(tmp_path, node_of(h200s(1)), "quick")

@@ -32,7 +32,10 @@ def reasons_to_distrust(trace: Trace, device: int, busy_share: float, activity_s
     empty = sum(recorded[each.correlation] == 0 for each in graphs)
     if empty:
         reasons.append(f"{empty:,} of {len(graphs):,} graph launches have no kernel in the trace")
-    reasons += _uneven_graphs([each for each in trace.activities if each.device == device])
+    launched = {each.correlation for each in graphs}
+    # Of a launch before the recording began only the end may be there, and that is no loss.
+    whole = [each for each in trace.activities if each.device == device and each.correlation in launched]
+    reasons += _uneven_graphs(whole)
     plain = [each for each in trace.host if each.call and _KERNEL_LAUNCH in each.name.lower()]
     lost = sum(recorded[each.correlation] == 0 for each in plain)
     if plain and lost / len(plain) > LOST_SHARE:

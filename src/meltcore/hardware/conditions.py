@@ -107,8 +107,8 @@ class Watch:
         findings = []
         slowing = [f"{reason} {100 * found.reasons[reason]:.0f} %" for reason in SLOWDOWNS if reason in found.reasons]
         if slowing or found.new_errors.keys() & set(_SLOWED):
-            words = ", ".join(slowing) or "between samples"
-            findings.append(self._finding(found, faults.THROTTLED, f"its clocks were held down: {words} of the time"))
+            words = f"{', '.join(slowing)} of the time" if slowing else "for moments between two samples"
+            findings.append(self._finding(found, faults.THROTTLED, f"its clocks were held down: {words}"))
         for key, count in found.new_errors.items():
             if key in _SLOWED:
                 continue
