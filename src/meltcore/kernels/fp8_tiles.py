@@ -19,8 +19,8 @@ from meltcore.kernels.capability import shared_bytes
 from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.fp8_quantise import Fp8Rows
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
-from meltcore.kernels.overlap import overlaps
-from meltcore.kernels.tiled_product import _MOST_SPLIT_TILES, _arrivals, _prefetch, _sum_of_shares
+from meltcore.kernels.overlap import overlaps, prefetch
+from meltcore.kernels.tiled_product import _MOST_SPLIT_TILES, _arrivals, _sum_of_shares
 
 LEAST_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 # Divides a share of the columns, so that no load needs a mask on columns.
@@ -70,7 +70,7 @@ def _fp8_tiles_kernel(
     scales = tl.load(scales_ptr + source)
     if OVERLAP:
         for start in tl.static_range(0, WIDTH, 128):
-            _prefetch(rows_ptr + start)
+            prefetch(rows_ptr + start)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     step = tl.arange(0, COLUMNS)[None, :]

@@ -9,11 +9,14 @@ Every kernel launched so waits, so the end of one still means the end of all bef
 "Programmatic Dependent Launch and Synchronization"; a captured graph keeps it.)
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import torch
 
 from meltcore.kernels.capability import capability
+from meltcore.kernels.jit import tl, triton
 
 _LEAST_CAPABILITY = 90
 
@@ -21,3 +24,11 @@ _LEAST_CAPABILITY = 90
 def overlaps(device: torch.device) -> bool:
     """Whether kernels for tensors on `device` are to be compiled and launched so."""
     return capability(device) >= _LEAST_CAPABILITY
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the 128-byte lines at `pointers` to come to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )

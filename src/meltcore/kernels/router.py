@@ -19,10 +19,10 @@ from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.linear import linear
 from meltcore.kernels.norm import Norm, before_weight, rms_norm
-from meltcore.kernels.overlap import overlaps
+from meltcore.kernels.overlap import overlaps, prefetch
 from meltcore.kernels.routing import Routing, choose, route
 from meltcore.kernels.sampling import _mixed
-from meltcore.kernels.tiled_product import _arrivals, _prefetch
+from meltcore.kernels.tiled_product import _arrivals
 
 # Beyond, norm and product are bound by memory and matrix rate, and their kernels are better at both.
 MAX_TOKENS = 1024
@@ -149,7 +149,7 @@ def _router_kernel(
     rows_ptr = router_ptr + tl.minimum(row, EXPERTS + SHARED - 1)[:, None] * INPUT + share * WIDTH
     if OVERLAP:
         for start in tl.static_range(0, WIDTH, COLUMNS):
-            _prefetch(rows_ptr + (start + tl.arange(0, COLUMNS // 64) * 64)[None, :])
+            prefetch(rows_ptr + (start + tl.arange(0, COLUMNS // 64) * 64)[None, :])
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tokens_ptr = residual_ptr + tl.minimum(token, tokens - 1)[:, None] * INPUT

@@ -17,7 +17,7 @@ import torch
 
 from meltcore.kernels.capability import processors, shared_bytes
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
-from meltcore.kernels.overlap import overlaps
+from meltcore.kernels.overlap import overlaps, prefetch
 
 # Up to which tiles are measured to gain on cuBLAS, whose programs share their reads of the tokens.
 MAX_TOKENS = 128
@@ -38,14 +38,6 @@ def suits_tiles(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
         and weight.shape[1] % COLUMN_MULTIPLE == 0
         and hidden.is_contiguous()
         and weight.is_contiguous()
-    )
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Ask for the 128-byte lines at `pointers` to come to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
@@ -103,7 +95,7 @@ def _tiled_product_kernel(
     rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * INPUT + share * WIDTH
     if OVERLAP:
         for start in tl.static_range(0, WIDTH, COLUMNS):
-            _prefetch(rows_ptr + (start + tl.arange(0, COLUMNS // 64) * 64)[None, :])
+            prefetch(rows_ptr + (start + tl.arange(0, COLUMNS // 64) * 64)[None, :])
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     step = tl.arange(0, COLUMNS)[None, :]
