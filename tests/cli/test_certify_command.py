@@ -14,6 +14,7 @@ from meltcore.cli.main import main
 from meltcore.errors import MeltcoreError
 from meltcore.hardware.fake import Change, FakeGpu
 from meltcore.hardware.fake_node import FakeNode
+from meltcore.hardware.nvml import GpuLostError
 from meltcore.hardware.patient import PatientNvml
 
 
@@ -73,6 +74,18 @@ def test_without_a_driver_nothing_is_known(tmp_path: Path, capsys: pytest.Captur
         assert list(tmp_path.iterdir()) == []
     else:
         pytest.skip("this machine has a driver")
+
+
+def test_a_gpu_that_was_lost_before_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(self: object) -> None:
+        raise GpuLostError("GPU 3 is lost")
+
+    monkeypatch.setattr("meltcore.hardware.fake.FakeNvml.boards", lost)
+    assert certify(monkeypatch, node(h200s(1)), "--out", str(tmp_path)) == 2
+    assert "meltcore certify: FAIL: GPU 3 is lost" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("wrong", [["--tier", "best"], ["--hours", "x"], ["--nonsense"]])

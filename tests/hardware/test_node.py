@@ -12,7 +12,7 @@ import pytest
 from meltcore.hardware import nvml as nvml_module
 from meltcore.hardware.fake import FakeNvml
 from meltcore.hardware.node import Node
-from meltcore.hardware.nvml import Nvml
+from meltcore.hardware.nvml import GpuLostError, Nvml
 
 
 def node() -> Node:
@@ -81,6 +81,19 @@ def test_gpus_that_a_cgroup_denies_are_left_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
     assert Nvml().boards() == ["handle 0", "handle 2"]
+
+
+def test_a_gpu_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = nvml_module.pynvml
+
+    def handle(index: int) -> str:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    with pytest.raises(GpuLostError, match="GPU 0 is lost: it fell off the bus"):
+        Nvml().boards()
 
 
 def test_nvlink_errors_are_those_that_the_generation_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ from certify_tools import certified, h200s, node_of, told
 from pynvml import NVML_ERROR_NO_PERMISSION, NVML_ERROR_TIMEOUT, NVMLError
 
 import meltcore
+from meltcore.errors import MeltcoreError
 from meltcore.hardware.fake import FakeGpu, FakeNvml
-from meltcore.hardware.patient import PatientNvml, at_once
+from meltcore.hardware.nvml import NoDriverError, Nvml
+from meltcore.hardware.patient import PatientNvml, at_once, patiently
 
 
 class _Hanging(FakeNvml):
@@ -58,6 +60,18 @@ def test_a_hung_driver_ends_in_unknown_not_in_a_hung_certificate(tmp_path: Path)
     assert certificate.exit_code == 3
     assert ("UNKNOWN", "STATE_UNREADABLE", "GPU 1") in told(certificate)
     assert [subject for _, _, subject in told(certificate) if "GPU 0" in subject] == []
+
+
+def test_a_driver_that_never_starts_is_an_error() -> None:
+    with pytest.raises(MeltcoreError, match=r"does not answer: no answer within 0\.1 s"):
+        patiently(lambda: threading.Event().wait(30), 0.1)  # type: ignore[arg-type,return-value]
+    with pytest.raises(NoDriverError, match="none here"):
+        patiently(_no_driver)
+    assert patiently(lambda: FakeNvml([FakeGpu()])).driver() == "580.00.00"
+
+
+def _no_driver() -> Nvml:
+    raise NoDriverError("none here")
 
 
 def test_gpus_are_asked_side_by_side_and_answer_in_their_order() -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from certify_tools import certified, h200s, node_of
+from pynvml import NVML_ERROR_UNKNOWN, NVMLError
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.hardware.drift import drift
-from meltcore.hardware.fake import FakeGpu
+from meltcore.hardware.fake import FakeGpu, FakeNvml
 from meltcore.hardware.fake_node import FakeNode
 from meltcore.hardware.snapshot import take_snapshot
 from meltcore.hardware.snapshot_lines import snapshot_lines
@@ -105,6 +106,18 @@ def test_a_certificate_will_do_for_the_old_snapshot(tmp_path: Path, capsys: pyte
     (tmp_path / "other.json").write_text('{"tuning_version": 1}')
     for name in ("other.json", "missing.json"):
         assert main(["snapshot", "--diff", str(tmp_path / name)]) == 2
+
+
+def test_a_driver_that_refuses_is_an_error_and_no_drift(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: object) -> None:
+        raise NVMLError(NVML_ERROR_UNKNOWN)
+
+    monkeypatch.setattr("meltcore.hardware.nvml.Nvml", lambda: FakeNvml([FakeGpu()]))
+    monkeypatch.setattr(FakeNvml, "boards", refuse)
+    assert main(["snapshot"]) == 2
+    assert "does not say which GPUs there are: Unknown Error" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import pynvml
+import pytest
 
 import meltcore
 from meltcore.results.fingerprint import clean_arguments, take_fingerprint
@@ -43,3 +47,46 @@ def test_taking_a_fingerprint_does_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """NVML of three GPUs."""
+    memory = SimpleNamespace(total=141 * 2**30)
+    for name, answer in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetCount": lambda: 3,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
+        "nvmlDeviceGetMemoryInfo": lambda handle: memory,
+    }.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("status", [pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_GPU_IS_LOST])
+def test_a_gpu_that_is_denied_or_lost_is_left_out(driver: pytest.MonkeyPatch, status: int) -> None:
+    def handle(index: int) -> int:
+        if index == 1:
+            raise pynvml.NVMLError(status)
+        return index
+
+    assert [gpu.uuid for gpu in take_fingerprint().gpus] == ["GPU-0", "GPU-1", "GPU-2"]
+    driver.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    found = take_fingerprint()
+    assert ([gpu.uuid for gpu in found.gpus], found.gpu_driver) == (["GPU-0", "GPU-2"], "580.1")
+
+
+def test_a_driver_that_fails_or_hangs_is_told_in_its_own_place(driver: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+    driver.setattr(pynvml, "nvmlDeviceGetCount", fail)
+    assert take_fingerprint().gpus == []
+    assert take_fingerprint().gpu_driver == "NVML said: Unknown Error"
+    driver.setattr(pynvml, "nvmlInit", lambda: threading.Event().wait(30))
+    driver.setattr("meltcore.results.fingerprint._DRIVER_TIMEOUT_S", 0.1)
+    assert take_fingerprint().gpu_driver == "NVML gave no answer within 0.1 s"

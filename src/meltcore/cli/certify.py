@@ -56,10 +56,15 @@ def run(args: argparse.Namespace) -> int:
 
     from meltcore.cli.ending import sigterm_as_ctrl_c
     from meltcore.errors import MeltcoreError
+    from meltcore.hardware.nvml import GpuLostError
+    from meltcore.results.certificate import EXIT_CODES
 
     try:
         with sigterm_as_ctrl_c():
             return _certify(args)
+    except GpuLostError as error:
+        print(f"meltcore certify: FAIL: {error}", file=sys.stderr)
+        return EXIT_CODES["FAIL"]
     except (MeltcoreError, NVMLError) as error:
         print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
     except Exception:
@@ -78,7 +83,7 @@ def _certify(args: argparse.Namespace) -> int:
     from meltcore.hardware.expect import make_baseline
     from meltcore.hardware.node import Node
     from meltcore.hardware.nvml import Nvml
-    from meltcore.hardware.patient import PatientNvml
+    from meltcore.hardware.patient import patiently
     from meltcore.hardware.select import select_gpus
     from meltcore.report.certificate_output import print_certificate, print_report
     from meltcore.report.certificate_page import save_certificate
@@ -87,7 +92,7 @@ def _certify(args: argparse.Namespace) -> int:
 
     check_hours(args.tier, args.hours)
     baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
-    node = Node(PatientNvml(Nvml()))
+    node = Node(patiently(Nvml))
     gpus = select_gpus(node.nvml, args.gpu)
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, soft_wrap=True)
     with RunFolder.kept_if_used(args.out, "certify") as folder:

@@ -53,22 +53,25 @@ def _take(wanted: str | None) -> "Snapshot":
 
     from pynvml import NVMLError
 
+    from meltcore.errors import MeltcoreError
     from meltcore.hardware.node import Node
     from meltcore.hardware.nvml import NoDriverError, Nvml
-    from meltcore.hardware.patient import PatientNvml
+    from meltcore.hardware.patient import patiently
     from meltcore.hardware.select import select_gpus
     from meltcore.hardware.snapshot import take_snapshot
     from meltcore.results.fingerprint import take_fingerprint
     from meltcore.results.snapshot import Snapshot
 
     try:
-        nvml = PatientNvml(Nvml())
+        nvml = patiently(Nvml)
     except NoDriverError as error:
         if wanted is not None:
             raise
         return Snapshot(fingerprint=take_fingerprint(), notes=[str(error)])
     try:
         return take_snapshot(Node(nvml), select_gpus(nvml, wanted))
+    except NVMLError as error:
+        raise MeltcoreError(f"the NVIDIA driver does not say which GPUs there are: {error}") from error
     finally:
         with suppress(NVMLError):  # the process ends soon, with the driver or without it
             nvml.close()

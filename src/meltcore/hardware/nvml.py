@@ -29,6 +29,10 @@ class NoDriverError(MeltcoreError):
     """There is no NVIDIA driver to ask."""
 
 
+class GpuLostError(MeltcoreError):
+    """The driver counts a GPU that it cannot reach any more."""
+
+
 class Nvml:
     """NVML, initialised. A handle stands for a board or for a MIG slice of one."""
 
@@ -48,13 +52,18 @@ class Nvml:
     def boards(self) -> list[Any]:
         """Handles of the GPUs in NVML's order, which is that of the PCI bus.
 
-        NVML also counts GPUs that a cgroup keeps from this job; they are left out, as CUDA leaves them out.
+        NVML also counts GPUs that a cgroup keeps from this job; they are left out, as CUDA leaves them out. Raises
+        GpuLostError for one that is lost.
         """
         found = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 found.append(pynvml.nvmlDeviceGetHandleByIndex(index))
             except NVMLError as error:
+                if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
+                    raise GpuLostError(
+                        f"GPU {index} is lost: it fell off the bus, or its driver gave it up; drain and reboot the node"
+                    ) from error
                 if error.value != pynvml.NVML_ERROR_NO_PERMISSION:
                     raise
         return found

@@ -1,10 +1,9 @@
 """NVML with patience that ends: a driver call on a dying GPU may never return, and a certificate must.
 
-Each question is asked on a thread of its own. One that does not return in time is answered with NVML's TIMEOUT, which
-every reader takes for unreadable, and its GPU is not asked again.
+A question that does not return in time is answered with NVML's TIMEOUT, which every reader takes for unreadable, and
+its GPU is not asked again.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,8 +12,11 @@ from typing import Any, TypeVar
 import pynvml
 from pynvml import NVMLError
 
+from meltcore.errors import MeltcoreError
 from meltcore.hardware.nvml import Nvml
+from meltcore.results.patience import answer_within
 
+START_LIMIT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
 LIMIT_S = 10.0  # NVML answers in microseconds to milliseconds; waking a sleeping GPU takes two or three seconds
 
 _NO_DRIVER_CALLS = ("identity",)
@@ -27,6 +29,14 @@ def at_once(question: Callable[[Item], Found], items: Sequence[Item]) -> list[Fo
     """`question` of every item, side by side, in their order: eight GPUs have 144 NVLinks to be asked about."""
     with ThreadPoolExecutor(max_workers=max(1, len(items))) as pool:
         return list(pool.map(question, items))
+
+
+def patiently(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> "PatientNvml":
+    """`start` is what loads the driver's library; what it raises comes through. MeltcoreError where it hangs."""
+    try:
+        return PatientNvml(answer_within(limit_s, start))
+    except TimeoutError as error:
+        raise MeltcoreError(f"the NVIDIA driver does not answer: {error}; look in the kernel log") from error
 
 
 class PatientNvml(Nvml):
@@ -47,21 +57,8 @@ class PatientNvml(Nvml):
         handle = arguments[0] if arguments else None
         if any(handle is stuck for stuck in self._stuck if handle is not None):
             raise NVMLError(pynvml.NVML_ERROR_TIMEOUT)
-        answers: list[Any] = []
-        errors: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                answers.append(question(*arguments, **named))
-            except BaseException as error:  # handed to whoever asked
-                errors.append(error)
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(self._limit_s)
-        if thread.is_alive():
+        try:
+            return answer_within(self._limit_s, partial(question, *arguments, **named))
+        except TimeoutError:
             self._stuck.append(handle)
-            raise NVMLError(pynvml.NVML_ERROR_TIMEOUT)
-        if errors:
-            raise errors[0]
-        return answers[0]
+            raise NVMLError(pynvml.NVML_ERROR_TIMEOUT) from None

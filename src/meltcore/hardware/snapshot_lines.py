@@ -7,11 +7,13 @@ from meltcore.results.snapshot import GpuState, Snapshot
 from meltcore.results.wording import fingerprint_rows
 
 _GIB = 2**30
+_OF_A_RUN_OR_TOLD_BELOW = ("Arguments", "Seed", "GPU ")
 
 
 def snapshot_lines(snapshot: Snapshot) -> list[str]:
     rows = [
-        *fingerprint_rows(snapshot.fingerprint),
+        *(row for row in fingerprint_rows(snapshot.fingerprint) if not row[0].startswith(_OF_A_RUN_OR_TOLD_BELOW)),
+        ("GPU driver", snapshot.driver),
         ("CUDA of the driver", snapshot.cuda_driver),
         *snapshot.libraries.items(),
     ]

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import meltcore
+from meltcore.results.patience import answer_within
 from meltcore.results.schema import Fingerprint, Gpu
 
 # Packages whose version can move a number or an answer. Read from their metadata: importing torch takes seconds.
@@ -18,6 +19,7 @@ _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "starlette", "uvic
 _SECRET_OPTION = re.compile(r"--[\w-]*(key|token|secret|password)$")
 _URL_LOGIN = re.compile(r"//[^/@]*@")
 _GIT_TIMEOUT_S = 5.0
+_DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
 
 
 def take_fingerprint(arguments: Sequence[str] = (), seed: int | None = None) -> Fingerprint:
@@ -79,7 +81,14 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[list[Gpu], str | None]:
-    """GPUs and driver by NVML; none where the driver's library is absent, which is what NVML's error says."""
+    """GPUs and driver by NVML; none where there is no driver. One that does not answer stands in the driver's place."""
+    try:
+        return answer_within(_DRIVER_TIMEOUT_S, _ask_driver)
+    except TimeoutError as error:
+        return [], f"NVML gave {error}"
+
+
+def _ask_driver() -> tuple[list[Gpu], str | None]:
     import pynvml
 
     try:
@@ -88,18 +97,29 @@ def _gpus() -> tuple[list[Gpu], str | None]:
         return [], None
     try:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        gpus = [
-            Gpu(
-                name=_text(pynvml.nvmlDeviceGetName(handle)),
-                uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-            )
-            for handle in handles
-        ]
-        return gpus, driver
+        found = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [gpu for gpu in found if gpu is not None], driver
+    except pynvml.NVMLError as error:
+        return [], f"NVML said: {error}"
     finally:
         pynvml.nvmlShutdown()
+
+
+def _gpu(index: int) -> Gpu | None:
+    """None for a GPU that a cgroup keeps from this job, as CUDA leaves it out, and for one that is lost."""
+    import pynvml
+
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        return Gpu(
+            name=_text(pynvml.nvmlDeviceGetName(handle)),
+            uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+            memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        )
+    except pynvml.NVMLError as error:
+        if error.value in (pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_GPU_IS_LOST):
+            return None
+        raise
 
 
 def _text(value: str | bytes) -> str:
