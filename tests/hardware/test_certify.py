@@ -30,6 +30,15 @@ def test_a_healthy_node_passes_every_tier_without_a_finding(tmp_path: Path) -> N
         assert [report.name for report in certificate.checks] == certificate.required
 
 
+def test_each_check_is_named_when_it_begins_and_reported_when_it_ends(tmp_path: Path) -> None:
+    heard: list[str] = []
+    certificate = certified(
+        tmp_path, node_of(h200s(1)), "quick", begun=heard.append, told=lambda report: heard.append(report.name)
+    )
+    titles = [report.title for report in certificate.checks]
+    assert heard == [each for pair in zip(titles, certificate.required, strict=True) for each in pair]
+
+
 def test_four_faults_of_four_gpus_give_exactly_four_findings(tmp_path: Path) -> None:
     gpus = h200s()
     gpus[1].readings["clock_reasons"] = 0  # a healthy neighbour says so too

@@ -97,15 +97,17 @@ def _certify(args: argparse.Namespace) -> int:
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, soft_wrap=True)
     with RunFolder.kept_if_used(args.out, "certify") as folder:
         try:
-            certificate = certify(
-                node,
-                gpus,
-                args.tier,
-                folder.path,
-                hours=args.hours,
-                baseline=baseline,
-                told=lambda report: print_report(report, console),
-            )
+            with console.status("looking at the GPUs") as status:
+                certificate = certify(
+                    node,
+                    gpus,
+                    args.tier,
+                    folder.path,
+                    hours=args.hours,
+                    baseline=baseline,
+                    begun=status.update,
+                    told=lambda report: print_report(report, console),
+                )
         finally:
             with suppress(NVMLError):  # the process ends soon, with the driver or without it
                 node.nvml.close()

@@ -34,9 +34,12 @@ def certify(
     *,
     hours: float = 0.0,
     baseline: Baseline | None = None,
+    begun: Callable[[str], None] = lambda title: None,
     told: Told = lambda report: None,
 ) -> Certificate:
-    """Run every check of `tier` on `gpus`; `told` hears of each report as it comes. Files go to `folder`.
+    """Run every check of `tier` on `gpus`. Files go to `folder`.
+
+    `begun` hears of each check as it starts, `told` of its report.
 
     Raises ConfigError for several MIG slices (a process sees only one) and for a soak without hours.
     """
@@ -63,6 +66,7 @@ def certify(
     notes = [_UNCHANGED]
     try:
         for check in checks:
+            begun(check.title)
             reports.append(check.run(site))
             told(reports[-1])
     finally:
