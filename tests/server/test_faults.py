@@ -41,6 +41,24 @@ def test_a_client_gone_before_the_first_token_frees_its_place(stream: bool) -> N
         assert server.check_no_leak()["requests_aborted_total"] == 1
 
 
+def test_a_client_gone_after_a_body_so_long_that_reading_was_paused_frees_its_place() -> None:
+    with scripted_server("--silent-steps", "100000", engine={"max_model_len": 10**8}) as server:
+        connection = server.open(CHAT, chat_body("x" * 3_000_000))
+        server.wait_metric("requests_in_flight", 1)
+        connection.close()
+        assert server.check_no_leak()["requests_aborted_total"] == 1
+
+
+def test_clients_gone_while_their_prompts_are_tokenised_free_their_places() -> None:
+    with scripted_server("--silent-steps", "100000", engine={"max_model_len": 10**8}) as server:
+        for wait_ms in range(20):
+            connection = server.open(CHAT, chat_body("x" * 60_000))
+            time.sleep(wait_ms / 1000)
+            connection.close()
+        found = server.check_no_leak()
+        assert found["requests_accepted_total"] == found["requests_aborted_total"] > 0
+
+
 @pytest.mark.parametrize("leave", [socket.socket.close, reset])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_gone_midway_is_aborted_and_others_go_on(leave: Any, stream: bool) -> None:

@@ -144,6 +144,8 @@ class EngineProcess:
             engine.check()
             if self._finished >= _ENOUGH_FINISHED:
                 self._finished = 0
+                if not self._front_of:
+                    self._front_of.clear()  # an emptied dict keeps the room of all it has held
                 give_back_memory()
         return all(self._receive_from(front, engine) for front in range(len(self._inboxes)))
 

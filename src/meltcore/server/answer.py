@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from starlette.types import Receive, Scope, Send
@@ -103,9 +102,10 @@ class _Exchange:
 
     async def answer(self, generation: Generation, reply: Reply, *, usage_event: bool) -> None:
         """Send the answer as it comes, or whole; end the request in the engine should the client leave first."""
-        transport = self.scope["meltcore.transport"]
-        generation.cut_off = transport.abort
-        watcher = asyncio.create_task(self._watch(generation))
+        connection = self.scope["meltcore.connection"]
+        generation.cut_off = connection.transport.abort
+        # Which no write would tell while there is nothing to write.
+        connection.when_lost(lambda: self.front.requests.end(generation, client_gone(), "aborted"))
         status = 200
         try:
             if generation.streaming:
@@ -113,9 +113,8 @@ class _Exchange:
             else:
                 status = await self._whole(generation, reply)
         finally:
-            watcher.cancel()
-            if generation.timer is not None:
-                generation.timer.cancel()
+            connection.when_lost(None)
+            self.front.time_limit.forget(generation)
             # Nothing is open here unless this task is being cancelled or has failed: then the engine must be told.
             self.front.requests.end(generation, client_gone(), "aborted")
         self.log(status=status, generation=generation)
@@ -150,7 +149,7 @@ class _Exchange:
 
     async def _stream_error(self, error: RequestError, started: bool) -> int:
         if error.status == 499:
-            self.scope["meltcore.transport"].abort()
+            self.scope["meltcore.connection"].transport.abort()
         elif started:
             event = b"event: error\ndata: " + error_json(error) + b"\n\n"
             await self.send({"type": "http.response.body", "body": event, "more_body": False})
@@ -167,12 +166,6 @@ class _Exchange:
         await send_json(self.send, reply.body(generation), headers=self.headers)
         generation.sending = False
         return 200
-
-    async def _watch(self, generation: Generation) -> None:
-        """Notice that the client has gone, which no write would tell while there is nothing to write."""
-        while (await self.receive())["type"] != "http.disconnect":
-            continue
-        self.front.requests.end(generation, client_gone(), "aborted")
 
     def log(self, *, status: int, generation: Generation | None = None, error: str | None = None) -> None:
         """The one line of this request: who, what, how long; never text."""

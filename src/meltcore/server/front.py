@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -31,6 +30,7 @@ from meltcore.server.open_requests import OpenRequests
 from meltcore.server.prompts import chat_prompt, completion_prompts
 from meltcore.server.protocol import ChatRequest, CompletionRequest
 from meltcore.server.sampling import sampling_params
+from meltcore.server.time_limit import TimeLimit
 
 ENGINE_GONE = "the engine has died; the server is going down"
 REPLICA_GONE = "the replica that worked on this has died; the others go on, so the request can be sent again"
@@ -48,6 +48,7 @@ class Front:
         self.health = Health(counts)
         self.log = Log(config.log_format, counts)
         self.requests = OpenRequests(counts, send)
+        self.time_limit = TimeLimit(config.request_timeout_s, self._end_overdue)
         self.model: Model | None = None
         self._send = send
         self._admission: Admission | None = None
@@ -125,7 +126,10 @@ class Front:
         ]
 
     def admit(self, generation: Generation, priority: int) -> None:
-        """Give the request to the engine, with its time limit. Raises RequestError (429, 503) where it cannot."""
+        """Give the request to the engine; its time is limited until `time_limit.forget`.
+
+        Raises RequestError (429, 503) where it cannot.
+        """
         counts = self.counts
         if not counts.living():  # what the first front knows already, and we are to hear yet
             self.health.set("dead", ENGINE_GONE)
@@ -145,8 +149,7 @@ class Front:
                 counts.add("rejected_queue_full")
                 raise
             self.requests.add(generation, priority)
-        left_s = generation.arrived_s + self.config.request_timeout_s - time.monotonic()
-        generation.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, generation)
+        self.time_limit.watch(generation)
 
     async def profile(self, action: Literal["start", "stop"]) -> ProfileDone:
         """Start or stop the engine's profiler, into --profile-dir: of the first replica alone, for all do the same.
@@ -163,7 +166,7 @@ class Front:
         self._send(Profile(action, directory), replica)
         return await done
 
-    def _time_out(self, generation: Generation) -> None:
+    def _end_overdue(self, generation: Generation) -> None:
         limit_s = self.config.request_timeout_s
         error = RequestError(
             f"the answer took longer than {limit_s:g} s (--request-timeout)", status=504, code="request_timeout"

@@ -159,7 +159,6 @@ class Generation:
         self.error: RequestError | None = None
         self.sending = False  # inside `await send(...)`: seen from outside, the client is not reading
         self.cut_off: Callable[[], None] | None = None  # drops the connection, and with it what was not read
-        self.timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._has_news = False
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -69,19 +69,38 @@ class HttpServer:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, which also lets the application drop a connection whose client does not read."""
+    """uvicorn's protocol, which the application finds in its scope: to drop the connection of a client that does not
+    read, and to be told when one is lost without a task that waits for it."""
 
     def __init__(self, config: uvicorn.Config, state: Any, counts: Counts) -> None:
         super().__init__(config, state, {}, asyncio.get_running_loop())
         self._counts = counts
+        self._lost = False
+        self._on_lost: Callable[[], None] | None = None
+
+    def when_lost(self, call: Callable[[], None] | None) -> None:
+        """Call once when the client has gone, now where it has already; None: nobody asks any more."""
+        self._on_lost = call
+        if call is None:
+            return
+        if self._lost:
+            call()
+        else:
+            self.flow.resume_reading()  # paused by a long body; the end of a connection comes after what was sent
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["meltcore.transport"] = self.transport  # type: ignore[typeddict-unknown-key]
+        self.scope["meltcore.connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._counts.add("connections_closed")
+        self._lost = True
+        if self._on_lost is not None:
+            self._on_lost()
+        for table in (self.connections, self.tasks):
+            if not table:
+                table.clear()  # an emptied set keeps the room of all it has held
 
 
 class _Uvicorn(uvicorn.Server):

@@ -137,6 +137,8 @@ class OpenRequests:
     def _end(self, choice: Choice, outcome: Outcome) -> None:
         if self._open.pop(choice.request_id, None) is None:
             return
+        if not self._open:
+            self._open.clear()  # an emptied dict keeps the room of all it has held
         choice.generation.open_choices -= 1
         if choice.first_token_s is None:
             self._counts.add("waiting_prompt_tokens", -choice.prompt_tokens)
