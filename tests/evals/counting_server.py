@@ -9,7 +9,9 @@ from typing import Literal
 from fake_openai import FakeServer
 from tokenizers import Tokenizer
 
-Lie = Literal["none", "wrong-sums", "one-wrong-sum", "prompt-cut", "output-doubled", "echo", "mute", "once-mute"]
+Lie = Literal[
+    "none", "wrong-sums", "one-wrong-sum", "prompt-cut", "output-doubled", "echo", "mute", "once-mute", "strict"
+]
 TEMPLATE_TOKENS = 12
 CHATTER = " it is a sum of many parts" * 4
 
@@ -18,7 +20,7 @@ class CountingServer(FakeServer):
     """Answers "What is a + b?" rightly and anything else with `CHATTER`."""
 
     def __init__(self, tokenizer: str, lie: Lie = "none", port: int = 0) -> None:
-        super().__init__(port=port)
+        super().__init__("strict" if lie == "strict" else "none", port=port)
         self._tokenizer = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
         self._lie = lie
         self.asked: list[str] = []

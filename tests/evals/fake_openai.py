@@ -31,6 +31,7 @@ FAULTS = (
     "thinks-aloud",  # answers begin with a thinking block
     "bare-errors",  # errors are plain text
     "no-listing",  # /v1/models does not exist
+    "strict",  # refuses fields that are not OpenAI's
     "slow",  # streams the answers it knows for a minute
 )
 _MODEL = "fake"
@@ -93,6 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
             fields = _checked(body)
+            if self.server.fault == "strict" and "continuous_usage_stats" in fields.get("stream_options", {}):
+                raise BadRequest("unknown field continuous_usage_stats", "stream_options")
             if self.path == "/v1/chat/completions":
                 self._chat(fields)
             else:

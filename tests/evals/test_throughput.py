@@ -257,6 +257,16 @@ def test_a_failed_request_fails_the_run(counting: Callable[..., CountingServer],
     assert {level.token_count_source for level in result.levels} == {"server-reported"}
 
 
+def test_a_server_that_refuses_more_than_openai_s_fields_can_be_measured(
+    counting: Callable[..., CountingServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--requests", "4", "--input-tokens", "8", "--output-tokens", "64", "--tokenizer", TOKENIZER]
+    words = ["eval", "throughput", counting("strict").address, *options, "--levels", "2", "--out", str(tmp_path)]
+    assert main(words) == 1
+    assert "unknown field continuous_usage_stats" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--no-continuous-usage"]) == 0
+
+
 def test_why_a_level_failed_is_on_the_screen(
     counting: Callable[..., CountingServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-stream", action="store_true", help="whole answers, as the public harness asks: no TTFT, no ITL"
     )
+    parser.add_argument(
+        "--no-continuous-usage", action="store_true", help="do not ask for token counts with every chunk"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the prompts (default: a new one each run)")
     parser.add_argument(
         "--speed-only",
@@ -229,6 +232,7 @@ def _throughput_config(args: argparse.Namespace, **settings: "tuple[int, ...]") 
         reuse_prompts=args.reuse_prompts,
         speed_only=args.speed_only,
         stream=not args.no_stream,
+        continuous_usage=not args.no_continuous_usage,
         tokenizer=args.tokenizer,
         seed=secrets.randbits(32) if args.seed is None else args.seed,
         model=args.model,

@@ -85,6 +85,7 @@ def load_config(config: ThroughputConfig, model: str, folder: Path) -> LoadConfi
         api_key=config.api_key,
         seed=config.seed,
         stream=config.stream,
+        continuous_usage=config.continuous_usage,
         temperature=None,  # each request has its own
         # Asked random text at temperature 1 a model ends at once now and then; throughput_checks.py says how often.
         may_be_empty=not (config.fixed_output or config.speed_only),

@@ -39,6 +39,7 @@ class ThroughputConfig:
     reuse_prompts: bool = False
     speed_only: bool = False
     stream: bool = True
+    continuous_usage: bool = True  # ask for token counts with every chunk; some servers refuse the field
     tokenizer: str | None = None  # tokenizer.json or its folder; speed alone takes ids below 30,000 without
     seed: int = 0
     model: str | None = None
