@@ -8,7 +8,10 @@
 #include <cuda_runtime.h>
 #include <curand.h>
 
+#include <sched.h>
+
 #include <algorithm>
+#include <cctype>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -146,8 +149,30 @@ void Memory(int device) {
   CHECK(cudaFree(to));
 }
 
+// Moves this thread to the processors of the GPU's socket, so that the host's buffer lies in its memory.
+void StayNear(int device) {
+  char bus_id[32], path[96], list[4096] = "";
+  CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), device));
+  for (char* at = bus_id; *at; ++at) *at = char(tolower(*at));
+  snprintf(path, sizeof(path), "/sys/bus/pci/devices/%s/local_cpulist", bus_id);
+  FILE* file = fopen(path, "r");
+  if (file == nullptr) return;
+  const bool told = fgets(list, sizeof(list), file) != nullptr;
+  fclose(file);
+  cpu_set_t near;
+  CPU_ZERO(&near);
+  for (char* at = list; told && *at >= '0' && *at <= '9';) {
+    long first = strtol(at, &at, 10), last = first;
+    if (*at == '-') last = strtol(at + 1, &at, 10);
+    for (long cpu = first; cpu <= last && cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &near);
+    if (*at == ',') ++at;
+  }
+  sched_setaffinity(0, sizeof(near), &near);  // refused where the job may use none of them, and then nothing moves
+}
+
 void Host(int device) {
   const size_t size = size_t(256) << 20;
+  StayNear(device);
   CHECK(cudaSetDevice(device));
   void *ours, *host;
   CHECK(cudaMalloc(&ours, size));

@@ -350,6 +350,19 @@ def test_a_mig_slice_has_no_expectation_but_its_own_and_comes_alone(tmp_path: Pa
         certified(tmp_path, node_of(gpus), "quick", wanted="MIG-one,MIG-two")
 
 
+def test_host_copies_are_told_which_processors_are_near(tmp_path: Path) -> None:
+    asked: dict[tuple[int, ...], object] = {}
+
+    def noted(question: Question, target: tuple[int, ...], answer: Answer) -> Answer | None:
+        if question.key.startswith("host"):
+            asked[target] = question.settings["cpus"]
+        return answer
+
+    files = {"/sys/bus/pci/devices/0000:01:00.0/local_cpulist": "64-127\n"}
+    certified(tmp_path, node_of(h200s(2), noted, files=files), "quick")
+    assert asked == {(0,): "", (1,): "64-127"}
+
+
 def test_a_soak_of_days_holds_no_more_samples_than_an_hour() -> None:
     assert sampling_interval_s(0) == sampling_interval_s(1.0) == 0.1
     assert sampling_interval_s(72.0) == pytest.approx(7.2)

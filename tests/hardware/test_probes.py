@@ -1,6 +1,7 @@
 """The probes' own logic, without a GPU: every tensor is on the CPU, and events read the host's clock."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -90,8 +91,17 @@ def test_memory_counts_every_byte_read_and_written(
 
 @pytest.mark.parametrize("way", ["to-device", "to-host"])
 def test_host_copies_answer(on_the_cpu: None, way: str) -> None:
-    (answer,) = host.measure(question("h", way=way, bytes=1 << 16))
+    (answer,) = host.measure(question("h", way=way, bytes=1 << 16, cpus=""))
     assert min(answer.samples) > 0
+
+
+def test_host_copies_run_on_the_gpus_own_socket(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[set[int]] = []
+    monkeypatch.setattr(host, "_MAY_USE", set(range(64)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: moves.append(cpus))
+    for cpus in ("0-3,8", "62-127", "96-127", ""):
+        list(host.measure(question("h", way="to-host", bytes=1 << 16, cpus=cpus)))
+    assert moves == [{0, 1, 2, 3, 8}, {62, 63}, set(range(64)), set(range(64))], "what the job may use, at any rate"
 
 
 def test_peer_copies_answer_one_way(on_the_cpu: None) -> None:

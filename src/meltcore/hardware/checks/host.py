@@ -1,6 +1,7 @@
 """Host-device copies: does every GPU's PCIe link carry what its generation and width say?"""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from meltcore.hardware import expect
 from meltcore.hardware.checks.base import MeasuredCheck
@@ -23,7 +24,11 @@ class Host(MeasuredCheck):
     def questions(self, site: Site) -> list[Question]:
         seconds = _SECONDS.get(site.tier, _SECONDS_OF_MORE)
         return [
-            Question(key=f"host/{way}", gpus=(gpu,), settings={"way": way, "bytes": _BYTES, "seconds": seconds})
+            Question(
+                key=f"host/{way}",
+                gpus=(gpu,),
+                settings={"way": way, "bytes": _BYTES, "seconds": seconds, "cpus": near_cpus(site, gpu)},
+            )
             for gpu in site.positions
             for way in ("to-device", "to-host")
         ]
@@ -33,3 +38,12 @@ class Host(MeasuredCheck):
 
     def topology(self, site: Site, question: Question, gpus: Sequence[int]) -> Expectation | None:
         return expect.host(site.snapshot.gpus[gpus[0]])
+
+
+def near_cpus(site: Site, gpu: int) -> str:
+    """The processors of the GPU's own socket, as the kernel lists them; empty where it does not tell.
+
+    From the memory of another socket a copy also crosses the link between the two, which is no fault of the GPU's.
+    """
+    bus_id = site.snapshot.gpus[gpu].facts.get("bus_id")
+    return (site.node.read(Path(f"/sys/bus/pci/devices/{bus_id}/local_cpulist")) or "").strip()
