@@ -33,7 +33,7 @@
 
 namespace {
 
-constexpr int kRepeats = 9;
+constexpr int kRepeats = 7;
 constexpr double kGroupS = 0.1;
 constexpr double kPairGroupS = 0.03;  // eight GPUs have 84 pairs to measure
 
