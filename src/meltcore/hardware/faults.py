@@ -88,14 +88,17 @@ XID_ACTIONS = {
     43: _PROGRAM,
     45: _PROGRAM,
     48: _RESET,
+    62: _RESET,
     63: "drain the GPU when convenient and reset it, so that the row is remapped",
     64: "replace the GPU: it has no spare rows left for an error",
     74: "check the NVLink bridge, baseboard and switch; drain and reset the GPU",
     79: _REBOOT,
+    92: "drain the GPU when convenient and watch its ECC counters; if they go on growing, ask for a replacement",
     94: "restart the program that was hit; reset the GPU when convenient",
     95: _RESET,
     119: _REBOOT,
     120: _REBOOT,
+    140: _RESET,
 }
 
 # nvmlDeviceGetFieldValues, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.

@@ -17,14 +17,17 @@ _MEANINGS: dict[int, str] = {
     43: "a program's channel was stopped",
     45: "a program was cleaned up after an error",
     48: "uncorrectable ECC error",
+    62: "an internal micro-controller halted",
     63: "memory row remapped",
     64: "memory row could not be remapped",
     74: "NVLink error",
     79: "the GPU has fallen off the bus",
+    92: "many corrected ECC errors",
     94: "contained ECC error",
     95: "uncontained ECC error",
     119: "GPU firmware does not answer",
     120: "GPU firmware failed",
+    140: "unrecovered ECC error",
 }
 
 
