@@ -31,6 +31,7 @@ FAULTS = (
     "thinks-aloud",  # answers begin with a thinking block
     "bare-errors",  # errors are plain text
     "no-listing",  # /v1/models does not exist
+    "stuck",  # answers after a minute
     "strict",  # refuses fields that are not OpenAI's
     "slow",  # streams the answers it knows for a minute
 )
@@ -51,6 +52,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.fault = fault
         self.streamed = 0
+        self.posts = 0
         self.answers = answers or {}  # question: value
 
     @property
@@ -94,6 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         try:
             fields = _checked(body)
+            self.server.posts += 1
+            if self.server.fault == "stuck":
+                time.sleep(60)
             if self.server.fault == "strict" and "continuous_usage_stats" in fields.get("stream_options", {}):
                 raise BadRequest("unknown field continuous_usage_stats", "stream_options")
             if self.path == "/v1/chat/completions":

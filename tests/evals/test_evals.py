@@ -1,8 +1,12 @@
 """Answers and API forms, checked against a server that keeps the rules and ones that break a known one."""
 
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -143,6 +147,20 @@ def test_a_server_without_the_listing_can_be_asked_by_name(start: Callable[..., 
         run_eval(address, "problems")
     result = run_eval(address, "problems", model="fake")
     assert (result.verdict, result.accuracy) == ("OK", 1.0)
+
+
+@pytest.mark.parametrize("words", [["problems"], ["gsm8k", "--data", "meltcore/problems"]])
+def test_an_interruption_does_not_wait_for_answers(start: Callable[..., FakeServer], words: list[str]) -> None:
+    server = start("stuck")
+    command = [sys.executable, "-m", "meltcore.cli.main", "eval", words[0], server.address, *words[1:]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while server.posts < 8:
+            time.sleep(0.02)
+        interrupted_s = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=30)
+    assert (process.returncode, "interrupted" in printed) == (130, True)
+    assert time.monotonic() - interrupted_s < 10
 
 
 @pytest.mark.parametrize("share", ["95", "-0.1", "nan"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from meltcore.evals.api import Api, ApiError
@@ -29,13 +31,31 @@ class Answer:
 
 def ask_all(api: Api, bodies: Sequence[dict[str, Any]], concurrency: int) -> Iterator[tuple[int, Answer]]:
     """POST every body once, `concurrency` at a time; (index, answer) in the order the answers come."""
-    pool = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="eval")
+    left = deque(range(len(bodies)))
+    answered: SimpleQueue[tuple[int, Answer] | Exception] = SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                index = left.popleft()
+            except IndexError:
+                return
+            try:
+                answered.put((index, _ask(api, bodies[index])))
+            except Exception as error:  # whatever it is, it belongs to whoever waits for the answer
+                answered.put(error)
+
+    # Daemons: an interrupted program does not wait for answers that are under way, as a pool's threads have it do.
+    for _ in range(min(concurrency, len(bodies))):
+        threading.Thread(target=work, name="eval", daemon=True).start()
     try:
-        waiting = {pool.submit(_ask, api, body): index for index, body in enumerate(bodies)}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
+        for _ in bodies:
+            found = answered.get()
+            if isinstance(found, Exception):
+                raise found
+            yield found
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        left.clear()
 
 
 def _ask(api: Api, body: dict[str, Any]) -> Answer:
