@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from meltcore.config import EngineConfig
 from meltcore.engine.engine import Engine
 from meltcore.errors import ConfigError
+from meltcore.layers.group import Group
+from meltcore.models import room
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.loader import build_model, load_weights
 
@@ -225,6 +227,19 @@ def test_dummy_biases_are_zero(tmp_path: Path) -> None:
     biases = [tensor for name, tensor in tensors.items() if name.endswith("bias")]
     assert len(biases) == 6
     assert not any(bias.any() for bias in biases)
+
+
+@pytest.mark.parametrize(("ranks", "needed"), [(1, 129.1), (2, 129.2)])
+def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, needed: float
+) -> None:
+    """Ranks on a CPU hold together what one does, and norms and routers each."""
+    monkeypatch.setattr(room, "host_available_bytes", lambda: 100 * 2**30)
+    checkpoint = open_checkpoint("Qwen/Qwen3.5-35B-A3B", files="config")
+    group = Group(0, ranks) if ranks > 1 else None
+    with pytest.raises(ConfigError, match=rf"take {needed} GiB, and 100\.0 GiB of host memory are available"):
+        build_model(checkpoint, torch.float32, torch.device("cpu"), group=group)
+    assert build_model(checkpoint, torch.float32, torch.device("meta"), group=group).embedding.is_meta
 
 
 def test_too_little_memory_is_refused_with_the_largest_context_that_fits(tmp_path: Path) -> None:

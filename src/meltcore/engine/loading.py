@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from meltcore.config import EngineConfig
-from meltcore.engine.memory import HOST_SHARE, MemoryPlan, host_available_bytes, plan_memory
+from meltcore.engine.memory import HOST_SHARE, MemoryPlan, plan_memory
 from meltcore.errors import ConfigError
 from meltcore.kernels.fp8 import FP8
 from meltcore.layers.group import Group
@@ -15,6 +15,7 @@ from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights
 from meltcore.models.quantization import require_fp8
+from meltcore.models.room import host_available_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

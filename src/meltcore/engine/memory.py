@@ -12,6 +12,7 @@ from meltcore.engine.scheduler import pages_for
 from meltcore.errors import ConfigError
 from meltcore.models.cache import split_groups
 from meltcore.models.decoder import Decoder
+from meltcore.models.room import host_available_bytes
 
 # What a step needs beside weights and pages, until a profiled step says better: activations, workspaces, fragmentation.
 RESERVE_SHARE = 0.08
@@ -130,15 +131,6 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(host_available_bytes() * HOST_SHARE)
-
-
-def host_available_bytes() -> int:
-    """MemAvailable of /proc/meminfo, in bytes."""
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo has no MemAvailable line; set --memory")
 
 
 def _size(size_bytes: int) -> str:

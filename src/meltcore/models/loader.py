@@ -23,6 +23,7 @@ from meltcore.models.qwen2 import Qwen2
 from meltcore.models.qwen3 import Qwen3
 from meltcore.models.qwen3_5 import Qwen3_5
 from meltcore.models.qwen3_moe import Qwen3Moe
+from meltcore.models.room import require_room
 from meltcore.models.shard import Entry, Shard
 
 Progress = Callable[[str, float], None]
@@ -52,7 +53,7 @@ def build_model(
     """The network that config.json names, its weights allocated on `device` and not yet filled.
 
     With a group it is one rank's share of it. Raises ConfigError for an architecture that we do not have, or that
-    cannot be quantised or shared out as asked.
+    cannot be quantised or shared out as asked, and where `device` has too little memory.
     """
     names = checkpoint.config.get("architectures") or []
     known = [name for name in names if name in ARCHITECTURES]
@@ -67,6 +68,9 @@ def build_model(
             if model.config.experts is not None:
                 raise ConfigError(f"--quantization fp8 does not compute routed experts, which {checkpoint.name} has")
             hold_in_fp8(model, device)
+    require_room(
+        checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, group.size if group else 1
+    )
     return model.to_empty(device=device)
 
 
