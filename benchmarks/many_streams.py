@@ -39,11 +39,33 @@ SETTLE_S = 5.0  # after the last answer: processes give back memory when they ha
 
 
 @dataclass(frozen=True)
+class Resident:
+    """A process's resident bytes by kind: its own, mapped files, and memory shared with others or with a driver."""
+
+    anonymous: int
+    file: int
+    shared: int
+
+    @classmethod
+    def of(cls, pid: int) -> Resident:
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return cls(*(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile", "RssShmem")))
+
+    @property
+    def total(self) -> int:
+        return self.anonymous + self.file + self.shared
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes, after a level and at rest. GPU: None where there is no NVIDIA driver."""
 
-    host: int
+    processes: dict[int, Resident]  # by process id
     gpu: int | None
+
+    @property
+    def host(self) -> int:
+        return sum(process.total for process in self.processes.values())
 
 
 class HealthWatch:
@@ -90,10 +112,15 @@ def server_pids(pid: int) -> list[int]:
     return [pid, *(found for child in children for found in server_pids(int(child)))]
 
 
-def host_bytes(pid: int) -> int:
-    """Resident memory of a process, shared pages included."""
-    fields = Path(f"/proc/{pid}/statm").read_text().split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+def print_growth(before: Memory, after: Memory) -> None:
+    """What each process has grown by, KiB of each kind."""
+    print("grown by, KiB:      total  anonymous  file  shared")
+    for pid, now in after.processes.items():
+        was = before.processes.get(pid, Resident(0, 0, 0))
+        by = (now.total - was.total, now.anonymous - was.anonymous, now.file - was.file, now.shared - was.shared)
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        name = words[words.index("-m") + 1].removeprefix("meltcore.") if "-m" in words else words[0]
+        print("{:>24} {:>11,} {:>5,} {:>7,}  {}".format(*(size // 1024 for size in by), f"{name} ({pid})"))
 
 
 def gpu_bytes() -> int | None:
@@ -115,9 +142,7 @@ def at_rest(url: str, pid: int) -> Memory:
             raise RuntimeError("requests are left in the server")
         time.sleep(0.2)
     time.sleep(SETTLE_S)
-    each = {found: host_bytes(found) for found in server_pids(pid)}
-    print("resident MiB by process:", {found: size >> 20 for found, size in each.items()}, flush=True)
-    return Memory(sum(each.values()), gpu_bytes())
+    return Memory({found: Resident.of(found) for found in server_pids(pid)}, gpu_bytes())
 
 
 def gauges(url: str) -> dict[str, float]:
@@ -175,6 +200,7 @@ def main() -> int:
             with HealthWatch(url) as health:
                 level = run(url, args.streams, args)
             after = at_rest(url, server.pid)
+            print_growth(before, after)
     problems = problems_of(first, args.before, args) + problems_of(level, args.streams, args)
     problems += [f"/health: {problem}" for problem in health.problems[:3]]
     work = f"{args.streams:,} streams at once, {args.inlen} in / {args.out} out"

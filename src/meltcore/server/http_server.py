@@ -55,7 +55,12 @@ class HttpServer:
         """Serve an accepted connection."""
         task = asyncio.create_task(self._take(connection))
         self._taking.add(task)  # the loop itself holds tasks weakly
-        task.add_done_callback(self._taking.discard)
+        task.add_done_callback(self._taken)
+
+    def _taken(self, task: asyncio.Task[Any]) -> None:
+        self._taking.discard(task)
+        if not self._taking:
+            self._taking.clear()  # an emptied set keeps the room of all it has held
 
     async def _take(self, connection: socket.socket) -> None:
         def protocol() -> _Protocol:
