@@ -163,6 +163,15 @@ def test_an_interruption_does_not_wait_for_answers(start: Callable[..., FakeServ
     assert time.monotonic() - interrupted_s < 10
 
 
+def test_a_place_that_cannot_hold_a_run_is_found_out_before_anything_is_asked(
+    start: Callable[..., FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = start()
+    assert main(["eval", "problems", server.address, "--out", "/proc/runs"]) == 2
+    assert "cannot make the run folder /proc/runs" in capsys.readouterr().err
+    assert server.posts == 0
+
+
 @pytest.mark.parametrize("share", ["95", "-0.1", "nan"])
 def test_a_share_that_is_none_is_refused(share: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "problems", UNREACHABLE, "--at-least", share]) == 2

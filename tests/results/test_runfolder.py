@@ -74,3 +74,23 @@ def test_a_root_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot make the run folder"):
         RunFolder.create(tmp_path / "file", "load")
+
+
+def test_an_error_leaves_no_empty_folder_and_none_that_holds_something_is_taken_away(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    with pytest.raises(ConfigError), RunFolder.kept_if_used(root, "eval"):
+        raise ConfigError("nothing could be done")
+    assert not root.exists()
+    used: list[Path] = []
+
+    def end_half_way() -> None:
+        with RunFolder.kept_if_used(root, "eval") as folder:
+            folder.requests_path.write_text("{}")
+            used.append(folder.path)
+            raise ConfigError("half way")
+
+    with pytest.raises(ConfigError):
+        end_half_way()
+    with pytest.raises(ConfigError), RunFolder.kept_if_used(root, "eval"):
+        raise ConfigError("nothing could be done")
+    assert list(root.iterdir()) == used

@@ -133,11 +133,10 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     console = Console()
-    if args.what in ("throughput", "all", "baseline"):
-        result, folder = (_throughput if args.what == "throughput" else _whole)(args, console)
-    else:
-        result, folder = _short(args, console), RunFolder.create(args.out, "eval")
-    save(folder, result)
+    measure = {"throughput": _throughput, "all": _whole, "baseline": _whole}.get(args.what, _short)
+    with RunFolder.kept_if_used(args.out, "eval") as folder:
+        result = measure(args, console, folder)
+        save(folder, result)
     _print(console, result)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
     return _EXIT_CODES.get(result.verdict, 1)
@@ -156,7 +155,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--start-limit is a number of seconds above 0; got {args.start_limit:g}")
 
 
-def _short(args: argparse.Namespace, console: "Console") -> "RunResult":
+def _short(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
     """What writes nothing but its result."""
     if args.what == "score":
         from meltcore.evals import score_runs
@@ -203,19 +202,15 @@ def _gsm8k(args: argparse.Namespace, console: "Console") -> "RunResult":
         )
 
 
-def _throughput(args: argparse.Namespace, console: "Console") -> "tuple[RunResult, RunFolder]":
+def _throughput(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
     from meltcore.evals import run_throughput
     from meltcore.evals.throughput import load_config
     from meltcore.load.config import parse_numbers
     from meltcore.load.console import level_bars
-    from meltcore.results.runfolder import RunFolder
 
     config = _throughput_config(args, levels=parse_numbers(args.levels, "--levels", int))
-    with (
-        RunFolder.kept_if_used(args.out, "eval") as folder,
-        level_bars(load_config(config, "", folder.path).levels, console) as on_progress,
-    ):
-        return run_throughput(config, folder.path, sys.argv[1:], on_progress), folder
+    with level_bars(load_config(config, "", folder.path).levels, console) as on_progress:
+        return run_throughput(config, folder.path, sys.argv[1:], on_progress)
 
 
 def _throughput_config(args: argparse.Namespace, **settings: "tuple[int, ...]") -> "ThroughputConfig":
@@ -241,11 +236,10 @@ def _throughput_config(args: argparse.Namespace, **settings: "tuple[int, ...]") 
     )
 
 
-def _whole(args: argparse.Namespace, console: "Console") -> "tuple[RunResult, RunFolder]":
+def _whole(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
     import signal
 
     from meltcore.evals import WholeConfig, run_baseline, run_whole
-    from meltcore.results.runfolder import RunFolder
 
     config = WholeConfig(
         throughput=_throughput_config(args),
@@ -255,15 +249,14 @@ def _whole(args: argparse.Namespace, console: "Console") -> "tuple[RunResult, Ru
         concurrency=args.concurrency,
     )
     config.check()
-    with RunFolder.kept_if_used(args.out, "eval") as folder:
-        if args.what == "all":
-            return run_whole(config, folder.path, console, sys.argv[1:]), folder
-        # Ended by `timeout` or a job's end, we must not leave the server with its GPUs behind.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            return run_baseline(config, args.command, folder.path, console, sys.argv[1:], args.start_limit), folder
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    if args.what == "all":
+        return run_whole(config, folder.path, console, sys.argv[1:])
+    # Ended by `timeout` or a job's end, we must not leave the server with its GPUs behind.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run_baseline(config, args.command, folder.path, console, sys.argv[1:], args.start_limit)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _print(console: "Console", result: "RunResult") -> None:
