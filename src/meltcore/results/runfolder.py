@@ -44,7 +44,7 @@ class RunFolder:
     @classmethod
     @contextmanager
     def kept_if_used(cls, root: Path | str, verb: str) -> "Iterator[RunFolder]":
-        """A fresh folder as of `create`; an error that leaves it empty takes it away again, and a new `root` with it."""
+        """A fresh folder as of `create`; an error that leaves it empty takes it away, and a new `root` with it."""
         is_new = not Path(root).exists()
         folder = cls.create(root, verb)
         try:
