@@ -8,24 +8,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from meltcore.errors import ConfigError
 from meltcore.forensics.budget import AT_THE_END, Spent, count_steps, spend_kernels
 from meltcore.forensics.groups import group_of
+from meltcore.forensics.host import Host
 from meltcore.forensics.intervals import Span, gaps, length, union, within
-from meltcore.forensics.trace import Activity, HostEvent, Trace
+from meltcore.forensics.trace import Activity, Trace
 from meltcore.forensics.trust import graph_counts, reasons_to_distrust
 from meltcore.results.gaps import CAUSES, COLLECTIVES, COPIES, SIZES, BudgetRow, Cause, GapReport, Pair, Part
 
 MOST_PAIRS = 10
 _NS = 1000.0
-# Calls that return only when the GPU has caught up.
-_SYNCHRONISE = ("synchronize", "cudamemcpy", "cumemcpy")
-_ASYNCHRONOUS = "async"
-_WAITS = ("poll", "select", "epoll", "recv", "wait", "acquire", "sleep", "queue.get", "queue.py")
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def analyse(
     if not mine:
         raise ConfigError(f"GPU {device} did nothing in the window")
     spans = {kind: union((a.start, a.end) for a in mine if a.kind == kind) for kind in ("kernel", "collective", "copy")}
-    stretches = list(_stretches(edges, spans, window, _Host(trace.host)))
+    stretches = list(_stretches(edges, spans, window, Host(trace.host)))
     computing = length(within(spans["kernel"], window))
     busy = union(span for each in spans.values() for span in each)
     whole = window[1] - window[0]
@@ -95,7 +92,7 @@ def devices(trace: Trace) -> list[int]:
     return sorted({each.device for each in trace.activities})
 
 
-def _stretches(edges: _Edges, spans: dict[str, list[Span]], window: Span, host: _Host) -> Iterable[Stretch]:
+def _stretches(edges: _Edges, spans: dict[str, list[Span]], window: Span, host: Host) -> Iterable[Stretch]:
     """All time not computing, without overlap or remainder."""
     busy_else = union([*spans["collective"], *spans["copy"]])
     for gap in gaps(spans["kernel"], window):
@@ -127,56 +124,6 @@ class _Edges:
         at = bisect_right(self._ends, gap[0]) - 1
         after = self.next(gap[1])
         return self._by_end[at].name if at >= 0 else "", after.name if after else ""
-
-
-class _Host:
-    """What launched an activity, and what its thread did before."""
-
-    def __init__(self, events: Sequence[HostEvent]) -> None:
-        self._launches = {each.correlation: each for each in events if each.call and each.correlation is not None}
-        self._threads: dict[str, list[HostEvent]] = defaultdict(list)
-        for each in events:
-            self._threads[each.thread].append(each)
-        self._starts = {name: [each.start for each in own] for name, own in self._threads.items()}
-        # An event may hold others, so how far back one must look is the longest of them.
-        self._longest = {name: max(each.end - each.start for each in own) for name, own in self._threads.items()}
-
-    def cause(self, gap: Span, after: Activity) -> Cause:
-        """Why nothing ran in `gap`, which ends as `after` starts."""
-        launch = None if after.correlation is None else self._launches.get(after.correlation)
-        if launch is None:
-            return "unknown"
-        if launch.start <= gap[0]:
-            return "queued"
-        until = (gap[0], min(launch.start, gap[1]))
-        if until[1] <= until[0]:
-            return "queued"
-        seen = [each for each in self._between(launch.thread, until) if each is not launch]
-        if _share(seen, until, _synchronises) >= 0.5:
-            return "synchronisation"
-        if _share(seen, until, _waits) >= 0.5:
-            return "no work"
-        return "host late" if seen else "host silent"
-
-    def _between(self, thread: str, window: Span) -> list[HostEvent]:
-        own, starts = self._threads[thread], self._starts[thread]
-        first = bisect_left(starts, window[0] - self._longest[thread])
-        last = bisect_left(starts, window[1])
-        return [each for each in own[first:last] if each.end > window[0]]
-
-
-def _share(events: Iterable[HostEvent], window: Span, wanted: Callable[[HostEvent], bool]) -> float:
-    covered = length(within(union(each.span for each in events if wanted(each)), window))
-    return covered / (window[1] - window[0])
-
-
-def _synchronises(event: HostEvent) -> bool:
-    name = event.name.lower()
-    return event.call and _ASYNCHRONOUS not in name and any(word in name for word in _SYNCHRONISE)
-
-
-def _waits(event: HostEvent) -> bool:
-    return not event.call and any(word in event.name.lower() for word in _WAITS)
 
 
 def _budget(activities: Sequence[Activity], stretches: Sequence[Stretch], window: Span) -> list[BudgetRow]:

@@ -42,9 +42,9 @@ def length(spans: Iterable[Span]) -> int:
 
 def within(spans: Sequence[Span], window: Span) -> list[Span]:
     """The parts of `spans` (a union) that lie in `window`."""
-    first = max(0, bisect_right(spans, (window[0],)) - 1)
     parts = []
-    for start, end in spans[first:]:
+    for place in range(max(0, bisect_right(spans, (window[0],)) - 1), len(spans)):
+        start, end = spans[place]
         if start >= window[1]:
             break
         if end > window[0]:
