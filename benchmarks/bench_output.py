@@ -65,7 +65,7 @@ def write_result(name: str, rows: Sequence[Row], versions: dict[str, str], notes
     for row in rows:
         numbers = (row.peer_value, row.ratio, row.reach, row.limit_share)
         work = f"{row.work} (INVALID: {row.invalid})" if row.invalid else row.work
-        table.add_row(work, row.unit, f"{row.value:,.4g}", row.peer or "", *map(_number, numbers))
+        table.add_row(work, row.unit, _number(row.value), row.peer or "", *map(_number, numbers))
     console = Console(width=140)
     console.print(table)
     for note in notes:
@@ -73,4 +73,6 @@ def write_result(name: str, rows: Sequence[Row], versions: dict[str, str], notes
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.4g}"
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
