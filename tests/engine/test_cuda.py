@@ -35,7 +35,7 @@ def test_parity_on_cuda(
         pages=pages,
         debug=debug,
         max_model_len=300,
-        max_num_batched_tokens=96,
+        max_num_batched_tokens=160,
     )
     prompts = {f"r{index}": tools.random_prompt(100, 50 + index) for index in range(4)}
     for request_id, prompt in prompts.items():
@@ -55,7 +55,7 @@ def recurrent_reference() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("debug", [(), ("no-graphs",)])
+@pytest.mark.parametrize("debug", [(), ("no-prompt-graphs",), ("no-graphs",)])
 def test_recurrent_states_on_cuda(
     recurrent_reference: PreTrainedModel, tmp_path: Path, overlap: bool, debug: tuple[str, ...]
 ) -> None:
@@ -69,7 +69,7 @@ def test_recurrent_states_on_cuda(
         max_num_seqs=4,
         state_slots=6,
         max_model_len=300,
-        max_num_batched_tokens=96,
+        max_num_batched_tokens=160,
     )
     beginnings = [tools.random_prompt(130, index) for index in range(2)]
     prompts = {f"r{index}": beginnings[index % 2] + tools.random_prompt(5 * index, 9) for index in range(9)}

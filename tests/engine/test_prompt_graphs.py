@@ -18,6 +18,7 @@ from meltcore.engine.graphs import PADDING_POSITION, PADDING_ROW
 from meltcore.engine.messages import AddRequest
 from meltcore.engine.prompt_graphs import (
     ALONE,
+    EMPTY,
     ON_DEVICE,
     PaddedInputs,
     PromptGraphs,
@@ -31,7 +32,7 @@ from meltcore.engine.runner import ModelRunner
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.engine.scheduler import Chunk
 from meltcore.kernels import paged_attention
-from meltcore.kernels.attention import BLOCK_QUERIES
+from meltcore.kernels.delta import CHUNK
 
 
 def chunk(row: int, start: int, size: int, *, known: bool = True, samples: bool = True) -> Chunk:
@@ -98,9 +99,9 @@ def test_a_padded_step_is_told_the_same_as_the_plain_one() -> None:
     assert not inputs.positions[216:].any()
     assert set(inputs.token_rows[2:16].tolist()) | set(inputs.token_rows[216:].tolist()) == {PADDING_ROW}
     tiles = inputs.tiles.view(torch.int32).view(-1, 4).numpy()
-    assert tiles[: len(batch.tiles)].tolist() == batch.tiles.tolist()
-    assert len(tiles) == size.tiles
-    assert not tiles[len(batch.tiles) :].any()
+    real = len(batch.tiles)
+    assert tiles[:real].tolist() == batch.tiles.tolist()
+    assert tiles[real:].tolist() == [[PADDING_ROW, 200, 56, 0]] + [[0, 0, 0, 0]] * (size.tiles - real - 1)
     samples = len(batch.last_tokens)
     assert inputs.sample_rows.tolist() == batch.sample_rows + [PADDING_ROW] * (size.sampled - samples)
     for token, row in zip(inputs.last_tokens[:samples].tolist(), batch.sample_rows, strict=True):
@@ -116,10 +117,37 @@ def test_every_batch_that_a_size_holds_has_places_for_its_tiles_and_choices(seed
     batch = batch_of(*chunks)
     for size in prompt_sizes(64, 1024):
         if size.holds(batch):
-            padded(batch, size)
-            assert len(batch.tiles) <= size.tiles
-            assert BLOCK_QUERIES * size.tiles >= len(batch.token_ids) - batch.decodes
+            inputs = padded(batch, size)
+            tiles = inputs.tiles.view(torch.int32).view(-1, 4).numpy()
+            covered = np.concatenate([np.arange(first, first + count) for _, first, count, _ in tiles])
+            assert sorted(covered) == list(range(size.tokens))
             assert len(batch.last_tokens) <= size.sampled
+
+
+@pytest.mark.parametrize("size", [Size(0, 64), Size(16, 256), Size(0, 1024)], ids=str)
+@pytest.mark.parametrize("lengths", [[], [1, 1, 7], [2, 30, 31], [1, 250], [200]], ids=str)
+def test_pieces_of_recurrent_layers_cover_every_token_once(size: Size, lengths: list[int]) -> None:
+    batch = EMPTY
+    if lengths:
+        chunks = [chunk(row, 0, tokens) for row, tokens in enumerate(lengths, start=1)]
+        for each in chunks:
+            each.request.state_slot = 10 * each.request.row
+        batch = build_batch(chunks, recurrent=True)[1]
+    if not size.holds(batch):
+        pytest.skip("does not fit")
+    inputs = padded(batch, size)
+    firsts, slots = inputs.first_tokens.tolist(), inputs.state_slots.tolist()
+    assert firsts == sorted(firsts)
+    assert (firsts[0], firsts[-1], len(slots)) == (0, size.decodes + size.tokens, size.segments)
+    for row, tokens in enumerate(lengths, start=1):
+        segment = slots.index(10 * row)
+        assert firsts[segment + 1] - firsts[segment] == tokens
+        assert inputs.rows[segment] == row
+    covered: list[int] = []
+    for segment, number in inputs.pieces.view(torch.int32).view(-1, 2).tolist():
+        begin = firsts[segment] + number * CHUNK
+        covered += range(begin, min(begin + CHUNK, firsts[segment + 1]))
+    assert sorted(covered) == list(range(size.decodes, size.decodes + size.tokens))
 
 
 class Uncaptured:
@@ -142,7 +170,7 @@ class Uncaptured:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2"])
+@pytest.mark.parametrize("family", sorted(tools.FAMILIES))
 def test_padded_steps_compute_what_plain_ones_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, overlap: bool
 ) -> None:
@@ -154,6 +182,7 @@ def test_padded_steps_compute_what_plain_ones_do(
         seen = tools.open_engine(tmp_path, overlap=overlap, max_num_seqs=8, max_num_batched_tokens=96)
         graphs = Uncaptured(seen.engine.runner, prompt_sizes(8, 128))
         if as_graphs:
+            # Kernel by kernel as on CUDA, each by its torch body.
             monkeypatch.setattr(paged_attention, "use_triton", lambda tensor: True)
             seen.engine.runner._prompt_graphs = graphs  # type: ignore[assignment]
         tokens = {}

@@ -48,10 +48,11 @@ def test_restores_come_before_a_step_and_snapshots_after_it_each_in_order(cache:
     for slot in range(5):
         cache.conv[slot], cache.states[slot] = slot, slot
     step = state_step([1, 2], restores=[(2, 1), (3, 2)], snapshots=[(1, 4)])
+    cache.restore(step)
     cache.begin(step, torch.tensor([1, 2]))
     assert cache.states[:, 0, 0, 0, 0].tolist() == [0, 2, 3, 3, 4]
     cache.states[1], cache.conv[1] = 9, 9
-    cache.finish(step)
+    cache.keep(step)
     for content in (cache.states[:, -1, -1, -1, -1], cache.conv[:, -1, -1, -1]):
         assert content.tolist() == [0, 9, 3, 3, 9]
 

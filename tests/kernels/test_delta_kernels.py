@@ -125,6 +125,34 @@ def test_prefill_agrees_with_its_reference(
     assert torch.equal(result.states[:2], expected.states[:2])
 
 
+def test_padding_of_a_step_changes_nothing(device: torch.device) -> None:
+    """Segments without tokens, pieces of them, and tokens of nobody behind the last one."""
+    torch.manual_seed(5)
+    weights = make_weights(SMALL, torch.float32, device)
+    given = make_segments([1, 2, 64, 65], [3, 0, 5, 0], [2, 5, 3, 4], device)
+    tokens, padding = 132, 60
+    projected = torch.randn(tokens + padding, SMALL.width, device=device)
+    projected[tokens:] = POISON
+    padded = given._replace(
+        starts=torch.nn.functional.pad(given.starts, (0, 3)),
+        state_slots=torch.nn.functional.pad(given.state_slots, (0, 3)),
+        first_tokens=torch.nn.functional.pad(given.first_tokens, (0, 3), value=tokens),
+        chunks=torch.cat([given.chunks, torch.tensor([[6, 0], [6, 0]], dtype=torch.int32, device=device)]),
+    )
+    slots = used_slots(6, SMALL, torch.float32, device)
+    results = []
+    for count, segments in ((tokens, given), (tokens + padding, padded)):
+        kept, out = slots.clone(), torch.zeros(count, SMALL.heads * SMALL.value_dim, device=device)
+        where = segments.starts, segments.state_slots, segments.first_tokens, segments.chunks, segments.decodes
+        prefill_file._prefill_triton(projected[:count], weights, *kept, *where, SMALL, out)
+        results.append((out, kept))
+    (out, kept), (out_padded, kept_padded) = results
+    assert torch.equal(out_padded[:tokens], out)
+    assert not out_padded[tokens:].any()
+    assert torch.equal(kept_padded.states[1:], kept.states[1:])
+    assert torch.equal(kept_padded.conv_states, kept.conv_states)
+
+
 @pytest.fixture
 def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decode_file, prefill_file):

@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from meltcore.engine.batch import Batch, NewPages
+from meltcore.engine.batch import Batch, NewPages, StateStep
 from meltcore.engine.graphs import PADDING_POSITION, PADDING_ROW, Captured, Recorder
 from meltcore.engine.outbox import Outbox, aligned
 from meltcore.kernels.attention import BLOCK_QUERIES
 from meltcore.kernels.decode_tables import take_changes
+from meltcore.kernels.delta import CHUNK
 from meltcore.models.loader import Progress
 
 # In the place of a token that the host does not know yet: the newest of its row is meant.
@@ -47,13 +48,23 @@ class Size(NamedTuple):
         return max(4, self.tokens // 64)
 
     @property
+    def segments(self) -> int:
+        """Chunks of the step, one of all tokens that are padding, and one of nothing, for places without a piece."""
+        return self.decodes + self.prompts + 2
+
+    @property
     def sampled(self) -> int:
         return self.decodes + self.prompts
 
     @property
     def tiles(self) -> int:
-        """Of queries: every prompt may end within one."""
-        return self.tokens // BLOCK_QUERIES + self.prompts
+        """Of queries: every prompt may end within one, and the padding."""
+        return self.tokens // BLOCK_QUERIES + self.prompts + 1
+
+    @property
+    def pieces(self) -> int:
+        """Of recurrent layers: every prompt may end within one, and the padding."""
+        return self.tokens // CHUNK + self.prompts + 1
 
     def holds(self, batch: Batch) -> bool:
         tokens, prompts = len(batch.token_ids) - batch.decodes, len(batch.rows) - batch.decodes
@@ -74,7 +85,9 @@ class PaddedInputs(NamedTuple):
 
     token_ids (ON_DEVICE: the row's newest), positions, token_rows: [decodes + tokens], of each token; tiles:
     [tiles * 2], of queries, two int32 in one; last_tokens, sample_rows: [sampled], which token's logits choose, for
-    which row. Padding is the padding row's, which nobody reads.
+    which row; rows, starts, state_slots: [segments]; first_tokens: [segments + 1]; pieces: [pieces], of recurrent
+    layers, two int32 in one (see `Segments`). Padding is the padding row's and the null slot's, which nobody reads;
+    it is computed like everything else, since what is left as it was in memory may be no number at all.
     """
 
     token_ids: torch.Tensor
@@ -83,6 +96,11 @@ class PaddedInputs(NamedTuple):
     tiles: torch.Tensor
     last_tokens: torch.Tensor
     sample_rows: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
+    state_slots: torch.Tensor
+    first_tokens: torch.Tensor
+    pieces: torch.Tensor
 
     @classmethod
     def within(cls, entries: torch.Tensor, size: Size) -> PaddedInputs:
@@ -97,34 +115,88 @@ def entries_of(size: Size) -> int:
 
 
 def _lengths(size: Size) -> list[int]:
-    tokens = size.decodes + size.tokens
-    return [tokens, tokens, tokens, 2 * size.tiles, size.sampled, size.sampled]
+    tokens, segments = size.decodes + size.tokens, size.segments
+    of_tokens = [tokens, tokens, tokens, 2 * size.tiles, size.sampled, size.sampled]
+    return [*of_tokens, segments, segments, segments, segments + 1, size.pieces]
+
+
+_NO_TOKENS = np.zeros(0, np.int64)
+EMPTY = Batch(
+    decodes=0,
+    tiles=np.zeros((0, 4), np.int32),
+    groups=[],
+    token_ids=_NO_TOKENS,
+    positions=_NO_TOKENS,
+    token_rows=_NO_TOKENS,
+    places=_NO_TOKENS,
+    rows=[],
+    starts=[],
+    unread_tokens=[],
+    unread_rows=[],
+    last_tokens=[],
+    sample_rows=[],
+    states=StateStep([], np.zeros(1, np.int64), np.zeros((0, 2), np.int32), [], []),
+)
 
 
 def pad(batch: Batch, size: Size, inputs: PaddedInputs) -> None:
     """Write a batch that `size` holds into `inputs`, which lie in the host's memory."""
-    gap = size.decodes - batch.decodes  # between the chunks of one token and the others
+    decodes, gap = batch.decodes, size.decodes - batch.decodes
 
     def moved(tokens: Sequence[int]) -> np.ndarray:
+        """Where these tokens of the batch are: those of longer chunks behind all places for chunks of one."""
         at = np.asarray(tokens, dtype=np.int64)
-        return at + gap * (at >= batch.decodes)
+        return at + gap * (at >= decodes)
 
-    token_ids, positions, token_rows, tiles, last_tokens, sample_rows = (each.numpy() for each in inputs)
-    token_ids[:] = 0
-    positions[: size.decodes] = PADDING_POSITION
-    positions[size.decodes :] = 0
-    token_rows[:] = PADDING_ROW
-    for target, given in zip(
-        (token_ids, positions, token_rows), (batch.token_ids, batch.positions, batch.token_rows), strict=True
-    ):
-        target[: batch.decodes] = given[: batch.decodes]
-        target[size.decodes : size.decodes + len(given) - batch.decodes] = given[batch.decodes :]
+    def spread(target: torch.Tensor, given: Sequence[int] | np.ndarray, no_decode: int, nothing: int) -> np.ndarray:
+        array = target.numpy()
+        longer = len(given) - decodes
+        array[:decodes], array[decodes : size.decodes] = given[:decodes], no_decode
+        array[size.decodes : size.decodes + longer], array[size.decodes + longer :] = given[decodes:], nothing
+        return array
+
+    def front(target: torch.Tensor, given: Sequence[int] | np.ndarray, nothing: int) -> None:
+        array = target.numpy()
+        array[: len(given)], array[len(given) :] = given, nothing
+
+    token_ids = spread(inputs.token_ids, batch.token_ids, 0, 0)
     token_ids[moved(batch.unread_tokens)] = ON_DEVICE
-    tiles[:] = 0
-    tiles.view(np.int32)[: batch.tiles.size] = batch.tiles.ravel()
-    samples = len(batch.last_tokens)
-    last_tokens[:samples], last_tokens[samples:] = moved(batch.last_tokens), 0
-    sample_rows[:samples], sample_rows[samples:] = batch.sample_rows, PADDING_ROW
+    spread(inputs.positions, batch.positions, PADDING_POSITION, 0)
+    spread(inputs.token_rows, batch.token_rows, PADDING_ROW, PADDING_ROW)
+    unused = _pieces_of(size.tokens - (len(batch.token_ids) - decodes), BLOCK_QUERIES)
+    ends = len(batch.token_ids) - decodes + np.cumsum(unused, dtype=np.int32)
+    padding = np.stack([np.full_like(unused, PADDING_ROW), ends - unused, unused, np.zeros_like(unused)], 1)
+    front(inputs.tiles, np.concatenate([batch.tiles, padding]).reshape(-1).view(np.int64), 0)
+    front(inputs.last_tokens, moved(batch.last_tokens), 0)
+    front(inputs.sample_rows, batch.sample_rows, PADDING_ROW)
+    spread(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
+    spread(inputs.starts, batch.starts, PADDING_POSITION, 0)
+    if batch.states is not None:
+        _pad_states(batch.states, decodes, size, inputs)
+
+
+def _pad_states(step: StateStep, decodes: int, size: Size, inputs: PaddedInputs) -> None:
+    gap = size.decodes - decodes
+    slots, firsts, pieces = inputs.state_slots.numpy(), inputs.first_tokens.numpy(), inputs.pieces.numpy()
+    slots[:] = 0
+    slots[:decodes] = step.slots[:decodes]
+    slots[size.decodes : size.decodes + len(step.slots) - decodes] = step.slots[decodes:]
+    ends = step.first_tokens[decodes:] + gap
+    firsts[: size.decodes] = np.arange(size.decodes)
+    firsts[size.decodes : size.decodes + len(ends)], firsts[size.decodes + len(ends) :] = ends, ends[-1]
+    firsts[-2:] = size.decodes + size.tokens
+    unused = len(_pieces_of(int(firsts[-1] - ends[-1]), CHUNK))
+    cut = np.zeros((size.pieces, 2), np.int32)
+    cut[:, 0] = size.segments - 1
+    cut[: len(step.pieces)] = step.pieces + np.array([gap, 0], np.int32)
+    padding = cut[len(step.pieces) : len(step.pieces) + unused]
+    padding[:, 0], padding[:, 1] = size.segments - 2, np.arange(unused)
+    pieces[:] = cut.reshape(-1).view(np.int64)
+
+
+def _pieces_of(tokens: int, most: int) -> np.ndarray:
+    """Sizes of the pieces of at most `most` that so many tokens are cut into: [pieces] int32."""
+    return np.minimum(most, tokens - np.arange(0, tokens, most)).astype(np.int32)
 
 
 # Inputs of a size on the device. Returns the hidden states of the tokens that choose, [sampled, hidden_size], and the
@@ -154,9 +226,10 @@ class PromptGraphs:
         """
         alone = [size for size in reversed(self._sizes) if not size.decodes]
         for number, size in enumerate(alone):
+            nothing = torch.zeros(entries_of(size), dtype=torch.int64)
+            pad(EMPTY, size, PaddedInputs.within(nothing, size))
+            self._inputs[: len(nothing)] = nothing.to(self._inputs.device)
             inputs = PaddedInputs.within(self._inputs, size)
-            for each in inputs:
-                each.zero_()  # the padding row's first token, again and again
             self._step(inputs, size)
             torch.cuda.synchronize()
             self._captured[size] = self._recorder.record(partial(self._step, inputs, size))

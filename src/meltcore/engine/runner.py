@@ -91,7 +91,7 @@ class ModelRunner:
         graphs = GraphPool(self._decode_step, sizes, self._last_token, self._page_table)
         graphs.capture(progress)
         self._graphs = graphs
-        if prompts and self._states is None:  # recurrent layers cut prompts by their lengths, on the host
+        if prompts:
             self._capture_prompt_graphs(progress)
 
     def _capture_prompt_graphs(self, progress: Progress) -> None:
@@ -182,14 +182,23 @@ class ModelRunner:
             self._decoded = decoded = self._graphs.replay(step.rows, step.positions, step.new_pages)
             return decoded.token_ids, lambda at: self.model.logits(decoded.hidden[at]).float()
         self._decoded = None
-        size = None if self._prompt_graphs is None else self._prompt_graphs.size_for(step.batch)
+        states = step.batch.states
+        if self._states is None or states is None:
+            return self._compute_batch(step.batch, step.new_pages)
+        self._states.restore(states)
+        computed = self._compute_batch(step.batch, step.new_pages)
+        self._states.keep(states)
+        return computed
+
+    def _compute_batch(self, batch: Batch, new_pages: NewPages) -> tuple[torch.Tensor, LogitsAt]:
+        size = None if self._prompt_graphs is None else self._prompt_graphs.size_for(batch)
         if self._prompt_graphs is not None and size is not None:
-            hidden, token_ids = self._prompt_graphs.replay(step.batch, size, step.new_pages)
+            hidden, token_ids = self._prompt_graphs.replay(batch, size, new_pages)
             return token_ids, lambda at: self.model.logits(hidden[at]).float()
-        if step.new_pages.rows:
-            self._write_pages(step.new_pages)
-        last_tokens, sample_rows = to_device_together([step.batch.last_tokens, step.batch.sample_rows], self.device)
-        logits = self.model.logits(self._forward(step.batch)[last_tokens])
+        if new_pages.rows:
+            self._write_pages(new_pages)
+        last_tokens, sample_rows = to_device_together([batch.last_tokens, batch.sample_rows], self.device)
+        logits = self.model.logits(self._forward(batch)[last_tokens])
         token_ids = self.likeliest(logits)
         self._last_token.index_copy_(0, sample_rows, token_ids)
         return token_ids, lambda at: logits[at].float()
@@ -227,10 +236,7 @@ class ModelRunner:
             first_tokens=first_tokens,
             chunks=chunks,
         )
-        hidden = self.model(token_ids, positions, self.caches, segments)
-        if self._states is not None and batch.states is not None:
-            self._states.finish(batch.states)
-        return hidden
+        return self.model(token_ids, positions, self.caches, segments)
 
     def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One new token for each row, from the device's tables alone: hidden states and greedy tokens.
@@ -257,19 +263,21 @@ class ModelRunner:
     def _padded_step(self, inputs: PaddedInputs, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
         """A step with prompts from the device's tables and `inputs` alone: the hidden states of the tokens that choose,
         and what they choose, which goes into the table too."""
-        rows, positions, nothing = inputs.token_rows, inputs.positions, inputs.positions.new_empty(0)
+        rows, positions = inputs.token_rows, inputs.positions
+        if self._states is not None:
+            self._states.note(inputs.rows, inputs.state_slots)
         segments = Segments(
             page_table=self._page_table,
-            rows=rows[: size.decodes],
-            starts=positions[: size.decodes],
+            rows=inputs.rows,
+            starts=inputs.starts,
             slots=self._slots(rows, positions),
             decodes=size.decodes,
             tiles=inputs.tiles.view(torch.int32).view(-1, 4),
-            places=nothing,
+            places=positions.new_empty(0),
             groups=[],
-            state_slots=nothing,
-            first_tokens=nothing,
-            chunks=nothing,
+            state_slots=inputs.state_slots,
+            first_tokens=inputs.first_tokens,
+            chunks=inputs.pieces.view(torch.int32).view(-1, 2),
         )
         token_ids = torch.where(inputs.token_ids < 0, self._last_token[rows], inputs.token_ids)
         hidden = self.model(token_ids, positions, self.caches, segments)[inputs.last_tokens]

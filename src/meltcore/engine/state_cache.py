@@ -33,16 +33,20 @@ class StateCache:
         return self._slot_of_row[rows]
 
     def begin(self, step: StateStep, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Before a step of these rows: what `Segments` has for recurrent layers, state_slots, first_tokens and chunks.
-
-        Notes the slots, for the steps in which the host names rows alone, and restores snapshots.
-        """
-        self._copy(step.restores)
+        """Before a step of these rows: what `Segments` has for recurrent layers, slots, first_tokens and chunks."""
         slots, first_tokens = to_device_together([step.slots, step.first_tokens], rows.device)
-        self._slot_of_row[rows] = slots
+        self.note(rows, slots)
         return slots, first_tokens, to_device(step.pieces, torch.int32, rows.device)
 
-    def finish(self, step: StateStep) -> None:
+    def note(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Remember the slots of these rows, for the steps in which the host names rows alone."""
+        self._slot_of_row[rows] = slots
+
+    def restore(self, step: StateStep) -> None:
+        """Before a step: bring its snapshots to their slots."""
+        self._copy(step.restores)
+
+    def keep(self, step: StateStep) -> None:
         """After a step: take its snapshots."""
         self._copy(step.snapshots)
 

@@ -40,6 +40,7 @@ def delta_prefill(
     """projected: [tokens, width], see `DeltaShape`; starts, slots, first_tokens, chunks, decodes: see `Segments`.
 
     out: [tokens, heads * value_dim], left as it is at the tokens of the first `decodes` segments.
+    Segments without tokens, on slot 0, are the padding of a CUDA graph, and so are pieces of them.
     """
     shape = DeltaShape.of(weights, states, key_heads)
     require_layout(projected, weights, conv_states, states, shape)
@@ -85,6 +86,8 @@ def _prefill_torch(
 ) -> None:
     ends = first_tokens.tolist()
     for segment in range(decodes, len(ends) - 1):
+        if ends[segment] == ends[segment + 1]:
+            continue  # padding
         tokens, slot = slice(ends[segment], ends[segment + 1]), int(slots[segment])
         kept = conv_states[slot], states[slot]
         out[tokens] = _segment_torch(projected[tokens], weights, *kept, int(starts[segment]), shape)
