@@ -303,6 +303,7 @@ def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(
     ]
     assert main(["eval", "throughput", address, *options]) == 0
     printed = capsys.readouterr().out
+    assert printed.startswith("making 70 prompts of 16 tokens\n")
     assert "NOT RUN  spot checks" in printed
     assert "speed sum" in printed
     assert "score:" not in printed

@@ -207,10 +207,11 @@ def _throughput(args: argparse.Namespace, console: "Console", folder: "RunFolder
     from meltcore.evals.throughput import load_config
     from meltcore.load.config import parse_numbers
     from meltcore.load.console import level_bars
+    from meltcore.results.progress import quietly
 
     config = _throughput_config(args, levels=parse_numbers(args.levels, "--levels", int))
     with level_bars(load_config(config, "", folder.path).levels, console) as on_progress:
-        return run_throughput(config, folder.path, sys.argv[1:], on_progress)
+        return run_throughput(config, folder.path, sys.argv[1:], on_progress, say=quietly(console))
 
 
 def _throughput_config(args: argparse.Namespace, **settings: "tuple[int, ...]") -> "ThroughputConfig":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,9 +24,15 @@ PROMPTS_FILE = "prompts.jsonl"
 
 
 def run_throughput(
-    config: ThroughputConfig, folder: Path, arguments: Sequence[str] = (), on_progress: OnProgress | None = None
+    config: ThroughputConfig,
+    folder: Path,
+    arguments: Sequence[str] = (),
+    on_progress: OnProgress | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> RunResult:
     """Prepare every prompt, then run the levels; prompts and records are written into `folder`.
+
+    `say` is told that prompts are being made, which takes seconds with some tokenizers.
 
     FAILED where a request, a spot check, a token count or a fixed length is wrong at any level. Raises ConfigError
     where the run cannot start.
@@ -34,6 +40,9 @@ def run_throughput(
     api = Api(config.url, api_key=config.api_key)
     model, facts = api.served(config.model)
     maker = None if config.tokenizer is None else TextMaker(config.tokenizer)
+    if say is not None:
+        prompts = (WARMUPS + config.requests) * len(config.levels)
+        say(f"making {prompts:,} prompts of {config.input_tokens:,} tokens")
     plan = make_plan(config, maker)
     plan.write(folder / PROMPTS_FILE)
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()

@@ -24,7 +24,7 @@ from meltcore.evals.throughput_plan import ThroughputConfig
 from meltcore.evals.throughput_prompts import TextMaker
 from meltcore.load.console import level_bars
 from meltcore.load.run import gravest
-from meltcore.results.progress import answers_bar, print_check
+from meltcore.results.progress import answers_bar, print_check, quietly
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import Gate, RunResult, Verdict
 from meltcore.results.weights import WEIGHTS, missing_loads
@@ -158,7 +158,7 @@ def _run_parts(config: WholeConfig, folder: Path, console: Console, arguments: S
         with answers_bar(console, what="GSM8K") as on_answer:
             yield _run_gsm8k(config, arguments, on_answer)
     with level_bars(load_config(of, "", folder).levels, console) as on_progress:
-        yield run_throughput(of, folder, arguments, on_progress)
+        yield run_throughput(of, folder, arguments, on_progress, quietly(console))
 
 
 def _run_gsm8k(

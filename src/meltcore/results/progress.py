@@ -56,6 +56,11 @@ def stopped_at_the_end(progress: Progress) -> Iterator[None]:
             progress.stop()
 
 
+def quietly(console: Console) -> Callable[[str], None]:
+    """Prints what people should know while they wait, and need not read."""
+    return lambda text: console.print(text, style="dim", markup=False, highlight=False)
+
+
 _STYLES = {"PASS": "green", "FAIL": "bold red", "NOT RUN": "yellow"}
 
 
