@@ -1,8 +1,11 @@
 """`meltcore certify` from the command line: exit codes as Nagios has them, files, baselines."""
 
 import json
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from meltcore.cli.main import main
 from meltcore.errors import MeltcoreError
 from meltcore.hardware.fake import Change, FakeGpu
 from meltcore.hardware.fake_node import FakeNode
+from meltcore.hardware.node import Ran
 from meltcore.hardware.nvml import GpuLostError
 from meltcore.hardware.patient import PatientNvml
 
@@ -60,6 +64,28 @@ def test_what_hangs_exits_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     scripted = node(h200s(1))
     scripted.hung = {"memory"}
     assert certify(monkeypatch, scripted, "--out", str(tmp_path)) == 3
+
+
+def test_an_interruption_keeps_what_was_measured_and_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted = node(h200s(1))
+    run = scripted.run
+
+    def interrupted(command: Sequence[str], *rest: Any) -> Ran:
+        if command[-1] == "memory":
+            signal.raise_signal(signal.SIGTERM)
+        return run(command, *rest)
+
+    monkeypatch.setattr(scripted, "run", interrupted)
+    assert certify(monkeypatch, scripted, "--json", "--out", str(tmp_path)) == 3
+    found = json.loads(capsys.readouterr().out)
+    verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
+    wanted = {"state": "PASS", "product": "PASS", "memory": "UNKNOWN", "host": "UNKNOWN", "collectives": "UNKNOWN"}
+    assert (found["verdict"], verdicts) == ("UNKNOWN", wanted)
+    assert "Memory bandwidth: not run to its end: interrupted" in found["unseen"]
+    [folder] = tmp_path.iterdir()
+    assert (folder / "certificate.html").exists()
 
 
 def test_without_a_driver_nothing_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ tiers and the checks that each requires:
   full       20 min  the same, with every type, shape and size, and longer
   soak      --hours  the same as full, with sustained and corruption for that long
 
-exit status, as Nagios has it: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, nothing to check or wrong usage; 130 interrupted
+exit status, as Nagios has it: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, interrupted, nothing to check, wrong usage
 """
 EXIT_UNKNOWN = 3
 

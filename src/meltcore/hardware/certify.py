@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.hardware.checks.base import Check
 from meltcore.hardware.expect import Baseline
 from meltcore.hardware.node import Node, Telemetry
 from meltcore.hardware.select import Gpu
@@ -39,7 +40,7 @@ def certify(
 ) -> Certificate:
     """Run every check of `tier` on `gpus`. Files go to `folder`.
 
-    `begun` hears of each check as it starts, `told` of its report.
+    `begun` hears of each check as it starts, `told` of its report. Ctrl-C ends it, and what is left is UNKNOWN.
 
     Raises ConfigError for several MIG slices (a process sees only one) and for a soak without hours.
     """
@@ -69,6 +70,8 @@ def certify(
             begun(check.title)
             reports.append(check.run(site))
             told(reports[-1])
+    except KeyboardInterrupt:
+        reports += [_not_run(check) for check in checks[len(reports) :]]
     finally:
         notes += _closed(telemetry)
     names = [check.name for check in checks]
@@ -85,6 +88,11 @@ def certify(
         unseen=unseen(reports),
         notes=[*([_RINGS] if any(row.key.startswith("collectives/") for row in rows) else []), *notes],
     )
+
+
+def _not_run(check: Check) -> CheckReport:
+    """What was measured before an interruption is kept; a certificate without all of its checks is none."""
+    return CheckReport(name=check.name, title=check.title, verdict="UNKNOWN", why="not run to its end: interrupted")
 
 
 def check_hours(tier: Tier, hours: float) -> None:
