@@ -33,7 +33,8 @@ def tuning(
     notes = [MONOTONE if kind == "context" else ONE_START]
     if load.slo_ms:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in load.slo_ms.items())
-        notes.append(f"Limits: {limits}; a point counts where {100 * WITHIN_LIMITS:.0f} % of its requests meet them all.")
+        share = f"{100 * WITHIN_LIMITS:.0f} %"
+        notes.append(f"Limits: {limits}; a point counts where {share} of its requests meet them all.")
     return Tuning(
         kind=kind,
         finding=finding,
