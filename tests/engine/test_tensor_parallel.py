@@ -44,6 +44,7 @@ SAMPLING: dict[str, dict[str, object]] = {
     "penalties": {"frequency_penalty": 0.8, "repetition_penalty": 1.3},
     "no early end": {"temperature": 1.0, "seed": 2, "min_tokens": 20, "ignore_eos": False},
 }
+BY_CANDIDATES = {"greedy", "drawn", "drawn without a seed"}
 
 
 class Answers(NamedTuple):
@@ -95,6 +96,8 @@ def test_two_ranks_give_the_logits_and_tokens_of_one(network: str, overlap: bool
         assert together.engine.ready().device == "2 x CPU"
     assert found.tokens == expected.tokens
     assert len({tuple(tokens) for tokens in found.tokens.values()}) > len(SAMPLING)
+    # Of whole rows only those that need more than the candidate of each share are put together.
+    assert {name.partition(",")[0] for name in found.logits} == set(SAMPLING) - BY_CANDIDATES
     compared = 0
     for request_id, rows in found.logits.items():
         for ours, theirs in zip(rows, expected.logits[request_id], strict=True):
