@@ -1,6 +1,7 @@
 """The table of open requests: every one ends exactly once, and one failing answer hurts no other."""
 
 import asyncio
+import sys
 from typing import Any
 
 from meltcore.engine.messages import AbortRequests, AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine
@@ -51,6 +52,15 @@ def test_a_request_is_ended_once_however_often_it_is_aborted() -> None:
     assert aborts == [AbortRequests([choice.request_id for choice in generation.choices])]
     table.step(output(generation, "late", finish_reason="length"))
     table.check_idle(aborted=2)
+
+
+def test_a_burst_leaves_no_room_in_the_table() -> None:
+    table = Table()
+    burst = [table.add([1]) for _ in range(1000)]
+    for generation in burst:
+        table.requests.end(generation, client_gone(), "aborted")
+    table.check_idle(aborted=1000)
+    assert sys.getsizeof(table.requests._open) == sys.getsizeof({})
 
 
 def test_an_abort_after_the_last_token_changes_nothing() -> None:

@@ -1,6 +1,7 @@
 """The limit on an answer's time: one timer for all requests of a front."""
 
 import asyncio
+import sys
 import time
 
 import pytest
@@ -51,5 +52,18 @@ def test_nobody_looks_while_nothing_is_watched_and_a_new_request_is_looked_after
         await asyncio.sleep(0.1)
         assert len(looks) == 2
         assert len(ended) == 1
+
+    asyncio.run(run())
+
+
+def test_a_burst_leaves_no_room_in_the_table() -> None:
+    async def run() -> None:
+        limit = TimeLimit(600.0, lambda generation: None)
+        burst = [generation(0) for _ in range(1000)]
+        for each in burst:
+            limit.watch(each)
+        for each in burst:
+            limit.forget(each)
+        assert sys.getsizeof(limit._watched) == sys.getsizeof(set())
 
     asyncio.run(run())
