@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 
 from meltcore.errors import MeltcoreError
 from meltcore.evals.api import Api, ApiError
+from meltcore.results.patience import undisturbed
 
 STOP_LIMIT_S = 45.0  # above our own server's drain limit of 30 s
 _KILL_LIMIT_S = 10.0  # for the kernel to take memory back from a killed process
@@ -49,7 +50,7 @@ class ServerProcess:
     def __enter__(self) -> Self:
         # Its own session: Ctrl-C reaches only us, and we stop it in order. Unbuffered: its words must reach the file.
         try:
-            with self._log_path.open("wb") as log:
+            with self._log_path.open("wb") as log, undisturbed():
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
@@ -60,6 +61,9 @@ class ServerProcess:
                 )
         except OSError as error:
             raise ServerError(f"{self._command[0]} cannot be started: {error.strerror}") from error
+        except BaseException:  # Ctrl-C as it started: nobody else knows of it yet
+            self.stop()
+            raise
         return self
 
     def __exit__(

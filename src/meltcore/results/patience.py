@@ -1,8 +1,10 @@
-"""A question to a driver that may never answer it."""
+"""Waiting that ends: for a driver that may never answer, and for signals that must not come between two steps."""
 
+import signal
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
@@ -29,3 +31,25 @@ def answer_within(limit_s: float, question: Callable[[], Found]) -> Found:
     if errors:
         raise errors[0]
     return answers[0]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect when the block is left: what it starts must not be lost sight of.
+
+    Only the main thread is ever interrupted; in others this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for each in came:
+            signal.raise_signal(each)
