@@ -185,7 +185,7 @@ def test_gpus_give_the_logits_and_tokens_of_one(network: str, ranks: int, debug:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")
     tools.make_reference(**NETWORKS[network]).save_pretrained(tmp_path)  # type: ignore[arg-type]
-    settings = {"device": "cuda", "memory_bytes": 2**30, "max_num_batched_tokens": 64, "max_num_seqs": 20}
+    settings = {"device": "cuda", "memory_bytes": 2**30, "max_num_batched_tokens": 160, "max_num_seqs": 20}
     with opened(tmp_path, 1, **settings) as alone:
         expected = answers(alone)
     with opened(tmp_path, ranks, debug=debug, **settings) as together:
