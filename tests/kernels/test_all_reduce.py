@@ -64,6 +64,20 @@ def test_every_rank_gets_the_same_sum_step_after_step(ranks: int, dtype: torch.d
     assert len(inboxes) == ranks
 
 
+def test_a_large_message_goes_through_fewer_programs(device: torch.device) -> None:
+    """Of two grains each, of which the last is not full; then a small one through the same grains."""
+    torch.manual_seed(1)
+    inboxes, peers = make_ranks(2, device)
+    for count in (300 * 512 + 88, 1504):
+        shares = [torch.randn(count) for _ in range(2)]
+        sent = [share.clone().to(device) for share in shares]
+        for rank in range(2):
+            one_shot_sum(sent[rank], peers[rank], receives=False)
+        for rank in range(2):
+            assert_sum(one_shot_sum(sent[rank], peers[rank], sends=False).cpu(), sum_of_shares(shares))
+    assert len(inboxes) == 2
+
+
 @pytest.mark.parametrize(
     ("ranks", "dtype", "weight_dtype"),
     [
