@@ -1,10 +1,12 @@
-"""The batch sizes that decode graphs are captured for."""
+"""Decode graphs, as far as they need no GPU: the batch sizes, and the rehearsal of their launches."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from meltcore.engine.graphs import padded_sizes
+from meltcore.engine import graphs, outbox
+from meltcore.engine.graphs import PADDING_POSITION, PADDING_ROW, GraphPool, padded_sizes
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1000, 1024, 5000])
@@ -15,3 +17,29 @@ def test_every_batch_has_a_size_and_padding_stays_small(most: int) -> None:
     for count in range(1, most + 1):
         size = next(size for size in sizes if size >= count)
         assert size - count <= max(4, count // 2)
+
+
+class AbsentEvent:
+    def synchronize(self) -> None: ...
+
+    def record(self) -> None: ...
+
+
+def test_a_rehearsal_feeds_no_step_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels are left out that may be no token, and the next step would look it up."""
+    for module in (graphs, outbox):
+        monkeypatch.setattr(module, "pinned", lambda *shape: torch.zeros(shape, dtype=torch.int64))
+    monkeypatch.setattr(torch.cuda, "Event", AbsentEvent)
+    last_tokens, page_table = torch.zeros(9, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.int64)
+    seen = []
+
+    def step(rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert set(rows.tolist()) == {PADDING_ROW}
+        assert set(positions.tolist()) == {PADDING_POSITION}
+        seen.append((len(rows), last_tokens[rows].tolist()))
+        return torch.empty(len(rows), 2), torch.full_like(rows, 10**9)
+
+    GraphPool(step, padded_sizes(8), last_tokens, page_table).rehearse([1, 2, 8])
+    assert seen == [(1, [0]), (2, [0] * 2), (8, [0] * 8)]
+    assert not last_tokens.any()
+    assert not page_table.any()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from triton import knobs
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 # Beyond these the part that Python's lock keeps in line is all that is left.
@@ -38,5 +39,13 @@ def compile_ahead(rehearse: Callable[[], None], use_device: Callable[[], None]) 
         knobs.runtime.jit_cache_hook = before
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, initializer=use_device) as pool:
-        list(pool.map(lambda each: each[0].preload(each[1]), missing))
+        list(pool.map(lambda each: _compile(*each), missing))
     return len(missing)
+
+
+def _compile(function: JITFunction[Any], specialization: str) -> None:
+    """The kernel, and what launches it: a C compiler makes that for each kind of arguments, in a process of its own, as
+    slowly as the kernel itself. It stays in Triton's cache, where the first launch finds it."""
+    kernel = function.preload(specialization)
+    if kernel is not None:
+        driver.active.launcher_cls(kernel.src, kernel.metadata)

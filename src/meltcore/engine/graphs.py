@@ -97,18 +97,28 @@ class GraphPool:
         self._captured: dict[int, Captured] = {}
 
     @torch.inference_mode()
+    def rehearse(self, counts: list[int]) -> None:
+        """Go through the launches of steps of so much padding, and of telling the device of one.
+
+        Kernels may be left out: what was chosen may be no token, and is kept from the next step.
+        """
+        for count in counts:
+            rows, positions = self._padding(count)
+            self._step(rows, positions)
+            self._end_step(torch.zeros_like(rows), rows, positions)
+        self._tell_nothing()
+
+    @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Record every size, the largest first, so that the smaller ones fit into the memory it took."""
         recorder = Recorder()
         for number, size in enumerate(reversed(self._sizes)):
-            rows, positions = _views(self._inputs, size)
-            rows.fill_(PADDING_ROW)
-            positions.fill_(PADDING_POSITION)
+            rows, positions = self._padding(size)
             self._whole_step(rows, positions)
             torch.cuda.synchronize()
             self._captured[size] = recorder.record(partial(self._whole_step, rows, positions))
             progress("capturing graphs", (number + 1) / len(self._sizes))
-        self._send([], [], NewPages([0], [0], [0]))  # compiled now, not in the first step: it changes nothing
+        self._tell_nothing()
         self._steps.zero_()
         torch.cuda.synchronize()
 
@@ -124,10 +134,22 @@ class GraphPool:
         self._replays += 1
         return Decoded(captured.hidden[:count], captured.token_ids[:count], self._ring[slot, :count])
 
+    def _padding(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows and positions of a step of nothing else."""
+        rows, positions = _views(self._inputs, count)
+        return rows.fill_(PADDING_ROW), positions.fill_(PADDING_POSITION)
+
+    def _tell_nothing(self) -> None:
+        """What `_send` needs is compiled by this, and not in the first step."""
+        self._send([], [], NewPages([0], [0], [0]))
+
     def _whole_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, token_ids = self._step(rows, positions)
-        end_step(token_ids, rows, positions, self._last_tokens, self._steps, self._ring)
+        self._end_step(token_ids, rows, positions)
         return hidden, token_ids
+
+    def _end_step(self, token_ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        end_step(token_ids, rows, positions, self._last_tokens, self._steps, self._ring)
 
     def _send(self, rows: list[int], positions: list[int], new_pages: NewPages) -> None:
         count, added = len(rows), len(new_pages.rows)

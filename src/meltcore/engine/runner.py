@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from meltcore.engine.batch import Batch, NewPages, Step, build_batch, take_new_pages
-from meltcore.engine.graphs import PADDING_POSITION, PADDING_ROW, Decoded, GraphPool, padded_sizes
+from meltcore.engine.graphs import Decoded, GraphPool, padded_sizes
 from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.prompt_graphs import PaddedInputs, PromptGraphs, Size, prompt_sizes
 from meltcore.engine.request import Request, Sampled
@@ -87,12 +87,15 @@ class ModelRunner:
 
     def capture_graphs(self, progress: Progress, *, prompts: bool) -> None:
         """Make pure decode steps replay CUDA graphs from now on, and those with `prompts` where they are short."""
-        sizes = padded_sizes(self._layout.max_num_seqs)
-        graphs = GraphPool(self._decode_step, sizes, self._last_token, self._page_table)
+        graphs = self._decode_graphs()
         graphs.capture(progress)
         self._graphs = graphs
         if prompts:
             self._capture_prompt_graphs(progress)
+
+    def _decode_graphs(self) -> GraphPool:
+        sizes = padded_sizes(self._layout.max_num_seqs)
+        return GraphPool(self._decode_step, sizes, self._last_token, self._page_table)
 
     def _capture_prompt_graphs(self, progress: Progress) -> None:
         most = _MOST_GRAPH_TOKENS if _memory_bytes(self.device) >= _LARGE_BYTES else _MOST_GRAPH_TOKENS // 8
@@ -109,9 +112,8 @@ class ModelRunner:
     @torch.inference_mode()
     def rehearse_decodes(self, counts: list[int]) -> None:
         """Go through decode steps of so much padding, for `compile_ahead`."""
-        for count in counts:
-            rows = torch.full((count,), PADDING_ROW, device=self.device)
-            self._decode_step(rows, torch.full_like(rows, PADDING_POSITION))
+        if counts:
+            self._decode_graphs().rehearse(counts)
 
     def forget_tokens(self) -> None:
         """Make each row's newest token 0 again: a rehearsal leaves there what is no token at all."""
