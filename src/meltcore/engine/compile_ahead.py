@@ -7,8 +7,11 @@ leaves it out, then a few threads compile what was noted: most of that work runs
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from threading import Lock
 from typing import Any
 
 from triton import knobs
@@ -38,14 +41,21 @@ def compile_ahead(rehearse: Callable[[], None], use_device: Callable[[], None]) 
     finally:
         knobs.runtime.jit_cache_hook = before
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    making: defaultdict[tuple[str, ...], Lock] = defaultdict(Lock)
     with ThreadPoolExecutor(threads, initializer=use_device) as pool:
-        list(pool.map(lambda each: _compile(*each), missing))
+        jobs = [pool.submit(_compile, function, specialization, making) for function, specialization in missing]
+    for job in jobs:
+        job.result()
     return len(missing)
 
 
-def _compile(function: JITFunction[Any], specialization: str) -> None:
-    """The kernel, and what launches it: a C compiler makes that for each kind of arguments, in a process of its own, as
-    slowly as the kernel itself. It stays in Triton's cache, where the first launch finds it."""
+def _compile(
+    function: JITFunction[Any], specialization: str, making: Mapping[tuple[str, ...], AbstractContextManager[Any]]
+) -> None:
+    """The kernel, and what launches it: a C compiler makes that for each kind of arguments, as slowly as the kernel
+    itself. It stays in Triton's cache, where the first launch finds it. `making`: by kind, so that none is made twice.
+    """
     kernel = function.preload(specialization)
     if kernel is not None:
-        driver.active.launcher_cls(kernel.src, kernel.metadata)
+        with making[tuple(map(str, kernel.src.signature.values()))]:
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
