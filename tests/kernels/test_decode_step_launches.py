@@ -14,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from meltcore.engine.graphs import padded_sizes
+from meltcore.engine.group_runner import GroupRunner
 from meltcore.engine.runner import Layout, ModelRunner
 from meltcore.engine.sampler import Sampler
+from meltcore.kernels.all_reduce import Peers
+from meltcore.layers.group import Group
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.loader import build_model
 
@@ -73,6 +76,25 @@ def test_a_decode_step_is_fewer_than_400_kernels(
     with TorchKernels(launched):
         runner._decode_step(indices, indices)
     assert launched.total() < MOST, launched
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequences", "kernels"),
+    [(2, 1, 383), (2, 2, 381), (2, 32, 381), (2, 33, 421), (8, 1, 381), (8, 32, 381), (8, 33, 421), (8, 256, 421)],
+)
+def test_a_decode_step_of_a_rank(ranks: int, sequences: int, kernels: int, launched: collections.Counter[str]) -> None:
+    """Above 32 sequences more than what was aimed at: pairs are put in order, a launch a layer."""
+    group = Group(0, ranks)
+    addresses, steps = (torch.empty(size, dtype=torch.int64, device=META) for size in (ranks + 1, 512))
+    group.peers = Peers(addresses, steps, 0, steps)
+    model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, META, group=group)
+    model.prepare(4096)
+    layout = Layout(64, 8, 1024, 4096, 8192)
+    runner = GroupRunner(model, Sampler(model.config.vocab_size, META, 0), layout, torch.bfloat16, group)
+    indices = torch.zeros(sequences, dtype=torch.int64, device=META)
+    with TorchKernels(launched):
+        runner._decode_step(indices, indices)
+    assert launched.total() == kernels, launched
 
 
 @pytest.mark.parametrize(("sequences", "sorting"), [(1, 0), (3, 0), (32, 0), (33, 1)])
