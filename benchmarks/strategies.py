@@ -135,10 +135,10 @@ def site_version(package: str, site: str | None) -> str | None:
 
 
 def run_all(wanted: Sequence[Strategy], args: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]:
-    """(rates, reasons) by name: what was measured, and why the rest was not."""
+    """(rates, reasons) by name: what was measured, and why the rest was not. An interruption ends it there."""
     rates: dict[str, float] = {}
     reasons: dict[str, str] = {}
-    for strategy in wanted:
+    for number, strategy in enumerate(wanted):
         reason = missing(strategy)
         if reason is None:
             try:
@@ -147,6 +147,9 @@ def run_all(wanted: Sequence[Strategy], args: argparse.Namespace) -> tuple[dict[
                 continue
             except Failed as error:
                 reason = str(error)
+            except KeyboardInterrupt:
+                reasons |= {left.name: "interrupted" for left in wanted[number:]}
+                break
         reasons[strategy.name] = reason
         print(f"{strategy.name}: skipped: {reason}", flush=True)
     return rates, reasons
@@ -166,6 +169,7 @@ def main() -> None:
     parser.add_argument("--name", default="strategies", help="of the result file")
     args = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is kept then, too
     only = set(filter(None, args.only.split(",")))
     wanted = [strategy for strategy in strategies(args) if not only or strategy.worker in only]
     rates, reasons = run_all(wanted, args)
