@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from typing import get_args
 
 HELP = "serve a model through the OpenAI API"
 EXAMPLES = """\
@@ -79,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
+    from meltcore.config import DebugSwitch
+
     group.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     group.add_argument(
@@ -120,15 +123,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         "--debug",
         action="append",
         default=[],
-        choices=(
-            "reference-kernels",
-            "no-graphs",
-            "no-prompt-graphs",
-            "no-overlap",
-            "no-prefix-cache",
-            "no-peer-memory",
-            "uniform-routing",
-        ),
+        choices=get_args(DebugSwitch),
         help="for bisecting, the last one for benchmarks of experts on dummy weights; can be given several times",
     )
 

@@ -26,8 +26,8 @@ from meltcore.models.loader import Progress
 # In the place of a token that the host does not know yet: the newest of its row is meant.
 ON_DEVICE = -1
 
-# Tokens of prompts alone, and beside so many sequences that decode. Closer together where padding costs more; the host
-# launches faster than an H200 computes more than the most of them.
+# Tokens of prompts alone, and beside so many sequences that decode. Closer together where padding costs more. Beyond
+# the largest an H200 takes longer to compute a step than the host to launch it.
 ALONE = (
     *(64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072),
     *(3584, 4096, 4608, 5120, 5632, 6144, 7168, 8192),
@@ -148,42 +148,33 @@ def pad(batch: Batch, size: Size, inputs: PaddedInputs) -> None:
         at = np.asarray(tokens, dtype=np.int64)
         return at + gap * (at >= decodes)
 
-    def spread(target: torch.Tensor, given: Sequence[int] | np.ndarray, no_decode: int, nothing: int) -> np.ndarray:
-        array = target.numpy()
-        longer = len(given) - decodes
-        array[:decodes], array[decodes : size.decodes] = given[:decodes], no_decode
-        array[size.decodes : size.decodes + longer], array[size.decodes + longer :] = given[decodes:], nothing
-        return array
+    def spread(target: torch.Tensor, given: Sequence[int] | np.ndarray, no_decode: int, nothing: int) -> None:
+        _front(target[: size.decodes], given[:decodes], no_decode)
+        _front(target[size.decodes :], given[decodes:], nothing)
 
-    def front(target: torch.Tensor, given: Sequence[int] | np.ndarray, nothing: int) -> None:
-        array = target.numpy()
-        array[: len(given)], array[len(given) :] = given, nothing
-
-    token_ids = spread(inputs.token_ids, batch.token_ids, 0, 0)
-    token_ids[moved(batch.unread_tokens)] = ON_DEVICE
+    spread(inputs.token_ids, batch.token_ids, 0, 0)
+    inputs.token_ids.numpy()[moved(batch.unread_tokens)] = ON_DEVICE
     spread(inputs.positions, batch.positions, PADDING_POSITION, 0)
     spread(inputs.token_rows, batch.token_rows, PADDING_ROW, PADDING_ROW)
     unused = _pieces_of(size.tokens - (len(batch.token_ids) - decodes), BLOCK_QUERIES)
     ends = len(batch.token_ids) - decodes + np.cumsum(unused, dtype=np.int32)
     padding = np.stack([np.full_like(unused, PADDING_ROW), ends - unused, unused, np.zeros_like(unused)], 1)
-    front(inputs.tiles, np.concatenate([batch.tiles, padding]).reshape(-1).view(np.int64), 0)
-    front(inputs.last_tokens, moved(batch.last_tokens), 0)
-    front(inputs.sample_rows, batch.sample_rows, PADDING_ROW)
+    _front(inputs.tiles, np.concatenate([batch.tiles, padding]).reshape(-1).view(np.int64), 0)
+    _front(inputs.last_tokens, moved(batch.last_tokens), 0)
+    _front(inputs.sample_rows, batch.sample_rows, PADDING_ROW)
     spread(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
     spread(inputs.starts, batch.starts, PADDING_POSITION, 0)
     if batch.states is not None:
-        _pad_states(batch.states, decodes, size, inputs)
+        spread(inputs.state_slots, batch.states.slots, 0, 0)
+        _pad_pieces(batch.states, decodes, size, inputs)
 
 
-def _pad_states(step: StateStep, decodes: int, size: Size, inputs: PaddedInputs) -> None:
+def _pad_pieces(step: StateStep, decodes: int, size: Size, inputs: PaddedInputs) -> None:
     gap = size.decodes - decodes
-    slots, firsts, pieces = inputs.state_slots.numpy(), inputs.first_tokens.numpy(), inputs.pieces.numpy()
-    slots[:] = 0
-    slots[:decodes] = step.slots[:decodes]
-    slots[size.decodes : size.decodes + len(step.slots) - decodes] = step.slots[decodes:]
+    firsts, pieces = inputs.first_tokens.numpy(), inputs.pieces.numpy()
     ends = step.first_tokens[decodes:] + gap
     firsts[: size.decodes] = np.arange(size.decodes)
-    firsts[size.decodes : size.decodes + len(ends)], firsts[size.decodes + len(ends) :] = ends, ends[-1]
+    _front(inputs.first_tokens[size.decodes :], ends, ends[-1])
     firsts[-2:] = size.decodes + size.tokens
     unused = len(_pieces_of(int(firsts[-1] - ends[-1]), CHUNK))
     cut = np.zeros((size.pieces, 2), np.int32)
@@ -192,6 +183,12 @@ def _pad_states(step: StateStep, decodes: int, size: Size, inputs: PaddedInputs)
     padding = cut[len(step.pieces) : len(step.pieces) + unused]
     padding[:, 0], padding[:, 1] = size.segments - 2, np.arange(unused)
     pieces[:] = cut.reshape(-1).view(np.int64)
+
+
+def _front(target: torch.Tensor, given: Sequence[int] | np.ndarray, nothing: int) -> None:
+    """`given`, and `nothing` behind it."""
+    array = target.numpy()
+    array[: len(given)], array[len(given) :] = given, nothing
 
 
 def _pieces_of(tokens: int, most: int) -> np.ndarray:
