@@ -65,8 +65,11 @@ def test_connections_are_spread_evenly() -> None:
         for connection in kept[:15]:
             connection.request("GET", "/live")
             assert connection.getresponse().read()
-        held = [connections(pid, server.port) for pid in server.front_pids()]
-        assert held == [10, 10, 10]
+        # Waited for: on a busy machine a 31st connection, none of these, has been seen here once.
+        wait_until(
+            lambda: [connections(pid, server.port) for pid in server.front_pids()] == [10, 10, 10],
+            "ten connections at each front",
+        )
 
 
 def test_every_front_answers_with_the_whole_servers_numbers() -> None:
