@@ -239,9 +239,9 @@ def decode_launches() -> Iterator[DecodeLaunch]:
 
 
 def prefill_launches() -> Iterator[PrefillLaunch]:
-    for packed, warps in ((1, 4), (2, 4), (2, 8)):
+    for packed, warps, registers in ((1, 4, None), (2, 4, None), (2, 8, None), (2, 8, 128)):
         for block_keys, stages in ((64, 2), (64, 3), (64, 4), (32, 3), (32, 4), (128, 2)):
-            yield PrefillLaunch(packed, block_keys, warps, stages)
+            yield PrefillLaunch(packed, block_keys, warps, stages, registers)
 
 
 def sweep_decode() -> None:

@@ -74,7 +74,7 @@ def test_a_warm_up_writes_to_the_padding_page_and_the_null_slot_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = hybrid_tools.open_hybrid(folder, monkeypatch, max_model_len=300)
-    warm_up(seen.engine.runner, 300, 600)
+    warm_up(seen.engine.runner, 4, 300, 600)
     for pair in seen.engine.runner.caches:
         for cache in pair:
             assert cache[0].any()

@@ -9,8 +9,9 @@ import engine_tools as tools
 import pytest
 import torch
 
-from meltcore.engine.warm_up import EXPERT_TOKENS, PROMPT_TOKENS, PROMPTS_AT_ONCE, rehearse, warm_up
+from meltcore.engine.warm_up import EXPERT_TOKENS, PROMPT_TOKENS, PROMPTS_AT_ONCE, _most_tiles, rehearse, warm_up
 from meltcore.kernels import expert_product
+from meltcore.kernels.attention import BLOCK_QUERIES
 from meltcore.kernels.delta import DeltaShape
 from meltcore.kernels.delta_scan import ScanLaunch, scan_launch
 from meltcore.kernels.expert_launches import TABLE
@@ -25,7 +26,7 @@ def test_answers_are_the_same_after_a_rehearsal_and_a_warm_up(checkpoint: Path, 
         if warm:
             rehearse(seen.engine.runner, 0, max_model_len, 140)  # decode steps have no torch body
             assert not seen.engine.runner._last_token.any()
-            warm_up(seen.engine.runner, max_model_len, 140)
+            warm_up(seen.engine.runner, 4, max_model_len, 140)
             seen.logits.clear()
         seen.add("one", tools.random_prompt(12, 1), max_tokens=6, temperature=1.0, seed=7, frequency_penalty=1.0)
         seen.run()
@@ -36,7 +37,7 @@ def test_answers_are_the_same_after_a_rehearsal_and_a_warm_up(checkpoint: Path, 
 
 def test_a_warm_up_writes_to_the_padding_page_alone(checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint, max_model_len=300)
-    warm_up(seen.engine.runner, 300, 2048)
+    warm_up(seen.engine.runner, 4, 300, 2048)
     for keys, values in seen.engine.runner.caches:
         assert keys[0].any()
         assert not keys[1:].any()
@@ -55,6 +56,26 @@ def test_prompts_cover_every_launch_of_routed_experts(shape: tuple[int, ...], mo
         return {(ExpertsLaunch.of(9 * each, weight), form_of(each, down)) for each in tokens}
 
     assert launches(range(1, 8193)) == launches(PROMPT_TOKENS + EXPERT_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_model_len", "tokens", "most"),
+    [
+        (1024, 4096, 8192, 1119),  # 1,023 of two tokens, and the rest in 96 tiles
+        (16, 4096, 2048, 47),
+        (16, 300, 8192, 80),  # each of five
+        (4, 300, 140, 6),
+        (1, 2, 2, 1),
+    ],
+)
+def test_a_warm_up_has_as_many_tiles_of_queries_as_a_step_can(
+    max_num_seqs: int, max_model_len: int, tokens: int, most: int
+) -> None:
+    chunks = _most_tiles(max_num_seqs, max_model_len, tokens)
+    assert sum(-(-chunk.size // BLOCK_QUERIES) for chunk in chunks) == most
+    assert len(chunks) <= max_num_seqs
+    assert sum(chunk.size for chunk in chunks) <= tokens
+    assert all(2 <= chunk.size <= max_model_len for chunk in chunks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

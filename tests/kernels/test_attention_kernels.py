@@ -323,6 +323,11 @@ PREFILL_SHAPES = [
     (8, 1, 64, torch.bfloat16, [(128, 10)]),
     (2, 1, 256, torch.bfloat16, [(3, 66)]),
 ]
+PAIRABLE = [
+    (group, kv_heads, head_dim, dtype, chunks)
+    for group, kv_heads, head_dim, dtype, chunks in PREFILL_SHAPES
+    if group % 2 == 0 and head_dim <= 128 and dtype.itemsize == 2
+]
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
@@ -340,6 +345,61 @@ def test_prefill_equals_dense_causal_softmax(
     device: torch.device,
 ) -> None:
     torch.manual_seed(seed)
+    assert_prefill_is_dense(group, kv_heads, head_dim, dtype, chunks, normed, device)
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
+@pytest.mark.parametrize("body", ["triton"], indirect=True)
+@pytest.mark.parametrize(("group", "kv_heads", "head_dim", "dtype", "chunks"), PAIRABLE)
+def test_two_heads_of_a_group_in_one_program(
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    chunks: list[tuple[int, int]],
+    normed: bool,
+    body: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(22)
+    monkeypatch.setattr(prefill_file, "launch_for", lambda *_: prefill_file._PAIRED)
+    assert_prefill_is_dense(group, kv_heads, head_dim, dtype, chunks, normed, device)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kv_heads", "head_dim", "tiles", "packed"),
+    [
+        (90, 8, 128, 34, 2),
+        (90, 8, 128, 33, 1),
+        (90, 8, 64, 34, 2),
+        (90, 16, 128, 34, 1),
+        (90, 8, 256, 34, 1),
+        (80, 8, 128, 34, 1),
+    ],
+)
+def test_heads_are_paired_where_there_are_many_tiles(
+    arch: int, kv_heads: int, head_dim: int, tiles: int, packed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_file, "capability", lambda _: arch)
+    monkeypatch.setattr(prefill_file, "processors", lambda _: 132)
+    cache = torch.empty(1, 64, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
+    launch = prefill_file.launch_for(cache[0, 0], cache, 16, tiles)
+    assert launch.packed == packed
+    in_fp8 = cache.to(torch.float8_e4m3fn)
+    assert prefill_file.launch_for(cache[0, 0], in_fp8, 16, tiles).packed == 1
+
+
+def assert_prefill_is_dense(
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    chunks: list[tuple[int, int]],
+    normed: bool,
+    device: torch.device,
+) -> None:
+    """On random tokens, for every token that a tile covers; the others are left as they were."""
     made = make_sequences([start + count for start, count in chunks], kv_heads, head_dim, dtype, device)
     # Tokens of other calls lie before, between and after; the queries are part of a fused product of wider rows.
     ends = np.cumsum([count + 1 for _, count in chunks]).tolist()

@@ -251,7 +251,7 @@ class Engine:
         if self._ranks is not None:
             self._ranks.compile_kernels(limits)
         compile_kernels(self.runner, limits)
-        warm_up(self.runner, self.max_model_len, self.scheduler.max_num_batched_tokens)
+        warm_up(self.runner, *limits)
         if "no-graphs" not in self.config.debug:
             before = torch.cuda.mem_get_info(device)[0]
             self.runner.capture_graphs(progress, prompts="no-prompt-graphs" not in self.config.debug)

@@ -47,11 +47,9 @@ class Limits(NamedTuple):
     max_num_batched_tokens: int
 
 
-def warm_up(runner: ModelRunner, max_model_len: int, max_num_batched_tokens: int) -> None:
-    """Compute prompts of at most `max_model_len` tokens in steps of at most `max_num_batched_tokens`, and forget them;
-    only what padding writes to is written.
-    """
-    _launch_prompts(runner, max_model_len, max_num_batched_tokens)
+def warm_up(runner: ModelRunner, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> None:
+    """Compute prompts within these limits (`Limits`), and forget them; only what padding writes to is written."""
+    _launch_prompts(runner, max_num_seqs, max_model_len, max_num_batched_tokens)
     _launch_choices(runner, EVERY_CHOICE)
 
 
@@ -68,15 +66,16 @@ def rehearse(runner: ModelRunner, max_num_seqs: int, max_model_len: int, max_num
     """
     with runner.alone():
         runner.rehearse_decodes([count for count in DECODES if count <= max_num_seqs])
-        _launch_prompts(runner, max_model_len, max_num_batched_tokens)
+        _launch_prompts(runner, max_num_seqs, max_model_len, max_num_batched_tokens)
         _launch_choices(runner, EVERY_CHOICE[:3])
     runner.forget_tokens()
 
 
-def _launch_prompts(runner: ModelRunner, max_model_len: int, max_num_batched_tokens: int) -> None:
+def _launch_prompts(runner: ModelRunner, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> None:
     for tokens in PROMPT_TOKENS + (EXPERT_TOKENS if runner.model.config.experts else ()):
         if tokens <= max_num_batched_tokens:
             runner.launch(_prompts(tokens, max_model_len)).read()
+    runner.launch(_most_tiles(max_num_seqs, max_model_len, max_num_batched_tokens)).read()
     for count in PROMPTS_AT_ONCE if runner.model.recurrent_layers() else ():
         runner.launch([_prompt(number, 2, SamplingParams()) for number in range(count)]).read()
 
@@ -86,6 +85,20 @@ def _launch_choices(runner: ModelRunner, choices: Sequence[SamplingParams]) -> N
     runner.launch(plan).read()
     for chunk in plan:
         runner.sampler.forget(chunk.request)
+
+
+def _most_tiles(max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> list[Chunk]:
+    """A step with as many tiles of queries as there can be (kernels/prefill_attention.py): short prompts, as many as
+    may run at once, and what is left of the tokens in the first of them."""
+    short = min(2, max_model_len)
+    count = max(1, min(max_num_seqs, max_num_batched_tokens // short))
+    left = max_num_batched_tokens - count * short
+    chunks = []
+    for number in range(count):
+        more = min(left, max_model_len - short)
+        left -= more
+        chunks.append(_prompt(number, short + more, SamplingParams()))
+    return chunks
 
 
 def _prompts(tokens: int, max_model_len: int) -> list[Chunk]:

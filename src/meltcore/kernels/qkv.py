@@ -80,7 +80,7 @@ def _store_kv_torch(
 
 
 @triton.jit
-def _norm_and_rotate(source, mask, weight_ptr, eps, cos, sin, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr):
+def norm_and_rotate(source, mask, weight_ptr, eps, cos, sin, NORMED: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The halves of the heads at `source`, [HEADS, HALF] each; values are rounded where the torch body rounds them."""
     first = tl.load(source, mask=mask, other=0.0)
     dtype = first.dtype
@@ -134,7 +134,7 @@ def _store_kv_kernel(
     # Asked for before the keys are worked on, so that both reads are under way together.
     value_first = tl.load(values, mask=mask, other=0.0)
     value_second = tl.load(values + HEAD_DIM // 2, mask=mask, other=0.0)
-    first, second = _norm_and_rotate(keys, mask, weight_ptr + column, eps, cos, sin, NORMED, HEAD_DIM)
+    first, second = norm_and_rotate(keys, mask, weight_ptr + column, eps, cos, sin, NORMED, HEAD_DIM)
     first, second = first.to(value_first.dtype), second.to(value_first.dtype)
     tl.store(key_cache_ptr + slot, as_cached(first, key_cache_ptr), mask=mask)
     tl.store(key_cache_ptr + slot + HEAD_DIM // 2, as_cached(second, key_cache_ptr), mask=mask)
