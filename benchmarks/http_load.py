@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ from meltcore.results.schema import LevelResult
 REACH = {400: 27_100.0, 1_000: 30_750.0, 10_000: 29_850.0}
 OFFLINE_REACH = 0.95
 CALIBRATION_REQUESTS = 1_000
-SPARE = 1.5  # requests beyond those that the short calibration asks for: --seconds is a floor
+SPARE = 1.25  # requests beyond those that the short calibration asks for: --seconds is a floor
 COUNTER_TOLERANCE = 0.005
 MAX_MODEL_LEN = 2048
 
@@ -70,7 +71,7 @@ def measure(url: str, users: int, args: argparse.Namespace) -> tuple[LevelResult
     """One level of at least `args.seconds`, and the CPU microseconds that our front spent a token (0: not said)."""
     probe = load(url, min(users, CALIBRATION_REQUESTS), min(2 * users, CALIBRATION_REQUESTS), 1, args)
     rate = probe.output_tokens_per_s / args.out
-    requests = max(2 * users, round(SPARE * rate * args.seconds))
+    requests = round(max(args.rounds * users, SPARE * rate * args.seconds))
     print(f"{users:,} users: {requests:,} requests", flush=True)
     before = metrics(url)
     level = load(url, users, requests, 2, args)
@@ -164,6 +165,7 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="for our own server")
     parser.add_argument("--users", default="400,1000,10000")
     parser.add_argument("--seconds", type=float, default=30.0, help="the least a level lasts")
+    parser.add_argument("--rounds", type=float, default=2.0, help="requests of a user, at the least, on average")
     parser.add_argument("--inlen", default="576", help="prompt tokens: N or LOW-HIGH")
     parser.add_argument("--out", type=int, default=128, help="output tokens")
     parser.add_argument("--vocab", type=int, default=30_000, help="prompt ids stay below it")
@@ -181,17 +183,22 @@ def main() -> None:
     peer = read_peer(args.peer)
     rows: list[Row] = []
     thousand: LevelResult | None = None
-    with ExitStack() as stack:
-        url = args.url
-        if url is None:
-            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
-            command = [args.model, *flags, *args.serve_flags.split()]
-            url = stack.enter_context(OwnServer(command, log, say=print)).wait_ready()
-        for users in map(int, args.users.split(",")):
-            level, front_us = measure(url, users, args)
-            rows += level_rows(users, level, front_us, peer)
-            thousand = level if users == 1_000 else thousand
-    if args.url is None and thousand is not None and not args.no_offline:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    early: BaseException | None = None
+    try:
+        with ExitStack() as stack:
+            url = args.url
+            if url is None:
+                log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+                command = [args.model, *flags, *args.serve_flags.split()]
+                url = stack.enter_context(OwnServer(command, log, say=print)).wait_ready()
+            for users in map(int, args.users.split(",")):
+                level, front_us = measure(url, users, args)
+                rows += level_rows(users, level, front_us, peer)
+                thousand = level if users == 1_000 else thousand
+    except (KeyboardInterrupt, RuntimeError) as error:
+        early = error  # the levels before it count
+    if args.url is None and thousand is not None and not args.no_offline and early is None:
         alone = offline_tokens_per_s(thousand.requests, args)
         http = thousand.output_tokens_per_s
         rows.append(
@@ -207,6 +214,8 @@ def main() -> None:
         )
     versions = {} if args.url else {name: metadata.version(name) for name in ("torch", "uvicorn", "uvloop")}
     write_result("http" if args.url is None else f"http_{args.name}", rows, versions)
+    if early is not None:
+        raise SystemExit(f"ended early: {early!r}")
 
 
 if __name__ == "__main__":
