@@ -8,7 +8,8 @@ http_NAME.json; a later run of ours puts that beside its own numbers with --peer
     python benchmarks/http_load.py --peer benchmarks/results/http_vllm.json
 
 Two rates a level: in the steady window (the longest span with 90 % of the users in flight), and of the whole level,
-its ramp and its last answers included. The server's own count of generated tokens has to agree with the client's.
+its ramp and its last answers included. The server's own count of generated tokens, where it has one (vLLM without
+--disable-log-stats), has to agree with the client's.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from meltcore.results.schema import LevelResult
 REACH = {400: 27_100.0, 1_000: 30_750.0, 10_000: 29_850.0}
 OFFLINE_REACH = 0.95
 CALIBRATION_REQUESTS = 1_000
-SPARE = 1.25  # requests beyond those that the short calibration asks for: --seconds is a floor
-COUNTER_TOLERANCE = 0.005
+SPARE = 1.1  # requests beyond those that the short calibration asks for: --seconds is a floor
+COUNTER, COUNTER_TOLERANCE = "generation_tokens_total", 0.005
+MOST_EMPTY = 0.001
 MAX_MODEL_LEN = 2048
 
 
@@ -62,8 +64,13 @@ def load(url: str, users: int, requests: int, seed: int, args: argparse.Namespac
         seed=seed,
     )
     (level,) = run_levels(config)
-    if level.failed or level.output_tokens != requests * args.out:
+    # Random weights answer now and then with special tokens alone, which have no text.
+    empty = sum(count for reason, count in level.failures.items() if reason.startswith("empty answer"))
+    answered = requests - empty
+    if level.failed > empty or empty > MOST_EMPTY * requests or level.output_tokens != answered * args.out:
         raise RuntimeError(f"{users} users: {level.failures or 'wrong count'}: {level.output_tokens} tokens")
+    if empty:
+        print(f"{users:,} users: {empty} of {requests:,} answers had no text; not counted", flush=True)
     return level
 
 
@@ -78,9 +85,12 @@ def measure(url: str, users: int, args: argparse.Namespace) -> tuple[LevelResult
     after = metrics(url)
     if level.duration_s < args.seconds:
         raise RuntimeError(f"{users} users: the level lasted {level.duration_s:.1f} s, less than {args.seconds:g} s")
-    counted = after["generation_tokens_total"] - before["generation_tokens_total"]
-    if abs(counted / level.output_tokens - 1) > COUNTER_TOLERANCE:
-        raise RuntimeError(f"the server counted {counted:,.0f} tokens, the client {level.output_tokens:,}")
+    if COUNTER in after:
+        counted = after[COUNTER] - before.get(COUNTER, 0.0)
+        if abs(counted / level.output_tokens - 1) > COUNTER_TOLERANCE:
+            raise RuntimeError(f"the server counted {counted:,.0f} tokens, the client {level.output_tokens:,}")
+    else:
+        print(f"{users:,} users: the server does not count its tokens; only the client did", flush=True)
     front_s = after.get("front_cpu_seconds_total", 0.0) - before.get("front_cpu_seconds_total", 0.0)
     return level, front_s * 1e6 / level.output_tokens
 
