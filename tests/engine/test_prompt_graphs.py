@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from meltcore.engine.batch import Batch, NewPages, build_batch
-from meltcore.engine.graphs import PADDING_POSITION, PADDING_ROW
+from meltcore.engine.graphs import PADDING_POSITION, PADDING_ROW, Captured
 from meltcore.engine.messages import AddRequest
 from meltcore.engine.prompt_graphs import (
     ALONE,
     EMPTY,
+    LEAST_FREE_BYTES,
     ON_DEVICE,
     PaddedInputs,
     PromptGraphs,
@@ -70,10 +71,35 @@ def test_prompts_alone_are_padded_by_a_third_at_most(tokens: int) -> None:
     assert size.tokens in ALONE
 
 
-def test_the_smallest_size_that_holds_a_batch_is_taken() -> None:
+def unrecorded_graphs() -> PromptGraphs:
+    """What chooses a size, without a GPU to record on."""
     graphs = PromptGraphs.__new__(PromptGraphs)
     graphs._sizes = prompt_sizes(64, 2048)
     graphs._totals = [sum(size) for size in graphs._sizes]
+    graphs._captured, graphs._room = {}, True
+    graphs._inputs = torch.zeros(1)
+    return graphs
+
+
+def test_nothing_is_recorded_where_too_little_memory_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graphs = unrecorded_graphs()
+    graphs._captured[Size(0, 64)] = Captured(None, torch.empty(0), torch.empty(0))  # type: ignore[arg-type]
+    free = [LEAST_FREE_BYTES]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 2**37))
+    assert graphs.size_for(batch_of(chunk(1, 0, 65))) == Size(0, 128)
+    free[0] -= 1
+    assert graphs.size_for(batch_of(chunk(1, 0, 65))) is None
+    assert graphs.size_for(batch_of(chunk(1, 0, 64))) == Size(0, 64), "recorded before"
+    free[0] = 2**36
+    assert graphs.size_for(batch_of(chunk(1, 0, 65))) is None, "freed by a step that will want it again"
+    assert capsys.readouterr().err.count("too little GPU memory is left to record graphs") == 1
+
+
+def test_the_smallest_size_that_holds_a_batch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
+    graphs = unrecorded_graphs()
     assert graphs.size_for(batch_of(chunk(1, 0, 64))) == Size(0, 64)
     assert graphs.size_for(batch_of(chunk(1, 0, 65))) == Size(0, 128)
     assert graphs.size_for(batch_of(chunk(1, 0, 64), chunk(2, 5, 1))) == Size(16, 128)

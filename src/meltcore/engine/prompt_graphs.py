@@ -7,6 +7,7 @@ a few hundred tokens. Where prompts are so long that the device is the slower on
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +35,8 @@ ALONE = (
 )
 BESIDE = (128, 256, 512, 768, 1024, 2048, 4096)
 DECODES = (16, 64, 128, 256, 512)
+# A graph recorded while serving takes some MiB of what was kept in reserve, and steps need the rest.
+LEAST_FREE_BYTES = 2**27
 
 
 class Size(NamedTuple):
@@ -213,6 +216,7 @@ class PromptGraphs:
         self._outbox = Outbox(2 * most)
         self._recorder = Recorder()
         self._captured: dict[Size, Captured] = {}
+        self._room = True
 
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
@@ -235,7 +239,10 @@ class PromptGraphs:
     def size_for(self, batch: Batch) -> Size | None:
         """The smallest that holds a batch; None where it is left to be launched kernel by kernel."""
         first = bisect_left(self._totals, len(batch.token_ids))
-        return next((size for size in self._sizes[first:] if size.holds(batch)), None)
+        size = next((size for size in self._sizes[first:] if size.holds(batch)), None)
+        if size is None or size in self._captured or self._has_room():
+            return size
+        return None
 
     def replay(self, batch: Batch, size: Size, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step after `new_pages` are in the table. Returns the hidden states and greedy tokens of those that
@@ -256,3 +263,11 @@ class PromptGraphs:
             hidden, token_ids = captured.hidden, captured.token_ids
         count = len(batch.last_tokens)
         return hidden[:count], token_ids[:count]
+
+    def _has_room(self) -> bool:
+        """Whether memory is left for one more graph; from the first time that it is not, none is recorded."""
+        if self._room and torch.cuda.mem_get_info(self._inputs.device)[0] < LEAST_FREE_BYTES:
+            self._room = False
+            said = "steps of new sizes are launched kernel by kernel, and slower; a smaller --memory leaves more"
+            print(f"meltcore: too little GPU memory is left to record graphs: {said}", file=sys.stderr, flush=True)
+        return self._room
