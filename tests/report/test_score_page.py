@@ -7,6 +7,8 @@ from sample_scores import sample_device, sample_health, sample_scored_run
 
 from meltcore.report import render
 from meltcore.report.score_charts import time_lines
+from meltcore.report.score_page import _milliseconds
+from meltcore.results.percentiles import distribution
 from meltcore.results.score import ScoredRun
 
 
@@ -21,6 +23,11 @@ def test_the_number_stands_with_what_it_is_a_number_of() -> None:
     assert "HEALTHY" in page
     assert "Tokens per joule 48.5" in page
     assert "NOT COMPARABLE" not in page
+
+
+@pytest.mark.parametrize(("value_ms", "text"), [(9_999.0, "9,999 ms"), (10_000.0, "10.0 s"), (32_906.0, "32.9 s")])
+def test_long_waits_stand_in_seconds(value_ms: float, text: str) -> None:
+    assert _milliseconds(distribution([value_ms] * 200), "p50") == text
 
 
 def test_nothing_is_fetched_and_no_script_runs() -> None:

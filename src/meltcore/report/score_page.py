@@ -131,8 +131,12 @@ def _latencies(device: GpuScore, field: str) -> list[Curve]:
 
 
 def _milliseconds(distribution: Distribution, name: str) -> str:
+    """A percentile with its unit; seconds from ten on, where milliseconds would not fit their tile."""
     found = wording.percentile(distribution, name)
-    return found if found in (TOO_SMALL, wording.NOT_MEASURED) else f"{found} ms"
+    if found in (TOO_SMALL, wording.NOT_MEASURED):
+        return found
+    value_ms = getattr(distribution, name)
+    return f"{found} ms" if value_ms < 10_000 else f"{value_ms / 1000:.1f} s"
 
 
 def _percentile(distribution: Distribution, name: str) -> Markup | str:
