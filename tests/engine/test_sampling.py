@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meltcore.engine.messages import AddRequest, SequenceOutput
-from meltcore.engine.sampling_params import SamplingParams
+from meltcore.engine.sampling_params import MAX_TOP_K, MIN_REPETITION_PENALTY, MIN_TEMPERATURE, SamplingParams
 from meltcore.errors import RequestError
 
 PROMPT = tools.random_prompt(30, 0)
@@ -49,6 +49,24 @@ def test_top_k_of_one_is_greedy_at_any_temperature(seen: tools.SeenEngine) -> No
     seen.add("hot", PROMPT, temperature=2.0, top_k=1)
     outputs = run(seen)
     assert ids(outputs["greedy"]) == ids(outputs["hot"])
+
+
+def test_the_least_temperature_and_penalty_are_greedy(seen: tools.SeenEngine) -> None:
+    """Logits divided by them still differ: where they overflowed, every token would be as likely as the first."""
+    seen.add("greedy", PROMPT, repetition_penalty=MIN_REPETITION_PENALTY)
+    seen.add("cold", PROMPT, repetition_penalty=MIN_REPETITION_PENALTY, temperature=MIN_TEMPERATURE, seed=3)
+    seen.add("kept", PROMPT, repetition_penalty=MIN_REPETITION_PENALTY, temperature=MIN_TEMPERATURE, top_k=MAX_TOP_K)
+    outputs = run(seen)
+    assert ids(outputs["greedy"]) == ids(outputs["cold"]) == ids(outputs["kept"])
+
+
+def test_an_engine_takes_a_seed_of_any_size(checkpoint: Path) -> None:
+    drawn = []
+    for seed in (0, 2**23, 2**62, 2**64 - 1):
+        seen = tools.open_engine(checkpoint, seed=seed)
+        seen.add("unseeded", PROMPT, temperature=2.0, max_tokens=12)
+        drawn.append(tuple(ids(run(seen)["unseeded"])))
+    assert len(set(drawn)) == 4
 
 
 def test_logprobs_are_the_raw_distribution(seen: tools.SeenEngine) -> None:
@@ -160,12 +178,17 @@ def test_priorities_run_the_lower_number_first(checkpoint: Path) -> None:
         ({"temperature": 2.5}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
+        ({"temperature": 1e-30}, "temperature"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"seed": 10**400}, "seed"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ("",)}, "stop"),
         ({"stop_token_ids": (tools.VOCAB,)}, "stop_token_ids"),
         ({"min_tokens": 9}, "min_tokens"),
+        ({"min_tokens": 10**400}, "min_tokens"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
     ],
 )
 def test_bad_setting_is_refused_by_name(checkpoint: Path, settings: dict, field: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from meltcore.engine.messages import TokenLogprobs
 from meltcore.engine.request import Request
-from meltcore.engine.sampling_params import SamplingParams
+from meltcore.engine.sampling_params import SEED_LIMIT, SamplingParams
 from meltcore.engine.transfer import to_device, to_device_together, to_host
 from meltcore.kernels.likeliest import last_kept
 from meltcore.kernels.penalties import penalise
@@ -120,7 +120,8 @@ class Sampler:
         """The request's own seed, or one that no other request of this engine shares."""
         if request.sampling.seed is not None:
             return request.sampling.seed
-        return (self._seed << 40) ^ (request.order << 1) ^ 1
+        own = (self._seed << 40) ^ (self._seed >> 23)  # a seed of any size tells in the 63 bits that there are
+        return (own ^ (request.order << 1) ^ 1) % SEED_LIMIT
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)

@@ -1,7 +1,5 @@
 """How one request wants its tokens chosen, and when it wants to stop."""
 
-import math
-
 import msgspec
 
 from meltcore.errors import RequestError
@@ -9,6 +7,9 @@ from meltcore.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 SEED_LIMIT = 2**63
+MAX_TOP_K = 2**31 - 1  # more than any vocabulary, and a number that every kernel can hold
+# Logits are divided by these in float32, which holds no more than 3.4e38: beyond it all tokens would look the same.
+MIN_TEMPERATURE, MIN_REPETITION_PENALTY = 1e-20, 1e-3
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -41,12 +42,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _range("max_tokens", self.max_tokens, 1, None)
         _range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _range("temperature", self.temperature, 0.0, 2.0)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise RequestError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}; got {self.temperature}",
+                param="temperature",
+            )
         _range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _range("top_k", self.top_k, 0, None)
+        _range("top_k", self.top_k, 0, MAX_TOP_K)
         _range("min_p", self.min_p, 0.0, 1.0)
         _range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        _range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
         if self.seed is not None:
             _range("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
         if self.logprobs is not None:
@@ -60,8 +66,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _range(name: str, value: float, low: float, high: float | None, *, low_open: bool = False) -> None:
-    too_low = value <= low if low_open else value < low
-    if not math.isfinite(value) or too_low or (high is not None and value > high):
+    # Asked this way round, NaN is outside of every range.
+    inside = (low < value if low_open else low <= value) and (high is None or value <= high)
+    if not inside:
         interval = f"{'more than' if low_open else 'at least'} {low}" + (
             f" and at most {high}" if high is not None else ""
         )
