@@ -78,9 +78,21 @@ def test_a_decode_step_is_fewer_than_400_kernels(
     assert launched.total() < MOST, launched
 
 
+@pytest.mark.parametrize(("sequences", "kernels"), [(1, 257), (2, 337), (32, 337), (33, 377), (1024, 377)])
+def test_a_decode_step_is_as_many_kernels_as_we_say(
+    sequences: int, kernels: int, runner: ModelRunner, launched: collections.Counter[str]
+) -> None:
+    indices = torch.zeros(sequences, dtype=torch.int64, device=META)
+    runner._decode_step(indices, indices)  # makes what is made once
+    launched.clear()
+    with TorchKernels(launched):
+        runner._decode_step(indices, indices)
+    assert launched.total() == kernels, launched
+
+
 @pytest.mark.parametrize(
     ("ranks", "sequences", "kernels"),
-    [(2, 1, 381), (2, 32, 381), (2, 33, 421), (8, 1, 381), (8, 32, 381), (8, 33, 421), (8, 256, 421)],
+    [(2, 1, 341), (2, 2, 381), (2, 32, 381), (2, 33, 421), (8, 1, 341), (8, 2, 381), (8, 33, 421), (8, 256, 421)],
 )
 def test_a_decode_step_of_a_rank(ranks: int, sequences: int, kernels: int, launched: collections.Counter[str]) -> None:
     """Above 32 sequences more than what was aimed at: pairs are put in order, a launch a layer."""
@@ -99,7 +111,7 @@ def test_a_decode_step_of_a_rank(ranks: int, sequences: int, kernels: int, launc
     assert launched.total() == kernels, launched
 
 
-@pytest.mark.parametrize(("sequences", "sorting"), [(1, 0), (3, 0), (32, 0), (33, 1)])
+@pytest.mark.parametrize(("sequences", "sorting"), [(2, 0), (3, 0), (32, 0), (33, 1)])
 def test_pairs_of_a_token_and_an_expert_are_sorted_for_many_tokens_only(
     sequences: int, sorting: int, runner: ModelRunner, launched: collections.Counter[str]
 ) -> None:
@@ -109,3 +121,13 @@ def test_pairs_of_a_token_and_an_expert_are_sorted_for_many_tokens_only(
     layers = runner.model.config.num_hidden_layers
     names = ("_router_kernel", "_by_expert_kernel", "_expert_product_kernel", "_add_choices_kernel")
     assert [launched[name] / layers for name in names] == [1, sorting, 2, 1]
+
+
+def test_a_layer_of_routed_experts_is_three_launches_for_one_token(
+    runner: ModelRunner, launched: collections.Counter[str]
+) -> None:
+    indices = torch.zeros(1, dtype=torch.int64, device=META)
+    runner._decode_step(indices, indices)
+    layers = runner.model.config.num_hidden_layers
+    names = ("_router_kernel", "_up_kernel", "_down_kernel", "_expert_product_kernel", "_add_choices_kernel")
+    assert [launched[name] / layers for name in names] == [1, 1, 1, 0, 0]

@@ -24,6 +24,8 @@ from meltcore.kernels import (
     expert_product,
     experts,
     norm,
+    one_token,
+    one_token_experts,
     output_gate,
     prefill_attention,
     qkv,
@@ -87,8 +89,12 @@ def kernels_of(module: ModuleType) -> set[str]:
 
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
-    **dict.fromkeys((expert_product, experts, router, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")),
-    **dict.fromkeys((decode_attention, output_gate, prefill_attention, qkv), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
+    **dict.fromkeys(
+        (expert_product, experts, one_token_experts, router, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")
+    ),
+    **dict.fromkeys(
+        (decode_attention, one_token, output_gate, prefill_attention, qkv), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")
+    ),
     **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module)]

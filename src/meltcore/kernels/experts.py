@@ -1,7 +1,7 @@
 """The feed-forward of routed experts: each token through the few that its router chose.
 
 In Triton it is three launches: a product with the gate and what it gates, one with the way down (expert_product.py),
-and the sum over a token's experts.
+and the sum over a token's experts. One token alone takes two (one_token_experts.py).
 """
 
 # mypy: allow-untyped-defs
@@ -16,6 +16,7 @@ import torch
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.expert_product import ExpertsLaunch, Form, Pairs, expert_product
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.one_token_experts import one_token_experts, suits_one_token_experts
 from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.routing import Routing, by_expert
 from meltcore.kernels.swiglu import swiglu
@@ -30,9 +31,9 @@ def experts_add(
     """Add, for each token, the weighted sum of its experts' outputs to `residual` in place, and return it.
 
     Without a residual the sum alone is returned. An expert's output is down (silu(gate x) * up x), rounded to the type
-    of `hidden`; the sum over a token's experts is float32. residual, hidden: [tokens, hidden_size], contiguous;
-    gate_up: [experts, 2 * width, hidden_size], the gate's rows above those of what it gates; down: [experts,
-    hidden_size, width].
+    of `hidden` where it is stored in between; the sum over a token's experts is float32. residual, hidden: [tokens,
+    hidden_size], contiguous; gate_up: [experts, 2 * width, hidden_size], the gate's rows above those of what it gates;
+    down: [experts, hidden_size, width].
     """
     body = _experts_add_triton if use_triton(hidden) else _experts_add_torch
     return body(residual, hidden, routing, gate_up, down)
@@ -96,6 +97,9 @@ def _experts_add_triton(
     (tokens, size), width, choices = hidden.shape, down.shape[2], routing.experts.shape[1]
     total = torch.empty_like(hidden) if residual is None else residual
     if tokens == 0:
+        return total
+    if form is None and launch is None and suits_one_token_experts(hidden, routing, gate_up, down):
+        one_token_experts(total, hidden, routing, gate_up, down, added=residual is not None)
         return total
     pairs = Pairs.of(routing.experts, down, form)
     activated = torch.empty(tokens * choices, width, dtype=hidden.dtype, device=hidden.device)

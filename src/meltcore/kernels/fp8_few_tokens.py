@@ -17,7 +17,7 @@ from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY, LARGEST
 from meltcore.kernels.fp8_quantise import LEAST, Fp8Rows
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.one_token import COLUMN_MULTIPLE, RowsLaunch, _read, _silu
+from meltcore.kernels.one_token import COLUMN_MULTIPLE, RowsLaunch, read_columns, silu
 from meltcore.kernels.overlap import overlaps
 
 LEAST_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
@@ -64,17 +64,17 @@ def _fp8_one_token_kernel(
     # Rows past the end repeat the last one: cheaper than a mask on every load.
     existing = tl.minimum(row, output_size - 1)
     rows_ptr = weight_ptr + existing.to(tl.int64)[:, None] * INPUT + column
-    weights = _read(rows_ptr, INPUT, COLUMNS)
+    weights = read_columns(rows_ptr, INPUT, COLUMNS)
     scales = tl.load(scales_ptr + existing)
     if GATED:
-        up_weights = _read(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, COLUMNS)
+        up_weights = read_columns(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, COLUMNS)
         up_scales = tl.load(scales_ptr + output_size + existing)
     if NORMED:
-        norms = _read(norm_ptr + column, INPUT, COLUMNS)
+        norms = read_columns(norm_ptr + column, INPUT, COLUMNS)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    hiddens = _read(hidden_ptr + column, INPUT, COLUMNS)
+    hiddens = read_columns(hidden_ptr + column, INPUT, COLUMNS)
     if ADDED:
         residual = tl.load(output_ptr + row, mask=row < output_size, other=0.0)
     squares = tl.zeros((1, COLUMNS), dtype=tl.float32)
@@ -102,7 +102,7 @@ def _fp8_one_token_kernel(
             ups += up_weights[step].to(tl.float32) * hidden
     result = tl.sum(totals, axis=1) * token_scale * scales
     if GATED:
-        result = _silu(result) * (tl.sum(ups, axis=1) * token_scale * up_scales)
+        result = silu(result) * (tl.sum(ups, axis=1) * token_scale * up_scales)
     if ADDED:
         result += residual.to(tl.float32)
     tl.store(output_ptr + row, result, mask=row < output_size)
@@ -149,17 +149,17 @@ def _fp8_few_tokens_kernel(
     column = (tl.arange(0, SHARES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])[:, None, :]
     existing = tl.minimum(row, output_size - 1)
     rows_ptr = weight_ptr + existing.to(tl.int64)[None, :, None] * INPUT + column
-    weights = _read(rows_ptr, INPUT, STEP)
+    weights = read_columns(rows_ptr, INPUT, STEP)
     scales = tl.load(scales_ptr + existing)[None, :]
     if GATED:
-        up_weights = _read(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, STEP)
+        up_weights = read_columns(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, STEP)
         up_scales = tl.load(scales_ptr + output_size + existing)[None, :]
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # Tokens past the end repeat the last one, as rows do, and are not stored.
     chosen = tl.minimum(token, tokens - 1)
-    values = _read(values_ptr + chosen[None, :, None] * INPUT + column, INPUT, STEP)
+    values = read_columns(values_ptr + chosen[None, :, None] * INPUT + column, INPUT, STEP)
     token_scales = tl.load(token_scales_ptr + chosen)[:, None]
     output = output_ptr + token[:, None].to(tl.int64) * output_size + row[None, :]
     inside = (token < tokens)[:, None] & (row < output_size)[None, :]
@@ -168,7 +168,7 @@ def _fp8_few_tokens_kernel(
     result = _fp8_products(values, weights, STEPS, SHARES, TOKENS, ROWS) * token_scales * scales
     if GATED:
         ups = _fp8_products(values, up_weights, STEPS, SHARES, TOKENS, ROWS)
-        result = _silu(result) * (ups * token_scales * up_scales)
+        result = silu(result) * (ups * token_scales * up_scales)
     if ADDED:
         result += residual.to(tl.float32)
     tl.store(output, result, mask=inside)

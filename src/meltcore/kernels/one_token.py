@@ -23,7 +23,7 @@ from meltcore.kernels.overlap import overlaps
 # Divides input_size, so that no load needs a mask on columns and every row starts on a cache line.
 COLUMN_MULTIPLE = 64
 # A program holds all the columns of its rows at once, in registers.
-MAX_INPUT = 3072
+MAX_INPUT = 4096
 
 
 def suits_one_token(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -40,7 +40,7 @@ def suits_one_token(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 @triton.jit
-def _read(start_ptr, INPUT: tl.constexpr, STEP: tl.constexpr):
+def read_columns(start_ptr, INPUT: tl.constexpr, STEP: tl.constexpr):
     """What lies at `start_ptr` and every STEP columns on: a tuple, so that all of it is asked for at once."""
     blocks = ()
     for start in tl.static_range(0, INPUT, STEP):
@@ -49,7 +49,7 @@ def _read(start_ptr, INPUT: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _silu(gate):
+def silu(gate):
     return gate / (1.0 + tl.exp(-gate))
 
 
@@ -74,15 +74,15 @@ def _one_token_kernel(
     column = tl.arange(0, COLUMNS)[None, :]
     # Rows past the end repeat the last one: cheaper than a mask on every load.
     rows_ptr = weight_ptr + tl.minimum(row, output_size - 1).to(tl.int64)[:, None] * INPUT + column
-    weights = _read(rows_ptr, INPUT, COLUMNS)
+    weights = read_columns(rows_ptr, INPUT, COLUMNS)
     if GATED:
-        up_weights = _read(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, COLUMNS)
+        up_weights = read_columns(rows_ptr + output_size.to(tl.int64) * INPUT, INPUT, COLUMNS)
     if NORMED:
-        norms = _read(norm_ptr + column, INPUT, COLUMNS)
+        norms = read_columns(norm_ptr + column, INPUT, COLUMNS)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    hiddens = _read(hidden_ptr + column, INPUT, COLUMNS)
+    hiddens = read_columns(hidden_ptr + column, INPUT, COLUMNS)
     if ADDED:
         residual = tl.load(output_ptr + row, mask=row < output_size, other=0.0)
     totals = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -101,9 +101,9 @@ def _one_token_kernel(
         factor = tl.rsqrt(tl.sum(squares, axis=1) / INPUT + eps)
         result *= factor
         if GATED:
-            result = _silu(result) * (tl.sum(ups, axis=1) * factor)
+            result = silu(result) * (tl.sum(ups, axis=1) * factor)
     elif GATED:
-        result = _silu(result) * tl.sum(ups, axis=1)
+        result = silu(result) * tl.sum(ups, axis=1)
     if ADDED:
         result += residual.to(tl.float32)
     tl.store(output_ptr + row, result, mask=row < output_size)
