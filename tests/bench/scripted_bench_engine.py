@@ -149,6 +149,8 @@ def main() -> None:
         engine.send({"type": "failed", "message": "6 GiB do not hold the weights"})
         return
     threading.Thread(target=read, args=(engine,), daemon=True).start()
+    if engine.script["fault"] == "never_ready":
+        threading.Event().wait()
     engine.serve()
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import msgspec
 import pytest
 from scripted_bench_engine import program
 
+from meltcore.bench.claim import claimed
+from meltcore.bench.device import Device
 from meltcore.bench.engine_process import EngineError
 from meltcore.bench.run import BenchConfig, run_bench
 from meltcore.errors import ConfigError
@@ -41,10 +44,16 @@ def _runs_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meltcore.bench.run.SHORTEST_S", 1.0)
 
 
+def uuid(number: int) -> str:
+    """Of this process alone: a bench claims its GPUs against every other on the machine."""
+    return f"GPU-{number}-{os.getpid()}"
+
+
 def gpus(count: int = 1, **changes: Any) -> list[FakeGpu]:
-    """Each takes 500 W by its energy counter, as near as a test needs."""
+    """Each takes 500 W by its energy counter, as near as a test needs, and has nothing in its memory."""
     energy = [Change(second / 10, "energy_j", 1e6 + 50.0 * second) for second in range(300)]
-    return [FakeGpu(uuid=f"GPU-{number}", **({"changes": energy} | changes)) for number in range(count)]
+    settings = {"changes": energy, "readings": {"memory_used_bytes": GIB / 2}} | changes
+    return [FakeGpu(uuid=uuid(number), **settings) for number in range(count)]
 
 
 def run(folder: Path, fake: list[FakeGpu] | None, **settings: Any) -> tuple[RunFolder, ScoredRun, list[str]]:
@@ -63,7 +72,7 @@ def run(folder: Path, fake: list[FakeGpu] | None, **settings: Any) -> tuple[RunF
 
 
 def test_two_gpus_run_at_once_and_each_sees_its_own(tmp_path: Path) -> None:
-    small = FakeGpu(uuid="GPU-small", readings={"memory_total_bytes": 6 * GIB}, changes=gpus()[0].changes)
+    small = FakeGpu(uuid=uuid(9), readings={"memory_total_bytes": 6 * GIB}, changes=gpus()[0].changes)
     folder, result, said = run(tmp_path, [*gpus(), small], arguments=("bench",))
     assert (result.verdict, result.status, result.reasons) == ("OK", "complete", [])
     assert read_result(folder.path) == result
@@ -79,8 +88,8 @@ def test_two_gpus_run_at_once_and_each_sees_its_own(tmp_path: Path) -> None:
         first.sustained.start_s, second.sustained.start_s
     )
     assert overlap > 1.5
-    heads = [json.loads((tmp_path / f"emitted.{uuid}").read_text().splitlines()[0]) for uuid in ("GPU-0", "GPU-small")]
-    assert [head["gpu"] for head in heads] == ["GPU-0", "GPU-small"]
+    heads = [json.loads((tmp_path / f"emitted.{each}").read_text().splitlines()[0]) for each in (uuid(0), uuid(9))]
+    assert [head["gpu"] for head in heads] == [uuid(0), uuid(9)]
     assert heads[0]["config"]["max_num_seqs"] == 1024
     assert heads[1]["config"]["max_num_seqs"] < 64, "six gigabytes hold no thousand"
     assert heads[0]["config"]["load_format"] == "dummy"
@@ -171,10 +180,11 @@ def test_a_precision_that_cannot_be_had_is_refused(precision: str, cpu: bool) ->
 
 
 def test_gpus_by_index_and_by_the_beginning_of_a_uuid(tmp_path: Path) -> None:
-    mig = FakeGpu(uuid="GPU-2", slices={"MIG-5c89-fake": 1}, changes=gpus()[0].changes)
+    part_of_it = f"MIG-5c89-{os.getpid()}"
+    mig = FakeGpu(uuid=uuid(2), slices={part_of_it: 1}, changes=gpus()[0].changes)
     _, result, _ = run(tmp_path, [*gpus(2), mig], gpus="1,MIG-5c")
-    assert [device.uuid for device in result.score.devices] == ["GPU-1", "MIG-5c89-fake"]
-    assert (tmp_path / "emitted.MIG-5c89-fake").exists()
+    assert [device.uuid for device in result.score.devices] == [uuid(1), part_of_it]
+    assert (tmp_path / f"emitted.{part_of_it}").exists()
     whole, part = result.score.devices
     assert whole.sustained is not None
     assert part.sustained is not None
@@ -182,6 +192,42 @@ def test_gpus_by_index_and_by_the_beginning_of_a_uuid(tmp_path: Path) -> None:
     assert part.sustained.tokens_per_joule is None, "the energy counter is the whole board's"
     with pytest.raises(ConfigError, match="there are GPUs 0 to 2"):
         run(tmp_path, [*gpus(2), mig], gpus="3")
+
+
+def test_a_gpu_divided_by_mig_is_measured_slice_by_slice(tmp_path: Path) -> None:
+    """An engine that sees the board's UUID would run on one slice and be taken for the whole board."""
+    parts = [f"MIG-{number}-{os.getpid()}" for number in (1, 2)]
+    divided = FakeGpu(uuid=uuid(0), slices={parts[0]: 1, parts[1]: 2}, changes=gpus()[0].changes)
+    _, result, _ = run(tmp_path, [divided], duration_s=2.0)
+    assert [device.uuid for device in result.score.devices] == parts
+    assert [device.memory_bytes for device in result.score.devices] == [141 * GIB // 8] * 2
+    assert all((tmp_path / f"emitted.{part}").exists() for part in parts)
+
+
+def test_what_cuda_is_told_to_see_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"1,{uuid(1)}")
+    _, result, _ = run(tmp_path, gpus(2), duration_s=2.0)
+    assert [device.label for device in result.score.devices] == ["GPU 1"]
+    assert (tmp_path / f"emitted.{uuid(1)}").exists(), "the engine sees it by its UUID"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='-1' hides every GPU"):
+        run(tmp_path / "hidden", gpus(2))
+    assert not (tmp_path / "hidden" / "runs").exists(), "nothing was measured, nothing is left"
+
+
+def test_a_gpu_that_another_bench_measures_is_refused(tmp_path: Path) -> None:
+    device = Device(name="NVIDIA H200", label="GPU 0", settings={}, uuid=uuid(0))
+    with claimed([device]), pytest.raises(ConfigError, match="GPU 0 is being measured by another meltcore bench"):
+        run(tmp_path, gpus())
+    assert not (tmp_path / "emitted").exists()
+    with claimed([device]):
+        pass
+
+
+def test_memory_that_others_hold_is_told(tmp_path: Path) -> None:
+    _, result, _ = run(tmp_path, gpus(readings={"memory_used_bytes": 12 * GIB}), duration_s=2.0)
+    assert result.score.devices[0].memory_in_use_bytes == 12 * GIB
+    assert any("12.0 GiB of its memory were in use before the run" in note for note in result.notes)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
@@ -217,16 +263,39 @@ def test_the_command_prints_levels_as_they_end_and_the_number_last(tmp_path: Pat
     assert lines[-1].startswith("report: runs/")
 
 
-def test_ctrl_c_keeps_what_was_measured_and_ends_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_keeps_what_was_measured_and_ends_everything(tmp_path: Path, number: int) -> None:
     running = command(tmp_path, "--duration", "60", "--json")
     assert running.stderr is not None
     while "at once" not in running.stderr.readline():
         pass
-    os.killpg(running.pid, signal.SIGINT)
+    os.killpg(running.pid, number)
     asked_s = time.monotonic()
+    time.sleep(0.5)
+    os.killpg(running.pid, number)  # impatience loses nothing
     out, _ = running.communicate(timeout=20)
     assert time.monotonic() - asked_s < 10
     assert running.returncode == 130
     result = msgspec.json.decode(out, type=ScoredRun)
     assert (result.status, result.verdict, result.score.output_tokens_per_s) == ("partial", "PARTIAL", None)
     assert result.score.devices[0].levels
+    assert processes_of(tmp_path) == []
+
+
+def test_an_interruption_before_the_first_level_leaves_nothing_running(tmp_path: Path) -> None:
+    running = command(tmp_path, "--duration", "60", fault="never_ready")
+    assert running.stdout is not None
+    assert running.stdout.readline().startswith("gpu-score/1")
+    os.killpg(running.pid, signal.SIGINT)
+    _, err = running.communicate(timeout=20)
+    assert (running.returncode, err) == (130, "meltcore bench: interrupted\n")
+    assert processes_of(tmp_path) == []
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of the scripted engines and samplers of `folder` that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if str(folder) in line]

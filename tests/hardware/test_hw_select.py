@@ -83,3 +83,14 @@ def test_a_slice_knows_its_board_and_instance() -> None:
     machine = FakeNvml([FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1", slices={"MIG-1": 5})])
     (gpu,) = select_gpus(machine, "MIG-1", {})
     assert (gpu.info.index, gpu.info.mig, gpu.gpu_instance) == (1, True, 5)
+
+
+def test_a_divided_board_stands_for_its_slices_where_something_is_to_run_on_it() -> None:
+    machine = FakeNvml([FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1", slices={"MIG-1": 5, "MIG-2": 6})])
+
+    def runnable(wanted: str | None) -> list[str]:
+        return [gpu.info.uuid for gpu in select_gpus(machine, wanted, {}, in_slices=True)]
+
+    assert runnable(None) == ["GPU-0", "MIG-1", "MIG-2"]
+    assert runnable("MIG-2,1") == ["MIG-2", "MIG-1"]
+    assert runnable("0") == ["GPU-0"]

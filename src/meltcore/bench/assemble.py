@@ -17,6 +17,7 @@ from meltcore.bench.workload import Precision
 from meltcore.hardware.recording import Recording
 from meltcore.results.schema import Fingerprint, Verdict
 from meltcore.results.score import GpuScore, Lines, Score, ScoredRun, ScoreLevel
+from meltcore.results.wording import gibibytes
 
 # A place that is filled so late stands empty for a share of the time that shows (as in load/selfcheck.py).
 LAG_LIMIT_MS = 25.0
@@ -95,6 +96,7 @@ def _device(run: DeviceRun, watched: Watched | None, began_s: float) -> GpuScore
         label=device.label,
         uuid=device.uuid,
         memory_bytes=device.memory_bytes,
+        memory_in_use_bytes=device.memory_in_use_bytes,
         engine_settings={name: _plain(value) for name, value in device.settings.items() if name != "model"},
         levels=run.levels,
         sustained=run.sustained,
@@ -159,6 +161,11 @@ def _notes(devices: Sequence[GpuScore], ready: Ready) -> list[str]:
     if ready.weights == "dummy":
         notes.append("Random weights: the speed is that of the real ones, the answers mean nothing.")
     for device in devices:
+        if device.shared and device.memory_in_use_bytes is not None:
+            notes.append(
+                f"{device.label}: {gibibytes(device.memory_in_use_bytes)} of its memory were in use before the run: "
+                f"other programs shared it, and the score may be too low."
+            )
         if device.spread is not None and device.spread.drifts and device.spread.change is not None:
             notes.append(
                 f"{device.label}: the rate fell by {-100 * device.spread.change:.1f} % from the first to the last "

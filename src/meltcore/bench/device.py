@@ -25,7 +25,10 @@ _WARM_UP_REQUESTS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What to run on. `position`: among the monitor's GPUs, None for a CPU. `settings` are EngineConfig's fields."""
+    """What to run on. `position`: among the monitor's GPUs, None for a CPU. `settings` are EngineConfig's fields.
+
+    `memory_in_use_bytes`: by whatever ran before the engine, None where NVML does not say.
+    """
 
     name: str
     label: str
@@ -33,6 +36,7 @@ class Device:
     position: int | None = None
     uuid: str | None = None
     memory_bytes: int | None = None
+    memory_in_use_bytes: int | None = None
 
     @property
     def environment(self) -> dict[str, str]:

@@ -7,17 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from meltcore.bench import workload
 from meltcore.bench.assemble import Watched, assemble
+from meltcore.bench.claim import claimed
 from meltcore.bench.device import Device, DeviceRun
 from meltcore.bench.engine_process import OWN_PROGRAM, STALL_LIMIT_S, EngineError
 from meltcore.bench.plan import CPU_LEVELS, DEFAULT_S, SHORTEST_S, cpu_settings, gpu_settings
-from meltcore.bench.telemetry import total_memory_bytes
+from meltcore.bench.telemetry import memory_in_use_bytes, total_memory_bytes
 from meltcore.errors import ConfigError
 from meltcore.hardware.fake import FakeGpu
 from meltcore.hardware.monitor import Monitor
@@ -26,6 +27,7 @@ from meltcore.hardware.recording import Sample, read_recording
 from meltcore.hardware.sampler import Setup
 from meltcore.report import save
 from meltcore.results.fingerprint import take_fingerprint
+from meltcore.results.patience import undisturbed
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.score import ScoredRun, ScoreLevel
 
@@ -73,17 +75,18 @@ def run_bench(config: BenchConfig, say: Callable[[str], None], on_level: OnLevel
     """Run everything and write the run folder; engines and sampler end whatever happens.
 
     An interruption or an engine that fails half way leaves a partial result that says so. Raises ConfigError for GPUs
-    that are not there, EngineError where no engine started.
+    that are not there or measured by another bench, EngineError where no engine started.
     """
     started, clock_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     fingerprint = take_fingerprint(config.arguments)
-    folder = RunFolder.create(config.out, "bench")
     stopping = threading.Event()
     with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder.kept_if_used(config.out, "bench"))
         monitor = _watch(config, folder, stack)
         devices = (
             [_cpu(config, fingerprint.cpu)] if monitor is None else _gpus(config, monitor, fingerprint.memory_bytes)
         )
+        stack.enter_context(claimed(devices))
         levels = config.levels or (CPU_LEVELS if monitor is None else workload.LEVELS)
         runs = [
             stack.enter_context(_device_run(config, device, levels, folder, stopping, on_level)) for device in devices
@@ -96,20 +99,23 @@ def run_bench(config: BenchConfig, say: Callable[[str], None], on_level: OnLevel
             raise EngineError(f"{runs[0].device.label}: {runs[0].failure}")
         began_s = time.monotonic()
         _each(runs, lambda run: run.climb(began_s), stopping)
-        watched = _stop_watching(monitor, began_s)
-    result = assemble(
-        runs,
-        watched,
-        workload.PRECISIONS[config.precision],
-        began_s=began_s,
-        levels=levels,
-        planned_s=config.duration_s,
-        started=started,
-        duration_s=time.monotonic() - clock_s,
-        fingerprint=fingerprint,
-        interrupted=stopping.is_set(),
-    )
-    save(folder, result)
+        # All is measured, and what is left takes seconds: an interruption now would only lose it.
+        with suppress(KeyboardInterrupt), undisturbed():
+            watched = _stop_watching(monitor, began_s)
+            stack.close()
+            result = assemble(
+                runs,
+                watched,
+                workload.PRECISIONS[config.precision],
+                began_s=began_s,
+                levels=levels,
+                planned_s=config.duration_s,
+                started=started,
+                duration_s=time.monotonic() - clock_s,
+                fingerprint=fingerprint,
+                interrupted=stopping.is_set(),
+            )
+            save(folder, result)
     return folder, result
 
 
@@ -117,7 +123,13 @@ def _watch(config: BenchConfig, folder: RunFolder, stack: ExitStack) -> Monitor 
     """The sampler; None for a run on the CPU, because it was asked for or there is no NVIDIA driver."""
     if config.cpu:
         return None
-    setup = Setup(path=str(folder.path / SAMPLES_FILE), gpus=config.gpus, interval_s=INTERVAL_S, fake=config.fake_gpus)
+    setup = Setup(
+        path=str(folder.path / SAMPLES_FILE),
+        gpus=config.gpus,
+        in_slices=True,
+        interval_s=INTERVAL_S,
+        fake=config.fake_gpus,
+    )
     try:
         return stack.enter_context(Monitor(setup))
     except NoDriverError:
@@ -130,7 +142,8 @@ def _gpus(config: BenchConfig, monitor: Monitor, host_bytes: int) -> list[Device
     first = _first_samples(monitor)
     devices = []
     for position, info in enumerate(monitor.start.gpus):
-        memory_bytes = total_memory_bytes([sample for sample in first if sample.gpu == position], host_bytes)
+        mine = [sample for sample in first if sample.gpu == position]
+        memory_bytes = total_memory_bytes(mine, host_bytes)
         if memory_bytes is None:
             raise ConfigError(f"{info.label}: NVML does not say how much memory it has, and the engine needs to know")
         devices.append(
@@ -140,6 +153,7 @@ def _gpus(config: BenchConfig, monitor: Monitor, host_bytes: int) -> list[Device
                 position=position,
                 uuid=info.uuid,
                 memory_bytes=memory_bytes,
+                memory_in_use_bytes=memory_in_use_bytes(mine),
                 settings=gpu_settings(config.model, memory_bytes, config.precision),
             )
         )

@@ -46,6 +46,7 @@ def health(recording: Recording, gpu: int, run: tuple[float, float], sustained: 
         metrics=_rows(window),
         clock_reasons={reason: count / seen for reason, count in window.clock_reasons.items()},
         samples=whole.samples,
+        xids=None if whole.xids_unknown else whole.xids,
     )
 
 
@@ -85,6 +86,12 @@ def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None
         return int(found[0])
     shared = any(sample.values["memory_total_bytes"] == NOT_APPLICABLE for sample in samples)
     return host_bytes if shared else None
+
+
+def memory_in_use_bytes(samples: Sequence[Sample]) -> int | None:
+    """Of the first sample that says; None where none does."""
+    found = numbers(samples, "memory_used_bytes")
+    return int(found[0]) if found else None
 
 
 def _rows(summary: GpuSummary) -> list[MetricRow]:

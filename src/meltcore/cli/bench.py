@@ -16,6 +16,8 @@ EXAMPLES = """\
   meltcore bench --model ./Qwen3-0.6B    real weights; never ranked against random ones
   meltcore rank runs/A runs/B            compare results
 
+A GPU divided by MIG is measured slice by slice, all at once. An interruption keeps what was measured, without a score.
+
 exit status: 0 a score, 1 none (an engine failed), 2 could not start, 130 interrupted
 """
 
@@ -47,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.bench.run import BenchConfig, run_bench
+    from meltcore.cli.ending import sigterm_as_ctrl_c
     from meltcore.report.score_output import level_line, print_score
 
     console = Console(stderr=args.json, highlight=False)
@@ -59,11 +62,12 @@ def run(args: argparse.Namespace) -> int:
         out=Path(args.out),
         arguments=tuple(sys.argv[1:]),
     )
-    folder, result = run_bench(
-        config,
-        say=lambda text: console.print(text, soft_wrap=True, markup=False),
-        on_level=lambda device, level, last: console.print(level_line(device.label, level, last), markup=False),
-    )
+    with sigterm_as_ctrl_c():
+        folder, result = run_bench(
+            config,
+            say=lambda text: console.print(text, soft_wrap=True, markup=False),
+            on_level=lambda device, level, last: console.print(level_line(device.label, level, last), markup=False),
+        )
     if args.json:
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     else:

@@ -31,10 +31,14 @@ LEAVE_S = 5.0
 
 
 class Setup(msgspec.Struct, kw_only=True, frozen=True):
-    """`gpus` as of --gpu, None for what CUDA_VISIBLE_DEVICES says. `fake`: a scripted machine instead of this one."""
+    """`gpus` as of --gpu, None for what CUDA_VISIBLE_DEVICES says. `in_slices`: as of select.select_gpus.
+
+    `fake`: a scripted machine instead of this one.
+    """
 
     path: str
     gpus: str | None = None
+    in_slices: bool = False
     interval_s: float = 0.1
     fake: list[FakeGpu] | None = None
 
@@ -57,7 +61,7 @@ def main() -> None:
     threading.Thread(target=_leave_with_the_parent, args=(stopping,), daemon=True).start()
     try:
         nvml = Nvml() if setup.fake is None else FakeNvml(setup.fake)
-        gpus = select_gpus(nvml, setup.gpus)
+        gpus = select_gpus(nvml, setup.gpus, in_slices=setup.in_slices)
         driver = nvml.driver()
         file = _create(setup.path)
     except (MeltcoreError, NVMLError) as error:

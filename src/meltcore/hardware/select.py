@@ -25,12 +25,23 @@ class Gpu:
     gpu_instance: int | None = None
 
 
-def select_gpus(nvml: Nvml, wanted: str | None, environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+def select_gpus(
+    nvml: Nvml, wanted: str | None, environment: Mapping[str, str] = os.environ, *, in_slices: bool = False
+) -> list[Gpu]:
     """The GPUs of `wanted`, else of CUDA_VISIBLE_DEVICES, else all boards; each once, in the order named.
 
     `wanted` is as of `--gpu`: indices as nvidia-smi has them, UUIDs or beginnings of them, MIG UUIDs, between commas.
+    `in_slices`: a board that is divided by MIG stands for its slices, which is what a program can run on.
     Raises ConfigError for a name that no GPU or several have, and where nothing is left to read.
     """
+    found = _selected(nvml, wanted, environment)
+    if not in_slices:
+        return found
+    parts = [part for gpu in found for part in ([gpu] if gpu.info.mig else _slices(nvml, gpu) or [gpu])]
+    return list({part.info.uuid: part for part in parts}.values())
+
+
+def _selected(nvml: Nvml, wanted: str | None, environment: Mapping[str, str]) -> list[Gpu]:
     boards = [_board(nvml, index, handle) for index, handle in enumerate(nvml.boards())]
     if not boards:
         raise ConfigError("the NVIDIA driver sees no GPU")

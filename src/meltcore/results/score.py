@@ -10,6 +10,8 @@ import msgspec
 from meltcore.results.schema import Distribution, RunResult
 
 HealthVerdict = Literal["HEALTHY", "DEGRADED", "UNKNOWN"]
+# More than a driver keeps for itself. A desktop on a small card may exceed it, and does cost score there.
+SHARED_MEMORY = 0.05
 
 
 class ScoreLevel(msgspec.Struct, kw_only=True):
@@ -74,13 +76,17 @@ class MetricRow(msgspec.Struct, kw_only=True):
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """The verdict over the whole run; metrics and clock reasons (shares of the samples) over the sustained window."""
+    """The verdict over the whole run; metrics and clock reasons (shares of the samples) over the sustained window.
+
+    `xids`: the XID errors of the whole run, None where they could not be watched for all of it.
+    """
 
     verdict: HealthVerdict
     reasons: list[str] = msgspec.field(default_factory=list)
     metrics: list[MetricRow] = msgspec.field(default_factory=list)
     clock_reasons: dict[str, float] = msgspec.field(default_factory=dict)
     samples: int = 0
+    xids: list[int] | None = None
 
 
 class Lines(msgspec.Struct, kw_only=True):
@@ -91,12 +97,16 @@ class Lines(msgspec.Struct, kw_only=True):
 
 
 class GpuScore(msgspec.Struct, kw_only=True):
-    """One device's run. `failure`: why it has no score. `measurer_lag_p99_ms`: from a step's time to our reading it."""
+    """One device's run. `failure`: why it has no score. `measurer_lag_p99_ms`: from a step's time to our reading it.
+
+    `memory_in_use_bytes`: of its memory, before the engine was started; None where it does not say.
+    """
 
     name: str
     label: str
     uuid: str | None = None
     memory_bytes: int | None = None
+    memory_in_use_bytes: int | None = None
     engine_settings: dict[str, int | str] = msgspec.field(default_factory=dict)
     levels: list[ScoreLevel] = msgspec.field(default_factory=list)
     sustained: ScoreLevel | None = None
@@ -106,6 +116,13 @@ class GpuScore(msgspec.Struct, kw_only=True):
     load_s: float | None = None
     measurer_lag_p99_ms: float | None = None
     failure: str | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether other programs held a share of its memory that an idle GPU does not have in use."""
+        if self.memory_bytes is None or self.memory_in_use_bytes is None:
+            return False
+        return self.memory_in_use_bytes > SHARED_MEMORY * self.memory_bytes
 
     @property
     def output_tokens_per_s(self) -> float | None:
