@@ -34,7 +34,11 @@ HIDDEN, CHOSEN_FROM, CHOICES = 2048, 256, 8
 EXPERTS, PAIRS = CHOSEN_FROM + 1, CHOICES + 1  # with the shared one, last of all
 TYPE = torch.bfloat16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-FORM_TOKENS = (3, 8, 16, 24, 32, 48, 64)
+# Tokens, how pairs are found (None: one token's own launches), and the peer: what it is called and how it finds them.
+FORMS: tuple[tuple[int, Form | None, str, Form], ...] = (
+    (1, None, "the general products", "alone"),
+    *((tokens, "found", "pairs put in order first", "sorted") for tokens in (3, 8, 16, 24, 32, 48, 64)),
+)
 WIDTHS = (512, 256, 128, 64)
 CLOSE = 1.05  # a launch is kept for more tokens while it is at most this much slower than the best
 COMPILERS = 15
@@ -200,27 +204,27 @@ def measure(widths: tuple[int, ...]) -> list[Row]:
 
 
 def measure_forms(widths: tuple[int, ...]) -> list[Row]:
-    """The whole feed-forward, programs finding their pairs against pairs put in order first."""
+    """The whole feed-forward, by one way of finding pairs against another."""
     rows = []
     for width in widths:
         gate_up, down = (Case(product).weight for product in products((width,)))
-        for tokens in FORM_TOKENS:
+        for tokens, form, peer, peer_form in FORMS:
             hidden = torch.randn(tokens, HIDDEN, device="cuda", dtype=TYPE)
             weights = torch.rand(tokens, PAIRS, device="cuda") / PAIRS
             routings = [Routing(_random_experts(tokens), weights) for _ in range(4)]
             call = partial(_experts_add_triton, None, hidden, gate_up=gate_up, down=down)
-            found_us, sorted_us = (
-                median_us([partial(call, routing=routing, form=form) for routing in routings])
-                for form in ("found", "sorted")
+            time_us, peer_us = (
+                median_us([partial(call, routing=routing, form=each) for routing in routings])
+                for each in (form, peer_form)
             )
             rows.append(
                 Row(
-                    work=f"experts of width {width}, {tokens} tokens",
+                    work=f"experts of width {width}, {tokens} token{'s' if tokens > 1 else ''}, all launches",
                     unit="us",
-                    value=found_us,
-                    peer="pairs put in order first",
-                    peer_value=sorted_us,
-                    ratio=sorted_us / found_us,
+                    value=time_us,
+                    peer=peer,
+                    peer_value=peer_us,
+                    ratio=peer_us / time_us,
                 )
             )
     return rows
@@ -234,6 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", type=_widths, help="widths, with commas, to try other launches for; writes the table")
     parser.add_argument("--widths", type=_widths, default=WIDTHS, help="to measure, with commas")
+    parser.add_argument("--forms", action="store_true", help="only the ways of finding pairs: experts_forms.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs an NVIDIA GPU")
@@ -242,6 +247,9 @@ def main() -> None:
         tune(arguments.tune)
         return
     versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    if arguments.forms:
+        write_result("experts_forms", measure_forms(arguments.widths), versions)
+        return
     write_result("experts", measure(arguments.widths) + measure_forms(arguments.widths), versions)
 
 
