@@ -119,7 +119,8 @@ def _down_kernel(
     within = tl.minimum(row, SIZE - 1)[:, None] * WIDTH + column
     weights = ()
     for choice in tl.static_range(CHOICES):
-        expert = tl.load(experts_ptr + choice).to(tl.int64)
+        # Past the L1 cache, which may hold what stood there for an earlier layer.
+        expert = tl.load(experts_ptr + choice, cache_modifier=".cg").to(tl.int64)
         weights += read_columns(weight_ptr + expert * (SIZE * WIDTH) + within, WIDTH, COLUMNS)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
