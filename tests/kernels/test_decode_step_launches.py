@@ -68,13 +68,20 @@ def runner() -> ModelRunner:
     )
 
 
+def step(runner: ModelRunner, sequences: int, launched: collections.Counter[str]) -> None:
+    """What a decode step launches, without what is made once."""
+    indices = torch.zeros(sequences, dtype=torch.int64, device=META)
+    runner._decode_step(indices, indices)
+    launched.clear()
+    with TorchKernels(launched):
+        runner._decode_step(indices, indices)
+
+
 @pytest.mark.parametrize("sequences", padded_sizes(1024))
 def test_a_decode_step_is_fewer_than_400_kernels(
     sequences: int, runner: ModelRunner, launched: collections.Counter[str]
 ) -> None:
-    indices = torch.zeros(sequences, dtype=torch.int64, device=META)
-    with TorchKernels(launched):
-        runner._decode_step(indices, indices)
+    step(runner, sequences, launched)
     assert launched.total() < MOST, launched
 
 
@@ -82,11 +89,7 @@ def test_a_decode_step_is_fewer_than_400_kernels(
 def test_a_decode_step_is_as_many_kernels_as_we_say(
     sequences: int, kernels: int, runner: ModelRunner, launched: collections.Counter[str]
 ) -> None:
-    indices = torch.zeros(sequences, dtype=torch.int64, device=META)
-    runner._decode_step(indices, indices)  # makes what is made once
-    launched.clear()
-    with TorchKernels(launched):
-        runner._decode_step(indices, indices)
+    step(runner, sequences, launched)
     assert launched.total() == kernels, launched
 
 
@@ -103,11 +106,7 @@ def test_a_decode_step_of_a_rank(ranks: int, sequences: int, kernels: int, launc
     model.prepare(4096)
     layout = Layout(64, 8, 1024, 4096, 8192)
     runner = GroupRunner(model, Sampler(model.config.vocab_size, META, 0), layout, torch.bfloat16, group)
-    indices = torch.zeros(sequences, dtype=torch.int64, device=META)
-    runner._decode_step(indices, indices)  # makes what is made once
-    launched.clear()
-    with TorchKernels(launched):
-        runner._decode_step(indices, indices)
+    step(runner, sequences, launched)
     assert launched.total() == kernels, launched
 
 
@@ -116,8 +115,7 @@ def test_pairs_of_a_token_and_an_expert_are_sorted_for_many_tokens_only(
     sequences: int, sorting: int, runner: ModelRunner, launched: collections.Counter[str]
 ) -> None:
     """A layer of routed experts is four launches, and one more that sorts."""
-    indices = torch.zeros(sequences, dtype=torch.int64, device=META)
-    runner._decode_step(indices, indices)
+    step(runner, sequences, launched)
     layers = runner.model.config.num_hidden_layers
     names = ("_router_kernel", "_by_expert_kernel", "_expert_product_kernel", "_add_choices_kernel")
     assert [launched[name] / layers for name in names] == [1, sorting, 2, 1]
@@ -126,8 +124,7 @@ def test_pairs_of_a_token_and_an_expert_are_sorted_for_many_tokens_only(
 def test_a_layer_of_routed_experts_is_three_launches_for_one_token(
     runner: ModelRunner, launched: collections.Counter[str]
 ) -> None:
-    indices = torch.zeros(1, dtype=torch.int64, device=META)
-    runner._decode_step(indices, indices)
+    step(runner, 1, launched)
     layers = runner.model.config.num_hidden_layers
     names = ("_router_kernel", "_up_kernel", "_down_kernel", "_expert_product_kernel", "_add_choices_kernel")
     assert [launched[name] / layers for name in names] == [1, 1, 1, 0, 0]
