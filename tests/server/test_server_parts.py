@@ -144,6 +144,18 @@ def test_text_log_lines_are_key_value_pairs() -> None:
     assert stream.getvalue().endswith('event=request status=200 user="a b"\n')
 
 
+def test_what_a_client_calls_itself_cannot_forge_a_log_line_nor_fill_the_log() -> None:
+    stream = io.StringIO()
+    log = Log("text", Counts(), stream)
+    log.write("request", user="x\ntime=now", error="\x1b[2J")
+    log.write("request", user="u" * 1_000_000)
+    log.close()
+    forged, long = stream.getvalue().splitlines()
+    assert forged.endswith('event=request user="x\\ntime=now" error="\\u001b[2J"')
+    assert long.endswith('uuu... (1000000 characters)"')
+    assert len(long) < 400
+
+
 def test_log_lines_say_the_time_in_utc() -> None:
     stream = io.StringIO()
     log = Log("json", Counts(), stream)

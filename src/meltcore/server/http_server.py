@@ -5,20 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from meltcore.errors import RequestError
 from meltcore.server.counts import Counts
+from meltcore.server.http import error_json
 from meltcore.server.idle import IdleTrim
 
 KEEP_ALIVE_S = 75
 CLOSE_S = 2  # whole seconds: uvicorn's limit for connections to close
+SILENT_LIMIT_S = 60.0  # a client that owes us the rest of its request and sends nothing for so long is cut off
+SILENT_LOOK_S = 5.0
+MAX_HEAD_BYTES = 64 * 1024  # of request line and headers; the last piece that is read may go beyond
 GC_THRESHOLDS = (50_000, 20, 100)  # young objects are requests; collecting every 700 would pause streams for nothing
+
+# A client that offers HTTP/2 this way (Java's, `curl --http2`) goes on with HTTP/1.1 where nobody takes the offer; the
+# parser would take it, and with it the request's body for something else.
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 class HttpServer:
@@ -46,6 +56,7 @@ class HttpServer:
     async def serve(self) -> None:
         """Until `stop`, and then until the connections are closed, or CLOSE_S have passed."""
         IdleTrim(self._counts)
+        self._drop_silent()
         await self._server.serve(sockets=[])
 
     def stop(self) -> None:
@@ -56,6 +67,15 @@ class HttpServer:
         task = asyncio.create_task(self._take(connection))
         self._taking.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._taken)
+
+    def _drop_silent(self) -> None:
+        """Once every few seconds for all connections: a timer each would be one more object for each of them."""
+        loop = asyncio.get_running_loop()
+        heard_before_s = loop.time() - SILENT_LIMIT_S
+        connections: Iterable[Any] = self._server.server_state.connections
+        for connection in [each for each in connections if each.is_silent(heard_before_s)]:
+            connection.transport.abort()
+        loop.call_later(SILENT_LOOK_S, self._drop_silent)
 
     def _taken(self, task: asyncio.Task[Any]) -> None:
         self._taking.discard(task)
@@ -75,13 +95,35 @@ class HttpServer:
 
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol, which the application finds in its scope: to drop the connection of a client that does not
-    read, and to be told when one is lost without a task that waits for it."""
+    read, and to be told when one is lost without a task that waits for it. It bounds what uvicorn does not: the size of
+    a request's head, and how long a client may take to go on with its request."""
 
     def __init__(self, config: uvicorn.Config, state: Any, counts: Counts) -> None:
         super().__init__(config, state, {}, asyncio.get_running_loop())
         self._counts = counts
         self._lost = False
         self._on_lost: Callable[[], None] | None = None
+        self._heard_s = self.loop.time()
+        self._receiving = self._in_head = False  # a request has begun to come; its headers are not complete
+        self._head_bytes = 0
+
+    def is_silent(self, heard_before_s: float) -> bool:
+        """Whether the client owes us a request, its first or the rest of one, and was last heard before that time."""
+        waiting = self._receiving or self.cycle is None
+        # While an answer is sent, or reading is paused, the client has nothing to hurry for.
+        return waiting and self._on_lost is None and not self.flow.read_paused and self._heard_s < heard_before_s
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = self.loop.time()
+        if not self._receiving:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"", head) + end + rest
+        in_head = self._in_head
+        super().data_received(data)
+        if in_head and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_head()
 
     def when_lost(self, call: Callable[[], None] | None) -> None:
         """Call once when the client has gone, now where it has already; None: nobody asks any more."""
@@ -95,7 +137,24 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._receiving = self._in_head = True
+        self._head_bytes = 0
         self.scope["meltcore.connection"] = self  # type: ignore[typeddict-unknown-key]
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._receiving = False
+        super().on_message_complete()
+
+    def _refuse_head(self) -> None:
+        error = RequestError(f"the request's headers have more than {MAX_HEAD_BYTES} bytes", code="headers_too_large")
+        body = error_json(error)
+        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+        self.transport.write(b"%sconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (head, len(body), body))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

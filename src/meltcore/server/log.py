@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import sys
 import threading
@@ -13,6 +14,7 @@ import msgspec
 from meltcore.server.counts import Counts
 
 MAX_LINES_WAITING = 16_384
+MAX_FIELD_CHARS = 256  # clients choose what some fields say: of a longer one the line says the beginning and the length
 BYTES_A_WRITE = 4096  # a pipe takes this many whole (PIPE_BUF): the lines of several front processes do not mix
 
 
@@ -29,7 +31,7 @@ class Log:
 
     def write(self, event: str, **fields: Any) -> None:
         """Queue one line. A full queue drops it, and counts it in `log_lines_dropped`."""
-        record = {"time": _now(), "event": event, **fields}
+        record = {"time": _now(), "event": event} | {key: _bounded(value) for key, value in fields.items()}
         if self._form == "json":
             line = msgspec.json.encode(record).decode()
         else:
@@ -81,8 +83,15 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_ms // 1000)) + f".{now_ms % 1000:03}+00:00"
 
 
+def _bounded(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= MAX_FIELD_CHARS:
+        return value
+    return f"{value[:MAX_FIELD_CHARS]}... ({len(value)} characters)"
+
+
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     text = str(value)
-    return text if text and " " not in text and '"' not in text else msgspec.json.encode(text).decode()
+    plain = text and text.isprintable() and " " not in text and '"' not in text
+    return text if plain else json.dumps(text)
