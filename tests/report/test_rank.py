@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from sample_certificates import certificate
 from sample_results import sample_run
 from sample_scores import sample_device, sample_health, sample_scored_run
 
@@ -65,10 +66,18 @@ def test_what_may_explain_a_difference_is_said_and_forbids_nothing() -> None:
     hot = Entry("hot", sample_scored_run([sample_device(health=sample_health(verdict="DEGRADED"))]))
     late = entry("late")
     late.run.verdict = "CLIENT_BOUND"
-    entries = [entry("long"), short, hot, late]
+    node = Entry("node", sample_scored_run([sample_device(), sample_device(memory_in_use_bytes=12 * 2**30)]))
+    entries = [entry("long"), short, hot, late, node]
     assert reasons_not_to_rank(entries) == []
     told = "\n".join(cautions(entries))
-    for part in ("short 1 min 0 s", "torch was not the same: 2.11.0, 2.12.0", "hot: a GPU was DEGRADED", "late: the"):
+    for part in (
+        "1 min 0 s (short)",
+        "torch was not the same: 2.11.0, 2.12.0",
+        "their numbers differ: 1 (long, short, hot, late), 2 (node)",
+        "hot: a GPU was DEGRADED",
+        "late: the",
+        "node: other programs held memory",
+    ):
         assert part in told
     assert cautions([entry("a"), entry("b")]) == []
 
@@ -98,6 +107,33 @@ def test_files_and_run_folders_are_read_and_other_results_refused(tmp_path: Path
         assert isinstance(found.run, ScoredRun)
     with pytest.raises(ConfigError, match="a result of meltcore demo, not of meltcore bench"):
         read_entry(written(tmp_path, "demo", sample_run()))
+    with pytest.raises(ConfigError, match="is a certificate, not of meltcore bench"):
+        read_entry(written(tmp_path, "certificate", certificate(tmp_path, gpus=1)))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "no JSON"),
+        ('{"schema_version": 1, "comm', "no JSON"),
+        ("[]", "nothing that a command of meltcore wrote"),
+        ('{"schema_version": 1, "command": "bench"}', "breaks result schema version 1"),
+        ('{"schema_version": 99, "command": "bench"}', "schema version 99"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_no_score_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, told: str
+) -> None:
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["rank", str(path), "--output", str(tmp_path / "rank.html")]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("meltcore rank: ")
+    assert "mine.json" in shown
+    assert told in shown
+    assert shown.count("\n") == 1
 
 
 def test_the_command_writes_the_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +156,8 @@ def test_the_command_refuses_unlike_results_with_one_line(tmp_path: Path, capsys
     told = capsys.readouterr().err
     assert told.startswith("meltcore rank: these results do not rank: the weights differ: dummy (a), real (b)")
     assert not page.exists()
+    assert main(["rank", *files, "--output", str(tmp_path / "no" / "rank.html"), "--force"]) == 2
+    assert "cannot write" in capsys.readouterr().err
     assert main(["rank", *files, "--output", str(page), "--force"]) == 0
     assert FORCED in capsys.readouterr().out
     assert FORCED in page.read_text()
@@ -129,6 +167,6 @@ def test_a_long_name_is_cut_at_its_front_beside_the_bars_and_whole_in_the_table(
     name = "a-folder-of-runs-with-a-very-long-name-20261121T120000Z-bench"
     html = render_rank([entry(name)], [], [])
     drawing, table = html.partition("<table")[::2]
-    assert f">…{name[-37:]}<" in drawing
+    assert f">…{name[-50:]}<" in drawing
     assert name not in drawing.partition("<body")[2]
     assert name in table

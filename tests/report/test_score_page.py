@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from sample_scores import sample_device, sample_health, sample_scored_run
+from sample_scores import sample_device, sample_health, sample_score_level, sample_scored_run
 
 from meltcore.report import render
 from meltcore.report.score_charts import time_lines
@@ -28,6 +28,24 @@ def test_the_number_stands_with_what_it_is_a_number_of() -> None:
 @pytest.mark.parametrize(("value_ms", "text"), [(9_999.0, "9,999 ms"), (10_000.0, "10.0 s"), (32_906.0, "32.9 s")])
 def test_long_waits_stand_in_seconds(value_ms: float, text: str) -> None:
     assert _milliseconds(distribution([value_ms] * 200), "p50") == text
+
+
+def test_a_wait_in_a_queue_is_called_one() -> None:
+    assert "queueing" not in words(render(sample_scored_run()))
+    device = sample_device(sustained=sample_score_level(10_000, 120.0, 165.0))
+    assert re.search(r"TTFT p50 [^ ]+ m?s p99 [^ ]+ m?s, queueing", words(render(sample_scored_run([device]))))
+
+
+def test_what_the_gpu_did_meanwhile_stands_in_a_line() -> None:
+    health = sample_health(xids=[], clock_reasons={"SW_POWER_CAP": 1.0})
+    page = words(render(sample_scored_run([sample_device(health=health)])))
+    assert (
+        "In the sustained window: 655 W (at most 699), 58.2 °C (at most 61.0), clocks held by the power limit" in page
+    )
+    assert "XID errors none in the whole run" in page
+    unseen = words(render(sample_scored_run([sample_device(health=sample_health(xids=[74, 13]))])))
+    assert "XID errors 74, 13 in the whole run" in unseen
+    assert "XID errors" not in words(render(sample_scored_run([sample_device(health=sample_health(xids=None))])))
 
 
 def test_nothing_is_fetched_and_no_script_runs() -> None:
@@ -64,6 +82,7 @@ def test_a_run_that_failed_shows_why_and_no_number() -> None:
     result.verdict, result.reasons = "FAILED", ["GPU 0: the engine ended by signal 9"]
     html = render(result)
     assert "no score" in words(html)
+    assert "<title>no score" in html
     assert '<p class="badge bad">FAILED</p>' in html
     assert html.count("the engine ended by signal 9") == 2
 

@@ -127,9 +127,10 @@ def _add_power(level: ScoreLevel, recording: Recording, position: int, began_s: 
 
 
 def _lines(run: DeviceRun, watched: Watched | None, began_s: float, times: np.ndarray, tokens: np.ndarray) -> Lines:
-    """Buckets of a second, or longer ones where there would be too many."""
-    end_s = float(times[-1])
-    bucket_s = max(1.0, float(np.ceil((end_s - began_s) / _MOST_BUCKETS)))
+    """Whole buckets of a second, or longer ones where there would be too many: half a one would look like a stall."""
+    took_s = float(times[-1]) - began_s
+    bucket_s = max(1.0, float(np.ceil(took_s / _MOST_BUCKETS)))
+    end_s = began_s + bucket_s * max(1, int(took_s / bucket_s))
     rates = rates_over_time(times, tokens, began_s, end_s, bucket_s)
     values: dict[str, list[float | None]] = {TOKENS: [round(rate, 1) for rate in rates]}
     if watched is not None and run.device.position is not None:

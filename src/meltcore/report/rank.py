@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from meltcore.errors import ConfigError
-from meltcore.results.runfolder import RESULT_FILE, read_result
+from meltcore.report.documents import read_document
+from meltcore.results.runfolder import RESULT_FILE
+from meltcore.results.schema import RunResult
 from meltcore.results.score import Score, ScoredRun
 from meltcore.results.wording import duration
 
@@ -43,10 +46,12 @@ _SAME: tuple[tuple[str, Callable[[Score], str]], ...] = (
 
 def read_entry(path: str) -> Entry:
     """A result by its file or its run folder. Raises ConfigError for one that is none, or no GPU score."""
-    run = read_result(path)
-    if not isinstance(run, ScoredRun):
-        raise ConfigError(f"{path} is a result of meltcore {run.command}, not of meltcore bench")
     place = Path(path)
+    document = read_document(place / RESULT_FILE if place.is_dir() else place)
+    run = document.content
+    if not isinstance(run, ScoredRun):
+        what = f"a result of meltcore {run.command}" if isinstance(run, RunResult) else f"a {document.kind or 'card'}"
+        raise ConfigError(f"{path} is {what}, not of meltcore bench")
     return Entry(place.resolve().parent.name if place.name == RESULT_FILE else place.stem, run)
 
 
@@ -67,22 +72,38 @@ def reasons_not_to_rank(entries: Sequence[Entry]) -> list[str]:
     """Why these numbers say nothing about each other; empty where they do."""
     reasons = [f"{entry.name}: {reason}" for entry in entries for reason in entry.score.not_comparable]
     for words, fact in _SAME:
-        found: dict[str, list[str]] = {}
-        for entry in entries:
-            found.setdefault(fact(entry.score), []).append(entry.name)
+        found = _named_by(entries, partial(_of_score, fact))
         if len(found) > 1:
-            listed = ", ".join(f"{value} ({', '.join(names)})" for value, names in found.items())
-            reasons.append(f"the {words} differ: {listed}")
+            reasons.append(f"the {words} differ: {_listed(found)}")
     return reasons
+
+
+def _of_score(fact: Callable[[Score], str], entry: Entry) -> str:
+    return fact(entry.score)
+
+
+def _named_by(entries: Sequence[Entry], fact: Callable[[Entry], str]) -> dict[str, list[str]]:
+    """The names of the entries that share each value."""
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        found.setdefault(fact(entry), []).append(entry.name)
+    return found
+
+
+def _listed(found: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{value} ({', '.join(names)})" for value, names in found.items())
 
 
 def cautions(entries: Sequence[Entry]) -> list[str]:
     """What does not forbid the ranking and may still explain a difference."""
     notes = []
-    durations = {entry.score.duration_s for entry in entries}
+    durations = _named_by(entries, lambda entry: duration(entry.score.duration_s))
     if len(durations) > 1:
-        listed = ", ".join(f"{entry.name} {duration(entry.score.duration_s)}" for entry in entries)
+        listed = _listed(durations)
         notes.append(f"The runs were not equally long, and a short one may be over before a GPU is warm: {listed}.")
+    counts = _named_by(entries, lambda entry: str(len(entry.score.devices)))
+    if len(counts) > 1:
+        notes.append(f"A score is of all GPUs of its run together, and their numbers differ: {_listed(counts)}.")
     for package in ("torch", "triton"):
         versions = {entry.run.fingerprint.versions.get(package, "none") for entry in entries}
         if len(versions) > 1:

@@ -14,9 +14,10 @@ from meltcore.results.wording import number
 
 FORCED = "FORCED: unlike results, this is no ranking"
 
-_WIDTH, _LEFT, _RIGHT = 1120.0, 330.0, 960.0
-_ROW, _BAR, _TOP = 58.0, 30.0, 12.0
-_NAME = 38  # characters left of the bars
+# Names stand above their bars, so that a phone shows both.
+_WIDTH, _LONGEST = 640.0, 470.0
+_ROW, _BAR, _NAME_ROOM = 56.0, 22.0, 20.0
+_NAME = 62  # characters above a bar
 
 
 def render_rank(entries: Sequence[Entry], reasons: Sequence[str], notes: Sequence[str]) -> str:
@@ -45,36 +46,35 @@ def _bars(entries: Sequence[Entry], value: Callable[[Entry], float | None], colo
         return None
     parts: list[Markup] = []
     for place, (entry, found) in enumerate(zip(entries, values, strict=True)):
-        parts += _row(entry, found, highest, _TOP + place * _ROW, colour, forced)
-    height = _TOP + len(entries) * _ROW
+        parts += _row(entry, found, highest, place * _ROW, colour, forced)
+    height = len(entries) * _ROW
     if forced:
-        height += 30
-        parts.append(svg.text((_LEFT, height - 12), FORCED, "forced", "start"))
+        height += 16
+        parts.append(svg.text((0.0, height - 6), FORCED, "forced", "start"))
     return svg.picture(_WIDTH, height, "results, best first", parts)
 
 
 def _row(entry: Entry, found: float | None, highest: float, top: float, colour: int, forced: bool) -> list[Markup]:
-    middle = top + _BAR / 2
-    parts = [
-        svg.text((_LEFT - 16, middle - 1), entry.hardware, "name", "end"),
-        svg.element("text", _end(entry), *_doubt(entry), x=_LEFT - 16, y=middle + 15, cls="axis", text_anchor="end"),
-    ]
+    name = svg.element("tspan", entry.hardware, cls="name")
+    run = svg.element("tspan", _end(entry), dx=9.0, cls="axis")
+    parts = [svg.element("text", name, run, *_doubt(entry), x=0.0, y=top + _NAME_ROOM - 6)]
+    middle = top + _NAME_ROOM + _BAR / 2
     if found is None:
-        return [*parts, svg.text((_LEFT, middle + 5), "not measured", "axis", "start")]
-    width = (_RIGHT - _LEFT) * found / highest
+        return [*parts, svg.text((0.0, middle + 4), "not measured", "axis", "start")]
+    width = _LONGEST * found / highest
     style = f"bar c{colour}" + (" pale" if forced else "")
     tip = svg.element("title", f"{entry.hardware}: {number(found)}")
-    parts.append(svg.element("rect", tip, x=_LEFT, y=top, width=width, height=_BAR, rx=3.0, cls=style))
-    share = svg.element("tspan", f"{100 * found / highest:.0f} %", dx=10.0, cls="axis")
-    parts.append(svg.element("text", number(found), share, x=_LEFT + width + 12, y=middle + 5, cls="value"))
+    parts.append(svg.element("rect", tip, x=0.0, y=top + _NAME_ROOM, width=width, height=_BAR, rx=3.0, cls=style))
+    share = svg.element("tspan", f"{100 * found / highest:.0f} %", dx=8.0, cls="axis")
+    parts.append(svg.element("text", number(found), share, x=width + 9, y=middle + 5, cls="value"))
     return parts
 
 
 def _end(entry: Entry) -> str:
-    """Of a name too long for the room beside the bars its end, which tells run folders apart; the table has it all."""
-    room = _NAME - (12 if entry.score.health == "DEGRADED" else 0)
+    """Of a name too long for its line the end, which tells run folders apart; the table has it all."""
+    room = max(12, _NAME - len(entry.hardware) - (12 if entry.score.health == "DEGRADED" else 0))
     return entry.name if len(entry.name) <= room else f"…{entry.name[1 - room :]}"
 
 
 def _doubt(entry: Entry) -> list[Markup]:
-    return [svg.element("tspan", "DEGRADED", dx=8.0, cls="forced")] if entry.score.health == "DEGRADED" else []
+    return [svg.element("tspan", "DEGRADED", dx=9.0, cls="forced")] if entry.score.health == "DEGRADED" else []

@@ -32,18 +32,23 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One strip of the time lines: its title with the unit, and (key, name, colour) of each line."""
+    """One strip of the time lines: its title with the unit, and (key, name, colour) of each line.
+
+    `filled`: down to zero, for what adds up over time.
+    """
 
     title: str
     lines: Sequence[tuple[str, str, int]]
     top: float | None = None  # the axis ends there; None: where the values do
+    filled: bool = False
 
 
 _PANELS = (
-    Panel("output tokens/s", [("output_tokens_per_s", "", 1)]),
-    Panel("power, W", [("power_w", "", 2)]),
+    Panel("output tokens/s", [("output_tokens_per_s", "", 1)], filled=True),
+    Panel("power, W", [("power_w", "", 2)], filled=True),
     Panel("temperature, °C", [("temperature_c", "GPU", 4), ("memory_temperature_c", "memory", 3)]),
-    Panel("clocks, MHz", [("sm_clock_mhz", "SM", 3), ("memory_clock_mhz", "memory", 2)]),
+    Panel("SM clock, MHz", [("sm_clock_mhz", "", 3)]),
+    Panel("memory clock, MHz", [("memory_clock_mhz", "", 2)]),
     Panel(
         "share of time or peak, %",
         [
@@ -124,10 +129,14 @@ def _panel(panel: Panel, found: Lines, x: Scale, top: float) -> list[Markup]:
     for tick in ticks:
         parts.append(svg.line((_WIDE_LEFT, y(tick)), (_WIDE_RIGHT, y(tick)), "frame" if tick == 0 else "grid"))
         parts.append(svg.text((_WIDE_LEFT - 8, y(tick) + 4), tick_text(tick, ""), "tick", "end"))
-    names = [svg.element("tspan", name, cls=f"name c{colour}", dx=16.0) for _, name, colour in present if name]
+    names = [
+        svg.element("tspan", name, cls=f"name c{colour}", dx=16.0 if place else 0.0)
+        for place, (_, name, colour) in enumerate(present)
+        if name
+    ]
     parts.append(svg.element("text", *names, x=_WIDE_RIGHT, y=top - 10, text_anchor="end"))
     for values, _, colour in present:
-        parts += _line(values, found.bucket_s, x, y, floor, colour, filled=len(present) == 1)
+        parts += _line(values, found.bucket_s, x, y, floor, colour, filled=panel.filled)
     return parts
 
 

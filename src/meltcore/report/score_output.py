@@ -6,11 +6,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from meltcore.results.percentiles import TOO_SMALL
+from meltcore.results.schema import Distribution
 from meltcore.results.score import GpuScore, ScoredRun, ScoreLevel
 from meltcore.results.wording import number, percentile
 
 _HEADS = ("at\nonce", "output\ntok/s", "total\ntok/s", "req/s", "TTFT\np50 ms", "\np99 ms", "ITL\np50 ms", "\np99 ms",
           "W", "tok/J")  # fmt: skip
+_TOO_FEW = "n<"
 
 
 def level_line(label: str, level: ScoreLevel, sustained: bool) -> str:
@@ -19,10 +22,10 @@ def level_line(label: str, level: ScoreLevel, sustained: bool) -> str:
     parts = [
         f"{label:<7} {level.concurrency:>7,} {kind:<10}",
         f"{number(level.output_tokens_per_s):>8} tok/s",
-        f"ITL {_short(percentile(level.itl_ms, 'p50')):>5} ms",
-        f"TTFT {_short(percentile(level.ttft_ms, 'p50')):>6} ms",
+        f"ITL {_milliseconds(level.itl_ms, 5)}",
+        f"TTFT {_milliseconds(level.ttft_ms, 6)}",
     ]
-    return "  ".join(parts)
+    return "  ".join(parts).rstrip()
 
 
 def print_score(result: ScoredRun, console: Console) -> None:
@@ -31,6 +34,8 @@ def print_score(result: ScoredRun, console: Console) -> None:
     for device in score.devices:
         console.print(_table(device))
         _print_health(device, console)
+    if any(_TOO_FEW in cell for device in score.devices for level in _all_levels(device) for cell in _cells(level)):
+        console.print(f"{_TOO_FEW}  too few requests for this percentile; a longer --duration has more", style="dim")
     for reason in result.reasons:
         console.print(reason, style="red", markup=False)
     for note in result.notes:
@@ -40,6 +45,10 @@ def print_score(result: ScoredRun, console: Console) -> None:
     value = "no score" if score.output_tokens_per_s is None else f"{number(score.output_tokens_per_s)} output tokens/s"
     what = f"{score.workload}, {score.model}, {score.dtype}, {score.weights} weights, engine {score.engine}"
     console.print(f"[bold]{value}[/]  ({what})", soft_wrap=True)
+
+
+def _all_levels(device: GpuScore) -> list[ScoreLevel]:
+    return [*device.levels, *([] if device.sustained is None else [device.sustained])]
 
 
 def _table(device: GpuScore) -> Table:
@@ -68,8 +77,14 @@ def _cells(level: ScoreLevel) -> list[str]:
     ]
 
 
+def _milliseconds(found: Distribution, width: int) -> str:
+    """The median with its unit; a sample too small for it has none."""
+    text = _short(percentile(found, "p50"))
+    return f"{text:>{width}}" + (" ms" if found.p50 is not None else "   ")
+
+
 def _short(text: str) -> str:
-    return "n<" if text.startswith("n ") else text
+    return _TOO_FEW if text == TOO_SMALL else text
 
 
 def _print_health(device: GpuScore, console: Console) -> None:

@@ -17,6 +17,12 @@ from meltcore.results.score import GpuScore, MetricRow, Score, ScoredRun, ScoreL
 
 HEALTH_STYLE = {"HEALTHY": "good", "DEGRADED": "bad", "UNKNOWN": "unsure"}
 _COLOURS = 4
+# What stands above a device's time lines, and what is said of clock reasons that are no fault.
+_MEANWHILE = {"power_w": "", "temperature_c": "", "memory_temperature_c": "memory ", "sm_clock_mhz": "SM clock "}
+_REASONS = {
+    "SW_POWER_CAP": "clocks held by the power limit (SW_POWER_CAP, as designed)",
+    "GPU_IDLE": "idle (GPU_IDLE)",
+}
 _GIB = 2**30
 
 
@@ -42,6 +48,7 @@ def render_score(result: ScoredRun) -> str:
         time_lines=time_lines,
         metric_cells=_metric_cells,
         rate_range=_rate_range,
+        meanwhile=meanwhile,
         percentile=_percentile,
         health_style=HEALTH_STYLE,
         words=SCORE_DEFINITIONS,
@@ -73,10 +80,15 @@ def tiles(score: Score) -> list[tuple[str, str, str]]:
     slowest = min(runs, key=lambda run: run.output_tokens_per_s)
     at_once = " and ".join(sorted({f"{run.concurrency:,}" for run in runs}))
     whose = "" if len(runs) == 1 else ", of the slowest"
+    queue = ", queueing" if any(_queues(device) for device in score.devices) else ""
     found = [
         ("Requests per second", wording.number(sum(run.requests_per_s for run in runs)), f"{at_once} in flight"),
         ("Total tokens/s", wording.number(sum(run.total_tokens_per_s for run in runs)), "prompt and output"),
-        ("TTFT p50", _milliseconds(slowest.ttft_ms, "p50"), f"p99 {_milliseconds(slowest.ttft_ms, 'p99')}{whose}"),
+        (
+            "TTFT p50",
+            _milliseconds(slowest.ttft_ms, "p50"),
+            f"p99 {_milliseconds(slowest.ttft_ms, 'p99')}{whose}{queue}",
+        ),
         ("ITL p50", _milliseconds(slowest.itl_ms, "p50"), f"p99 {_milliseconds(slowest.itl_ms, 'p99')}{whose}"),
     ]
     powers = [run.power_w for run in runs if run.power_w is not None]
@@ -88,6 +100,29 @@ def tiles(score: Score) -> list[tuple[str, str, str]]:
         change = "too short for a trend" if worst.change is None else f"last third {100 * worst.change:+.1f} %"
         found.append(("Varies over time by", f"{100 * worst.variation:.1f} %", change))
     return found
+
+
+def _queues(device: GpuScore) -> bool:
+    """Whether so many more were in flight than the engine runs at once that a request mostly waits for a place."""
+    at_once = device.engine_settings.get("max_num_seqs")
+    return device.sustained is not None and isinstance(at_once, int) and device.sustained.concurrency > 2 * at_once
+
+
+def meanwhile(device: GpuScore) -> str:
+    """What the GPU did in the sustained window, in a line; empty where nothing was read."""
+    if device.health is None or device.sustained is None:
+        return ""
+    rows = {row.key: row for row in device.health.metrics}
+    parts = [
+        f"{name}{wording.number(row.mean)} {row.unit} (at most {wording.number(row.maximum)})"
+        for key, name in _MEANWHILE.items()
+        if (row := rows.get(key)) is not None and row.mean is not None
+    ]
+    parts += [
+        f"{_REASONS.get(reason, f'clocks held by {reason}')} in {wording.percent(share)} of the samples"
+        for reason, share in device.health.clock_reasons.items()
+    ]
+    return f"In the sustained window: {', '.join(parts)}." if parts else ""
 
 
 def charts(devices: Sequence[GpuScore]) -> list[Chart]:
