@@ -64,10 +64,23 @@ async def encode_all(tokenizer: Tokenizer, texts: list[str], *, add_special_toke
     return await asyncio.to_thread(work)
 
 
-def _checked_ids(ids: Sequence[Any], vocab_size: int, param: str) -> list[int]:
+async def decode(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
+    """The text of `ids`, special tokens included. Raises RequestError (400) for ids outside the vocabulary."""
+    _check_ids(ids, vocab_size, "tokens")
+    if len(ids) <= INLINE_CHARS:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+    return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)
+
+
+def _check_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
+    """Raise RequestError (400) for an id outside the vocabulary."""
     for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"token id {token_id} is outside the vocabulary of {vocab_size} ids", param=param)
+
+
+def _checked_ids(ids: Sequence[Any], vocab_size: int, param: str) -> list[int]:
+    _check_ids(ids, vocab_size, param)
     return _not_empty(list(ids), param)
 
 

@@ -29,7 +29,7 @@ from meltcore.server.http import (
     send_error,
 )
 from meltcore.server.model import Model
-from meltcore.server.prompts import chat_prompt, encode
+from meltcore.server.prompts import chat_prompt, decode, encode
 from meltcore.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, decode_request
 
 JSON = b"application/json"
@@ -158,12 +158,7 @@ class _Pages:
     async def detokenize(self, scope: Scope, receive: Receive) -> dict[str, str]:
         request = decode_request(await self._body(scope, receive), DetokenizeRequest)
         model = self._front.ready_model(request.model)
-        for token_id in request.tokens:
-            if not 0 <= token_id < model.engine.vocab_size:
-                raise RequestError(
-                    f"token id {token_id} is outside the vocabulary of {model.engine.vocab_size} ids", param="tokens"
-                )
-        return {"prompt": model.text.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+        return {"prompt": await decode(model.text.tokenizer, request.tokens, model.engine.vocab_size)}
 
     async def start_profile(self, scope: Scope, receive: Receive) -> dict[str, str]:
         return await self._profile("start")

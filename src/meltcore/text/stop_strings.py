@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class _Matcher:
@@ -22,9 +24,13 @@ class _Matcher:
         return self.matched == len(self.pattern)
 
 
-def _fallbacks(pattern: str) -> list[int]:
-    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
-    table = [0] * len(pattern)
+@lru_cache(maxsize=256)
+def _fallbacks(pattern: str) -> array[int]:
+    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix.
+
+    Made once for all answers of a request, which may be a thousand, and for the requests after it: nobody changes it.
+    """
+    table = array("I", bytes(array("I").itemsize * len(pattern)))
     length = 0
     for index in range(1, len(pattern)):
         while length and pattern[length] != pattern[index]:

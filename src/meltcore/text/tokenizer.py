@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from meltcore.errors import ConfigError
 
 BYTE_COUNT = 256
+LONG_TOKENS = 1024
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -75,7 +76,13 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
-        text: str = self._raw.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str
+        if (
+            len(token_ids) > LONG_TOKENS
+        ):  # `decode` holds the GIL, this does not; of a few tokens it costs twice as much
+            [text] = self._raw.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._raw.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_id(self, token: str) -> int | None:
