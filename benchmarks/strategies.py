@@ -2,9 +2,12 @@
 
 Batch 1 with transformers, its `generate` on batches, several processes of it, vLLM, and ours. Random weights, prompts
 of 128 to 1,024 tokens, 128 output tokens, greedy, end tokens ignored, prefill in the wall time. Each strategy has its
-own process and the GPU to itself, is warmed up with one batch, and gets whole batches until its time is over.
+own process and the GPU to itself, is warmed up with one batch, and gets whole batches until its time is over. How many
+requests a rate is of stands beside it: a slow strategy may not get beyond its first batch.
 
     python benchmarks/strategies.py --vllm-site SITE     SITE: a folder that holds an installed vLLM
+
+Exit status: 0, 1 where nothing could be measured, 130 where it was interrupted (what was measured is written).
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from bench_output import Row, write_result
 
 WORKER = Path(__file__).parent / "strategy_worker.py"
 OURS = "meltcore, all at once"
+INTERRUPTED = "interrupted"
+EXIT_NOTHING, EXIT_INTERRUPTED = 1, 130
 WARM_LIMIT_S, WORK_LIMIT_S = 600.0, 300.0
 
 
@@ -41,6 +46,23 @@ class Strategy:
     batch: int
     processes: int = 1
     site: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the workers of a strategy did from the first start to the last end."""
+
+    tokens: int
+    requests: int
+    took_s: float
+
+    @property
+    def rate(self) -> float:
+        """Output tokens a second."""
+        return self.tokens / self.took_s
+
+    def __str__(self) -> str:
+        return f"{self.rate:,.0f} output tokens/s, of {self.requests:,} requests in {self.took_s:.1f} s"
 
 
 class Failed(Exception):
@@ -58,8 +80,8 @@ def strategies(args: argparse.Namespace) -> list[Strategy]:
     ]
 
 
-def measure(strategy: Strategy, args: argparse.Namespace) -> float:
-    """Output tokens a second from the first start to the last end. Raises Failed."""
+def measure(strategy: Strategy, args: argparse.Namespace) -> Measured:
+    """Start, warm up and time a strategy's workers, and end them whatever happens. Raises Failed."""
     with tempfile.TemporaryFile("w+") as log:
         workers = [start(strategy, process, args, log) for process in range(strategy.processes)]
         try:
@@ -73,8 +95,11 @@ def measure(strategy: Strategy, args: argparse.Namespace) -> float:
         finally:
             for worker in workers:
                 end(worker)
-    took_s = max(each["ended_s"] for each in done) - min(each["started_s"] for each in done)
-    return float(sum(each["tokens"] for each in done) / took_s)
+    return Measured(
+        tokens=sum(each["tokens"] for each in done),
+        requests=sum(each["requests"] for each in done),
+        took_s=max(each["ended_s"] for each in done) - min(each["started_s"] for each in done),
+    )
 
 
 def start(strategy: Strategy, process: int, args: argparse.Namespace, log: TextIO) -> subprocess.Popen[str]:
@@ -100,8 +125,9 @@ def expect(worker: subprocess.Popen[str], beginning: str, limit_s: float, log: T
     """
     assert worker.stdout is not None
     watchdog = threading.Timer(limit_s, end, (worker,))
-    watchdog.start()
-    try:
+    watchdog.daemon = True
+    try:  # around the start as well: an interruption there must not leave the watchdog behind
+        watchdog.start()
         for line in worker.stdout:
             if line.startswith(beginning):
                 return line.removeprefix(beginning)
@@ -109,7 +135,7 @@ def expect(worker: subprocess.Popen[str], beginning: str, limit_s: float, log: T
         watchdog.cancel()
     log.seek(0)
     last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
-    raise Failed(f"ended with status {worker.wait()} within {limit_s:.0f} s: {last}")
+    raise Failed(f"ended with status {worker.wait()} within {limit_s:g} s: {last}")
 
 
 def end(worker: subprocess.Popen[str]) -> None:
@@ -134,28 +160,40 @@ def site_version(package: str, site: str | None) -> str | None:
     return next((each.version for each in found), None)
 
 
-def run_all(wanted: Sequence[Strategy], args: argparse.Namespace) -> tuple[dict[str, float], dict[str, str]]:
-    """(rates, reasons) by name: what was measured, and why the rest was not. An interruption ends it there."""
-    rates: dict[str, float] = {}
+def run_all(wanted: Sequence[Strategy], args: argparse.Namespace) -> tuple[dict[str, Measured], dict[str, str]]:
+    """(what was measured, why the rest was not) by name. An interruption ends it there."""
+    found: dict[str, Measured] = {}
     reasons: dict[str, str] = {}
     for number, strategy in enumerate(wanted):
         reason = missing(strategy)
         if reason is None:
             try:
-                rates[strategy.name] = measure(strategy, args)
-                print(f"{strategy.name}: {rates[strategy.name]:,.0f} output tokens/s", flush=True)
+                found[strategy.name] = measure(strategy, args)
+                print(f"{strategy.name}: {found[strategy.name]}", flush=True)
                 continue
             except Failed as error:
                 reason = str(error)
             except KeyboardInterrupt:
-                reasons |= {left.name: "interrupted" for left in wanted[number:]}
+                reasons |= {left.name: INTERRUPTED for left in wanted[number:]}
                 break
         reasons[strategy.name] = reason
         print(f"{strategy.name}: skipped: {reason}", flush=True)
-    return rates, reasons
+    return found, reasons
 
 
-def main() -> None:
+def table_rows(found: dict[str, Measured]) -> list[Row]:
+    """A row a strategy, ours beside each other's."""
+    ours = next((each.rate for name, each in found.items() if name.startswith(OURS)), None)
+    rows = []
+    for name, each in found.items():
+        row = Row(work=name, unit="output tokens/s", value=each.rate)
+        if ours is not None and not name.startswith(OURS):
+            row.peer, row.peer_value, row.ratio = "meltcore", ours, ours / each.rate
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--device", default="cuda")
@@ -172,28 +210,20 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is kept then, too
     only = set(filter(None, args.only.split(",")))
     wanted = [strategy for strategy in strategies(args) if not only or strategy.worker in only]
-    rates, reasons = run_all(wanted, args)
-    ours = next((rate for name, rate in rates.items() if name.startswith(OURS)), None)
-    rows = [
-        Row(
-            work=name,
-            unit="output tokens/s",
-            value=rate,
-            peer=None if ours is None or rate is ours else "meltcore",
-            peer_value=None if rate is ours else ours,
-            ratio=None if ours is None or rate is ours else ours / rate,
-        )
-        for name, rate in rates.items()
-    ]
+    found, reasons = run_all(wanted, args)
     versions = {name: site_version(name, None) for name in ("torch", "triton", "transformers")}
     versions["vllm"] = site_version("vllm", args.vllm_site)
     write_result(
         args.name,
-        rows,
+        table_rows(found),
         {name: version for name, version in versions.items() if version},
-        notes=[f"{name}: skipped: {reason}" for name, reason in reasons.items()],
+        notes=[
+            *(f"{name}: {each}" for name, each in found.items()),
+            *(f"{name}: skipped: {reason}" for name, reason in reasons.items()),
+        ],
     )
+    return EXIT_INTERRUPTED if INTERRUPTED in reasons.values() else 0 if found else EXIT_NOTHING
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
