@@ -18,7 +18,7 @@ EXAMPLES = """\
   meltcore monitor --duration 60 --gpu 0,2 --out gpus.jsonl
   meltcore monitor --gpu MIG-5c89852c    the beginning of a UUID will do
 
-exit status: 0 HEALTHY, 1 DEGRADED, 3 UNKNOWN or no NVIDIA driver
+exit status: 0 HEALTHY, 1 DEGRADED, 2 could not start, 3 UNKNOWN or no NVIDIA driver
 """
 
 EXIT_DEGRADED = 1
@@ -47,17 +47,19 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.hardware.sampler import Setup
     from meltcore.results.runfolder import RunFolder
 
-    path = Path(args.out) if args.out else RunFolder.create("runs", "monitor").path / "samples.jsonl"
-    try:
+    def record(path: Path) -> int:
         with Monitor(Setup(path=str(path), gpus=args.gpu, interval_s=args.interval_ms / 1e3)) as monitor:
             print(f"writing {path}", flush=True)
             return _watch(monitor, args.duration)
+
+    try:
+        if args.out:
+            return record(Path(args.out))
+        with RunFolder.kept_if_used("runs", "monitor") as folder:
+            return record(folder.path / "samples.jsonl")
     except NoDriverError as error:
         print(f"meltcore monitor: {error}", file=sys.stderr)
         return EXIT_UNKNOWN
-    finally:
-        if not args.out and not path.exists():
-            path.parent.rmdir()
 
 
 def _watch(monitor: "Monitor", duration_s: float | None) -> int:
