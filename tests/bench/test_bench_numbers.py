@@ -70,6 +70,12 @@ def test_a_large_gpu_gets_the_engines_usual_thousand_and_a_tiny_one_a_few() -> N
     assert gpu_settings(None, 141 * GIB)["max_num_batched_tokens"] == 8192
 
 
+def test_memory_that_others_use_holds_no_sequences() -> None:
+    free, shared = (gpu_settings(None, 6 * GIB, in_use_bytes=used) for used in (0, GIB))
+    assert free["max_num_seqs"] > shared["max_num_seqs"] == sequences_at_once(5 * GIB)
+    assert gpu_settings(None, 141 * GIB, in_use_bytes=GIB) == gpu_settings(None, 141 * GIB)
+
+
 def test_a_named_model_brings_its_weights_and_none_means_random_ones() -> None:
     assert gpu_settings(None, 141 * GIB)["load_format"] == "dummy"
     named = gpu_settings("./Qwen3-0.6B", 141 * GIB)

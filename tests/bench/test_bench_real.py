@@ -1,9 +1,10 @@
-"""The command on our own engine, on a CPU."""
+"""The command on our own engine: on a CPU, and where there is one on a GPU."""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from meltcore.cli.main import main
 
@@ -22,3 +23,25 @@ def test_a_cpu_climbs_its_ladder_and_says_that_it_compares_with_nothing(
     assert [level["concurrency"] for level in levels] == [1, 10, 100]
     assert all(level["output_tokens"] > 0 for level in levels)
     assert score["output_tokens_per_s"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "workload", "dtype"),
+    [("bf16", "gpu-score/1", "bfloat16"), ("fp8", "gpu-score-fp8/1", "bfloat16+fp8-weights+fp8-kv")],
+)
+def test_a_gpu_climbs_the_whole_ladder(tmp_path: Path, precision: str, workload: str, dtype: str) -> None:
+    if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    assert main(["bench", "--gpu", "0", "--duration", "30", "--precision", precision, "--out", str(tmp_path)]) == 0
+    result = json.loads(next(tmp_path.glob("*-bench/result.json")).read_text())
+    score = result["score"]
+    assert (score["workload"], score["dtype"], score["weights"]) == (workload, dtype, "dummy")
+    assert score["not_comparable"] == []
+    device = score["devices"][0]
+    assert [level["concurrency"] for level in device["levels"]] == [1, 10, 100, 400, 1_000, 10_000]
+    assert score["output_tokens_per_s"] > 2 * device["levels"][1]["output_tokens_per_s"], "the chip is used"
+    assert device["health"]["verdict"] != "DEGRADED", device["health"]["reasons"]
+    assert device["health"]["samples"] >= 200
+    assert set(device["lines"]["values"]) >= {"output_tokens_per_s", "power_w", "sm_clock_mhz"}

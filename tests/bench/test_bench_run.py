@@ -72,7 +72,9 @@ def run(folder: Path, fake: list[FakeGpu] | None, **settings: Any) -> tuple[RunF
 
 
 def test_two_gpus_run_at_once_and_each_sees_its_own(tmp_path: Path) -> None:
-    small = FakeGpu(uuid=uuid(9), readings={"memory_total_bytes": 6 * GIB}, changes=gpus()[0].changes)
+    small = FakeGpu(
+        uuid=uuid(9), readings={"memory_total_bytes": 6 * GIB, "memory_used_bytes": 0}, changes=gpus()[0].changes
+    )
     folder, result, said = run(tmp_path, [*gpus(), small], arguments=("bench",))
     assert (result.verdict, result.status, result.reasons) == ("OK", "complete", [])
     assert read_result(folder.path) == result

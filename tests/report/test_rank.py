@@ -49,6 +49,10 @@ def test_unlike_results_are_refused_unless_forced(changes: dict[str, object], to
     assert len(ranked(entries, force=True)) == 2
 
 
+def test_a_folder_of_the_same_name_is_the_same_model() -> None:
+    assert reasons_not_to_rank([entry("a", weights="real"), entry("b", weights="real", model="qwen3-0.6b")]) == []
+
+
 def test_a_forced_chart_is_marked_in_words_and_in_every_drawing() -> None:
     entries = [entry("a"), entry("b", weights="real")]
     html = render_rank(ranked(entries, force=True), reasons_not_to_rank(entries), [])

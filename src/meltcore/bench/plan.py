@@ -39,15 +39,20 @@ def sequences_at_once(memory_bytes: int) -> int:
     return max(_FEWEST_SEQS, min(_MOST_SEQS, fitting))
 
 
-def gpu_settings(model: str | None, memory_bytes: int, precision: str = "bf16") -> dict[str, Any]:
-    """EngineConfig's fields for a GPU. Real weights where a model is named, else random ones of Qwen3-0.6B's shapes."""
+def gpu_settings(
+    model: str | None, memory_bytes: int, precision: str = "bf16", *, in_use_bytes: int = 0
+) -> dict[str, Any]:
+    """EngineConfig's fields for a GPU, of whose memory others use `in_use_bytes`.
+
+    Real weights where a model is named, else random ones of Qwen3-0.6B's shapes.
+    """
     return {
         "model": model or workload.MODEL,
         "load_format": "auto" if model else "dummy",
         **workload.PRECISIONS[precision].settings,
         "device": "cuda",
         "max_model_len": workload.CONTEXT,
-        "max_num_seqs": sequences_at_once(memory_bytes),
+        "max_num_seqs": sequences_at_once(memory_bytes - in_use_bytes),
         "max_num_batched_tokens": 8192 if memory_bytes >= _ROOMY else 2048,
         "debug": ["no-prefix-cache"],
     }

@@ -143,7 +143,7 @@ def _gpus(config: BenchConfig, monitor: Monitor, host_bytes: int) -> list[Device
     devices = []
     for position, info in enumerate(monitor.start.gpus):
         mine = [sample for sample in first if sample.gpu == position]
-        memory_bytes = total_memory_bytes(mine, host_bytes)
+        memory_bytes, in_use_bytes = total_memory_bytes(mine, host_bytes), memory_in_use_bytes(mine)
         if memory_bytes is None:
             raise ConfigError(f"{info.label}: NVML does not say how much memory it has, and the engine needs to know")
         devices.append(
@@ -153,8 +153,8 @@ def _gpus(config: BenchConfig, monitor: Monitor, host_bytes: int) -> list[Device
                 position=position,
                 uuid=info.uuid,
                 memory_bytes=memory_bytes,
-                memory_in_use_bytes=memory_in_use_bytes(mine),
-                settings=gpu_settings(config.model, memory_bytes, config.precision),
+                memory_in_use_bytes=in_use_bytes,
+                settings=gpu_settings(config.model, memory_bytes, config.precision, in_use_bytes=in_use_bytes or 0),
             )
         )
     return devices

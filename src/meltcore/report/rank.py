@@ -40,7 +40,8 @@ _SAME: tuple[tuple[str, Callable[[Score], str]], ...] = (
     ("engine versions", lambda score: score.engine),
     ("precisions", lambda score: score.dtype),
     ("weights", lambda score: score.weights),
-    ("models", lambda score: score.model),
+    # A folder is known by its own name alone, which is what a hub id ends with.
+    ("models", lambda score: score.model.rpartition("/")[2].lower()),
 )
 
 
