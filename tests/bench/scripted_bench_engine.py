@@ -1,7 +1,7 @@
 """An engine that speaks engine/json_lines.py and does what a script says, faults included.
 
 Every step gives one token to each request that runs, and is written to `log` as it is sent, with the configuration and
-the environment before it. A fault comes `after_s` after the first request.
+the environment before it. A fault comes `after_s` after the first request, where `only` is None or the GPU it sees.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ READY = {"type": "ready", "version": "0.1.0+scripted", "device": "CPU", "dtype":
 
 def program(log: Path, **script: Any) -> tuple[str, ...]:
     """What to start. `period_s` a step; `fault` one of the names below; `ready` replaces fields of READY."""
-    defaults = {"log": str(log), "period_s": 0.01, "fault": None, "after_s": 0.0, "ready": {}}
+    defaults = {"log": str(log), "period_s": 0.01, "fault": None, "after_s": 0.0, "only": None, "ready": {}}
     return sys.executable, __file__, json.dumps(defaults | script)
 
 
 class Engine:
     def __init__(self, script: dict[str, Any]) -> None:
         self.script = script
+        if script["only"] not in (None, os.environ.get("CUDA_VISIBLE_DEVICES")):
+            script["fault"] = None
         self.log = open(f"{script['log']}.{os.environ.get('CUDA_VISIBLE_DEVICES', 'cpu')}", "w")  # noqa: SIM115
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.running: dict[int, int] = {}  # tokens so far

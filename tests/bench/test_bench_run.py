@@ -145,6 +145,16 @@ def test_an_engine_that_dies_leaves_a_partial_result_without_a_score(tmp_path: P
     assert "no score" in folder.report_path.read_text()
 
 
+@pytest.mark.parametrize("fault", ["fail_at_start", "die"])
+def test_one_gpu_that_fails_stops_no_other_and_there_is_no_sum(tmp_path: Path, fault: str) -> None:
+    _, result, _ = run(tmp_path, gpus(2), duration_s=3.0, script={"fault": fault, "after_s": 0.3, "only": uuid(1)})
+    sound, broken = result.score.devices
+    assert (sound.failure, broken.sustained) == (None, None)
+    assert sound.output_tokens_per_s is not None
+    assert (result.verdict, result.score.output_tokens_per_s) == ("FAILED", None)
+    assert result.reasons == [f"GPU 1: {broken.failure}"]
+
+
 def test_no_engine_at_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="GPU 0: 6 GiB do not hold the weights"):
         run(tmp_path, gpus(), script={"fault": "fail_at_start"})
@@ -261,8 +271,20 @@ def test_the_command_prints_levels_as_they_end_and_the_number_last(tmp_path: Pat
     assert lines[0].startswith("gpu-score/1: Qwen3-0.6B with random weights on GPU 0 (NVIDIA H200)")
     assert lines[1].split()[:5] == ["GPU", "0", "1", "at", "once"]
     assert "HEALTHY" in out
+    assert "In the sustained window: 500 W (at most 500), 45.0 °C" in out
     assert "output tokens/s  (gpu-score/1, Qwen/Qwen3-0.6B, bfloat16, dummy weights, engine" in lines[-2]
     assert lines[-1].startswith("report: runs/")
+
+
+def test_the_exit_status_says_that_there_is_no_score(tmp_path: Path) -> None:
+    died = command(tmp_path, "--duration", "10", fault="die", after_s=1.0)
+    out, _ = died.communicate(timeout=40)
+    assert died.returncode == 1
+    assert "no score" in out
+    assert "exit status 7" in out
+    unready = command(tmp_path, "--duration", "10", fault="fail_at_start")
+    _, err = unready.communicate(timeout=40)
+    assert (unready.returncode, err) == (2, "meltcore bench: GPU 0: 6 GiB do not hold the weights\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

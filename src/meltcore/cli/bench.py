@@ -34,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cpu", action="store_true", help="run on the CPU; the result compares with nothing")
     parser.add_argument(
-        "--duration", type=float, default=300.0, metavar="S", help="40 %% ladder, 55 %% sustained, 5 %% to start (300)"
+        "--duration",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="in all: 40 %% ladder, 55 %% sustained, 5 %% to start (300)",
     )
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="a workload each (bf16)")
     parser.add_argument("--model", metavar="PATH", help="a checkpoint folder or hub id (default: random weights)")

@@ -6,6 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from meltcore.report.score_page import meanwhile
 from meltcore.results.percentiles import TOO_SMALL
 from meltcore.results.schema import Distribution
 from meltcore.results.score import GpuScore, ScoredRun, ScoreLevel
@@ -91,6 +92,9 @@ def _print_health(device: GpuScore, console: Console) -> None:
     if device.spread is not None:
         change = "" if device.spread.change is None else f", last third {100 * device.spread.change:+.1f} %"
         console.print(f"  over time: varies by {100 * device.spread.variation:.1f} %{change}", markup=False)
+    said = meanwhile(device)
+    if said:
+        console.print(f"  {said}", style="dim", markup=False)
     if device.health is not None:
         style = {"HEALTHY": "green", "DEGRADED": "bold red", "UNKNOWN": "yellow"}[device.health.verdict]
         console.print(f"  [{style}]{device.health.verdict}[/]")
