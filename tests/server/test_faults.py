@@ -320,11 +320,29 @@ def test_long_text_being_tokenised_or_made_does_not_hold_up_a_stream(path: str, 
         stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=100))
         read_until(stream, b"data: ")
         long = pool.submit(server.post, path, body)
-        longest_s, last_s = 0.0, time.monotonic()
-        data = b""
-        while b"[DONE]" not in data:
-            data = data[-20:] + stream.recv(4096)
-            longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+        longest_s = longest_pause_s(stream)
         assert long.result().json[answer] in (2_000_000, "\x01" * 2_500_000)
         assert longest_s < 0.7
         server.check_no_leak()
+
+
+def test_a_whole_answer_with_many_log_probabilities_does_not_hold_up_a_stream() -> None:
+    options = ("--step-s", "0.02", "--tokens-per-step", "500")
+    with scripted_server(*options, engine={"max_model_len": 10**6}) as server, ThreadPoolExecutor(1) as pool:
+        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=100_000))
+        read_until(stream, b"data: ")
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 15_000, "logprobs": 20}
+        whole = pool.submit(server.post, "/v1/completions", body)
+        assert longest_pause_s(stream) < 0.7
+        assert len(whole.result().json["choices"][0]["logprobs"]["tokens"]) == 15_000
+        server.check_no_leak()
+
+
+def longest_pause_s(stream: socket.socket) -> float:
+    """Between two pieces of a stream, up to its end."""
+    longest_s, last_s = 0.0, time.monotonic()
+    data = b""
+    while b"[DONE]" not in data:
+        data = data[-20:] + stream.recv(4096)
+        longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+    return longest_s

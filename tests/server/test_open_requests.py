@@ -4,11 +4,19 @@ import asyncio
 import sys
 from typing import Any
 
-from meltcore.engine.messages import AbortRequests, AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine
+from meltcore.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineStats,
+    SequenceOutput,
+    StepOutputs,
+    ToEngine,
+    TokenLogprobs,
+)
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import RequestError
 from meltcore.server.counts import Counts
-from meltcore.server.generation import Generation
+from meltcore.server.generation import MAX_UNSENT_CHARS, Generation
 from meltcore.server.open_requests import OpenRequests, client_gone
 from meltcore.text.tokenizer import Tokenizer
 
@@ -113,3 +121,21 @@ def test_everything_ends_when_the_engine_is_gone() -> None:
     table.requests.end_all(RequestError("gone", status=500), "failed")
     assert all(generation.error is not None for generation in generations)
     table.check_idle(failed=5)
+
+
+def test_log_probabilities_that_wait_for_a_slow_reader_count_as_what_waits() -> None:
+    table = Table()
+    generation = table.add([1], logprobs=20, max_tokens=100_000)
+    several = [TokenLogprobs(-0.5, list(range(20)), [-1.0] * 20)] * 100
+    table.step(output(generation, "a" * 100, logprobs=several))
+    waiting = generation.unsent_chars
+    assert waiting > 100 * 21
+    generation.choices[0].take_logprobs()
+    generation.choices[0].take_text()
+    assert generation.unsent_chars == 0
+    for _ in range(1 + MAX_UNSENT_CHARS // waiting):
+        assert generation.error is None
+        table.step(output(generation, "a" * 100, logprobs=several))
+    assert generation.error is not None
+    assert generation.error.code == "slow_reader"
+    table.check_idle(aborted=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from starlette.types import Receive, Scope, Send
@@ -23,6 +24,9 @@ from meltcore.server.open_requests import client_gone
 from meltcore.server.protocol import ChatRequest, CompletionRequest, decode_request
 from meltcore.server.replies import DONE, ChatReply, CompletionReply, Reply
 
+# Of one whole answer. More are written on a thread: this many take about 10 ms, the most that one request may hold up
+# every other stream.
+INLINE_LOGPROBS = 2048
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 _STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -162,8 +166,12 @@ class _Exchange:
             await generation.news()
         if generation.error is not None:
             return await self._stream_error(generation.error, started=False)
+        if sum(choice.unsent_logprobs for choice in generation.choices) <= INLINE_LOGPROBS:
+            body = reply.body(generation)
+        else:
+            body = await asyncio.to_thread(reply.body, generation)
         generation.sending = True
-        await send_json(self.send, reply.body(generation), headers=self.headers)
+        await send_json(self.send, body, headers=self.headers)
         generation.sending = False
         return 200
 

@@ -16,6 +16,7 @@ from meltcore.text.thinking import ThoughtMarks
 from meltcore.text.tokenizer import Tokenizer
 
 MAX_UNSENT_CHARS = 256 * 1024  # a streaming client further behind than this is cut off; the sockets buffer more
+LOGPROB_CHARS = 32  # of it, what one log-probability counts for: about its number and its token as they are sent
 
 # No two choices of a server may have the same id, whichever front process they came through.
 _ENGINE_IDS = (f"{os.getpid():x}-{number}" for number in itertools.count(1))
@@ -106,6 +107,7 @@ class Choice:
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         if output.logprobs:
             self.logprobs.extend(zip(ids[:counted], output.logprobs, strict=False))
+            self.generation.unsent_chars += min(counted, len(output.logprobs)) * self._logprobs_a_token * LOGPROB_CHARS
         if text:
             self.pieces.append(text)
             self.generation.unsent_chars += len(text)
@@ -136,6 +138,21 @@ class Choice:
     def take_thoughts(self) -> str:
         """The thoughts not sent yet, now counted as sent."""
         return self._take(self.thoughts)
+
+    def take_logprobs(self) -> list[tuple[int, TokenLogprobs]]:
+        """Token ids and their log-probabilities not sent yet, now counted as sent."""
+        taken, self.logprobs = self.logprobs, []
+        self.generation.unsent_chars -= len(taken) * self._logprobs_a_token * LOGPROB_CHARS
+        return taken
+
+    @property
+    def unsent_logprobs(self) -> int:
+        """How many numbers those are."""
+        return len(self.logprobs) * self._logprobs_a_token
+
+    @property
+    def _logprobs_a_token(self) -> int:
+        return 1 + (self.params.logprobs or 0)  # the chosen one's, and the likeliest ones'
 
     def _take(self, pieces: list[str]) -> str:
         text = pieces[0] if len(pieces) == 1 else "".join(pieces)

@@ -78,8 +78,7 @@ class Reply(ABC):
     def _take_logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if choice.params.logprobs is None:
             return None
-        positions, choice.logprobs = choice.logprobs, []
-        return self._logprobs(choice, positions)
+        return self._logprobs(choice, choice.take_logprobs())
 
     def _logprobs_json(self, choice: Choice) -> bytes:
         return b"null" if choice.params.logprobs is None else _json(self._take_logprobs(choice))
