@@ -331,10 +331,9 @@ def test_a_whole_answer_with_many_log_probabilities_does_not_hold_up_a_stream() 
     with scripted_server(*options, engine={"max_model_len": 10**6}) as server, ThreadPoolExecutor(1) as pool:
         stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=100_000))
         read_until(stream, b"data: ")
-        body = {"model": MODEL, "prompt": "a", "max_tokens": 15_000, "logprobs": 20}
-        whole = pool.submit(server.post, "/v1/completions", body)
+        whole = pool.submit(server.chat, "a", max_tokens=15_000, logprobs=True, top_logprobs=20)
         assert longest_pause_s(stream) < 0.7
-        assert len(whole.result().json["choices"][0]["logprobs"]["tokens"]) == 15_000
+        assert len(whole.result().json["choices"][0]["logprobs"]["content"]) == 15_000
         server.check_no_leak()
 
 
