@@ -36,8 +36,9 @@ def launches(tokens: int, rows: int, input_size: int) -> Iterator[Launch]:
     if tokens == 1:
         yield from itertools.starmap(RowsLaunch, itertools.product((2, 4, 8, 16), (512, 1024), (2, 4, 8)))
         return
-    tile = min(64, max(16, 1 << (tokens - 1).bit_length()))
-    for tile_rows, columns, shares in itertools.product((32, 64, 128), (64, 128), (1, 2, 3, 4, 6, 8, 12)):
+    tiles = {min(most, max(16, 1 << (tokens - 1).bit_length())) for most in (64, 128)}
+    cuts = itertools.product(sorted(tiles), (32, 64, 128), (64, 128), (1, 2, 3, 4, 6, 8, 12))
+    for tile, tile_rows, columns, shares in cuts:
         programs = -(-rows // tile_rows) * -(-tokens // tile) * shares
         resident = -(-programs // processors(device))
         if input_size % (shares * columns) or programs < 60 or resident > 3:
