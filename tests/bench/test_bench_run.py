@@ -135,6 +135,15 @@ def test_a_gpu_that_is_not_well_is_degraded_in_the_result(tmp_path: Path) -> Non
     assert result.verdict == "OK", "the number is right; the GPU is not"
 
 
+def test_a_gpu_lost_on_the_way_is_degraded_whatever_its_engine_says(tmp_path: Path) -> None:
+    _, result, _ = run(tmp_path, gpus(lost_after_s=2.5))
+    device = result.score.devices[0]
+    assert device.health is not None
+    assert (device.health.verdict, device.health.reasons[0][:16]) == ("DEGRADED", "the GPU was lost")
+    assert device.sustained is not None
+    assert device.sustained.power_w is None, "nothing is known beyond the last sample"
+
+
 def test_an_engine_that_dies_leaves_a_partial_result_without_a_score(tmp_path: Path) -> None:
     folder, result, _ = run(tmp_path, gpus(), script={"fault": "die", "after_s": 2.0})
     assert (result.verdict, result.status) == ("FAILED", "partial")

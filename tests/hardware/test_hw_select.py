@@ -29,6 +29,7 @@ def test_all_boards_by_default() -> None:
         ("1,1,GPU-aaaa2", [UUIDS[1]]),
         ("GPU-b", [UUIDS[2]]),
         ("MIG-2222,0", ["MIG-2222", UUIDS[0]]),
+        ("MIG-GPU-bbbb3333/1/0", ["MIG-1111"]),
     ],
 )
 def test_gpus_are_named_by_index_uuid_or_the_beginning_of_one(wanted: str, expected: list[str]) -> None:
@@ -42,6 +43,7 @@ def test_gpus_named_outweigh_the_visible_ones() -> None:
 
 def test_visible_gpus_end_at_a_negative_index_as_cuda_has_it() -> None:
     assert chosen(CUDA_VISIBLE_DEVICES="1,-1,2") == [UUIDS[1]]
+    assert chosen(CUDA_VISIBLE_DEVICES="1,,2") == [UUIDS[1]]
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
@@ -55,9 +57,15 @@ def test_nothing_visible_is_an_error(visible: str) -> None:
     [
         ("3", "there are GPUs 0 to 2"),
         ("GPU-aaaa", "which 2 GPUs have"),
-        ("GPU-cccc", "which no GPU has"),
+        ("GPU-cccc", r"which no GPU has; there are 0 \(GPU-aaaa1111\), 1 \(GPU-aaaa2222\)"),
+        ("0-2", "names '0-2', which no GPU has; there are 0 "),
+        ("all", "which no GPU has"),
+        ("-1", "which no GPU has"),
+        ("MIG-GPU-bbbb3333/7/0", "which no GPU has"),
+        ("MIG-GPU-aaaa1111/1/0", "which no GPU has"),
+        ("", "--gpu holds an empty name"),
         ("MIG-9", "which no GPU has; there are MIG-1111, MIG-2222"),
-        ("0,", "which no GPU has"),
+        ("0,", "--gpu holds an empty name"),
     ],
 )
 def test_a_name_that_is_nobodys_or_several_gpus_is_an_error(wanted: str, message: str) -> None:

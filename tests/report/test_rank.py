@@ -115,6 +115,11 @@ def test_files_and_run_folders_are_read_and_other_results_refused(tmp_path: Path
         read_entry(written(tmp_path, "certificate", certificate(tmp_path, gpus=1)))
 
 
+def test_a_folder_without_a_result_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no result\.json: a run that ended before it could write one"):
+        read_entry(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

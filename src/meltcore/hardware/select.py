@@ -30,7 +30,8 @@ def select_gpus(
 ) -> list[Gpu]:
     """The GPUs of `wanted`, else of CUDA_VISIBLE_DEVICES, else all boards; each once, in the order named.
 
-    `wanted` is as of `--gpu`: indices as nvidia-smi has them, UUIDs or beginnings of them, MIG UUIDs, between commas.
+    `wanted` is as of `--gpu`: indices as nvidia-smi has them, UUIDs or beginnings of them, MIG UUIDs, between commas;
+    MIG slices also as MIG-GPU-UUID/GPU instance/compute instance, as older drivers named them.
     `in_slices`: a board that is divided by MIG stands for its slices, which is what a program can run on.
     Raises ConfigError for a name that no GPU or several have, and where nothing is left to read.
     """
@@ -88,7 +89,7 @@ def _named(nvml: Nvml, boards: list[Gpu], names: Sequence[str], source: str) -> 
             gpu = boards[int(name)]
         elif name.startswith("MIG-"):
             slices = [part for board in boards for part in _slices(nvml, board)] if slices is None else slices
-            gpu = _by_uuid(slices, name, source)
+            gpu = _of_instance(nvml, slices, name) or _by_uuid(slices, name, source)
         else:
             gpu = _by_uuid(boards, name, source)
         chosen[gpu.info.uuid] = gpu
@@ -97,12 +98,22 @@ def _named(nvml: Nvml, boards: list[Gpu], names: Sequence[str], source: str) -> 
 
 def _by_uuid(gpus: list[Gpu], name: str, source: str) -> Gpu:
     """The one whose UUID begins so: CUDA takes beginnings too."""
-    found = [gpu for gpu in gpus if name and gpu.info.uuid.startswith(name)]
+    if not name:
+        raise ConfigError(f"{source} holds an empty name; it takes indices and UUIDs with a comma between")
+    found = [gpu for gpu in gpus if gpu.info.uuid.startswith(name)]
     if len(found) != 1:
         which = "no GPU has" if not found else f"{len(found)} GPUs have"
-        there = ", ".join(gpu.info.uuid for gpu in gpus) or "none"
-        raise ConfigError(f"{source} names {name!r}, which {which}; there are {there}")
+        there = ", ".join(gpu.info.uuid if gpu.info.mig else f"{gpu.info.index} ({gpu.info.uuid})" for gpu in gpus)
+        raise ConfigError(f"{source} names {name!r}, which {which}; there are {there or 'none'}")
     return found[0]
+
+
+def _of_instance(nvml: Nvml, slices: Sequence[Gpu], name: str) -> Gpu | None:
+    """The slice of MIG-GPU-UUID/GPU instance/compute instance, where its GPU instance is not shared by several."""
+    board, _, instances = name.removeprefix("MIG-").partition("/")
+    instance = instances.partition("/")[0]
+    found = [part for part in slices if str(part.gpu_instance) == instance and nvml.uuid(part.board) == board]
+    return found[0] if len(found) == 1 else None
 
 
 def _board(nvml: Nvml, index: int, handle: Any) -> Gpu:

@@ -48,6 +48,10 @@ _SAME: tuple[tuple[str, Callable[[Score], str]], ...] = (
 def read_entry(path: str) -> Entry:
     """A result by its file or its run folder. Raises ConfigError for one that is none, or no GPU score."""
     place = Path(path)
+    if place.is_dir() and not (place / RESULT_FILE).exists():
+        raise ConfigError(
+            f"{path} holds no {RESULT_FILE}: a run that ended before it could write one, or no run at all"
+        )
     document = read_document(place / RESULT_FILE if place.is_dir() else place)
     run = document.content
     if not isinstance(run, ScoredRun):
