@@ -221,6 +221,17 @@ def test_what_does_not_drain_in_time_is_ended_with_an_error() -> None:
         assert server.wait_exit(5) == 0
 
 
+def test_a_client_that_has_sent_half_a_request_does_not_keep_a_server_from_leaving_in_silence() -> None:
+    with scripted_server() as server:
+        half = socket.create_connection(("127.0.0.1", server.port))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 500\r\n\r\n{")
+        assert server.chat("x", max_tokens=1).status == 200
+        server.signal()
+        assert server.wait_exit(6) == 0
+        assert "Traceback" not in server.stderr
+        half.close()
+
+
 def test_a_second_signal_exits_now() -> None:
     with scripted_server("--step-s", "0.02") as server:
         engine = server.engine_pid()

@@ -61,6 +61,16 @@ class HttpServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
+        # Whoever has not taken the answer by then, or not sent the whole request, is cut off. uvicorn's own way, to
+        # cancel what serves them, leaves a traceback of each.
+        asyncio.get_running_loop().call_later(CLOSE_S - 0.5, lambda: self._cut_off(self._connections()))
+
+    def _connections(self) -> list[Any]:
+        return list(self._server.server_state.connections)
+
+    def _cut_off(self, connections: Iterable[Any]) -> None:
+        for connection in connections:
+            connection.transport.abort()
 
     def take(self, connection: socket.socket) -> None:
         """Serve an accepted connection."""
@@ -72,9 +82,7 @@ class HttpServer:
         """Once every few seconds for all connections: a timer each would be one more object for each of them."""
         loop = asyncio.get_running_loop()
         heard_before_s = loop.time() - SILENT_LIMIT_S
-        connections: Iterable[Any] = self._server.server_state.connections
-        for connection in [each for each in connections if each.is_silent(heard_before_s)]:
-            connection.transport.abort()
+        self._cut_off(each for each in self._connections() if each.is_silent(heard_before_s))
         loop.call_later(SILENT_LOOK_S, self._drop_silent)
 
     def _taken(self, task: asyncio.Task[Any]) -> None:
