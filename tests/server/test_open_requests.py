@@ -139,3 +139,15 @@ def test_log_probabilities_that_wait_for_a_slow_reader_count_as_what_waits() -> 
     assert generation.error is not None
     assert generation.error.code == "slow_reader"
     table.check_idle(aborted=1)
+
+
+def test_stop_strings_stay_here() -> None:
+    table = Table()
+    generation = table.add([1], [2], stop=("ab", "x" * 4096), max_tokens=9)
+    (first, second) = table.sent
+    assert isinstance(first, AddRequest)
+    assert isinstance(second, AddRequest)
+    assert first.sampling == second.sampling == SamplingParams(max_tokens=9)
+    table.step(output(generation, "1ab2", 0), output(generation, "xyz", 1, finish_reason="length"))
+    assert [choice.take_text() for choice in generation.choices] == ["1", "xyz"]
+    table.check_idle(finished=2)

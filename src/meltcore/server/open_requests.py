@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from meltcore.engine.messages import AbortRequests, AddRequest, SequenceOutput, StepOutputs, ToEngine
+from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import RequestError
 from meltcore.server.counts import Counts
 from meltcore.server.generation import MAX_UNSENT_CHARS, Choice, Generation, Outcome
@@ -52,7 +55,7 @@ class OpenRequests:
                 AddRequest(
                     request_id=choice.request_id,
                     prompt_token_ids=choice.prompt_token_ids,
-                    sampling=choice.params,
+                    sampling=_without_stops(choice.params),
                     priority=priority,
                     arrived_s=generation.arrived_s,
                 ),
@@ -145,3 +148,9 @@ class OpenRequests:
         self._counts.take_back(choice.replica, choice.tokens_to_do)
         self._counts.add(outcome)
         self._counts.set("in_flight", len(self._open))
+
+
+def _without_stops(params: SamplingParams) -> SamplingParams:
+    """What the engine needs of them. Stop strings are found here, where the text is; a request of 1,024 prompts may say
+    64 KiB of them, which would travel with each."""
+    return msgspec.structs.replace(params, stop=()) if params.stop else params
