@@ -217,6 +217,10 @@ def test_bad_sizes_are_refused(text: str) -> None:
         [],
         ["m", "--port", "70000"],
         ["m", "--max-num-seqs", "0"],
+        ["m", "--seed", str(2**63)],
+        ["m", "--api-key", ""],  # anybody who sends none would have it
+        ["m", "--host", ""],  # would be every address of the machine
+        ["m", "--served-model-name", " "],
         ["m", "--request-timeout", "nan"],
         ["m", "--debug", "everything"],
         ["m", "--log-format", "xml"],

@@ -41,6 +41,20 @@ def not_negative(text: str) -> int:
     return int(text)
 
 
+def seed_number(text: str) -> int:
+    """A seed, as torch takes it."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**63 - 1}")
+    return int(text)
+
+
+def not_empty(text: str) -> str:
+    """What a variable of the shell that is not set would leave empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is empty")
+    return text
+
+
 def seconds(text: str) -> float:
     """A finite time of at least 0 seconds."""
     try:
@@ -118,7 +132,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         help="replicas behind the one port, each on GPUs of its own (1); what a dead one worked on fails, others go on",
     )
     group.add_argument("--memory", type=size_bytes, metavar="SIZE", help="all it may take of each GPU, like 40GiB")
-    group.add_argument("--seed", type=not_negative, default=0, help="of dummy weights, and of requests without one")
+    group.add_argument("--seed", type=seed_number, default=0, help="of dummy weights, and of requests without one")
     group.add_argument(
         "--debug",
         action="append",
@@ -130,14 +144,22 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--served-model-name", nargs="+", action="extend", default=[], metavar="NAME", help="names to be called by"
+        "--served-model-name",
+        type=not_empty,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="names to be called by",
     )
-    group.add_argument("--host", default="127.0.0.1")
+    group.add_argument("--host", type=not_empty, default="127.0.0.1")
     group.add_argument("--port", type=port_number, default=8000, help="0 lets the system pick one (8000)")
     group.add_argument(
         "--fronts", type=positive, metavar="N", help="front processes on the port (1 for every 4 cores, at most 4)"
     )
-    group.add_argument("--api-key", metavar="KEY", help="asked for everywhere but at /health, /live and /metrics")
+    group.add_argument(
+        "--api-key", type=not_empty, metavar="KEY", help="asked for everywhere but at /health, /live and /metrics"
+    )
     group.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="a web origin to allow; several times"
     )
