@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from scripted_bench_engine import program
 
+from meltcore.bench.assemble import assemble
 from meltcore.bench.claim import claimed
 from meltcore.bench.device import Device
 from meltcore.bench.engine_process import EngineError
@@ -304,7 +305,7 @@ def test_an_interruption_keeps_what_was_measured_and_ends_everything(tmp_path: P
         pass
     os.killpg(running.pid, number)
     asked_s = time.monotonic()
-    time.sleep(0.5)
+    time.sleep(0.2)
     os.killpg(running.pid, number)  # impatience loses nothing
     out, _ = running.communicate(timeout=20)
     assert time.monotonic() - asked_s < 10
@@ -313,6 +314,17 @@ def test_an_interruption_keeps_what_was_measured_and_ends_everything(tmp_path: P
     assert (result.status, result.verdict, result.score.output_tokens_per_s) == ("partial", "PARTIAL", None)
     assert result.score.devices[0].levels
     assert processes_of(tmp_path) == []
+
+
+def test_an_interruption_when_all_is_measured_comes_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted_assemble(*args: Any, **kwargs: Any) -> ScoredRun:
+        signal.raise_signal(signal.SIGINT)
+        return assemble(*args, **kwargs)
+
+    monkeypatch.setattr("meltcore.bench.run.assemble", interrupted_assemble)
+    folder, result, _ = run(tmp_path, gpus(), duration_s=2.0)
+    assert (result.verdict, read_result(folder.path)) == ("OK", result)
+    assert folder.report_path.exists()
 
 
 def test_an_interruption_before_the_first_level_leaves_nothing_running(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,14 +28,12 @@ from meltcore.hardware.recording import Sample, read_recording
 from meltcore.hardware.sampler import Setup
 from meltcore.report import save
 from meltcore.results.fingerprint import take_fingerprint
-from meltcore.results.patience import undisturbed
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.score import ScoredRun, ScoreLevel
 
 SAMPLES_FILE = "samples.jsonl"
 INTERVAL_S = 0.1
 _FIRST_SAMPLE_LIMIT_S = 10.0
-_LOOK_S = 0.2
 _AFTERGLOW_S = 3 * INTERVAL_S  # a sample after the end is needed to know the energy at the end
 
 OnLevel = Callable[[Device, ScoreLevel, bool], None]
@@ -92,15 +91,15 @@ def run_bench(config: BenchConfig, say: Callable[[str], None], on_level: OnLevel
             stack.enter_context(_device_run(config, device, levels, folder, stopping, on_level)) for device in devices
         ]
         say(_announcement(config, devices))
-        _each(runs, DeviceRun.start, stopping)
-        if stopping.is_set():
-            raise KeyboardInterrupt
-        if all(run.failure for run in runs):
-            raise EngineError(f"{runs[0].device.label}: {runs[0].failure}")
-        began_s = time.monotonic()
-        _each(runs, lambda run: run.climb(began_s), stopping)
-        # All is measured, and what is left takes seconds: an interruption now would only lose it.
-        with suppress(KeyboardInterrupt), undisturbed():
+        with _interruptions_set(stopping):
+            _each(runs, DeviceRun.start)
+            if stopping.is_set():
+                raise KeyboardInterrupt
+            if all(run.failure for run in runs):
+                raise EngineError(f"{runs[0].device.label}: {runs[0].failure}")
+            began_s = time.monotonic()
+            _each(runs, lambda run: run.climb(began_s))
+            interrupted = stopping.is_set()
             watched = _stop_watching(monitor, began_s)
             stack.close()
             result = assemble(
@@ -113,7 +112,7 @@ def run_bench(config: BenchConfig, say: Callable[[str], None], on_level: OnLevel
                 started=started,
                 duration_s=time.monotonic() - clock_s,
                 fingerprint=fingerprint,
-                interrupted=stopping.is_set(),
+                interrupted=interrupted,
             )
             save(folder, result)
     return folder, result
@@ -203,19 +202,26 @@ def _announcement(config: BenchConfig, devices: Sequence[Device]) -> str:
     return f"{work}: {model} with {weights} on {names}, about {config.duration_s:.0f} s"
 
 
-def _each(runs: Sequence[DeviceRun], work: Callable[[DeviceRun], None], stopping: threading.Event) -> None:
-    """Do it on all devices at once, those that have failed left out.
+@contextmanager
+def _interruptions_set(stopping: threading.Event) -> Iterator[None]:
+    """A Ctrl-C inside is no exception: the devices' threads see `stopping`, and what was measured is kept.
 
-    A Ctrl-C ends them in order and is no error here: what was measured is worth keeping.
+    One that comes when all is measured, or a second one, changes nothing. Only the main thread is ever interrupted.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: stopping.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _each(runs: Sequence[DeviceRun], work: Callable[[DeviceRun], None]) -> None:
+    """Do it on all devices at once, those that have failed left out."""
     with ThreadPoolExecutor(len(runs)) as pool:
         futures = [pool.submit(work, run) for run in runs if run.failure is None]
-        waiting = True
-        while waiting:
-            try:
-                waiting = bool(wait(futures, timeout=_LOOK_S).not_done)
-            except KeyboardInterrupt:
-                stopping.set()
     for future in futures:
         future.result()
 
