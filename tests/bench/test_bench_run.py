@@ -281,7 +281,7 @@ def test_the_command_prints_levels_as_they_end_and_the_number_last(tmp_path: Pat
     assert lines[0].startswith("gpu-score/1: Qwen3-0.6B with random weights on GPU 0 (NVIDIA H200)")
     assert lines[1].split()[:5] == ["GPU", "0", "1", "at", "once"]
     assert "HEALTHY" in out
-    assert "In the sustained window: 500 W (at most 500), 45.0 °C" in out
+    assert "In the sustained window: 500 W (at most 500), 45 °C" in out
     assert "output tokens/s  (gpu-score/1, Qwen/Qwen3-0.6B, bfloat16, dummy weights, engine" in lines[-2]
     assert lines[-1].startswith("report: runs/")
 

@@ -39,9 +39,7 @@ def test_a_wait_in_a_queue_is_called_one() -> None:
 def test_what_the_gpu_did_meanwhile_stands_in_a_line() -> None:
     health = sample_health(xids=[], clock_reasons={"SW_POWER_CAP": 1.0})
     page = words(render(sample_scored_run([sample_device(health=health)])))
-    assert (
-        "In the sustained window: 655 W (at most 699), 58.2 °C (at most 61.0), clocks held by the power limit" in page
-    )
+    assert "In the sustained window: 655 W (at most 699), 58.2 °C (at most 61), clocks held by the power limit" in page
     assert "XID errors none in the whole run" in page
     unseen = words(render(sample_scored_run([sample_device(health=sample_health(xids=[74, 13]))])))
     assert "XID errors 74, 13 in the whole run" in unseen

@@ -114,7 +114,7 @@ def meanwhile(device: GpuScore) -> str:
         return ""
     rows = {row.key: row for row in device.health.metrics}
     parts = [
-        f"{name}{wording.number(row.mean)} {row.unit} (at most {wording.number(row.maximum)})"
+        f"{name}{_reading(row.mean)} {row.unit} (at most {_reading(row.maximum)})"
         for key, name in _MEANWHILE.items()
         if (row := rows.get(key)) is not None and row.mean is not None
     ]
@@ -188,7 +188,12 @@ def _metric_cells(row: MetricRow) -> tuple[str, str, str]:
     if row.increase is not None:
         return f"+{wording.number(row.increase * scale)}", "", unit
     mean, maximum = (None if value is None else value * scale for value in (row.mean, row.maximum))
-    return wording.number(mean), wording.number(maximum), unit
+    return _reading(mean), _reading(maximum), unit
+
+
+def _reading(value: float | None) -> str:
+    """As wording.number, and a whole number without decimals: 16 lanes."""
+    return f"{value:,.0f}" if value is not None and value == int(value) else wording.number(value)
 
 
 def _rate_range(device: GpuScore) -> str:
