@@ -49,6 +49,19 @@ def test_a_client_gone_after_a_body_so_long_that_reading_was_paused_frees_its_pl
         assert server.check_no_leak()["requests_aborted_total"] == 1
 
 
+def test_a_client_gone_after_it_sent_its_next_request_too_frees_its_place() -> None:
+    with scripted_server("--step-s", "0.05", engine={"max_model_len": 10**8}) as server:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 10_000}
+        connection = server.open("/v1/completions", body)
+        server.wait_metric("requests_in_flight", 1)
+        data = json.dumps(body).encode()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+        assert server.chat("x", max_tokens=1).status == 200  # the second request has arrived by then
+        connection.close()
+        found = server.check_no_leak()
+        assert (found["requests_accepted_total"], found["requests_aborted_total"]) == (2, 1)
+
+
 def test_clients_gone_while_their_prompts_are_tokenised_free_their_places() -> None:
     with scripted_server("--silent-steps", "100000", engine={"max_model_len": 10**8}) as server:
         for wait_ms in range(20):

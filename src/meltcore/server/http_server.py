@@ -24,6 +24,7 @@ CLOSE_S = 2  # whole seconds: uvicorn's limit for connections to close
 SILENT_LIMIT_S = 60.0  # a client that owes us the rest of its request and sends nothing for so long is cut off
 SILENT_LOOK_S = 5.0
 MAX_HEAD_BYTES = 64 * 1024  # of request line and headers; the last piece that is read may go beyond
+MAX_PIPELINED = 16  # requests that a client may send ahead of its answers; more are left unread until then
 GC_THRESHOLDS = (50_000, 20, 100)  # young objects are requests; collecting every 700 would pause streams for nothing
 
 # A client that offers HTTP/2 this way (Java's, `curl --http2`) goes on with HTTP/1.1 where nobody takes the offer; the
@@ -152,6 +153,8 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        if self._on_lost is not None and len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # uvicorn reads no further; the end of the connection would go unseen
 
     def on_message_complete(self) -> None:
         self._receiving = False
