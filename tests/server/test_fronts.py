@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import resource
 import signal
 import socket
 import time
@@ -70,6 +71,27 @@ def test_connections_are_spread_evenly() -> None:
             lambda: [connections(pid, server.port) for pid in server.front_pids()] == [10, 10, 10],
             "ten connections at each front",
         )
+
+
+def test_a_front_without_file_descriptors_loses_connections_and_nothing_else() -> None:
+    with scripted_server(fronts=2) as server:
+        cramped = server.front_pids()[0]
+        before = resource.prlimit(cramped, resource.RLIMIT_NOFILE)
+        resource.prlimit(cramped, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{cramped}/fd")) + 3, before[1]))
+        crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
+        wait_until(lambda: "no file descriptor is left" in server.stderr, "a connection to be lost")
+        for connection in crowd:
+            connection.close()
+        resource.prlimit(cramped, resource.RLIMIT_NOFILE, before)
+        wait_until(lambda: [connections(pid, server.port) for pid in server.front_pids()] == [0, 0], "all to be gone")
+        kept = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
+        # What was lost counts as closed: the others' places are filled evenly.
+        wait_until(lambda: [connections(pid, server.port) for pid in server.front_pids()] == [5, 5], "five each")
+        assert server.chat("x", max_tokens=1).status == 200
+        assert "Traceback" not in server.stderr
+        for connection in kept:
+            connection.close()
+        server.check_no_leak()
 
 
 def test_every_front_answers_with_the_whole_servers_numbers() -> None:

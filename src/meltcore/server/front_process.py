@@ -67,7 +67,7 @@ class FrontProcess:
     def _obey(self, message: ToFront, descriptors: list[int]) -> None:
         front = self._front
         if isinstance(message, Connection):
-            self._http.take(socket.socket(fileno=descriptors[0]))
+            self._take(descriptors)
         elif isinstance(message, Open):
             self._opening = asyncio.create_task(self._open(message))
         elif isinstance(message, Drain):
@@ -80,6 +80,14 @@ class FrontProcess:
             self._links[message.replica].close()
         elif isinstance(message, Leave):
             self._http.stop()
+
+    def _take(self, descriptors: list[int]) -> None:
+        """Serve a connection. Where this process has no room for its descriptor, the kernel has closed it already."""
+        if descriptors:
+            self._http.take(socket.socket(fileno=descriptors[0]))
+        else:
+            self._front.counts.add("connections_closed")
+            self._front.log.write("connection_lost", error="no file descriptor is left")
 
     async def _open(self, message: Open) -> None:
         try:
