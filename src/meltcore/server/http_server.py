@@ -127,9 +127,9 @@ class _Protocol(HttpToolsProtocol):
         if not self._receiving:
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"", head) + end + rest
-        in_head = self._in_head
+        head_of = self.scope if self._in_head else None
         super().data_received(data)
-        if in_head and self._in_head:
+        if self._in_head and self.scope is head_of:  # all of it was of one head, which is not complete yet
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
