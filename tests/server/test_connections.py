@@ -59,6 +59,16 @@ def test_a_client_that_offers_http2_is_answered_by_http1(server: RunningServer, 
             assert json.loads(body)["usage"]["completion_tokens"] == 3
 
 
+def test_a_header_cut_in_two_stays_as_it_was_sent(server: RunningServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(POST + b"x-request-id: abc\r\nUpgrade: h2")
+        assert server.request("GET", "/live").status == 200  # the first part has been read by then
+        connection.sendall(b"c\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY)
+        answer = read_answer(connection)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"x-request-id: abc\r\n" in answer
+
+
 @pytest.mark.parametrize("piece", [b"x-%d: " + b"v" * 1000 + b"\r\n", b"v" * 1000], ids=["many headers", "one header"])
 def test_headers_without_end_are_431(server: RunningServer, piece: bytes) -> None:
     with connect(server) as connection:

@@ -29,7 +29,7 @@ GC_THRESHOLDS = (50_000, 20, 100)  # young objects are requests; collecting ever
 
 # A client that offers HTTP/2 this way (Java's, `curl --http2`) goes on with HTTP/1.1 where nobody takes the offer; the
 # parser would take it, and with it the request's body for something else.
-_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
 class HttpServer:
@@ -126,7 +126,7 @@ class _Protocol(HttpToolsProtocol):
         self._heard_s = self.loop.time()
         if not self._receiving:
             head, end, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"", head) + end + rest
+            data = _UPGRADE.sub(b"", head + end) + rest
         head_of = self.scope if self._in_head else None
         super().data_received(data)
         if self._in_head and self.scope is head_of:  # all of it was of one head, which is not complete yet
