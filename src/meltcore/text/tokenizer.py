@@ -77,9 +77,8 @@ class Tokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
         text: str
-        if (
-            len(token_ids) > LONG_TOKENS
-        ):  # `decode` holds the GIL, this does not; of a few tokens it costs twice as much
+        # `decode` holds Python's lock, `decode_batch` does not; of a few tokens it costs twice as much.
+        if len(token_ids) > LONG_TOKENS:
             [text] = self._raw.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         else:
             text = self._raw.decode(token_ids, skip_special_tokens=skip_special_tokens)
