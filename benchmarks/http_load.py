@@ -42,7 +42,7 @@ OFFLINE_REACH = 0.95
 CALIBRATION_REQUESTS = 1_000
 SPARE = 1.1  # requests beyond those that the short calibration asks for: --seconds is a floor
 COUNTER, COUNTER_TOLERANCE = "generation_tokens_total", 0.005
-MOST_EMPTY = 0.001
+MOST_EMPTY = 0.001  # share of answers without text that a level may have
 MAX_MODEL_LEN = 2048
 
 
@@ -51,7 +51,7 @@ def metrics(url: str) -> dict[str, float]:
         return read_gauges(reply.read().decode())
 
 
-def load(url: str, users: int, requests: int, seed: int, args: argparse.Namespace) -> LevelResult:
+def load(url: str, users: int, requests: int, seed: int, args: argparse.Namespace, notes: list[str]) -> LevelResult:
     config = LoadConfig(
         url=url,
         model=args.served,
@@ -70,27 +70,30 @@ def load(url: str, users: int, requests: int, seed: int, args: argparse.Namespac
     if level.failed > empty or empty > MOST_EMPTY * requests or level.output_tokens != answered * args.out:
         raise RuntimeError(f"{users} users: {level.failures or 'wrong count'}: {level.output_tokens} tokens")
     if empty:
-        print(f"{users:,} users: {empty} of {requests:,} answers had no text; not counted", flush=True)
+        notes.append(f"{users:,} users: {empty} of {requests:,} answers had tokens and no text, and are not counted")
     return level
 
 
-def measure(url: str, users: int, args: argparse.Namespace) -> tuple[LevelResult, float]:
-    """One level of at least `args.seconds`, and the CPU microseconds that our front spent a token (0: not said)."""
-    probe = load(url, min(users, CALIBRATION_REQUESTS), min(2 * users, CALIBRATION_REQUESTS), 1, args)
+def measure(url: str, users: int, args: argparse.Namespace, notes: list[str]) -> tuple[LevelResult, float]:
+    """One level of at least `args.seconds`, and the CPU microseconds that our front spent a token (0: not said).
+
+    What a reader must know of it is added to `notes`.
+    """
+    probe = load(url, min(users, CALIBRATION_REQUESTS), min(2 * users, CALIBRATION_REQUESTS), 1, args, [])
     rate = probe.output_tokens_per_s / args.out
     requests = round(max(args.rounds * users, SPARE * rate * args.seconds))
     print(f"{users:,} users: {requests:,} requests", flush=True)
     before = metrics(url)
-    level = load(url, users, requests, 2, args)
+    level = load(url, users, requests, 2, args, notes)
     after = metrics(url)
     if level.duration_s < args.seconds:
         raise RuntimeError(f"{users} users: the level lasted {level.duration_s:.1f} s, less than {args.seconds:g} s")
-    if COUNTER in after:
-        counted = after[COUNTER] - before.get(COUNTER, 0.0)
+    if args.url is None or COUNTER in after:
+        counted = after[COUNTER] - before[COUNTER]
         if abs(counted / level.output_tokens - 1) > COUNTER_TOLERANCE:
             raise RuntimeError(f"the server counted {counted:,.0f} tokens, the client {level.output_tokens:,}")
     else:
-        print(f"{users:,} users: the server does not count its tokens; only the client did", flush=True)
+        notes.append(f"{users:,} users: the server does not count its tokens; only the client did")
     front_s = after.get("front_cpu_seconds_total", 0.0) - before.get("front_cpu_seconds_total", 0.0)
     return level, front_s * 1e6 / level.output_tokens
 
@@ -192,6 +195,7 @@ def main() -> None:
     flags += ["--fronts", str(args.fronts)] if args.fronts else []
     peer = read_peer(args.peer)
     rows: list[Row] = []
+    notes: list[str] = []
     thousand: LevelResult | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     early: BaseException | None = None
@@ -203,11 +207,12 @@ def main() -> None:
                 command = [args.model, *flags, *args.serve_flags.split()]
                 url = stack.enter_context(OwnServer(command, log, say=print)).wait_ready()
             for users in map(int, args.users.split(",")):
-                level, front_us = measure(url, users, args)
+                level, front_us = measure(url, users, args, notes)
                 rows += level_rows(users, level, front_us, peer)
                 thousand = level if users == 1_000 else thousand
     except (KeyboardInterrupt, RuntimeError) as error:
         early = error  # the levels before it count
+        notes.append(f"ended early: {error!r}")
     if args.url is None and thousand is not None and not args.no_offline and early is None:
         alone = offline_tokens_per_s(thousand.requests, args)
         http = thousand.output_tokens_per_s
@@ -223,9 +228,10 @@ def main() -> None:
             )
         )
     versions = {} if args.url else {name: metadata.version(name) for name in ("torch", "uvicorn", "uvloop")}
-    write_result("http" if args.url is None else f"http_{args.name}", rows, versions)
+    if rows:
+        write_result("http" if args.url is None else f"http_{args.name}", rows, versions, notes)
     if early is not None:
-        raise SystemExit(f"ended early: {early!r}")
+        raise SystemExit(notes[-1])
 
 
 if __name__ == "__main__":

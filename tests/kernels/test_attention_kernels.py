@@ -314,8 +314,9 @@ def test_padding_rows_come_out_as_zeros_and_touch_nothing(splits: int, body: str
     assert_close(out[:1], dense_attention(given.queries[:1], made.keys[0], made.values[0], 99, 0.125), torch.float32)
 
 
-PREFILL_SHAPES = [
-    # group, kv_heads, head_dim, dtype, chunks as (start, tokens)
+# group, kv_heads, head_dim, dtype, chunks as (start, tokens)
+PrefillShape = tuple[int, int, int, torch.dtype, list[tuple[int, int]]]
+PREFILL_SHAPES: list[PrefillShape] = [
     (1, 2, 64, torch.float32, [(0, 1), (0, 65), (63, 2)]),
     (2, 1, 128, torch.float32, [(5, 70), (64, 64)]),
     (2, 2, 128, torch.bfloat16, [(0, 130), (127, 3)]),
@@ -323,48 +324,28 @@ PREFILL_SHAPES = [
     (8, 1, 64, torch.bfloat16, [(128, 10)]),
     (2, 1, 256, torch.bfloat16, [(3, 66)]),
 ]
-PAIRABLE = [
-    (group, kv_heads, head_dim, dtype, chunks)
-    for group, kv_heads, head_dim, dtype, chunks in PREFILL_SHAPES
-    if group % 2 == 0 and head_dim <= 128 and dtype.itemsize == 2
-]
+PAIRABLE = [shape for shape in PREFILL_SHAPES if shape[0] % 2 == 0 and shape[2] <= 128 and shape[3].itemsize == 2]
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize("seed", [21])
-@pytest.mark.parametrize(("group", "kv_heads", "head_dim", "dtype", "chunks"), PREFILL_SHAPES)
+@pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
 def test_prefill_equals_dense_causal_softmax(
-    group: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    chunks: list[tuple[int, int]],
-    normed: bool,
-    seed: int,
-    body: str,
-    device: torch.device,
+    shape: PrefillShape, normed: bool, seed: int, body: str, device: torch.device
 ) -> None:
     torch.manual_seed(seed)
-    assert_prefill_is_dense(group, kv_heads, head_dim, dtype, chunks, normed, device)
+    assert_prefill_is_dense(*shape, normed=normed, device=device)
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize("body", ["triton"], indirect=True)
-@pytest.mark.parametrize(("group", "kv_heads", "head_dim", "dtype", "chunks"), PAIRABLE)
+@pytest.mark.parametrize("shape", PAIRABLE, ids=str)
 def test_two_heads_of_a_group_in_one_program(
-    group: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    chunks: list[tuple[int, int]],
-    normed: bool,
-    body: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: PrefillShape, normed: bool, body: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(22)
     monkeypatch.setattr(prefill_file, "launch_for", lambda *_: prefill_file._PAIRED)
-    assert_prefill_is_dense(group, kv_heads, head_dim, dtype, chunks, normed, device)
+    assert_prefill_is_dense(*shape, normed=normed, device=device)
 
 
 @pytest.mark.parametrize(
@@ -396,6 +377,7 @@ def assert_prefill_is_dense(
     head_dim: int,
     dtype: torch.dtype,
     chunks: list[tuple[int, int]],
+    *,
     normed: bool,
     device: torch.device,
 ) -> None:

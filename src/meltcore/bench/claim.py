@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,8 @@ def _hold(claim: socket.socket, device: Device) -> None:
     try:
         claim.bind(f"\0meltcore bench {device.uuid}")
     except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
         raise ConfigError(
             f"{device.label} is being measured by another meltcore bench; scores taken at once are scores of neither"
         ) from error

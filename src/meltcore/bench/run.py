@@ -101,7 +101,7 @@ def run_bench(config: BenchConfig, say: Callable[[str], None], on_level: OnLevel
             _each(runs, lambda run: run.climb(began_s))
             interrupted = stopping.is_set()
             watched = _stop_watching(monitor, began_s)
-            stack.close()
+            stack.close()  # nothing may run any more when the result is written
             result = assemble(
                 runs,
                 watched,

@@ -69,13 +69,16 @@ def _link(nvml: Nvml, gpu: Gpu, link: int) -> LinkState:
             return LinkState(link=link, state="down")
     except NVMLError:
         return LinkState(link=link, state=UNKNOWN)
-    state = LinkState(link=link, state="up")
+    # No expectation is made from what cannot be read of a link that is up.
     try:
-        state.speed_gbps = nvml.nvlink_speed_mbps(gpu.board, link) / 1e3
-        state.peer = nvml.nvlink_peer(gpu.board, link)
+        speed_gbps = nvml.nvlink_speed_mbps(gpu.board, link) / 1e3
     except NVMLError:
-        pass  # the link is up; what could not be read stays None or UNKNOWN, and no expectation is made from it
-    return state
+        speed_gbps = None
+    try:
+        peer = nvml.nvlink_peer(gpu.board, link)
+    except NVMLError:
+        peer = UNKNOWN
+    return LinkState(link=link, state="up", speed_gbps=speed_gbps, peer=peer)
 
 
 def links_between(states: Sequence[GpuState], first: int, second: int) -> list[LinkState]:
