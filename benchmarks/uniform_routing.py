@@ -7,6 +7,7 @@ from typing import NamedTuple
 from bench_output import Row
 
 from meltcore import LLM
+from meltcore.engine.graphs import padded_sizes
 from meltcore.layers.uniform_routing import experts_met
 
 FURTHEST = 0.05  # from what is expected, as a share of it
@@ -36,11 +37,11 @@ def met_by(llm: LLM, sequences: int) -> Met | None:
     configured = llm.engine.runner.model.config.experts
     assert configured is not None, "--debug uniform-routing without experts"
     at_once = min(sequences, llm.engine.max_num_seqs)
-    found = {tokens: met for tokens, met in experts_met().items() if tokens >= at_once}
-    if not found:
+    tokens = min(size for size in padded_sizes(llm.engine.max_num_seqs) if size >= at_once)
+    found = experts_met().get(tokens)
+    if found is None:
         return None
-    tokens = min(found)
-    return Met(tokens, found[tokens], expected_experts(configured.num_experts, configured.num_experts_per_tok, tokens))
+    return Met(tokens, found, expected_experts(configured.num_experts, configured.num_experts_per_tok, tokens))
 
 
 def tell(row: Row, met: Met | None) -> None:

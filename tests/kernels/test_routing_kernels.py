@@ -93,8 +93,30 @@ def test_segments_list_every_pair_once_in_order_of_its_expert(
         assert all(chosen.flatten()[pair] == expert for pair in own)
 
 
-def test_segments_of_more_pairs_than_a_program_sees_at_a_time(device: torch.device) -> None:
-    chosen = torch.randint(3, (2 * routing_file._PAIRS + 5, 1), dtype=torch.int32)
+def test_sums_of_shares_are_taken_before_the_choice(device: torch.device) -> None:
+    """And rounded to the type that the product would have."""
+    torch.manual_seed(0)
+    parts = torch.randn(4, 7, 21)
+    how = {"renormalised": True, "shared": True}
+    expected = routing_file._route_torch(parts.sum(0).bfloat16(), 3, **how)
+    assert_same(routing_file._route_torch(parts, 3, **how, dtype=torch.bfloat16), expected)
+    assert_same(routing_file._route_triton(parts.to(device), 3, **how, dtype=torch.bfloat16), expected)
+
+
+def test_rows_may_be_strided(device: torch.device) -> None:
+    logits = torch.randn(5, 24)[:, :17]
+    expected = routing_file._route_torch(logits, 3, renormalised=True)
+    assert_same(routing_file._route_triton(logits.to(device), 3, renormalised=True), expected)
+
+
+def test_minus_zero_is_no_less_than_zero(device: torch.device) -> None:
+    logits = torch.tensor([[-1.0, -0.0, 0.0, 2.0, -0.0]], device=device)
+    assert routing_file._route_triton(logits, 3, renormalised=True).experts.tolist() == [[3, 1, 2]]
+
+
+@pytest.mark.parametrize("lot", [routing_file._PAIRS, routing_file._PAIRS_OF_MANY])
+def test_segments_of_more_pairs_than_a_program_sees_at_a_time(lot: int, device: torch.device) -> None:
+    chosen = torch.randint(3, (2 * lot + 5, 1), dtype=torch.int32)
     pairs, bounds = routing_file._by_expert_triton(chosen.to(device), 5)
     expected = by_expert(chosen, 5)
     assert torch.equal(pairs.cpu(), expected.pairs)

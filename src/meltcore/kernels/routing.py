@@ -7,6 +7,7 @@ A token takes `choices` experts. A pair is one token with one of them; pair numb
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,10 @@ from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
 
-# Tokens of a program that routes, a warp each; pairs that a program looks through at a time.
-_ROWS, _PAIRS = 4, 1024
+# Pairs that a program looks through at a time, and its warps; of many, since it waits for each lot before the next.
+_PAIRS, _PAIRS_WARPS = 1024, 4
+_PAIRS_OF_MANY, _WARPS_OF_MANY = 8192, 8
+_TAKEN = tl.constexpr(-(2**63)) if tl else None  # below every key of an expert that can be chosen
 
 
 class Routing(NamedTuple):
@@ -36,15 +39,25 @@ class Segments(NamedTuple):
     bounds: torch.Tensor
 
 
-def route(logits: torch.Tensor, choices: int, *, renormalised: bool, shared: bool = False) -> Routing:
+def route(
+    logits: torch.Tensor,
+    choices: int,
+    *,
+    renormalised: bool,
+    shared: bool = False,
+    drawn: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Routing:
     """The `choices` likeliest experts by softmax; among equals the lower number.
 
-    logits: [tokens, experts] of any floating type, contiguous. renormalised: the weights of a token's experts add up to
-    one, else they are the experts' shares of the softmax over all. shared: the last column is of an expert that is not
-    chosen; every token has it behind its choices, weighted by the sigmoid of its logit.
+    logits: [tokens, experts] of any floating type, rows may be strided; or [shares, tokens, experts] float32, of which
+    the sum over shares is meant, rounded to `dtype`. renormalised: the weights of a token's experts add up to one, else
+    they are the experts' shares of the softmax over all. shared: the last column is of an expert that is not chosen;
+    every token has it behind its choices, weighted by the sigmoid of its logit. drawn: a seed; experts are then drawn
+    at random, all alike and anew in every call (for benchmarks on dummy weights, whose tokens are all alike).
     """
     body = _route_triton if use_triton(logits) else _route_torch
-    return body(logits, choices, renormalised=renormalised, shared=shared)
+    return body(logits, choices, renormalised=renormalised, shared=shared, drawn=drawn, dtype=dtype)
 
 
 def by_expert(experts: torch.Tensor, count: int) -> Segments:
@@ -52,8 +65,21 @@ def by_expert(experts: torch.Tensor, count: int) -> Segments:
     return _by_expert_triton(experts, count) if use_triton(experts) else _by_expert_torch(experts, count)
 
 
-def _route_torch(logits: torch.Tensor, choices: int, *, renormalised: bool, shared: bool = False) -> Routing:
+def _route_torch(
+    logits: torch.Tensor,
+    choices: int,
+    *,
+    renormalised: bool,
+    shared: bool = False,
+    drawn: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Routing:
+    if logits.dim() == 3:
+        logits = logits.sum(0).to(dtype)
     wide, gate = logits.float().tensor_split([logits.shape[1] - shared], dim=1)
+    if drawn is not None:
+        # In float32: 16 bits have so few numbers that equals, of which the lower expert is taken, would be common.
+        wide = torch.rand_like(wide)
     experts = wide.argsort(dim=-1, descending=True, stable=True)[:, :choices]
     weights = wide.softmax(-1).gather(1, experts)
     if renormalised:
@@ -71,75 +97,95 @@ def _by_expert_torch(experts: torch.Tensor, count: int) -> Segments:
 
 
 @triton.jit
-def choose(
-    logits,
-    gates,
+def _key(logits, expert, BLOCK: tl.constexpr):
+    """int64, of all experts' different ones, in the order of their choice: the larger logit, then the lower number."""
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # minus zero is no less than zero
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (BLOCK - 1 - expert)
+
+
+@triton.jit
+def _logit_of(key):
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scattered(bits):
+    """The last steps of MurmurHash3 (Appleby): equal changes for every change of a uint32."""
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _drawn_logits(draws_ptr, seed, token, expert, BLOCK: tl.constexpr):
+    """Of one token: uniform in [0, 1), from a counter that goes on by one with every call."""
+    draw = tl.load(draws_ptr + token)
+    tl.store(draws_ptr + token, draw + 1)
+    call = _scattered(_scattered(seed.to(tl.uint32)) + draw.to(tl.uint32))
+    bits = _scattered(call ^ _scattered((token * BLOCK + expert).to(tl.uint32)))
+    return (bits >> 9).to(tl.int32).to(tl.float32) * (1.0 / (1 << 23))
+
+
+@triton.jit(do_not_specialize=["row_stride", "share_stride", "seed"])
+def _route_kernel(
+    logits_ptr,
+    draws_ptr,
     experts_ptr,
     weights_ptr,
-    token,
-    tokens,
+    row_stride,
+    share_stride,
+    seed,
     EXPERTS: tl.constexpr,
     SHARED: tl.constexpr,
     CHOICES: tl.constexpr,
-    CHOICE_BLOCK: tl.constexpr,
-    RENORMALISED: tl.constexpr,
-):
-    """Store the experts and weights of some tokens, one choice after the other.
-
-    logits: [rows, a power of two] float32, -inf behind the EXPERTS to choose from; gates: [rows, 1] float32, logits of
-    the shared expert where SHARED is 1; token: [rows]; those past the end are not stored.
-    """
-    expert = tl.arange(0, logits.shape[1])[None, :]
-    place = tl.arange(0, CHOICE_BLOCK)[None, :]
-    largest = tl.max(logits, axis=1)
-    total = tl.sum(tl.exp(logits - largest[:, None]), axis=1)
-    experts = tl.zeros((logits.shape[0], CHOICE_BLOCK), dtype=tl.int32)
-    weights = tl.zeros((logits.shape[0], CHOICE_BLOCK), dtype=tl.float32)
-    for choice in tl.static_range(CHOICES):
-        # No number past the last expert even where logits are no numbers: what it names is read from memory.
-        best = tl.minimum(tl.argmax(logits, axis=1), EXPERTS - 1)
-        weight = tl.exp(tl.max(logits, axis=1) - largest)
-        experts = tl.where(place == choice, best[:, None], experts)
-        weights = tl.where(place == choice, weight[:, None], weights)
-        logits = tl.where(expert == best[:, None], float("-inf"), logits)
-    if RENORMALISED:
-        total = tl.sum(weights, axis=1)
-    weights = weights / total[:, None]
-    if SHARED:
-        experts = tl.where(place == CHOICES, EXPERTS, experts)
-        weights = tl.where(place == CHOICES, 1.0 / (1.0 + tl.exp(-gates)), weights)
-    inside = (token < tokens)[:, None] & (place < CHOICES + SHARED)
-    output = token.to(tl.int64)[:, None] * (CHOICES + SHARED) + place
-    tl.store(experts_ptr + output, experts, mask=inside)
-    tl.store(weights_ptr + output, weights, mask=inside)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _route_kernel(
-    logits_ptr,
-    experts_ptr,
-    weights_ptr,
-    tokens,
-    EXPERTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    ROWS: tl.constexpr,
+    SHARES: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     CHOICE_BLOCK: tl.constexpr,
     RENORMALISED: tl.constexpr,
-    SHARED: tl.constexpr,
+    DRAWN: tl.constexpr,
+    TYPE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: ROWS tokens. EXPERTS are those to choose from, SHARED is 0 or 1 more."""
+    """One program, of one warp, so that nothing is exchanged but within it: one token. EXPERTS are those to choose
+    from, SHARED is 0 or 1 more."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert = tl.arange(0, EXPERT_BLOCK)[None, :]
-    # Tokens past the end repeat the last one and are not stored.
-    start = tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * (EXPERTS + SHARED)
-    logits = tl.load(logits_ptr + start + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
-    gates = tl.load(logits_ptr + start + EXPERTS * SHARED).to(tl.float32)
-    choose(logits, gates, experts_ptr, weights_ptr, token, tokens, EXPERTS, SHARED, CHOICES, CHOICE_BLOCK, RENORMALISED)
+    token = tl.program_id(0)
+    expert = tl.arange(0, EXPERT_BLOCK)
+    row_ptr = logits_ptr + token.to(tl.int64) * row_stride
+    logits = tl.load(row_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    gate = tl.load(row_ptr + EXPERTS * SHARED).to(tl.float32)
+    for _ in tl.static_range(1, SHARES):
+        row_ptr += share_stride
+        logits += tl.load(row_ptr + expert, mask=expert < EXPERTS, other=0.0)
+        gate += tl.load(row_ptr + EXPERTS * SHARED)
+    logits, gate = logits.to(TYPE).to(tl.float32), gate.to(TYPE).to(tl.float32)
+    if DRAWN:
+        logits = _drawn_logits(draws_ptr, seed, token, expert, EXPERT_BLOCK)
+    keys = tl.where(expert < EXPERTS, _key(logits, expert, EXPERT_BLOCK), _TAKEN)
+    largest = _logit_of(tl.max(keys, axis=0))
+    place = tl.arange(0, CHOICE_BLOCK)
+    experts = tl.zeros((CHOICE_BLOCK,), dtype=tl.int32)
+    weights = tl.zeros((CHOICE_BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(CHOICES):
+        best = tl.max(keys, axis=0)
+        experts = tl.where(place == choice, EXPERT_BLOCK - 1 - (best & (EXPERT_BLOCK - 1)).to(tl.int32), experts)
+        weights = tl.where(place == choice, tl.exp(_logit_of(best) - largest), weights)
+        keys = tl.where(keys == best, _TAKEN, keys)
+    if RENORMALISED:
+        total = tl.sum(weights, axis=0)
+    else:
+        total = tl.sum(tl.where(expert < EXPERTS, tl.exp(logits - largest), 0.0), axis=0)
+    weights = weights / total
+    if SHARED:
+        experts = tl.where(place == CHOICES, EXPERTS, experts)
+        weights = tl.where(place == CHOICES, 1.0 / (1.0 + tl.exp(-gate)), weights)
+    output = token.to(tl.int64) * (CHOICES + SHARED) + place
+    tl.store(experts_ptr + output, experts, mask=place < CHOICES + SHARED)
+    tl.store(weights_ptr + output, weights, mask=place < CHOICES + SHARED)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -176,44 +222,64 @@ def pairs_of(expert, experts_ptr, tokens, TOKENS: tl.constexpr, CHOICES: tl.cons
     return tl.max(own.to(tl.int32), axis=1), tl.sum(tl.where(own, pair, 0), axis=1)
 
 
-def _route_triton(logits: torch.Tensor, choices: int, *, renormalised: bool, shared: bool = False) -> Routing:
-    tokens, count = logits.shape[0], logits.shape[1] - shared
-    experts = torch.empty(tokens, choices + shared, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(experts.shape, dtype=torch.float32, device=logits.device)
+def _route_triton(
+    logits: torch.Tensor,
+    choices: int,
+    *,
+    renormalised: bool,
+    shared: bool = False,
+    drawn: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Routing:
+    (tokens, columns), device = logits.shape[-2:], logits.device
+    count = columns - shared
+    experts = torch.empty(tokens, choices + shared, dtype=torch.int32, device=device)
+    weights = torch.empty(experts.shape, dtype=torch.float32, device=device)
     if tokens:
-        overlap = overlaps(logits.device)
-        _route_kernel[(triton.cdiv(tokens, _ROWS),)](
+        overlap = overlaps(device)
+        _route_kernel[(tokens,)](
             logits,
+            experts if drawn is None else _draws(device, triton.next_power_of_2(tokens)),
             experts,
             weights,
-            tokens,
+            logits.stride(-2),
+            logits.stride(0) if logits.dim() == 3 else 0,
+            drawn or 0,
             EXPERTS=count,
+            SHARED=int(shared),
             CHOICES=choices,
-            ROWS=_ROWS,
+            SHARES=logits.shape[0] if logits.dim() == 3 else 1,
             EXPERT_BLOCK=triton.next_power_of_2(count),
             CHOICE_BLOCK=triton.next_power_of_2(choices + shared),
             RENORMALISED=renormalised,
-            SHARED=int(shared),
+            DRAWN=drawn is not None,
+            TYPE=getattr(tl, str(dtype or logits.dtype).removeprefix("torch.")),
             OVERLAP=overlap,
-            num_warps=_ROWS,
+            num_warps=1,
             **({"launch_pdl": True} if overlap else {}),
         )
     return Routing(experts, weights)
 
 
+@cache
+def _draws(device: torch.device, places: int) -> torch.Tensor:
+    """How often experts were drawn for each token of a step. Captured graphs keep its address."""
+    return torch.zeros(places, dtype=torch.int32, device=device)
+
+
 def _by_expert_triton(experts: torch.Tensor, count: int) -> Segments:
     pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     bounds = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-    overlap = overlaps(experts.device)
+    overlap, many = overlaps(experts.device), pairs.numel() > _PAIRS_OF_MANY
     _by_expert_kernel[(count,)](
         experts,
         pairs,
         bounds,
         pairs.numel(),
         EXPERTS=count,
-        PAIRS=_PAIRS,
+        PAIRS=_PAIRS_OF_MANY if many else _PAIRS,
         OVERLAP=overlap,
-        num_warps=4,
+        num_warps=_WARPS_OF_MANY if many else _PAIRS_WARPS,
         **({"launch_pdl": True} if overlap else {}),
     )
     return Segments(pairs, bounds)
@@ -222,10 +288,16 @@ def _by_expert_triton(experts: torch.Tensor, count: int) -> Segments:
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     if model.experts == 0:
         return []
-    shared = model.shared_expert
-    logits = torch.empty(64, model.experts + shared, dtype=dtype, device="meta")
-    chosen = torch.empty(64, model.choices + shared, dtype=torch.int32, device="meta")
+    shared, columns = model.shared_expert, model.experts + model.shared_expert
+    logits = torch.empty(64, columns, dtype=dtype, device="meta")
+    parts = torch.empty(4, 64, columns, device="meta")
+
+    def chosen(tokens: int) -> torch.Tensor:
+        return torch.empty(tokens, model.choices + shared, dtype=torch.int32, device="meta")
+
     return [
         lambda: _route_triton(logits, model.choices, renormalised=True, shared=shared),
-        lambda: _by_expert_triton(chosen, model.experts + shared),
+        lambda: _route_triton(parts, model.choices, renormalised=True, shared=shared, drawn=1, dtype=dtype),
+        lambda: _by_expert_triton(chosen(64), columns),
+        lambda: _by_expert_triton(chosen(_PAIRS_OF_MANY), columns),
     ]

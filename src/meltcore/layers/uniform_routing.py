@@ -32,10 +32,12 @@ def drawing_seed() -> int | None:
 def note_drawn(layer: int, experts: torch.Tensor) -> None:
     """Keep what was drawn for a layer, [tokens, choices] int32 below the number of experts, at no cost for a graph.
 
-    Steps launched kernel by kernel on a GPU are left out: those are prompts, which meet all experts.
+    Steps launched kernel by kernel on a GPU are left out: those are prompts, which meet all experts. So are graphs of a
+    size that is recorded already: those of decode steps are recorded first.
     """
-    if not experts.is_cuda or torch.cuda.is_current_stream_capturing():
-        _drawn[layer, experts.shape[0]] = experts
+    key = layer, experts.shape[0]
+    if not experts.is_cuda or (torch.cuda.is_current_stream_capturing() and key not in _drawn):
+        _drawn[key] = experts
 
 
 @torch.inference_mode()  # as the tensors were made
