@@ -2,7 +2,7 @@
 
 A router is small, one of 256 experts for a hidden size of 2,048 is a megabyte: for few tokens norm and product take the
 time of their launches, so there they are one. Its programs each take some rows of the router and a share of the
-columns, and leave sums for the choice to add up.
+columns, and leave sums for the choice to add up. One token has a product of its own (one_token.py).
 """
 
 # mypy: allow-untyped-defs
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.capability import processors
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.norm import Norm, before_weight, rms_norm
+from meltcore.kernels.one_token import one_token, suits_one_token
 from meltcore.kernels.overlap import overlaps, prefetch
 from meltcore.kernels.routing import Routing, route
 
@@ -24,7 +24,6 @@ from meltcore.kernels.routing import Routing, route
 MAX_TOKENS = 1024
 # Divides hidden_size, so that no load needs a mask on columns.
 COLUMN_MULTIPLE = 64
-_FEWEST_TOKENS = 16  # of a tile
 # Of logits' rows in memory: matrix kernels store 16 bytes at a time where every row begins so.
 _ROW_MULTIPLE = 8
 
@@ -50,15 +49,16 @@ def to_experts(
         hidden, logits = _logits_triton(residual, norm, router)
     else:
         hidden = rms_norm(residual, *norm) if norm else residual
-        logits = _logits_torch(hidden, router)
+        one = use_triton(hidden) and suits_one_token(hidden, router)
+        logits = one_token(hidden, router) if one else _logits_torch(hidden, router)
     routing = route(logits, choices, renormalised=renormalised, shared=shared, drawn=drawn, dtype=residual.dtype)
     return hidden, routing
 
 
 def suits_one_launch(residual: torch.Tensor, router: torch.Tensor) -> bool:
-    """Up to MAX_TOKENS tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
+    """Two to MAX_TOKENS tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
     return (
-        1 <= residual.shape[0] <= MAX_TOKENS
+        2 <= residual.shape[0] <= MAX_TOKENS
         and residual.dtype == router.dtype
         and residual.dtype in (torch.bfloat16, torch.float16)
         and router.shape[1] % COLUMN_MULTIPLE == 0
@@ -149,20 +149,16 @@ class RouterLaunch(NamedTuple):
     warps: int
 
     @classmethod
-    def of(cls, tokens: int, rows: int, input_size: int, processors: int) -> RouterLaunch:
-        """rows: of the router. As many shares, of up to four, as leave a processor for each program.
+    def of(cls, tokens: int, input_size: int) -> RouterLaunch:
+        """What was best for Qwen3.5-35B-A3B's router (H200, benchmarks/notes/experts.md).
 
-        More tokens go in larger tiles, since each program of a tile reads all its tokens.
+        More tokens go in larger tiles, since each program of a tile reads all its tokens, and their programs are enough
+        for all processors with fewer shares.
         """
-        if tokens > 128:
-            return cls(32, 32, _columns(input_size, 128), 1, stages=3, warps=8)
-        columns = _columns(input_size, 256)
-        programs = -(-tokens // _FEWEST_TOKENS) * -(-rows // 16)
-        steps = input_size // columns
-        shares = max(
-            count for count in (1, 2, 4) if steps % count == 0 and count * programs <= max(processors, programs)
-        )
-        return cls(_FEWEST_TOKENS, 16, columns, shares, stages=3, warps=4)
+        small = tokens <= 128
+        columns = _columns(input_size, 256 if small else 128)
+        shares = max(each for each in (1, 2, 4 if tokens <= 512 else 2) if input_size // columns % each == 0)
+        return cls(16, 32, columns, shares, 3, 4) if small else cls(32, 64, columns, shares, 3, 8)
 
 
 def _columns(input_size: int, most: int) -> int:
@@ -175,7 +171,7 @@ def _logits_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """norm(residual), and shares of its product with the router, [shares, tokens, rows of the router] float32."""
     (tokens, size), rows, device = residual.shape, router.shape[0], residual.device
-    launch = launch or RouterLaunch.of(tokens, rows, size, processors(device))
+    launch = launch or RouterLaunch.of(tokens, size)
     row_tiles = triton.cdiv(rows, launch.rows)
     hidden = torch.empty_like(residual) if norm else residual
     logits = torch.empty(launch.shares, tokens, rows, dtype=torch.float32, device=device)
@@ -216,4 +212,4 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         residual = torch.empty(tokens, model.hidden_size, dtype=kind, device="meta")
         return lambda: _logits_triton(residual, norm, router)
 
-    return [case(1), case(1024), case(1, None)]
+    return [case(2), case(1024), case(2, None)]
