@@ -138,6 +138,10 @@ def test_draws_follow_the_seed(device: torch.device) -> None:
     [
         (1, 257, 2048, torch.bfloat16, False),
         (2, 257, 2048, torch.bfloat16, True),
+        (32, 257, 2048, torch.bfloat16, True),
+        (33, 257, 2048, torch.bfloat16, False),
+        (128, 257, 2048, torch.bfloat16, False),
+        (129, 257, 2048, torch.bfloat16, True),
         (1024, 128, 2048, torch.float16, True),
         (1025, 128, 2048, torch.bfloat16, False),
         (0, 128, 2048, torch.bfloat16, False),
@@ -154,7 +158,7 @@ def test_few_tokens_of_16_bits_go_in_one_launch(
 
 
 @pytest.mark.parametrize("size", [192, 1024, 2048, 4096])
-@pytest.mark.parametrize("tokens", [2, 128, 129, 512, 513, 1024])
+@pytest.mark.parametrize("tokens", [2, 32, 129, 512, 513, 1024])
 def test_a_launch_divides_what_it_cuts(tokens: int, size: int) -> None:
     launch = RouterLaunch.of(tokens, size)
     assert size % (launch.shares * launch.columns) == 0

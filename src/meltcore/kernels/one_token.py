@@ -120,9 +120,12 @@ class RowsLaunch(NamedTuple):
     def of(cls, output_size: int, input_size: int) -> RowsLaunch:
         """Programs enough for every processor, few enough that all of them run at once.
 
-        Measured in a chain of 28 layers of Qwen3-0.6B (H200, benchmarks/notes/products.md).
+        Measured in a chain of 28 layers of Qwen3-0.6B, and for longer rows at Qwen3.5-35B-A3B's sizes, where sums over
+        1,024 columns would not fit into registers beside the weights (H200, benchmarks/notes/products.md).
         """
-        launch = cls(8, 1024, 2) if output_size > 2048 else cls(4, 1024, 4)
+        launch = cls(4, 1024, 4)
+        if output_size > 2048:
+            launch = cls(8, 1024, 2) if input_size <= 1024 else cls(8, 512, 4)
         return launch._replace(columns=min(launch.columns, input_size & -input_size))
 
 

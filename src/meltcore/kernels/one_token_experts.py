@@ -19,10 +19,10 @@ from meltcore.kernels.one_token import COLUMN_MULTIPLE, MAX_INPUT, read_columns,
 from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.routing import Routing
 
-# Elements of the weights that a thread holds at once: of more the compiler would spill some.
-_MOST_HELD = 256
-_COLUMNS_UP, _WARPS_UP = 1024, 2
-_COLUMNS_DOWN, _WARPS_DOWN, _LEAST_PROGRAMS = 512, 4, 256
+# Elements of the weights that a thread holds at once: on the way down of more the compiler would spill some, on the way
+# up a second round of programs would wait for the first (H200, benchmarks/notes/experts.md).
+_HELD_UP, _COLUMNS_UP, _WARPS_UP = 64, 1024, 2
+_MOST_HELD_DOWN, _COLUMNS_DOWN, _WARPS_DOWN, _LEAST_PROGRAMS = 288, 512, 2, 256
 
 
 class DownLaunch(NamedTuple):
@@ -37,12 +37,12 @@ class DownLaunch(NamedTuple):
         """None where a thread cannot hold the 8 elements, one access, of each piece of each expert."""
         columns = min(_COLUMNS_DOWN, width & -width)
         pieces = choices * (width // columns)
-        elements = next((each for each in (16, 8) if each * pieces <= _MOST_HELD), None)
-        if elements is None:
+        warp_pieces = size * columns // 32  # elements of a column of pieces, shared out to a warp's threads
+        fitting = [each for each in (32, 16, 8) if each * pieces <= _MOST_HELD_DOWN]
+        if not fitting:
             return None
-        warps = _WARPS_DOWN
-        while warps > 1 and size * columns < _LEAST_PROGRAMS * elements * 32 * warps:
-            warps //= 2
+        elements = next((each for each in fitting if warp_pieces >= _LEAST_PROGRAMS * each), fitting[-1])
+        warps = _WARPS_DOWN if warp_pieces >= _LEAST_PROGRAMS * elements * _WARPS_DOWN else 1
         return cls(max(1, elements * 32 * warps // columns), columns, warps)
 
 
@@ -157,7 +157,7 @@ def one_token_experts(
     activated = torch.empty(choices, width, dtype=hidden.dtype, device=hidden.device)
     overlap = overlaps(hidden.device)
     early = {"launch_pdl": True} if overlap else {}
-    rows = max(1, _MOST_HELD * 32 * _WARPS_UP // (2 * triton.next_power_of_2(size)))
+    rows = max(1, _HELD_UP * 32 * _WARPS_UP // (2 * triton.next_power_of_2(size)))
     _up_kernel[(triton.cdiv(width, rows), choices)](
         hidden,
         gate_up,

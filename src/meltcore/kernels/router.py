@@ -2,7 +2,7 @@
 
 A router is small, one of 256 experts for a hidden size of 2,048 is a megabyte: for few tokens norm and product take the
 time of their launches, so there they are one. Its programs each take some rows of the router and a share of the
-columns, and leave sums for the choice to add up. One token has a product of its own (one_token.py).
+columns, and leave sums for the choice to add up.
 """
 
 # mypy: allow-untyped-defs
@@ -15,13 +15,14 @@ import torch
 
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
+from meltcore.kernels.linear import linear
 from meltcore.kernels.norm import Norm, before_weight, rms_norm
-from meltcore.kernels.one_token import one_token, suits_one_token
 from meltcore.kernels.overlap import overlaps, prefetch
 from meltcore.kernels.routing import Routing, route
 
-# Beyond, norm and product are bound by memory and matrix rate, and their kernels are better at both.
-MAX_TOKENS = 1024
+# Norm and product in one launch. In between, and for one token, they are faster as two launches of products that are
+# made for so many tokens; beyond, they are bound by memory and matrix rate.
+ONE_LAUNCH = (range(2, 33), range(129, 1025))
 # Divides hidden_size, so that no load needs a mask on columns.
 COLUMN_MULTIPLE = 64
 # Of logits' rows in memory: matrix kernels store 16 bytes at a time where every row begins so.
@@ -49,16 +50,15 @@ def to_experts(
         hidden, logits = _logits_triton(residual, norm, router)
     else:
         hidden = rms_norm(residual, *norm) if norm else residual
-        one = use_triton(hidden) and suits_one_token(hidden, router)
-        logits = one_token(hidden, router) if one else _logits_torch(hidden, router)
+        logits = linear(hidden, router) if len(hidden) < ONE_LAUNCH[-1].start else _logits_torch(hidden, router)
     routing = route(logits, choices, renormalised=renormalised, shared=shared, drawn=drawn, dtype=residual.dtype)
     return hidden, routing
 
 
 def suits_one_launch(residual: torch.Tensor, router: torch.Tensor) -> bool:
-    """Two to MAX_TOKENS tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
+    """ONE_LAUNCH tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
     return (
-        2 <= residual.shape[0] <= MAX_TOKENS
+        any(residual.shape[0] in tokens for tokens in ONE_LAUNCH)
         and residual.dtype == router.dtype
         and residual.dtype in (torch.bfloat16, torch.float16)
         and router.shape[1] % COLUMN_MULTIPLE == 0
@@ -70,11 +70,15 @@ def suits_one_launch(residual: torch.Tensor, router: torch.Tensor) -> bool:
 def _logits_torch(hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     """hidden times the router transposed: [tokens, experts + shared], in rows of a multiple of 16 bytes.
 
-    257 columns side by side would be left to kernels that store one at a time, ten times as slow.
+    257 columns in one product would be left to a kernel that stores one at a time, ten times as slow.
     """
     (tokens, _), rows = hidden.shape, router.shape[0]
+    even = rows // _ROW_MULTIPLE * _ROW_MULTIPLE
     logits = hidden.new_empty(tokens, -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE)[:, :rows]
-    return torch.mm(hidden, router.t(), out=logits)
+    torch.mm(hidden, router[:even].t(), out=logits[:, :even])
+    if even < rows:
+        torch.mm(hidden, router[even:].t(), out=logits[:, even:])
+    return logits
 
 
 @triton.jit
@@ -155,7 +159,7 @@ class RouterLaunch(NamedTuple):
         More tokens go in larger tiles, since each program of a tile reads all its tokens, and their programs are enough
         for all processors with fewer shares.
         """
-        small = tokens <= 128
+        small = tokens in ONE_LAUNCH[0]
         columns = _columns(input_size, 256 if small else 128)
         shares = max(each for each in (1, 2, 4 if tokens <= 512 else 2) if input_size // columns % each == 0)
         return cls(16, 32, columns, shares, 3, 4) if small else cls(32, 64, columns, shares, 3, 8)
