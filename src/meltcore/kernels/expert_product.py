@@ -20,7 +20,7 @@ import torch
 from meltcore.kernels.capability import capability, shared_bytes
 from meltcore.kernels.expert_launches import TABLE
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
-from meltcore.kernels.overlap import overlaps, prefetch
+from meltcore.kernels.overlap import overlaps
 from meltcore.kernels.routing import Segments, by_expert, pairs_of
 
 Form = Literal["alone", "found", "sorted"]
@@ -36,8 +36,8 @@ def _tile_of(bounds_ptr, tile, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, EXPER
     """The tile's expert, the place of its first pair and the place that its expert's pairs end at. A tile past the last
     one has no pairs: it starts where it ends."""
     expert = tl.arange(0, EXPERT_BLOCK)
-    starts = tl.load(bounds_ptr + expert, mask=expert < EXPERTS, other=0, cache_modifier=".cg")
-    ends = tl.load(bounds_ptr + expert + 1, mask=expert < EXPERTS, other=0, cache_modifier=".cg")
+    starts = tl.load(bounds_ptr + expert, mask=expert < EXPERTS, other=0)
+    ends = tl.load(bounds_ptr + expert + 1, mask=expert < EXPERTS, other=0)
     tiles = (ends - starts + PAIRS - 1) // PAIRS
     upto = tl.cumsum(tiles, axis=0)
     own = (upto > tile) & (upto - tiles <= tile)
@@ -63,7 +63,7 @@ def _found(experts_ptr, tokens, CHOICES: tl.constexpr, PAIRS: tl.constexpr, MOST
     """The expert of this program's pair, its tile of that expert's pairs (past the end the last one repeats), and which
     of them are its own to store: none but where its pair is the first of a tile."""
     number = tl.program_id(1)
-    expert = tl.load(experts_ptr + number, cache_modifier=".cg")
+    expert = tl.load(experts_ptr + number)
     has, pairs = pairs_of(expert, experts_ptr, tokens, MOST_TOKENS, CHOICES)
     before = tl.sum(tl.where(tl.arange(0, MOST_TOKENS) < number // CHOICES, has, 0), axis=0)
     end = tl.sum(has, axis=0)
@@ -100,18 +100,16 @@ def _expert_product_kernel(
 ):
     """One program: ROWS rows of an expert's weight, up to PAIRS of its pairs; past the end the last one repeats.
 
-    GATED: from tokens to pairs, rows of the gate and of what it gates alternating. Else from pairs to pairs: pairs are
-    found and their weights asked for while the gated product still runs. They are read past the L1 cache, which may
-    hold an earlier layer's. Rows past the end repeat the last one and are not stored.
+    GATED: from tokens to pairs, rows of the gate and of what it gates alternating. Else from pairs to pairs. Rows past
+    the end repeat the last one and are not stored.
     """
-    if OVERLAP and GATED:
-        tl.extra.cuda.gdc_wait()
-        # Not before: who starts on this takes the pairs for known.
+    if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     slot = tl.arange(0, PAIRS)
     if FORM == "alone":
         pair = tl.program_id(1) + slot * 0
-        expert = tl.load(experts_ptr + tl.program_id(1), cache_modifier=".cg")
+        expert = tl.load(experts_ptr + tl.program_id(1))
         inside = slot == 0
     elif FORM == "found":
         expert, pair, inside, any_inside = _found(experts_ptr, tokens, CHOICES, PAIRS, MOST_TOKENS)
@@ -121,7 +119,7 @@ def _expert_product_kernel(
         expert, first, end = _tile_of(bounds_ptr, tl.program_id(1), PAIRS, EXPERTS, EXPERT_BLOCK)
         if first >= end:
             return
-        pair = tl.load(pairs_ptr + tl.minimum(first + slot, end - 1), cache_modifier=".cg")
+        pair = tl.load(pairs_ptr + tl.minimum(first + slot, end - 1))
         inside = first + slot < end
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if GATED:
@@ -132,13 +130,6 @@ def _expert_product_kernel(
         source = pair
     inputs_ptr = input_ptr + source.to(tl.int64)[:, None] * INPUT
     rows_ptr = weight_ptr + (expert.to(tl.int64) * (2 * OUTPUT if GATED else OUTPUT) + rows)[:, None] * INPUT
-    if OVERLAP and not GATED:
-        if COLUMNS >= 64:  # lines of 128 bytes in 16-bit types
-            for start in tl.static_range(0, INPUT, COLUMNS):
-                line = tl.minimum(start + tl.arange(0, COLUMNS // 64) * 64, INPUT - 1)
-                prefetch(rows_ptr + line[None, :])
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     # The tensor cores want the longer side first: 64 rows at least on Hopper.
     if ROWS > PAIRS:
         totals = tl.zeros((ROWS, PAIRS), dtype=tl.float32)
@@ -243,8 +234,7 @@ def expert_product(
 
     gated: from tokens, inputs [tokens, input_size], to pairs, output [tokens * choices, size]; weight
     [experts, 2 * size, input_size] is the gate above what it gates, and the result silu(gate) * up. Else from pairs to
-    pairs, with weight [experts, size, input_size]; the launch just before must be the gated product of the same pairs,
-    or all have ended.
+    pairs, with weight [experts, size, input_size].
     """
     (count, rows, input_size), (tokens, choices) = weight.shape, pairs.experts.shape
     launch = launch or ExpertsLaunch.of(pairs.experts.numel(), weight)

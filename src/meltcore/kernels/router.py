@@ -20,9 +20,10 @@ from meltcore.kernels.norm import Norm, before_weight, rms_norm
 from meltcore.kernels.overlap import overlaps, prefetch
 from meltcore.kernels.routing import Routing, route
 
-# Norm and product in one launch. In between, and for one token, they are faster as two launches of products that are
-# made for so many tokens; beyond, they are bound by memory and matrix rate.
-ONE_LAUNCH = (range(2, 33), range(129, 1025))
+# Tokens of which norm and product are one launch. One alone, and more, are faster in two, whose products are made for
+# so many tokens (H200, benchmarks/notes/experts.md).
+ONE_LAUNCH = range(2, 33)
+_OWN_PRODUCTS = 128  # up to so many tokens `linear` does not go to a library, which wants its rows aligned
 # Divides hidden_size, so that no load needs a mask on columns.
 COLUMN_MULTIPLE = 64
 # Of logits' rows in memory: matrix kernels store 16 bytes at a time where every row begins so.
@@ -50,7 +51,7 @@ def to_experts(
         hidden, logits = _logits_triton(residual, norm, router)
     else:
         hidden = rms_norm(residual, *norm) if norm else residual
-        logits = linear(hidden, router) if len(hidden) < ONE_LAUNCH[-1].start else _logits_torch(hidden, router)
+        logits = linear(hidden, router) if len(hidden) <= _OWN_PRODUCTS else _logits_torch(hidden, router)
     routing = route(logits, choices, renormalised=renormalised, shared=shared, drawn=drawn, dtype=residual.dtype)
     return hidden, routing
 
@@ -58,7 +59,7 @@ def to_experts(
 def suits_one_launch(residual: torch.Tensor, router: torch.Tensor) -> bool:
     """ONE_LAUNCH tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
     return (
-        any(residual.shape[0] in tokens for tokens in ONE_LAUNCH)
+        residual.shape[0] in ONE_LAUNCH
         and residual.dtype == router.dtype
         and residual.dtype in (torch.bfloat16, torch.float16)
         and router.shape[1] % COLUMN_MULTIPLE == 0
@@ -153,16 +154,11 @@ class RouterLaunch(NamedTuple):
     warps: int
 
     @classmethod
-    def of(cls, tokens: int, input_size: int) -> RouterLaunch:
-        """What was best for Qwen3.5-35B-A3B's router (H200, benchmarks/notes/experts.md).
-
-        More tokens go in larger tiles, since each program of a tile reads all its tokens, and their programs are enough
-        for all processors with fewer shares.
-        """
-        small = tokens in ONE_LAUNCH[0]
-        columns = _columns(input_size, 256 if small else 128)
-        shares = max(each for each in (1, 2, 4 if tokens <= 512 else 2) if input_size // columns % each == 0)
-        return cls(16, 32, columns, shares, 3, 4) if small else cls(32, 64, columns, shares, 3, 8)
+    def of(cls, input_size: int) -> RouterLaunch:
+        """What was best for Qwen3.5-35B-A3B's router."""
+        columns = _columns(input_size, 256)
+        shares = max(each for each in (1, 2, 4) if input_size // columns % each == 0)
+        return cls(16, 32, columns, shares, stages=3, warps=4)
 
 
 def _columns(input_size: int, most: int) -> int:
@@ -175,7 +171,7 @@ def _logits_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """norm(residual), and shares of its product with the router, [shares, tokens, rows of the router] float32."""
     (tokens, size), rows, device = residual.shape, router.shape[0], residual.device
-    launch = launch or RouterLaunch.of(tokens, size)
+    launch = launch or RouterLaunch.of(size)
     row_tiles = triton.cdiv(rows, launch.rows)
     hidden = torch.empty_like(residual) if norm else residual
     logits = torch.empty(launch.shares, tokens, rows, dtype=torch.float32, device=device)
@@ -216,4 +212,4 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         residual = torch.empty(tokens, model.hidden_size, dtype=kind, device="meta")
         return lambda: _logits_triton(residual, norm, router)
 
-    return [case(2), case(1024), case(2, None)]
+    return [case(2), case(2, None)]

@@ -218,8 +218,7 @@ def pairs_of(expert, experts_ptr, tokens, TOKENS: tl.constexpr, CHOICES: tl.cons
     token = tl.arange(0, TOKENS)[:, None]
     choice = tl.arange(0, triton.next_power_of_2(CHOICES))[None, :]
     pair = token * CHOICES + choice
-    inside = (token < tokens) & (choice < CHOICES)
-    own = tl.load(experts_ptr + pair, mask=inside, other=-1, cache_modifier=".cg") == expert
+    own = tl.load(experts_ptr + pair, mask=(token < tokens) & (choice < CHOICES), other=-1) == expert
     return tl.max(own.to(tl.int32), axis=1), tl.sum(tl.where(own, pair, 0), axis=1)
 
 
