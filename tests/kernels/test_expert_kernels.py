@@ -228,9 +228,24 @@ def test_on_an_h200_launches_come_from_the_table(pairs: int, place: int, monkeyp
     # Neither for another processor nor for another type or shape.
     monkeypatch.setattr(product_file, "shared_bytes", lambda device: 227 * 1024)
     sound = ExpertsLaunch.sound(pairs, 257, 2, 227 * 1024)
-    assert ExpertsLaunch.of(pairs, weight[:, :1000]) == sound
+    assert ExpertsLaunch.of(pairs, weight[:, :500]) == sound
     monkeypatch.setattr(product_file, "capability", lambda device: 100)
     assert ExpertsLaunch.of(pairs, weight) == sound
+
+
+@pytest.mark.parametrize(
+    ("shape", "like"), [((128, 1536, 2048), (257, 1024, 2048)), ((128, 2048, 768), (257, 2048, 512))]
+)
+def test_a_shape_that_was_not_tuned_takes_launches_of_one_much_like_it(
+    shape: tuple[int, ...], like: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-30B-A3B's, by Qwen3.5-35B-A3B's at as many pairs an expert."""
+    weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(product_file, "capability", lambda device: 90)
+    for most, launch in product_file.TABLE[like]:
+        pairs = most * shape[0] // like[0]
+        assert ExpertsLaunch.of(pairs, weight) == ExpertsLaunch(*launch)
+        assert shape[2] % ExpertsLaunch(*launch).columns == 0
 
 
 def test_the_table_rises_and_its_tiles_divide_what_they_are_for() -> None:

@@ -13,6 +13,8 @@ are.
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ Form = Literal["alone", "found", "sorted"]
 _ALONE_TOKENS, _ALONE_TOKENS_SMALL, _SMALL_EXPERT = 2, 8, 2**19
 FOUND_TOKENS = 32
 _MOST_STAGES = 4
+_MOST_UNLIKE = 2.0  # times as many rows or columns, for launches to be taken over
 _TUNED = 90  # the compute capability that the table of launches is for
 
 
@@ -163,10 +166,10 @@ class ExpertsLaunch(NamedTuple):
 
     @classmethod
     def of(cls, pairs: int, weight: torch.Tensor) -> ExpertsLaunch:
-        """pairs: of all experts together; weight: [experts, rows, columns]. What was found for it on such a device, or
-        what is sound everywhere.
+        """pairs: of all experts together; weight: [experts, rows, columns]. What was found on such a device for it, or
+        for the most similar one at as many pairs an expert; else what is sound everywhere.
         """
-        found = TABLE.get(tuple(weight.shape)) if capability(weight.device) == _TUNED else None
+        found = _found_for(tuple(weight.shape)) if capability(weight.device) == _TUNED else ()
         if found and weight.element_size() == 2:
             return cls(*next((launch for most, launch in found if pairs <= most), found[-1][1]))
         return cls.sound(pairs, weight.shape[0], weight.element_size(), shared_bytes(weight.device))
@@ -186,6 +189,20 @@ class ExpertsLaunch(NamedTuple):
         step_bytes = (tile + rows) * columns * element_bytes
         stages = max(2, min(_MOST_STAGES, shared_bytes // step_bytes))
         return cls(tile, rows, columns, stages, 8 if tile == 128 else 4)
+
+
+@cache
+def _found_for(shape: tuple[int, ...]) -> tuple[tuple[int, tuple[int, int, int, int, int]], ...]:
+    """The table's for a weight of this shape, or for the most similar one at as many pairs an expert; nothing where
+    rows or columns of each differ by more than a factor of two."""
+
+    def factors(other: tuple[int, ...]) -> list[float]:
+        return [max(mine, theirs) / min(mine, theirs) for mine, theirs in zip(shape[1:], other[1:], strict=True)]
+
+    nearest = shape if shape in TABLE else min(TABLE, key=lambda other: math.prod(factors(other)))
+    if max(factors(nearest)) > _MOST_UNLIKE:
+        return ()
+    return tuple((most * shape[0] // nearest[0], launch) for most, launch in TABLE[nearest])
 
 
 class Pairs(NamedTuple):
@@ -287,5 +304,5 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
 
     tokens = [1, *(each * experts // choices for each in ((1, 32, 64) if dtype.itemsize == 2 else (1,)))]
     if capability(gate_up.device) == _TUNED:
-        tokens += [most // choices for weight in (gate_up, down) for most, _ in TABLE.get(tuple(weight.shape), ())]
+        tokens += [most // choices for weight in (gate_up, down) for most, _ in _found_for(tuple(weight.shape))]
     return [case(each) for each in tokens]
