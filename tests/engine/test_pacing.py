@@ -43,7 +43,12 @@ class Sim:
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
         self.scheduler = Scheduler(
-            PagePool(20_000), None, max_num_seqs=256, max_num_batched_tokens=BUDGET, max_model_len=2**18
+            PagePool(20_000),
+            None,
+            max_num_seqs=256,
+            penalty_slots=1,
+            max_num_batched_tokens=BUDGET,
+            max_model_len=2**18,
         )
         self.now_s = 0.0
         self.steps = 0

@@ -111,12 +111,22 @@ class World:
     """A scheduler on a fake device, driven one step ahead or not, with every invariant checked after every step."""
 
     def __init__(
-        self, *, pages: int, slots: int, max_model_len: int, seqs: int, budget: int, overlap: bool, cache: bool
+        self,
+        *,
+        pages: int,
+        slots: int,
+        max_model_len: int,
+        seqs: int,
+        penalty_slots: int,
+        budget: int,
+        overlap: bool,
+        cache: bool,
     ) -> None:
         self.pool = PagePool(pages)
         self.states = StatePool(slots) if slots else None
         self.cache = PrefixCache(self.pool) if cache else None
         self.max_model_len = max_model_len
+        self.penalty_slots = penalty_slots
         self.overlap = overlap
         self.device = FakeDevice(pages, slots)
         self.scheduler = Scheduler(
@@ -124,10 +134,12 @@ class World:
             self.cache,
             self.states,
             max_num_seqs=seqs,
+            penalty_slots=penalty_slots,
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
         )
         self.restored = self.lost_with_page = self.lost_to_room = 0  # snapshots
+        self.passed = 0  # starts of a sequence before one of a lower rank, which waited for a slot for its counts
         self._snapshots: set[bytes] = set()
         self.launched: tuple[list[Chunk], list[Sampled]] | None = None
         self.requests: list[Request] = []
@@ -144,8 +156,10 @@ class World:
         self.scheduler.finish(self.requests[index], "abort")
 
     def step(self) -> None:
+        before = {request.id for request in self.scheduler.running}
         plan = self.scheduler.schedule()
         self.check_plan(plan)
+        self.check_order([request for request in self.scheduler.running if request.id not in before])
         launched = (plan, self.device.run(plan)) if plan else None
         to_read = self.launched if self.overlap else launched
         self.launched = launched if self.overlap else None
@@ -172,6 +186,20 @@ class World:
             self.check_slots(plan)
         if self.scheduler.has_work and self.launched is None:
             assert plan, "there is work, nothing is under way, and nothing was scheduled"
+
+    def check_order(self, started: list[Request]) -> None:
+        """Who starts passes only those that wait for a slot for their counts, while none is free."""
+        waiting = [request for request in self.requests if request.state is State.WAITING]
+        for request in started:
+            passed = [other for other in waiting if other.rank < request.rank]
+            assert not any(other.penalised and request.penalised for other in passed)
+            assert all(other.penalised for other in passed)
+            self.passed += len(passed)
+            if passed:
+                assert len(self.penalised_running()) == self.penalty_slots, "passed, though a slot is free"
+
+    def penalised_running(self) -> list[Request]:
+        return [request for request in self.scheduler.running if request.penalised]
 
     def check_slots(self, plan: list[Chunk]) -> None:
         own = [request.state_slot for request in self.scheduler.running]
@@ -217,10 +245,14 @@ class World:
             assert request.rank[1] == order, "a sequence lost its place"
             assert (request.row > 0) == (request.state is State.RUNNING)
             assert bool(request.pages) <= (request.state is State.RUNNING)
+            assert (request.penalty_slot >= 0) == (request.penalised and request.state is State.RUNNING)
             assert request.computed <= request.length
             for page in request.pages:
                 holders[page] = holders.get(page, 0) + 1
         assert self.pool.used == len(holders), "pages are held that no sequence has"
+        penalty_slots = {request.penalty_slot for request in self.penalised_running()}
+        assert len(penalty_slots) == len(self.penalised_running()), "two sequences share a slot for their counts"
+        assert penalty_slots <= set(range(self.penalty_slots)), "more slots than planned"
         ranks = [request.rank for request in self.scheduler.running]
         assert ranks == sorted(ranks)
 
@@ -244,7 +276,7 @@ def draw_prompt(choice: random.Random, limit: int) -> list[int]:
     return [(page + offset) % 40 + 2 for page in pages for offset in range(PAGE_SIZE)][:length]
 
 
-def drive(choice: random.Random, steps: int, *, recurrent: bool) -> World:
+def drive(choice: random.Random, steps: int, *, recurrent: bool, penalised: bool) -> World:
     """One random history: adds, aborts and steps over tiny pools, then run to the end."""
     max_model_len = choice.choice([40, 150, 400, 400, 400])
     seqs = choice.choice([1, 5, 8, 8])
@@ -253,6 +285,7 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool) -> World:
         slots=seqs + choice.choice([0, 1, 2, 4]) if recurrent else 0,
         max_model_len=max_model_len,
         seqs=seqs,
+        penalty_slots=choice.randint(1, min(3, seqs)) if penalised else 1,
         budget=choice.choice([1, 12, 64, 64, 300, 300]),
         overlap=choice.random() < 0.5,
         cache=choice.random() < 0.8,
@@ -260,7 +293,11 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool) -> World:
     for _ in range(steps):
         if choice.random() < 0.4:
             lengths = [1, 5, 20, 200] if recurrent else [1, 20, 200, 400]  # more beginnings, more snapshots
-            sampling = SamplingParams(max_tokens=choice.choice(lengths), ignore_eos=choice.random() < 0.9)
+            sampling = SamplingParams(
+                max_tokens=choice.choice(lengths),
+                ignore_eos=choice.random() < 0.9,
+                presence_penalty=float(penalised and choice.random() < 0.4),  # the fake model knows none
+            )
             world.add(draw_prompt(choice, max_model_len - 1), sampling, priority=choice.choice([0, 0, 0, 1, -1]))
         if world.requests and choice.random() < 0.1:
             world.abort(choice.randrange(len(world.requests)))
@@ -283,16 +320,18 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool) -> World:
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
-@given(choice=st.randoms(use_true_random=False), recurrent=st.booleans())
-def test_random_histories_keep_every_invariant_and_every_text(choice: random.Random, recurrent: bool) -> None:
+@given(choice=st.randoms(use_true_random=False), recurrent=st.booleans(), penalised=st.booleans())
+def test_random_histories_keep_every_invariant_and_every_text(
+    choice: random.Random, recurrent: bool, penalised: bool
+) -> None:
     """Hypothesis makes every choice of the history, so that a failing one shrinks to a short one."""
-    drive(choice, steps=30, recurrent=recurrent)
+    drive(choice, steps=30, recurrent=recurrent, penalised=penalised)
 
 
-def histories(steps: int, *, recurrent: bool) -> Iterator[World]:
+def histories(steps: int, *, recurrent: bool = False, penalised: bool = False) -> Iterator[World]:
     seed = 0
     while steps > 0:
-        world = drive(random.Random(seed), steps=100, recurrent=recurrent)
+        world = drive(random.Random(seed), steps=100, recurrent=recurrent, penalised=penalised)
         steps -= world.steps
         seed += 1
         yield world
@@ -300,7 +339,7 @@ def histories(steps: int, *, recurrent: bool) -> Iterator[World]:
 
 def test_forty_thousand_steps_preempt_and_hit_the_prefix_cache() -> None:
     preemptions = hits = 0
-    for world in histories(40_000, recurrent=False):
+    for world in histories(40_000):
         preemptions += world.scheduler.preemptions
         hits += world.scheduler.prefix_hit_tokens
     assert preemptions > 100, "the histories must reach the corner that they are for"
@@ -315,3 +354,12 @@ def test_forty_thousand_steps_with_recurrent_states_restore_and_evict_snapshots(
         lost_with_page += world.lost_with_page
         lost_to_room += world.lost_to_room
     assert min(preemptions, restored, lost_with_page, lost_to_room) > 50
+
+
+def test_twenty_thousand_steps_with_few_slots_for_penalties_preempt_and_pass() -> None:
+    """`World.check_order` says who may pass whom, and `drive` that nobody starves."""
+    preemptions = passed = 0
+    for world in histories(20_000, penalised=True):
+        preemptions += world.scheduler.preemptions
+        passed += world.passed
+    assert min(preemptions, passed) > 50

@@ -103,13 +103,14 @@ class Engine:
             None if "no-prefix-cache" in config.debug else PrefixCache(self.pool),
             self.states,
             max_num_seqs=self.max_num_seqs,
+            penalty_slots=plan.penalty_slots,
             max_num_batched_tokens=or_default(config.max_num_batched_tokens, device, cuda=8192, cpu=2048),
             max_model_len=self.max_model_len,
         )
         self.vocab_size = loaded.model.config.vocab_size
         tokens = self.scheduler.max_num_batched_tokens
         layout = Layout(pages, state_slots, self.max_num_seqs, self.max_model_len, tokens)
-        sampler = Sampler(self.vocab_size, device, config.seed)
+        sampler = Sampler(self.vocab_size, device, config.seed, plan.penalty_slots)
         if ranks is None or group is None:
             self.runner = ModelRunner(loaded.model, sampler, layout, loaded.cache_dtype)
         else:
@@ -289,7 +290,6 @@ class Engine:
         logprobs: list[TokenLogprobs] | None = None,
     ) -> SequenceOutput:
         del self._requests[request.id]
-        self.runner.sampler.forget(request)
         reason: FinishReason = request.finish_reason or "abort"
         return SequenceOutput(
             request.id,

@@ -156,7 +156,7 @@ def _by_temperature_alone(request: Request) -> bool:
     return (
         each.temperature > 0
         and (each.top_k, each.top_p, each.min_p) == (0, 1.0, 0.0)
-        and (each.presence_penalty, each.frequency_penalty, each.repetition_penalty) == (0.0, 0.0, 1.0)
+        and not each.penalised
         and each.logprobs is None
         and each.min_tokens == 0
         and request.token_mask is None

@@ -8,6 +8,7 @@ import torch
 
 from meltcore.engine.messages import MemoryRow
 from meltcore.engine.page_pool import PAGE_SIZE
+from meltcore.engine.sampler import PenaltyTable
 from meltcore.engine.scheduler import pages_for
 from meltcore.errors import ConfigError
 from meltcore.models.cache import split_groups
@@ -16,6 +17,9 @@ from meltcore.models.room import host_available_bytes
 
 # What a step needs beside weights and pages, until a profiled step says better: activations, workspaces, fragmentation.
 RESERVE_SHARE = 0.08
+# The most of it for token counts of sequences with penalties, 1 % of all memory. Qwen3's take 0.7 MiB a sequence: 1,024
+# run at once on 80 GB, and 78 on 6 GB, whose pages hold 480 tokens for each of so many (Qwen3-0.6B).
+PENALTY_SHARE = 0.125
 # On a CPU, cached pages share memory with everything else: a quarter of what is free unless the user says otherwise.
 HOST_SHARE = 0.25
 # The most that recurrent states take of what weights and reserve leave, where nobody asked for more: a sequence of a
@@ -26,10 +30,11 @@ CONVERSATIONS = 64
 
 
 class MemoryPlan(NamedTuple):
-    """How many pages and state slots fit, for how many sequences at once, and the memory table."""
+    """How many pages and state slots fit, for how many sequences at once, those with penalties, and the table."""
 
     pages: int
     state_slots: int
+    penalty_slots: int
     max_num_seqs: int
     rows: list[MemoryRow]
 
@@ -87,15 +92,18 @@ def plan_memory(
     if fitting < pages_for(max_model_len):
         raise ConfigError(_refusal(budget, fitting, slots, max_num_seqs, max_model_len))
     pages = min(pages_for(max_model_len) * max_num_seqs, fitting)
+    penalty_bytes = PenaltyTable.BYTES_PER_TOKEN * model.config.vocab_size
+    penalty_slots = max(1, min(max_num_seqs, int(budget.reserve * PENALTY_SHARE) // penalty_bytes))
+    counts = f"penalties of {penalty_slots:,} sequences ({_size(penalty_slots * penalty_bytes)})"
     rows = [
         MemoryRow("weights", weights),
         MemoryRow("KV pages", pages * page_bytes, f"{pages:,} pages of {PAGE_SIZE} tokens"),
-        MemoryRow("reserve", budget.reserve, "activations and workspaces"),
+        MemoryRow("reserve", budget.reserve, f"activations, workspaces, {counts}"),
     ]
     if slots:
         note = f"{slots:,} slots of {_size(slot_bytes)}: {max_num_seqs:,} to run, the rest for snapshots"
         rows.insert(1, MemoryRow("recurrent states", budget.states(slots), note))
-    return MemoryPlan(pages, slots, max_num_seqs, rows)
+    return MemoryPlan(pages, slots, penalty_slots, max_num_seqs, rows)
 
 
 def _snapshots(max_num_seqs: int, share: int) -> int:

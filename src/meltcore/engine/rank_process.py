@@ -86,6 +86,7 @@ class RankProcess:
         self._send(RankLoaded(self._rank, loaded.plan))
         settled = self._receive()
         assert isinstance(settled, Settle)
+        # Rank 0 alone chooses where there are penalties: no slots for them here.
         sampler = Sampler(loaded.model.config.vocab_size, device, config.seed)
         runner = GroupRunner(loaded.model, sampler, settled.layout, loaded.cache_dtype, group)
         limit_waits(group, config)

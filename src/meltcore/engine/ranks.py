@@ -110,7 +110,9 @@ class Ranks:
             plans.append(message.plan)
         least = min(plans, key=lambda plan: plan.pages)
         return least._replace(
-            state_slots=min(plan.state_slots for plan in plans), max_num_seqs=min(plan.max_num_seqs for plan in plans)
+            state_slots=min(plan.state_slots for plan in plans),
+            penalty_slots=min(plan.penalty_slots for plan in plans),
+            max_num_seqs=min(plan.max_num_seqs for plan in plans),
         )
 
     def settle(self, layout: Layout) -> None:

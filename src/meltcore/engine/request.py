@@ -49,6 +49,9 @@ class Request:
         self.state_slot = 0  # where its recurrent state is; 0, the null slot, while it is not running
         self.stops: list[int] = []  # positions at which its prompt is cut to take a snapshot of its state, ascending
         self.row = -1
+        self.penalised = message.sampling.penalised
+        self.penalty_slot = -1  # where its tokens are counted while it runs; only where it is penalised
+        self.counted = False  # that slot holds its tokens
         self.on_device = False  # its newest token is in its row of the device's table
         self.plain_greedy = _is_plain_greedy(message.sampling) and token_mask is None
         self.cached_tokens = 0
@@ -87,9 +90,7 @@ def _is_plain_greedy(sampling: SamplingParams) -> bool:
         sampling.temperature == 0.0
         and sampling.logprobs is None
         and sampling.min_tokens == 0
-        and sampling.presence_penalty == 0.0
-        and sampling.frequency_penalty == 0.0
-        and sampling.repetition_penalty == 1.0
+        and not sampling.penalised
     )
 
 

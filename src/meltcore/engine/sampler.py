@@ -42,10 +42,12 @@ class SampleResult(NamedTuple):
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, device: torch.device, seed: int) -> None:
+    """penalty_slots: the most sequences with penalties at once, which the scheduler keeps to."""
+
+    def __init__(self, vocab_size: int, device: torch.device, seed: int, penalty_slots: int = 0) -> None:
         self.device = device
         self._seed = seed
-        self._penalties = PenaltyTable(vocab_size, device)
+        self._penalties = PenaltyTable(penalty_slots, vocab_size, device)
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
         """logits: [rows, vocab] of any floating type (overwritten); requests: one for each row."""
@@ -60,10 +62,6 @@ class Sampler:
         chosen = distribution.gather(1, token_ids[self._tensor(logprob_rows)][:, None])[:, 0]
         values, ids = distribution.topk(most, dim=-1)
         return SampleResult(token_ids, logprob_rows, (chosen, values, ids))
-
-    def forget(self, request: Request) -> None:
-        """Let go of what is kept for a sequence that ended."""
-        self._penalties.release(request)
 
     def _raw_logprobs(
         self, logits: torch.Tensor, requests: list[Request]
@@ -128,20 +126,21 @@ class Sampler:
 
 
 class PenaltyTable:
-    """Token counts of the sequences that use penalties: a slot each, allocated on first use and doubled when full.
+    """Token counts of the sequences that use penalties, in the slots that the scheduler gave them.
 
-    output_counts: [slots, vocab] int32; in_prompt: [slots, vocab] bool.
+    output_counts: [slots, vocab] int32; in_prompt: [slots, vocab] bool. What a slot holds is worthless until a sequence
+    starts it, so nothing is written before: host memory that no sequence has used yet is not taken.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    BYTES_PER_TOKEN = 5  # of the vocabulary, in each slot
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
-        self._slot_of: dict[str, int] = {}
-        self._free: list[int] = []
-        self._output_counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self._in_prompt = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._output_counts = torch.empty(slots, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.empty(slots, vocab_size, dtype=torch.bool, device=device)
 
     def apply(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-        rows = [row for row, request in enumerate(requests) if _has_penalties(request)]
+        rows = [row for row, request in enumerate(requests) if request.penalised]
         if not rows:
             return logits
         at, slots = self._places(rows, requests)
@@ -161,27 +160,19 @@ class PenaltyTable:
 
     def count(self, token_ids: torch.Tensor, requests: list[Request]) -> None:
         """Add the tokens just chosen, on the device: the host may not have read them when the next step starts."""
-        rows = [row for row, request in enumerate(requests) if _has_penalties(request)]
+        rows = [row for row, request in enumerate(requests) if request.penalised]
         if rows:
             at, slots = self._places(rows, requests)
             self._output_counts.index_put_((slots, token_ids[at]), slots.new_ones(len(rows), dtype=torch.int32), True)
-
-    def release(self, request: Request) -> None:
-        slot = self._slot_of.pop(request.id, None)
-        if slot is not None:
-            self._free.append(slot)
 
     def _places(self, rows: list[int], requests: list[Request]) -> list[torch.Tensor]:
         return to_device_together([rows, [self._slot(requests[row]) for row in rows]], self._device)
 
     def _slot(self, request: Request) -> int:
-        slot = self._slot_of.get(request.id)
-        if slot is None:
-            if not self._free:
-                self._grow()
-            slot = self._slot_of[request.id] = self._free.pop()
-            self._fill(slot, request)
-        return slot
+        if not request.counted:
+            self._fill(request.penalty_slot, request)
+            request.counted = True
+        return request.penalty_slot
 
     def _fill(self, slot: int, request: Request) -> None:
         """Start a slot from the tokens the host knows: all of them, for only then does a sequence (re)start."""
@@ -193,23 +184,7 @@ class PenaltyTable:
         self._in_prompt[slot].index_fill_(0, prompt, True)
         self._output_counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
-    def _grow(self) -> None:
-        slots = self._output_counts.shape[0]
-        more = max(1, slots)
-        self._output_counts = _with_rows(self._output_counts, more)
-        self._in_prompt = _with_rows(self._in_prompt, more)
-        self._free += range(slots, slots + more)
-
 
 def _is_filtered(sampling: SamplingParams) -> bool:
     """Whether a drawn token comes from fewer than all; a greedy one always is among those."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0)
-
-
-def _has_penalties(request: Request) -> bool:
-    each = request.sampling
-    return each.presence_penalty != 0.0 or each.frequency_penalty != 0.0 or each.repetition_penalty != 1.0
-
-
-def _with_rows(table: torch.Tensor, more: int) -> torch.Tensor:
-    return torch.cat((table, table.new_zeros(more, table.shape[1])))

@@ -37,6 +37,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
+    @property
+    def penalised(self) -> bool:
+        """Whether the next token depends on how often each was there before."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
     def check(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field out of its range."""
         _range("max_tokens", self.max_tokens, 1, None)

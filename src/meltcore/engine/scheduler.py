@@ -5,6 +5,10 @@ of rank (priority, then arrival). Where pages run out, the running sequence of t
 back and is recomputed later: it keeps its rank, and the sequence of the lowest rank is never made to wait for another,
 so every sequence finishes.
 
+Sequences with penalties need one of a few slots for their token counts while they run. While none is free, they wait
+and others start before them; once one is free, it is kept for the first of them, and nobody of a higher rank starts
+before it.
+
 Where layers are recurrent, a sequence has a slot for its state while it runs, and prompts are cut where a snapshot is
 to be taken (state_snapshots.py). Very long prompts are cut small while others decode (pacing.py).
 """
@@ -25,6 +29,8 @@ from meltcore.engine.state_snapshots import Beginning, StateSnapshots
 
 # Prompts of more than so many step budgets are read in small pieces while other sequences decode (see pacing.py).
 LONG_PROMPT_STEPS = 4
+
+_Heap = list[tuple[tuple[int, int], Request]]
 
 
 class Chunk(NamedTuple):
@@ -64,6 +70,7 @@ class Scheduler:
         states: StatePool | None = None,
         *,
         max_num_seqs: int,
+        penalty_slots: int,
         max_num_batched_tokens: int,
         max_model_len: int,
     ) -> None:
@@ -81,9 +88,11 @@ class Scheduler:
         self.pacer: Pacer | None = None  # while there is a sequence with a very long prompt
         self._long: set[str] = set()
         self.running: list[Request] = []  # in order of rank
-        self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap by rank; what ended in it is skipped
+        # Heaps by rank, of sequences without penalties and with; what ended in one is skipped.
+        self._waiting: tuple[_Heap, _Heap] = ([], [])
         self._waiting_count = 0
         self._free_rows = list(range(max_num_seqs, 0, -1))  # row 0 is for padding
+        self._free_penalty_slots = list(range(penalty_slots))
         self.preemptions = 0
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
@@ -227,7 +236,7 @@ class Scheduler:
             retained = sum(self.pool.is_retained(page) for page in found.pages)
             if pages_for(request.length) - len(found.pages) > self.pool.available - retained:
                 break
-            heapq.heappop(self._waiting)
+            heapq.heappop(self._waiting[request.penalised])
             self._waiting_count -= 1
             self._start(request, found)
             count = self._count(request, budget)
@@ -303,6 +312,8 @@ class Scheduler:
         self.prefix_queried_tokens += request.length
         self.prefix_hit_tokens += request.computed
         request.row = self._free_rows.pop()
+        if request.penalised:
+            request.penalty_slot, request.counted = self._free_penalty_slots.pop(), False
         if self.states is not None:
             if found.slot:
                 self.states.touch(found.slot)
@@ -324,19 +335,26 @@ class Scheduler:
         request.registered_pages = 0
         self._free_rows.append(request.row)
         request.row = -1
+        if request.penalised:
+            self._free_penalty_slots.append(request.penalty_slot)
+            request.penalty_slot = -1
         if self.states is not None:
             self.states.release(request.state_slot)
             request.state_slot = 0
 
     def _push(self, request: Request) -> None:
         request.state = State.WAITING
-        heapq.heappush(self._waiting, (request.rank, request))
+        heapq.heappush(self._waiting[request.penalised], (request.rank, request))
         self._waiting_count += 1
 
     def _next_waiting(self) -> Request | None:
-        while self._waiting and self._waiting[0][1].state is not State.WAITING:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
+        """The first in rank of those that could have all slots they need."""
+        heaps = self._waiting if self._free_penalty_slots else self._waiting[:1]
+        for heap in heaps:
+            while heap and heap[0][1].state is not State.WAITING:
+                heapq.heappop(heap)
+        first = min((heap[0] for heap in heaps if heap), default=None)
+        return None if first is None else first[1]
 
     def _last_not_in(self, planned: set[str]) -> Request | None:
         return next((request for request in reversed(self.running) if request.id not in planned), None)

@@ -81,10 +81,7 @@ def _launch_prompts(runner: ModelRunner, max_num_seqs: int, max_model_len: int, 
 
 
 def _launch_choices(runner: ModelRunner, choices: Sequence[SamplingParams]) -> None:
-    plan = [_prompt(number, 1, sampling) for number, sampling in enumerate(choices)]
-    runner.launch(plan).read()
-    for chunk in plan:
-        runner.sampler.forget(chunk.request)
+    runner.launch([_prompt(number, 1, sampling) for number, sampling in enumerate(choices)]).read()
 
 
 def _most_tiles(max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> list[Chunk]:
@@ -110,4 +107,5 @@ def _prompts(tokens: int, max_model_len: int) -> list[Chunk]:
 def _prompt(number: int, tokens: int, sampling: SamplingParams) -> Chunk:
     request = Request(AddRequest(f"warm up {number}", [0] * tokens, sampling), number, frozenset(), None)
     request.row = PADDING_ROW
+    request.penalty_slot = 0  # nobody has it yet, and who gets it starts it anew
     return Chunk(request, 0, tokens, samples=True)

@@ -1,0 +1,150 @@
+"""How many sequences with penalties run at once, what their token counts take, and who waits for whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine_tools as tools
+import pytest
+import torch
+
+from meltcore.engine import memory
+from meltcore.engine.memory import PENALTY_SHARE, RESERVE_SHARE, MemoryPlan, plan_memory
+from meltcore.engine.sampler import PenaltyTable
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.loader import build_model
+
+MEMORY_BYTES = 256 * 2**20
+SLOT_BYTES = 5 * tools.VOCAB
+KINDS: list[dict[str, object]] = [
+    {"repetition_penalty": 1.5},
+    {"temperature": 1.0, "seed": 5, "frequency_penalty": 1.0},
+    {"temperature": 1.0, "seed": 6, "presence_penalty": 1.0, "top_k": 50},
+    {},
+]
+
+
+def opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int, *, overlap: bool = False, **settings: object
+) -> tools.SeenEngine:
+    """An engine with so many slots."""
+    monkeypatch.setattr(memory, "PENALTY_SHARE", (slots + 0.5) * SLOT_BYTES / (MEMORY_BYTES * RESERVE_SHARE))
+    seen = tools.open_engine(folder, overlap=overlap, memory_bytes=MEMORY_BYTES, **settings)  # type: ignore[arg-type]
+    assert len(seen.engine.runner.sampler._penalties._output_counts) == slots
+    return seen
+
+
+def running(seen: tools.SeenEngine) -> list[str]:
+    return [request.id for request in seen.engine.scheduler.running]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_more_requests_with_penalties_than_slots_answer_as_alone(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Slots change hands, by ends and by preemptions, and nobody counts on what another left there."""
+    requests = {
+        f"r{index}": (tools.random_prompt(60 + 7 * index, index), KINDS[index % len(KINDS)]) for index in range(12)
+    }
+    alone = opened(checkpoint, monkeypatch, 1)
+    expected: dict[str, list[int]] = {}
+    for request_id, (prompt, kind) in requests.items():
+        alone.add(request_id, prompt, max_tokens=90, **kind)
+        expected |= alone.run()
+    seen = opened(checkpoint, monkeypatch, 3, overlap=overlap, pages=9, max_model_len=300)
+    for request_id, (prompt, kind) in requests.items():
+        seen.add(request_id, prompt, max_tokens=90, **kind)
+    answers: dict[str, list[int]] = {}
+    most = 0
+    for output in seen.outputs():
+        answers.setdefault(output.request_id, []).extend(output.token_ids)
+        most = max(most, sum(request.penalised for request in seen.engine.scheduler.running))
+    assert answers == expected
+    assert most == 3
+    assert seen.engine.stats().preemptions_total > 0
+
+
+def test_a_request_without_penalties_does_not_wait_for_a_slot(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = opened(checkpoint, monkeypatch, 1)
+    for name in ("first", "second", "third"):
+        seen.add(name, tools.random_prompt(20, 1), max_tokens=5, repetition_penalty=1.2)
+    seen.add("plain", tools.random_prompt(20, 2), max_tokens=40)
+    started = {}
+    for step in range(20):
+        seen.engine.step()
+        for name in running(seen):
+            started.setdefault(name, step)
+    assert started["first"] == started["plain"] == 0
+    assert started["first"] < started["second"] < started["third"]
+
+
+def test_a_free_slot_is_kept_for_the_first_that_waits_for_pages(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else sequences without penalties, small enough for the pages that come free, would pass it for ever."""
+    seen = opened(checkpoint, monkeypatch, 1, pages=5, max_model_len=300)
+    seen.add("holder", tools.random_prompt(20, 1), max_tokens=3, repetition_penalty=1.2)
+    seen.add("plain", tools.random_prompt(100, 2), max_tokens=20)
+    seen.add("large", tools.random_prompt(250, 3), max_tokens=3, repetition_penalty=1.2)
+    seen.engine.step()
+    assert running(seen) == ["holder", "plain"]
+    while "holder" in running(seen):
+        seen.engine.step()
+    seen.add("late", tools.random_prompt(20, 4), max_tokens=40)
+    order = ["holder", "plain"]
+    while seen.engine.has_work:
+        seen.engine.step()
+        order += [name for name in running(seen) if name not in order]
+    assert order == ["holder", "plain", "large", "late"]
+
+
+def test_an_aborted_request_gives_its_slot_to_the_next(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = opened(checkpoint, monkeypatch, 1, overlap=True)
+    seen.add("first", tools.random_prompt(20, 1), max_tokens=50, repetition_penalty=1.2)
+    seen.add("second", tools.random_prompt(20, 1), max_tokens=50, repetition_penalty=1.2)
+    for _ in range(3):
+        seen.engine.step()
+    assert running(seen) == ["first"]
+    seen.engine.abort(["first"])
+    seen.engine.step()
+    assert running(seen) == ["second"]
+    seen.engine.abort(["second"])
+    seen.run()
+
+
+def plan_of_qwen(memory_bytes: int, max_num_seqs: int = 1024) -> MemoryPlan:
+    """Of Qwen3-0.6B in bfloat16: 1.1 GiB of weights, 152 thousand tokens to choose from."""
+    model = build_model(open_checkpoint("Qwen/Qwen3-0.6B", files="config"), torch.bfloat16, torch.device("meta"))
+    return plan_memory(
+        model,
+        memory_bytes=memory_bytes,
+        max_model_len=4096,
+        max_num_seqs=max_num_seqs,
+        may_run_fewer=True,
+        cache_dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "max_num_seqs", "slots"),
+    [(2, 1024, 26), (6, 1024, 78), (24, 1024, 315), (80, 1024, 1024), (140, 1024, 1024), (6, 16, 16)],
+)
+def test_counts_take_an_eighth_of_the_reserve_at_most(gigabytes: int, max_num_seqs: int, slots: int) -> None:
+    plan = plan_of_qwen(gigabytes * 10**9, max_num_seqs)
+    (reserve,) = [row for row in plan.rows if row.name == "reserve"]
+    table = PenaltyTable(plan.penalty_slots, 151936, torch.device("meta"))
+    taken = table._output_counts.nbytes + table._in_prompt.nbytes
+    assert plan.penalty_slots == slots
+    assert taken <= reserve.size_bytes * PENALTY_SHARE
+    assert reserve.note == f"activations, workspaces, penalties of {slots:,} sequences ({taken / 2**20:.1f} MiB)"
+
+
+def test_one_sequence_with_penalties_can_always_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PENALTY_SHARE", 0.0)
+    seen = tools.open_engine(checkpoint)
+    assert len(seen.engine.runner.sampler._penalties._output_counts) == 1
+    for index in range(3):
+        seen.add(str(index), tools.random_prompt(20, 1), max_tokens=4, repetition_penalty=1.2)
+    assert {len(tokens) for tokens in seen.run().values()} == {4}
