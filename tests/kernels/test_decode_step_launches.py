@@ -64,7 +64,7 @@ def runner() -> ModelRunner:
     model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, META)
     model.prepare(4096)
     return ModelRunner(
-        model, Sampler(model.config.vocab_size, META, 0), Layout(64, 8, 1024, 4096, 8192), torch.bfloat16
+        model, Sampler(model.config.vocab_size, META, 0), Layout(64, 8, 1024, 4096, 8192, 1024), torch.bfloat16
     )
 
 
@@ -106,7 +106,7 @@ def test_a_decode_step_of_a_rank(ranks: int, sequences: int, kernels: int, launc
     group.peers = Peers(addresses, steps, 0, steps)
     model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, META, group=group)
     model.prepare(4096)
-    layout = Layout(64, 8, 1024, 4096, 8192)
+    layout = Layout(64, 8, 1024, 4096, 8192, 1024)
     runner = GroupRunner(model, Sampler(model.config.vocab_size, META, 0), layout, torch.bfloat16, group)
     step(runner, sequences, launched)
     assert launched.total() == kernels, launched

@@ -109,7 +109,7 @@ class Engine:
         )
         self.vocab_size = loaded.model.config.vocab_size
         tokens = self.scheduler.max_num_batched_tokens
-        layout = Layout(pages, state_slots, self.max_num_seqs, self.max_model_len, tokens)
+        layout = Layout(pages, state_slots, self.max_num_seqs, self.max_model_len, tokens, plan.logit_rows)
         sampler = Sampler(self.vocab_size, device, config.seed, plan.penalty_slots)
         if ranks is None or group is None:
             self.runner = ModelRunner(loaded.model, sampler, layout, loaded.cache_dtype)

@@ -20,6 +20,9 @@ RESERVE_SHARE = 0.08
 # The most of it for token counts of sequences with penalties, 1 % of all memory. Qwen3's take 0.7 MiB a sequence: 1,024
 # run at once on 80 GB, and 78 on 6 GB, whose pages hold 480 tokens for each of so many (Qwen3-0.6B).
 PENALTY_SHARE = 0.125
+# The most of it for logits of sequences that do not just take the likeliest token, which choose in blocks of so many.
+LOGITS_SHARE = 0.25
+LOGIT_BYTES = 6  # in 16 bits as the model gives them, and in float32
 # On a CPU, cached pages share memory with everything else: a quarter of what is free unless the user says otherwise.
 HOST_SHARE = 0.25
 # The most that recurrent states take of what weights and reserve leave, where nobody asked for more: a sequence of a
@@ -30,11 +33,13 @@ CONVERSATIONS = 64
 
 
 class MemoryPlan(NamedTuple):
-    """How many pages and state slots fit, for how many sequences at once, those with penalties, and the table."""
+    """How many pages and state slots fit, for how many sequences at once, those with penalties, how many of them choose
+    at once, and the table."""
 
     pages: int
     state_slots: int
     penalty_slots: int
+    logit_rows: int
     max_num_seqs: int
     rows: list[MemoryRow]
 
@@ -94,6 +99,7 @@ def plan_memory(
     pages = min(pages_for(max_model_len) * max_num_seqs, fitting)
     penalty_bytes = PenaltyTable.BYTES_PER_TOKEN * model.config.vocab_size
     penalty_slots = max(1, min(max_num_seqs, int(budget.reserve * PENALTY_SHARE) // penalty_bytes))
+    logit_rows = max(1, int(budget.reserve * LOGITS_SHARE) // (LOGIT_BYTES * model.config.vocab_size))
     counts = f"penalties of {penalty_slots:,} sequences ({_size(penalty_slots * penalty_bytes)})"
     rows = [
         MemoryRow("weights", weights),
@@ -103,7 +109,7 @@ def plan_memory(
     if slots:
         note = f"{slots:,} slots of {_size(slot_bytes)}: {max_num_seqs:,} to run, the rest for snapshots"
         rows.insert(1, MemoryRow("recurrent states", budget.states(slots), note))
-    return MemoryPlan(pages, slots, penalty_slots, max_num_seqs, rows)
+    return MemoryPlan(pages, slots, penalty_slots, logit_rows, max_num_seqs, rows)
 
 
 def _snapshots(max_num_seqs: int, share: int) -> int:

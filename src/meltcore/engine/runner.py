@@ -54,13 +54,14 @@ class LaunchedStep(NamedTuple):
 
 class Layout(NamedTuple):
     """How much a runner has places for: pages and state slots, beside one of each for padding; sequences at once, the
-    tokens of one, and those of a step."""
+    tokens of one, and those of a step; sequences whose logits may stand in memory at once to be chosen from."""
 
     pages: int
     state_slots: int
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
+    logit_rows: int
 
 
 class ModelRunner:
@@ -139,8 +140,11 @@ class ModelRunner:
         rows = [row for row, request in enumerate(requests) if not request.plain_greedy]
         if not rows:
             return SampleResult(token_ids, [], None)
-        at = self._tensor(rows)
-        chosen = self.sampler.sample(logits_at(at), [requests[row] for row in rows])
+        at, most = self._tensor(rows), self._layout.logit_rows
+        blocks = [rows[first : first + most] for first in range(0, len(rows), most)]
+        chosen = SampleResult.of_blocks(
+            [self.sampler.sample(logits_at(self._tensor(some)), [requests[row] for row in some]) for some in blocks]
+        )
         token_ids[at] = chosen.token_ids
         self._last_token[self._tensor([requests[row].row for row in rows])] = chosen.token_ids
         return SampleResult(token_ids, [rows[row] for row in chosen.logprob_rows], chosen.logprobs)

@@ -6,6 +6,7 @@ nothing here waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,23 @@ class SampleResult(NamedTuple):
     token_ids: torch.Tensor
     logprob_rows: list[int]
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of_blocks(cls, blocks: list[SampleResult]) -> SampleResult:
+        """One for the rows of all blocks, in their order."""
+        if len(blocks) == 1:
+            return blocks[0]
+        rows: list[int] = []
+        first = 0
+        for block in blocks:
+            rows += [first + row for row in block.logprob_rows]
+            first += len(block.token_ids)
+        token_ids = torch.cat([block.token_ids for block in blocks])
+        known = [block.logprobs for block in blocks if block.logprobs is not None]
+        if not known:
+            return cls(token_ids, [], None)
+        chosen, values, ids = zip(*known, strict=True)
+        return cls(token_ids, rows, (torch.cat(chosen), _as_wide(values), _as_wide(ids)))
 
     def copy_to_host(self) -> SampleResult:
         logprobs = None if self.logprobs is None else tuple(to_host(part) for part in self.logprobs)
@@ -183,6 +201,12 @@ class PenaltyTable:
         )
         self._in_prompt[slot].index_fill_(0, prompt, True)
         self._output_counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+
+def _as_wide(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Below each other, [rows, columns of the widest]; what the others lack is zero."""
+    most = max(block.shape[1] for block in blocks)
+    return torch.cat([torch.nn.functional.pad(block, (0, most - block.shape[1])) for block in blocks])
 
 
 def _is_filtered(sampling: SamplingParams) -> bool:

@@ -1,0 +1,80 @@
+"""Sequences that choose in blocks of rows, so that the logits of all need not stand in memory at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine_tools as tools
+import pytest
+import torch
+
+from meltcore.engine.memory import LOGIT_BYTES, LOGITS_SHARE, RESERVE_SHARE, plan_memory
+from meltcore.engine.sampler import Sampler, SampleResult
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.loader import build_model
+
+KINDS: list[dict[str, object]] = [
+    {"temperature": 1.0, "seed": 5},
+    {"logprobs": 3},
+    {},
+    {"temperature": 1.0, "seed": 6, "top_k": 20, "logprobs": 1},
+    {"repetition_penalty": 1.5},
+    {"temperature": 0.7, "seed": 7, "min_tokens": 5, "logprobs": 0},
+]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_answers_and_logprobs_are_those_of_one_block(
+    checkpoint: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest: list[int] = []
+    sample = Sampler.sample
+
+    def noting(sampler: Sampler, logits: torch.Tensor, requests: list) -> SampleResult:
+        largest.append(len(requests))
+        return sample(sampler, logits, requests)
+
+    monkeypatch.setattr(Sampler, "sample", noting)
+    found = []
+    for most in (100, rows):
+        largest.clear()
+        seen = tools.open_engine(checkpoint)
+        runner = seen.engine.runner
+        runner._layout = runner._layout._replace(logit_rows=most)
+        for number, kind in enumerate(KINDS):
+            seen.add(f"r{number}", tools.random_prompt(20 + number, number), max_tokens=12, **kind)
+        outputs = seen.outputs()
+        found.append([(each.request_id, each.token_ids, each.logprobs) for each in outputs])
+        assert max(largest) == min(most, len(KINDS) - 1)
+    assert found[0] == found[1]
+    assert any(logprobs for _, _, logprobs in found[0])
+
+
+def test_blocks_without_logprobs_lie_between_those_with() -> None:
+    def block(ids: list[int], rows: list[int], width: int) -> SampleResult:
+        chosen = torch.tensor([-0.5 * row for row in rows])
+        likeliest = torch.arange(len(rows) * width).view(len(rows), width)
+        return SampleResult(torch.tensor(ids), rows, (chosen, likeliest.float(), likeliest) if rows else None)
+
+    joined = SampleResult.of_blocks([block([1, 2], [1], 2), block([3], [], 0), block([4, 5], [0, 1], 3)])
+    assert joined.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert joined.logprob_rows == [1, 3, 4]
+    assert joined.logprobs is not None
+    assert [part.tolist() for part in joined.logprobs[::2]] == [[-0.5, 0.0, -0.5], [[0, 1, 0], [0, 1, 2], [3, 4, 5]]]
+    assert SampleResult.of_blocks([block([1], [], 0), block([2], [], 0)]).logprobs is None
+
+
+@pytest.mark.parametrize(("gigabytes", "rows"), [(6, 131), (140, 3071)])
+def test_logits_take_no_more_than_their_share_of_the_reserve(gigabytes: int, rows: int) -> None:
+    """Of Qwen3-0.6B."""
+    model = build_model(open_checkpoint("Qwen/Qwen3-0.6B", files="config"), torch.bfloat16, torch.device("meta"))
+    plan = plan_memory(
+        model,
+        memory_bytes=gigabytes * 10**9,
+        max_model_len=4096,
+        max_num_seqs=1024,
+        may_run_fewer=False,
+        cache_dtype=torch.bfloat16,
+    )
+    assert plan.logit_rows == rows
+    assert rows * LOGIT_BYTES * 151936 <= gigabytes * 10**9 * RESERVE_SHARE * LOGITS_SHARE
