@@ -15,16 +15,13 @@ import triton
 from attention import median_us, read_bytes_per_us
 from bench_output import Row, write_result
 
-from meltcore.kernels import router as router_file
-from meltcore.kernels.linear import linear
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.kernels.router import to_experts
+from meltcore.kernels.router import router_logits, to_experts
 from meltcore.kernels.routing import Routing, route
 
 HIDDEN, EXPERTS, CHOICES = 2048, 256, 8
 TYPE = torch.bfloat16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-FEW = 128  # up to here `linear` has products of its own
 COPIES = 100  # of the router, a megabyte each
 
 
@@ -34,8 +31,7 @@ def ours(residual: torch.Tensor, norm: Norm, router: torch.Tensor) -> tuple[torc
 
 def three_launches(residual: torch.Tensor, norm: Norm, router: torch.Tensor) -> tuple[torch.Tensor, Routing]:
     hidden = rms_norm(residual, *norm)
-    logits = linear(hidden, router) if len(hidden) <= FEW else router_file._logits_torch(hidden, router)
-    return hidden, route(logits, CHOICES, renormalised=True, shared=True)
+    return hidden, route(router_logits(hidden, router), CHOICES, renormalised=True, shared=True)
 
 
 def main() -> None:

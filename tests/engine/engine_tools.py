@@ -14,11 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meltcore.config import EngineConfig
 from meltcore.engine.engine import Engine
+from meltcore.engine.memory import MemoryPlan, plan_memory
 from meltcore.engine.messages import AddRequest, SequenceOutput
 from meltcore.engine.request import Request
 from meltcore.engine.runner import LogitsAt
 from meltcore.engine.sampler import SampleResult
 from meltcore.engine.sampling_params import SamplingParams
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.loader import build_model
 
 VOCAB = 320
 
@@ -197,3 +200,16 @@ def attention_peak(reference: PreTrainedModel, prompt: list[int]) -> float:
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """The largest difference against the largest logit."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def plan_of_qwen(memory_bytes: int, max_num_seqs: int = 1024) -> MemoryPlan:
+    """Of Qwen3-0.6B in bfloat16: 1.1 GiB of weights, 152 thousand tokens to choose from."""
+    model = build_model(open_checkpoint("Qwen/Qwen3-0.6B", files="config"), torch.bfloat16, torch.device("meta"))
+    return plan_memory(
+        model,
+        memory_bytes=memory_bytes,
+        max_model_len=4096,
+        max_num_seqs=max_num_seqs,
+        may_run_fewer=True,
+        cache_dtype=torch.bfloat16,
+    )

@@ -8,10 +8,8 @@ import engine_tools as tools
 import pytest
 import torch
 
-from meltcore.engine.memory import LOGIT_BYTES, LOGITS_SHARE, RESERVE_SHARE, plan_memory
+from meltcore.engine.memory import LOGIT_BYTES, LOGITS_SHARE, RESERVE_SHARE
 from meltcore.engine.sampler import Sampler, SampleResult
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.loader import build_model
 
 KINDS: list[dict[str, object]] = [
     {"temperature": 1.0, "seed": 5},
@@ -66,15 +64,6 @@ def test_blocks_without_logprobs_lie_between_those_with() -> None:
 
 @pytest.mark.parametrize(("gigabytes", "rows"), [(6, 131), (140, 3071)])
 def test_logits_take_no_more_than_their_share_of_the_reserve(gigabytes: int, rows: int) -> None:
-    """Of Qwen3-0.6B."""
-    model = build_model(open_checkpoint("Qwen/Qwen3-0.6B", files="config"), torch.bfloat16, torch.device("meta"))
-    plan = plan_memory(
-        model,
-        memory_bytes=gigabytes * 10**9,
-        max_model_len=4096,
-        max_num_seqs=1024,
-        may_run_fewer=False,
-        cache_dtype=torch.bfloat16,
-    )
+    plan = tools.plan_of_qwen(gigabytes * 10**9)
     assert plan.logit_rows == rows
     assert rows * LOGIT_BYTES * 151936 <= gigabytes * 10**9 * RESERVE_SHARE * LOGITS_SHARE

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from meltcore.engine import memory
-from meltcore.engine.memory import PENALTY_SHARE, RESERVE_SHARE, MemoryPlan, plan_memory
+from meltcore.engine.memory import PENALTY_SHARE, RESERVE_SHARE
 from meltcore.engine.sampler import PenaltyTable
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.loader import build_model
 
 MEMORY_BYTES = 256 * 2**20
 SLOT_BYTES = 5 * tools.VOCAB
@@ -114,25 +112,12 @@ def test_an_aborted_request_gives_its_slot_to_the_next(checkpoint: Path, monkeyp
     seen.run()
 
 
-def plan_of_qwen(memory_bytes: int, max_num_seqs: int = 1024) -> MemoryPlan:
-    """Of Qwen3-0.6B in bfloat16: 1.1 GiB of weights, 152 thousand tokens to choose from."""
-    model = build_model(open_checkpoint("Qwen/Qwen3-0.6B", files="config"), torch.bfloat16, torch.device("meta"))
-    return plan_memory(
-        model,
-        memory_bytes=memory_bytes,
-        max_model_len=4096,
-        max_num_seqs=max_num_seqs,
-        may_run_fewer=True,
-        cache_dtype=torch.bfloat16,
-    )
-
-
 @pytest.mark.parametrize(
     ("gigabytes", "max_num_seqs", "slots"),
     [(2, 1024, 26), (6, 1024, 78), (24, 1024, 315), (80, 1024, 1024), (140, 1024, 1024), (6, 16, 16)],
 )
 def test_counts_take_an_eighth_of_the_reserve_at_most(gigabytes: int, max_num_seqs: int, slots: int) -> None:
-    plan = plan_of_qwen(gigabytes * 10**9, max_num_seqs)
+    plan = tools.plan_of_qwen(gigabytes * 10**9, max_num_seqs)
     (reserve,) = [row for row in plan.rows if row.name == "reserve"]
     table = PenaltyTable(plan.penalty_slots, 151936, torch.device("meta"))
     taken = table._output_counts.nbytes + table._in_prompt.nbytes

@@ -78,8 +78,10 @@ def test_the_choice_is_that_of_norm_product_and_softmax(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
-def test_the_torch_body_is_what_the_words_say(dtype: torch.dtype) -> None:
-    problem = Problem(21, 30, shared=True, dtype=dtype)
+@pytest.mark.parametrize(("tokens", "experts"), [(21, 30), (150, 30), (150, 31), (150, 5)])
+def test_the_torch_body_is_what_the_words_say(tokens: int, experts: int, dtype: torch.dtype) -> None:
+    """Also of so many tokens that columns past a multiple of 8 are a product of their own."""
+    problem = Problem(tokens, experts, shared=True, dtype=dtype)
     hidden, routing = to_experts(
         problem.residual, problem.norm, problem.router, CHOICES, renormalised=True, shared=True
     )
@@ -162,10 +164,12 @@ def test_a_launch_divides_what_it_cuts(size: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [2, 17, 32])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 32, 33, 64, 128, 129, 256, 1000, 3000])
 def test_at_published_sizes_the_choice_follows(tokens: int) -> None:
-    """Qwen3.5-35B-A3B's."""
+    """Qwen3.5-35B-A3B's, by whatever serves so many tokens."""
     problem = Problem(tokens, 256, shared=True)
-    launch = RouterLaunch.of(256)
+    norm = Norm(problem.norm.weight.cuda(), problem.norm.eps)
+    residual, router = problem.residual.cuda(), problem.router.cuda()
     for _ in range(3):
-        problem.check(*problem.run(torch.device("cuda"), launch))
+        hidden, routing = to_experts(residual, norm, router, CHOICES, renormalised=True, shared=True)
+        problem.check(hidden.cpu(), Routing(routing.experts.cpu(), routing.weights.cpu()))

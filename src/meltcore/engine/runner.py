@@ -54,7 +54,7 @@ class LaunchedStep(NamedTuple):
 
 class Layout(NamedTuple):
     """How much a runner has places for: pages and state slots, beside one of each for padding; sequences at once, the
-    tokens of one, and those of a step; sequences whose logits may stand in memory at once to be chosen from."""
+    tokens of one, and those of a step; sequences that choose from their logits at once, without ranks."""
 
     pages: int
     state_slots: int
@@ -141,12 +141,15 @@ class ModelRunner:
         if not rows:
             return SampleResult(token_ids, [], None)
         at, most = self._tensor(rows), self._layout.logit_rows
-        blocks = [rows[first : first + most] for first in range(0, len(rows), most)]
+        asking = [requests[row] for row in rows]
         chosen = SampleResult.of_blocks(
-            [self.sampler.sample(logits_at(self._tensor(some)), [requests[row] for row in some]) for some in blocks]
+            [
+                self.sampler.sample(logits_at(at[first : first + most]), asking[first : first + most])
+                for first in range(0, len(rows), most)
+            ]
         )
         token_ids[at] = chosen.token_ids
-        self._last_token[self._tensor([requests[row].row for row in rows])] = chosen.token_ids
+        self._last_token[self._tensor([request.row for request in asking])] = chosen.token_ids
         return SampleResult(token_ids, [rows[row] for row in chosen.logprob_rows], chosen.logprobs)
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:

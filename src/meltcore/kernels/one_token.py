@@ -121,7 +121,7 @@ class RowsLaunch(NamedTuple):
         """Programs enough for every processor, few enough that all of them run at once.
 
         Measured in a chain of 28 layers of Qwen3-0.6B, and for longer rows at Qwen3.5-35B-A3B's sizes, where sums over
-        1,024 columns would not fit into registers beside the weights (H200, benchmarks/notes/products.md).
+        1,024 columns would not fit into registers beside the weights (H200, benchmarks/notes/products.md, experts.md).
         """
         launch = cls(4, 1024, 4)
         if output_size > 2048:

@@ -19,11 +19,11 @@ from meltcore.kernels.linear import linear
 from meltcore.kernels.norm import Norm, before_weight, rms_norm
 from meltcore.kernels.overlap import overlaps, prefetch
 from meltcore.kernels.routing import Routing, route
+from meltcore.kernels.tiled_product import MAX_TOKENS
 
 # Tokens of which norm and product are one launch. One alone, and more, are faster in two, whose products are made for
 # so many tokens (H200, benchmarks/notes/experts.md).
 ONE_LAUNCH = range(2, 33)
-_OWN_PRODUCTS = 128  # up to so many tokens `linear` does not go to a library, which wants its rows aligned
 # Divides hidden_size, so that no load needs a mask on columns.
 COLUMN_MULTIPLE = 64
 # Of logits' rows in memory: matrix kernels store 16 bytes at a time where every row begins so.
@@ -51,7 +51,7 @@ def to_experts(
         hidden, logits = _logits_triton(residual, norm, router)
     else:
         hidden = rms_norm(residual, *norm) if norm else residual
-        logits = linear(hidden, router) if len(hidden) <= _OWN_PRODUCTS else _logits_torch(hidden, router)
+        logits = router_logits(hidden, router)
     routing = route(logits, choices, renormalised=renormalised, shared=shared, drawn=drawn, dtype=residual.dtype)
     return hidden, routing
 
@@ -68,12 +68,15 @@ def suits_one_launch(residual: torch.Tensor, router: torch.Tensor) -> bool:
     )
 
 
-def _logits_torch(hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-    """hidden times the router transposed: [tokens, experts + shared], in rows of a multiple of 16 bytes.
+def router_logits(hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """hidden times the router transposed: [tokens, experts + shared]; rows may be strided.
 
-    257 columns in one product would be left to a kernel that stores one at a time, ten times as slow.
+    Where products are the library's, rows begin at multiples of 16 bytes and columns are a multiple of 8, with the rest
+    apart: 257 in one product would be left to a kernel that stores one at a time, ten times as slow.
     """
     (tokens, _), rows = hidden.shape, router.shape[0]
+    if tokens <= MAX_TOKENS:
+        return linear(hidden, router)
     even = rows // _ROW_MULTIPLE * _ROW_MULTIPLE
     logits = hidden.new_empty(tokens, -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE)[:, :rows]
     torch.mm(hidden, router[:even].t(), out=logits[:, :even])
@@ -156,14 +159,9 @@ class RouterLaunch(NamedTuple):
     @classmethod
     def of(cls, input_size: int) -> RouterLaunch:
         """What was best for Qwen3.5-35B-A3B's router."""
-        columns = _columns(input_size, 256)
+        columns = min(256, input_size & -input_size)
         shares = max(each for each in (1, 2, 4) if input_size // columns % each == 0)
         return cls(16, 32, columns, shares, stages=3, warps=4)
-
-
-def _columns(input_size: int, most: int) -> int:
-    """The largest power of two that divides `input_size`, up to `most`."""
-    return min(most, input_size & -input_size)
 
 
 def _logits_triton(
