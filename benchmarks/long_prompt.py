@@ -1,7 +1,8 @@
 """What a very long prompt does to sequences that are decoding when it comes: p99 ITL before it and while it is read.
 
 Dummy weights, and experts drawn at random with --debug uniform-routing. Once as the engine does it, in pieces
-(engine/pacing.py), and once with the prompt taking whatever a step has left, as ordinary prompts do.
+(engine/pacing.py), and once with the prompt taking whatever a step has left, as ordinary prompts do. Pieces of a large
+model on one GPU take minutes: --seconds ends that part early, and its last row then says how far the prompt was read.
 
     python benchmarks/long_prompt.py --model Qwen/Qwen3.5-35B-A3B --length 200000 --load 8 --debug uniform-routing
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
+import time
 from importlib import metadata
 from typing import NamedTuple
 
@@ -28,7 +31,8 @@ PROMPT = 500  # tokens of each sequence of the load
 class Seen(NamedTuple):
     itl_ms: float  # p99
     longest_ms: float
-    ttft_s: float  # of the long prompt
+    read: int  # tokens of the long prompt, all of them unless the time was over
+    took_s: float  # for those; up to the first token where all were read
 
 
 class Load:
@@ -47,10 +51,11 @@ class Load:
         self.engine.add(AddRequest(name, ids, SamplingParams(max_tokens=tokens, ignore_eos=True)))
         return name
 
-    def run(self, *, steps: int = 0, until: str = "") -> list[float]:
+    def run(self, *, steps: int = 0, until: str = "", most_s: float = math.inf) -> list[float]:
         """So many steps, or up to the first token of `until`: seconds between two tokens of the load, ascending."""
         gaps: list[float] = []
-        while steps > 0 or (until and until not in self._last_s):
+        end_s = time.monotonic() + most_s
+        while steps > 0 or (until and until not in self._last_s and time.monotonic() < end_s):
             steps -= 1
             step = self.engine.step()
             for output in step.outputs:
@@ -59,12 +64,14 @@ class Load:
                     gaps.append(step.step_ended_s - before)
         return sorted(gaps)
 
-    def read(self, length: int) -> Seen:
+    def read(self, length: int, most_s: float = math.inf) -> Seen:
         began_s = max(self._last_s.values())
         name = self.add(length, 2)
-        gaps = self.run(until=name)
+        gaps = self.run(until=name, most_s=most_s)
+        read = next((each.computed for each in self.engine.scheduler.running if each.id == name), length)
+        took_s = max(self._last_s.values()) - began_s
         self.engine.abort([name])
-        return Seen(p99_ms(gaps), gaps[-1] * 1e3, self._last_s[name] - began_s)
+        return Seen(p99_ms(gaps), gaps[-1] * 1e3, read, took_s)
 
 
 def p99_ms(gaps: list[float]) -> float:
@@ -77,6 +84,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=200_000, help="tokens of the long prompt")
     parser.add_argument("--load", type=int, default=8, help="sequences that decode meanwhile")
     parser.add_argument("--tokens", type=int, default=40_000, help="at most, for each of them")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="that reading in pieces may take at most")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--debug", default="", help="debug switches, with commas")
@@ -92,7 +100,9 @@ def main() -> None:
     load = Load(config, args.load, args.tokens)
     load.run(steps=100)
     alone_ms = p99_ms(load.run(steps=300))
-    in_pieces = load.read(args.length)
+    print(f"alone: p99 ITL {alone_ms:.2f} ms", flush=True)
+    in_pieces = load.read(args.length, args.seconds)
+    print(f"in pieces: {in_pieces}", flush=True)
     load.run(steps=50)
     load.engine.scheduler.long_prompt = args.length
     whole = load.read(args.length)
@@ -106,8 +116,12 @@ def main() -> None:
         rows += [
             Row(work=f"{work}, {name}: p99 ITL over that alone", unit="x", value=growth, reach=reach),
             Row(work=f"{work}, {name}: longest ITL", unit="ms", value=seen.longest_ms),
-            Row(work=f"{work}, {name}: TTFT of the long prompt", unit="s", value=seen.ttft_s),
         ]
+        if seen.read < args.length:
+            work_done = f"{work}, {name}: rate at which its first {seen.read:,} tokens were read"
+            rows.append(Row(work=work_done, unit="tokens/s", value=seen.read / seen.took_s))
+        else:
+            rows.append(Row(work=f"{work}, {name}: TTFT of the long prompt", unit="s", value=seen.took_s))
     write_result("long_prompt", rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from meltcore.engine.messages import AddRequest
-from meltcore.engine.pacing import SLOWDOWN
+from meltcore.engine.pacing import LARGE_S, SLOWDOWN
 from meltcore.engine.page_pool import PagePool
 from meltcore.engine.request import Request, Sampled
 from meltcore.engine.sampling_params import SamplingParams
@@ -129,16 +129,18 @@ def test_pieces_are_as_large_as_that_allows() -> None:
     assert alone_s < read_long(sim) < 2.5 * alone_s
 
 
-def test_where_no_piece_is_small_enough_the_others_keep_half_of_the_time() -> None:
-    sim, load = under_load(launched_one_by_one)
+@pytest.mark.parametrize(("cost", "enough_s"), [(routed, 66), (launched_one_by_one, 12)])
+def test_where_no_piece_is_small_enough_few_large_ones_are_read(cost: Cost, enough_s: float) -> None:
+    """enough_s: for pieces of a tenth of a second and the steps between them, 67 of 3,000 tokens or 25 of 8,192."""
+    sim, load = under_load(cost)
     alone_s = p99(sim.gaps(load, sim.now_s / 2))
     began_s = sim.now_s
     reading_s = read_long(sim)
     gaps = sim.gaps(load, began_s)
-    assert sum(gaps) / len(gaps) <= 1.02 * SLOWDOWN * alone_s
-    # A piece costs 12 ms, whatever it holds; so it holds what takes 12 ms more, of 10 us a token.
-    assert p99(gaps) <= 1.1 * (alone_s + 0.024)
-    assert reading_s < 1.2 * 2 * LONG / 1200 * 0.024
+    assert p99(gaps) <= 1.1 * alone_s
+    assert gaps[-1] <= alone_s + 1.3 * LARGE_S, "a piece further back in the text costs more than the one before it"
+    assert sum(gaps) / len(gaps) <= 1.35 * alone_s
+    assert reading_s < enough_s
 
 
 @pytest.mark.parametrize("cost", [dense, routed, launched_one_by_one])
@@ -205,7 +207,7 @@ def test_pieces_grow_and_shrink_with_the_load() -> None:
     sim.add(LONG, 10)
     few = pieces_of(sim, 50)[-1]
     crowd = [sim.add(100, 10_000) for _ in range(100)]
-    many = pieces_of(sim, 100)[-1]
+    many = pieces_of(sim, 60)[-1]
     for request in crowd:
         sim.scheduler.finish(request, "abort")
     few_again = pieces_of(sim, 130)[-1]

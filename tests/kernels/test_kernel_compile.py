@@ -21,7 +21,9 @@ from meltcore.kernels import (
     delta_decode,
     delta_prefill,
     delta_scan,
+    expert_places,
     expert_product,
+    expert_tiles,
     experts,
     norm,
     one_token,
@@ -90,14 +92,15 @@ def kernels_of(module: ModuleType) -> set[str]:
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
     **dict.fromkeys(
-        (expert_product, experts, one_token_experts, router, routing), ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")
+        (expert_places, expert_product, experts, one_token_experts, router, routing),
+        ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"),
     ),
     **dict.fromkeys(
         (decode_attention, one_token, output_gate, prefill_attention, qkv), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")
     ),
     **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
-KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module)]
+KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module is not expert_tiles]
 
 
 def cases() -> Iterator[Task]:
@@ -113,6 +116,8 @@ def cases() -> Iterator[Task]:
             yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16)
     for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
         yield Task(expert_product.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
+    for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
+        yield Task(expert_tiles.__name__, 90, MODELS[model], torch.bfloat16)  # Hopper's alone
 
 
 def named(task: Task) -> str:

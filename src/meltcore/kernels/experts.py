@@ -1,7 +1,8 @@
 """The feed-forward of routed experts: each token through the few that its router chose.
 
 In Triton it is three launches: a product with the gate and what it gates, one with the way down (expert_product.py),
-and the sum over a token's experts. One token alone takes two (one_token_experts.py).
+and the sum over a token's experts. One token alone takes two (one_token_experts.py); for many, pairs are put in place
+first and their tokens copied there (expert_tiles.py).
 """
 
 # mypy: allow-untyped-defs
@@ -15,6 +16,7 @@ import torch
 
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.expert_product import ExpertsLaunch, Form, Pairs, expert_product
+from meltcore.kernels.expert_tiles import suits_tiles, tiles_of_experts
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.one_token_experts import one_token_experts, suits_one_token_experts
 from meltcore.kernels.overlap import overlaps
@@ -101,11 +103,14 @@ def _experts_add_triton(
     if form is None and launch is None and suits_one_token_experts(hidden, routing, gate_up, down):
         one_token_experts(total, hidden, routing, gate_up, down, added=residual is not None)
         return total
-    pairs = Pairs.of(routing.experts, down, form)
-    activated = torch.empty(tokens * choices, width, dtype=hidden.dtype, device=hidden.device)
-    outputs = torch.empty(tokens * choices, size, dtype=hidden.dtype, device=hidden.device)
-    expert_product(hidden, gate_up, activated, pairs, gated=True, launch=launch)
-    expert_product(activated, down, outputs, pairs, gated=False, launch=launch)
+    if form is None and launch is None and suits_tiles(hidden, routing.experts, gate_up, down):
+        outputs = tiles_of_experts(hidden, routing.experts, gate_up, down)
+    else:
+        pairs = Pairs.of(routing.experts, down, form)
+        activated = torch.empty(tokens * choices, width, dtype=hidden.dtype, device=hidden.device)
+        outputs = torch.empty(tokens * choices, size, dtype=hidden.dtype, device=hidden.device)
+        expert_product(hidden, gate_up, activated, pairs, gated=True, launch=launch)
+        expert_product(activated, down, outputs, pairs, gated=False, launch=launch)
     _add_choices(total, outputs, routing.weights, added=residual is not None)
     return total
 

@@ -17,8 +17,10 @@ from typing import NamedTuple
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # torch built for the CPU comes without it; kernel files must import there all the same
     triton, tl = SimpleNamespace(jit=lambda body=None, **_: body or (lambda given: given)), None
+    TensorDescriptor = None
 
 CompileCase = Callable[[], object]
 
