@@ -1,8 +1,9 @@
 """Products of routed experts against the device's limits, and the table of launches that kernels/experts.py takes.
 
 Qwen3.5-35B-A3B's experts (256 of which a token has 8, and one that all have; hidden size 2,048) at their width of 512
-and at 256, 128 and 64, what each of 2, 4 and 8 GPUs has of it. bf16, random data, uniform random routing, another one
-in every launch. Every number is the median of CUDA graph replays.
+and at 256, 128 and 64, what each of 2, 4 and 8 GPUs has of it; and Qwen3-30B-A3B's 128 of width 768, of which a token
+has 8. bf16, random data, uniform random routing, another one in every launch. Every number is the median of CUDA graph
+replays. Many tokens have launches of their own (kernels/expert_tiles.py), which are measured beside these.
 
     python benchmarks/experts.py                   # the table and benchmarks/results/experts.json
     python benchmarks/experts.py --tune 256,128    # tries launches for these widths and puts what it found into
@@ -30,20 +31,44 @@ from meltcore.kernels.expert_product import ExpertsLaunch, Form, Pairs, expert_p
 from meltcore.kernels.experts import _experts_add_triton
 from meltcore.kernels.routing import Routing
 
-HIDDEN, CHOSEN_FROM, CHOICES = 2048, 256, 8
-EXPERTS, PAIRS = CHOSEN_FROM + 1, CHOICES + 1  # with the shared one, last of all
+HIDDEN, CHOICES = 2048, 8
 TYPE = torch.bfloat16
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-# Tokens, how pairs are found (None: one token's own launches), and the peer: what it is called and how it finds them.
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# Tokens, how pairs are found (None: as in the engine), and the peer: what it is called and how it finds them.
 FORMS: tuple[tuple[int, Form | None, str, Form], ...] = (
     (1, None, "the general products", "alone"),
     *((tokens, "found", "pairs put in order first", "sorted") for tokens in (3, 8, 16, 24, 32, 48, 64)),
+    *((tokens, None, "pairs looked up by the products", "sorted") for tokens in (2048, 4096, 8064)),
 )
-WIDTHS = (512, 256, 128, 64)
+WIDTHS = (768, 512, 256, 128, 64)
 CLOSE = 1.05  # a launch is kept for more tokens while it is at most this much slower than the best
 COMPILERS = 15
 ROUGH_REPLAYS, CONTENDERS = 3, 6  # of all that are tried; then the fastest of them once more, with all replays
 TABLE = Path(expert_launches.__file__)
+
+
+class Experts(NamedTuple):
+    """How many a token chooses from, and whether it has one more, last of all, whatever it chooses."""
+
+    chosen_from: int
+    shared: bool
+
+    @property
+    def count(self) -> int:
+        return self.chosen_from + self.shared
+
+    @property
+    def pairs(self) -> int:
+        return CHOICES + self.shared
+
+    def drawn(self, tokens: int) -> torch.Tensor:
+        chosen = torch.rand(tokens, self.chosen_from, device="cuda").topk(CHOICES).indices
+        everybody = torch.full_like(chosen[:, :1], self.chosen_from)
+        return (torch.cat([chosen, everybody], 1) if self.shared else chosen).int()
+
+
+def experts_of(width: int) -> Experts:
+    return Experts(128, shared=False) if width == 768 else Experts(256, shared=True)
 
 
 class Product(NamedTuple):
@@ -53,8 +78,13 @@ class Product(NamedTuple):
     gated: bool
 
     @property
+    def experts(self) -> Experts:
+        return experts_of(self.width)
+
+    @property
     def shape(self) -> tuple[int, int, int]:
-        return (EXPERTS, 2 * self.width, HIDDEN) if self.gated else (EXPERTS, HIDDEN, self.width)
+        count = self.experts.count
+        return (count, 2 * self.width, HIDDEN) if self.gated else (count, HIDDEN, self.width)
 
     @property
     def name(self) -> str:
@@ -75,16 +105,16 @@ class Case:
     @property
     def down(self) -> torch.Tensor:
         """The shape of the way down: by it the pairs are found."""
-        return torch.empty(EXPERTS, HIDDEN, self.product.width, dtype=TYPE, device="meta")
+        return torch.empty(self.product.experts.count, HIDDEN, self.product.width, dtype=TYPE, device="meta")
 
     def routings(self, tokens: int, form: Form | None = None) -> list[Pairs]:
         """As many as read more than the L2 cache holds."""
         count = 16 if tokens <= 4 else 4
-        return [Pairs.of(_random_experts(tokens), self.down, form) for _ in range(count)]
+        return [Pairs.of(self.product.experts.drawn(tokens), self.down, form) for _ in range(count)]
 
     def measure_us(self, tokens: int, launch: ExpertsLaunch, routings: list[Pairs], replays: int = REPLAYS) -> float:
         """One product, its pairs in order where they are sorted."""
-        rows, columns, gated = tokens * PAIRS, self.product.shape[2], self.product.gated
+        rows, columns, gated = tokens * self.product.experts.pairs, self.product.shape[2], self.product.gated
         inputs = torch.randn(tokens if gated else rows, columns, device="cuda", dtype=TYPE)
         output = torch.empty(rows, self.product.shape[1] // (2 if gated else 1), device="cuda", dtype=TYPE)
         call = partial(expert_product, inputs, self.weight, output, gated=gated, launch=launch)
@@ -92,14 +122,9 @@ class Case:
 
     def floor_us(self, tokens: int, routings: list[Pairs], bandwidth: float, rate: float) -> float:
         distinct = sum(len(pairs.experts.unique()) for pairs in routings) / len(routings)
-        _, rows, columns = self.product.shape
-        moved = (distinct * rows * columns + tokens * (columns + PAIRS * rows)) * TYPE.itemsize
-        return max(moved / bandwidth, 2 * tokens * PAIRS * rows * columns / rate)
-
-
-def _random_experts(tokens: int) -> torch.Tensor:
-    chosen = torch.rand(tokens, CHOSEN_FROM, device="cuda").topk(CHOICES).indices
-    return torch.cat([chosen, torch.full_like(chosen[:, :1], CHOSEN_FROM)], 1).int()
+        (_, rows, columns), pairs = self.product.shape, tokens * self.product.experts.pairs
+        moved = (distinct * rows * columns + tokens * columns + pairs * rows) * TYPE.itemsize
+        return max(moved / bandwidth, 2 * pairs * rows * columns / rate)
 
 
 def candidates() -> Iterator[ExpertsLaunch]:
@@ -125,15 +150,15 @@ def launches_of(product: Product) -> list[ExpertsLaunch]:
     return [launch for launch in candidates() if suits(launch, product)]
 
 
-def likely(launch: ExpertsLaunch, tokens: int) -> bool:
+def likely(launch: ExpertsLaunch, tokens: int, product: Product) -> bool:
     """Tiles from what experts get on average to several times that."""
-    even = tokens * CHOICES / CHOSEN_FROM
+    even = tokens * CHOICES / product.experts.chosen_from
     return {16: even <= 16, 32: 2 <= even <= 64, 64: even >= 8, 128: even >= 16}[launch.pairs]
 
 
 def _compile(product: Product, launch: ExpertsLaunch) -> None:
     case = Case(product)
-    forms = [form_of(tokens, case.down) for tokens in TOKENS if likely(launch, tokens)]
+    forms = [form_of(tokens, case.down) for tokens in TOKENS if likely(launch, tokens, product)]
     for form in set(forms):
         case.measure_us(1, launch, case.routings(1, form), replays=1)
 
@@ -141,7 +166,7 @@ def _compile(product: Product, launch: ExpertsLaunch) -> None:
 def fastest(case: Case, tokens: int, kept: ExpertsLaunch | None) -> tuple[dict[ExpertsLaunch, float], ExpertsLaunch]:
     """Microseconds of the launches worth measuring well, among them the one `kept` so far, and the fastest."""
     routings = case.routings(tokens)
-    tried = [launch for launch in launches_of(case.product) if likely(launch, tokens)]
+    tried = [launch for launch in launches_of(case.product) if likely(launch, tokens, case.product)]
     rough = {launch: case.measure_us(tokens, launch, routings, ROUGH_REPLAYS) for launch in tried}
     contenders = sorted(tried, key=lambda launch: rough[launch])[:CONTENDERS]
     if kept in tried and kept not in contenders:
@@ -160,9 +185,9 @@ def tune(widths: tuple[int, ...]) -> None:
         for tokens in TOKENS:
             times, best = fastest(case, tokens, chosen[-1][1] if chosen else None)
             if chosen and times.get(chosen[-1][1], float("inf")) <= CLOSE * times[best]:
-                chosen[-1] = (tokens * PAIRS, chosen[-1][1])
+                chosen[-1] = (tokens * product.experts.pairs, chosen[-1][1])
             else:
-                chosen.append((tokens * PAIRS, best))
+                chosen.append((tokens * product.experts.pairs, best))
             print(f"{product.name}, {tokens} tokens: {times[best]:.1f} us {tuple(best)}", flush=True)
         table[product.shape] = tuple((most, tuple(launch)) for most, launch in chosen)
     write_table(table)
@@ -186,7 +211,7 @@ def measure(widths: tuple[int, ...]) -> list[Row]:
         case = Case(product)
         for tokens in TOKENS:
             routings = case.routings(tokens)
-            launch = ExpertsLaunch.of(tokens * PAIRS, case.weight)
+            launch = ExpertsLaunch.of(tokens * product.experts.pairs, case.weight)
             time_us = case.measure_us(tokens, launch, routings)
             floor_us = case.floor_us(tokens, routings, bandwidth, rate)
             rows.append(
@@ -208,10 +233,11 @@ def measure_forms(widths: tuple[int, ...]) -> list[Row]:
     rows = []
     for width in widths:
         gate_up, down = (Case(product).weight for product in products((width,)))
+        experts = experts_of(width)
         for tokens, form, peer, peer_form in FORMS:
             hidden = torch.randn(tokens, HIDDEN, device="cuda", dtype=TYPE)
-            weights = torch.rand(tokens, PAIRS, device="cuda") / PAIRS
-            routings = [Routing(_random_experts(tokens), weights) for _ in range(4)]
+            weights = torch.rand(tokens, experts.pairs, device="cuda") / experts.pairs
+            routings = [Routing(experts.drawn(tokens), weights) for _ in range(4)]
             call = partial(_experts_add_triton, None, hidden, gate_up=gate_up, down=down)
             time_us, peer_us = (
                 median_us([partial(call, routing=routing, form=each) for routing in routings])
