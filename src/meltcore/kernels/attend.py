@@ -79,6 +79,8 @@ def as_cached(heads, cache_ptr):
 @triton.jit
 def attend_block(queries, keys, values, visible, mixed, total, highest, scale_log2, MASKED: tl.constexpr):
     """One block of the online softmax, in powers of two. Returns the new (mixed, total, highest)."""
+    if keys.dtype == tl.float8e4nv:
+        queries = queries.to(tl.float16)
     keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
     if MASKED:
