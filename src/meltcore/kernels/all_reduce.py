@@ -33,8 +33,11 @@ _GRAINS = 512
 # Of a row that is normalised, and of what its program waits for: more would not fit into a program's registers.
 _MOST_ROW_GRAINS, _MOST_GRAINS_AWAITED = 8, 32
 _MOST_WARPS = 16
-# 512 programs of one grain take 738 us for the 1 MiB that 256 of two add up in 9 (two H200s; the cause was not found).
 _MOST_PROGRAMS = 256
+# More programs than this look into the inbox less often. Where nearly 256 looked without a pause, 1 MiB took 0.7 to 0.9
+# ms in some graphs and 8 us in others (two H200s): as long as it takes until they all go for the host's word, when
+# for once nobody looks. What comes over the link seems to wait for that.
+_MOST_RESTLESS, _PAUSE_NS = 128, 200
 MOST_BYTES = _GRAINS * _GRAIN * 4  # of a message to add up
 MOST_NUMBERS = _GRAINS * _GRAIN // 2  # of 64 bits, to find the largest of
 _MULTIPLE_BYTES = 16  # read at once
@@ -142,6 +145,13 @@ def _send(
 
 
 @triton.jit
+def _pause(NANOSECONDS: tl.constexpr):
+    """Rest for about so long."""
+    time = tl.full((), NANOSECONDS, tl.int32)
+    tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [time], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _receive(
     words,
     inside,
@@ -153,6 +163,7 @@ def _receive(
     RANKS: tl.constexpr,
     GRAIN: tl.constexpr,
     LOOKS: tl.constexpr,
+    PAUSE_NS: tl.constexpr = 0,
 ):
     """[RANKS, BLOCK] int32: the words of all ranks, our own among them, once they are there. All are asked for at once,
     again and again: one after the other would cost as many trips to memory as there are ranks."""
@@ -164,6 +175,8 @@ def _receive(
     looks = 0
     given_up = 0  # threads may see that at unlike times: it goes through the minimum, by which they leave together
     while tl.min((((found >> 32).to(tl.int32) == steps[None, :]) | (awaited == 0) | (given_up != 0)).to(tl.int32)) == 0:
+        if PAUSE_NS:
+            _pause(PAUSE_NS)
         found = tl.load(place, mask=awaited, other=0, volatile=True)
         looks += 1
         if looks % LOOKS == 0:
@@ -231,6 +244,7 @@ def _one_shot_kernel(
     LOOKS: tl.constexpr,
     SENDS: tl.constexpr,
     RECEIVES: tl.constexpr,
+    PAUSE_NS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program: ROW words of NUMBERS numbers. Values and outputs come as int32; ADDED: to what is in the output.
@@ -257,7 +271,7 @@ def _one_shot_kernel(
     if RECEIVES:
         if ADDED:
             low_before, high_before = _halves(tl.load(output_ptr + word, mask=inside, other=0), DTYPE)
-        every = _receive(own, inside, addresses_ptr, column, grain, steps, RANK, RANKS, GRAIN, LOOKS)
+        every = _receive(own, inside, addresses_ptr, column, grain, steps, RANK, RANKS, GRAIN, LOOKS, PAUSE_NS)
         lows, highs = _halves(every, DTYPE)
         low, high = tl.sum(lows, axis=0), tl.sum(highs, axis=0)
         if ADDED:
@@ -362,8 +376,8 @@ def _launch_sum(
         return
     words = _as_words(share)
     block = _grains(row) * _GRAIN
-    overlap = overlaps(share.device)
-    _one_shot_kernel[(triton.cdiv(words.numel(), row),)](
+    overlap, programs = overlaps(share.device), triton.cdiv(words.numel(), row)
+    _one_shot_kernel[(programs,)](
         words,
         _as_words(output),
         words if normalised is None else _as_words(normalised),
@@ -384,6 +398,7 @@ def _launch_sum(
         LOOKS=_LOOKS,
         SENDS=sends,
         RECEIVES=receives,
+        PAUSE_NS=_PAUSE_NS if programs > _MOST_RESTLESS else 0,
         OVERLAP=overlap,
         num_warps=min(_MOST_WARPS, block // _GRAIN * _GRAIN_WARPS),
         **({"launch_pdl": True} if overlap else {}),
@@ -424,7 +439,10 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     peers = Peers(addresses, steps, 3, steps)
     keys = torch.empty(64, dtype=torch.int64, device="meta")
     wide = Norm(torch.empty(model.hidden_size, dtype=torch.float32, device="meta"), 1e-6)
+    many = torch.empty(_MOST_RESTLESS + 1, model.hidden_size, dtype=dtype, device="meta")
+    large = [lambda: one_shot_sum_normalised(many, peers, wide)] if suits_rows(many, peers.ranks) else []
     return [
+        *large,
         lambda: one_shot_sum(share, peers, share),
         lambda: one_shot_sum(share, peers),
         lambda: one_shot_sum_normalised(share, peers, Norm(share[0], 1e-6), share),
