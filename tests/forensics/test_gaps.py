@@ -143,8 +143,12 @@ def graphs(kernels: list[int], *, plain: int = 0) -> HandMade:
 
 
 def test_whole_graphs_are_trusted_and_their_kernels_counted() -> None:
-    report = analyse(graphs([3, 3, 3]).trace(), 0)
-    assert (report.untrusted, report.graph_launches, report.graph_kernels) == ([], 3, 9)
+    made = graphs([3, 3, 3])
+    for launch in range(3):
+        # The start's launch has correlation 1. What clears memory is of the graph too, but no kernel.
+        made.gpu("gpu_memset", 100 * launch + 150, 2, "Memset", launch + 2, **{"graph id": 4, "graph node id": 9})
+    report = analyse(made.trace(), 0)
+    assert (report.untrusted, report.kernels, report.graph_launches, report.graph_kernels) == ([], 10, 3, 9)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def test_a_folder_is_searched_one_level_deep(tmp_path: Path) -> None:
     write(tmp_path / "certify" / "inner", evaluation())
     assert [each.kind for each in find_documents(tmp_path)] == ["certificate", "tuning"]
     assert [each.kind for each in find_documents(tmp_path / "certify")] == ["certificate"]
+    (tmp_path / "snapshot.json").write_bytes(msgspec.json.encode(scripted_certificate(tmp_path).snapshot))
+    assert [each.kind for each in find_documents(tmp_path)] == ["certificate", "tuning", "snapshot"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ def graph_counts(trace: Trace, device: int) -> tuple[int, int]:
     elsewhere = {each.correlation for each in trace.activities if each.device != device}
     of_graphs = [each for each in trace.activities if each.device == device and each.correlation in launched]
     here = {each.correlation for each in of_graphs}
-    return len({each for each in launched if each in here or each not in elsewhere}), len(of_graphs)
+    kernels = sum(each.kind != "copy" for each in of_graphs)
+    return len({each for each in launched if each in here or each not in elsewhere}), kernels
 
 
 def reasons_to_distrust(trace: Trace, device: int, busy_share: float, activity_share: float | None) -> list[str]:

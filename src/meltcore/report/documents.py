@@ -23,6 +23,7 @@ from meltcore.results.snapshot import Snapshot, read_snapshot
 from meltcore.results.tuning import TUNING_FILE, TUNING_VERSION, Tuning
 
 Content = Snapshot | Certificate | RunResult | Tuning | Profile | Judgement | Card
+SNAPSHOT_FILE = "snapshot.json"  # as the words of `meltcore snapshot` have it; no run folder of its own
 # In a folder, and the page that is drawn beside each.
 PAGES = {
     CERTIFICATE_FILE: CERTIFICATE_PAGE,
@@ -80,12 +81,14 @@ class Document:
 
 
 def find_documents(path: Path) -> list[Document]:
-    """Of a file, of a run folder, or of the run folders within a folder. Raises ConfigError where there is none."""
+    """Of a file, of a run folder, or of the run folders within a folder and a snapshot beside them. Raises ConfigError
+    where there is none."""
     if path.is_file():
         return [read_document(path)]
     if not path.is_dir():
         raise ConfigError(f"there is no {path}")
     found = _within(path) or [file for folder in sorted(path.iterdir()) if folder.is_dir() for file in _within(folder)]
+    found += [file for file in [path / SNAPSHOT_FILE] if file.is_file()]
     if not found:
         if (path / REQUESTS_FILE).exists():
             raise ConfigError(f"{path} holds no result: the run ended before it could write one")

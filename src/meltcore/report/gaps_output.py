@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -12,7 +13,8 @@ from rich.table import Table
 from meltcore.results.gaps import CAUSES, BudgetRow, GapReport, Part
 from meltcore.results.wording import NOT_MEASURED, percent
 
-_NAME = 44  # characters kept of a kernel's name, whose template arguments fill screens
+_NAME = 44  # characters kept of a kernel's name
+_ARGUMENTS = re.compile(r"(?<=\w)[<(].*", re.DOTALL)
 
 
 def print_gaps(reports: Sequence[GapReport], console: Console) -> None:
@@ -90,7 +92,13 @@ def budget_rows(report: GapReport) -> list[tuple[str, list[str]]]:
     return [*rows, _budget_cells(whole, steps, scale, report.window_us, idle_us)]
 
 
-def short(name: str) -> str:
+def plain_name(kernel: str) -> str:
+    """Without the return type, template arguments and parameters of C++, which fill screens."""
+    return _ARGUMENTS.sub("", kernel.removeprefix("void "))
+
+
+def short(kernel: str) -> str:
+    name = plain_name(kernel)
     return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
 
 

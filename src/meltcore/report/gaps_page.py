@@ -8,7 +8,7 @@ import msgspec
 from markupsafe import Markup
 
 from meltcore.report import svg
-from meltcore.report.gaps_output import budget_rows, budget_title, budget_unit, headline, summary
+from meltcore.report.gaps_output import budget_rows, budget_title, budget_unit, headline, plain_name, summary
 from meltcore.report.template import fill
 from meltcore.results.gaps import CAUSES, NOT_COMPUTING, GapReport, Profile
 from meltcore.results.runfolder import write_whole
@@ -36,6 +36,7 @@ def render_profile(found: Profile) -> str:
         budget_title=budget_title,
         budget_unit=budget_unit,
         budget_rows=budget_rows,
+        plain_name=plain_name,
     )
 
 
