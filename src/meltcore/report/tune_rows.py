@@ -16,15 +16,15 @@ _COLUMNS: tuple[_Column, ...] = (
     ("within\nlimits", lambda p: p.within_limits, lambda p: percent(p.within_limits)),
     ("ran at\nonce", lambda p: p.running_peak, lambda p: _count(p.running_peak)),
     ("preempted", lambda p: p.preemptions, lambda p: _count(p.preemptions)),
-    ("right", lambda p: p.answers, lambda p: f"{p.answers.right} of {p.answers.asked}" if p.answers else NOT_MEASURED),
+    ("right", lambda p: p.answers, lambda p: f"{p.answers.right}/{p.answers.asked}" if p.answers else NOT_MEASURED),
     ("same\ntext", lambda p: p.answers, lambda p: str(p.answers.same_text) if p.answers else NOT_MEASURED),
     (
-        "logprobs apart,\nmean",
+        "logprobs\napart,\nmean",
         lambda p: p.answers and p.answers.logprob_mean,
         lambda p: _small(p.answers.logprob_mean if p.answers else None),
     ),
     (
-        "logprobs apart,\nmost",
+        "logprobs\napart,\nmost",
         lambda p: p.answers and p.answers.logprob_most,
         lambda p: _small(p.answers.logprob_most if p.answers else None),
     ),
