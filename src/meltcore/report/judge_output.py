@@ -31,7 +31,7 @@ def print_judgement(found: Judgement, console: Console) -> None:
     console.print(f"old: {escape(found.old_name)}  {escape(found.old_command)}", highlight=False)
     console.print(f"new: {escape(found.new_name)}  {escape(found.new_command)}", highlight=False)
     console.print(taking(found), highlight=False)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False, show_edge=False)
     for head in _HEADS:
         table.add_column(head, justify="left" if head in ("load", "metric") else "right", no_wrap=True)
     for index, row in enumerate(found.rows):

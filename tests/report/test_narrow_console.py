@@ -1,0 +1,39 @@
+"""Tables of numbers on a console of 80 columns: none is cut."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+from rich.console import Console
+from sample_documents import comparison, precisions
+
+from meltcore.report.judge_output import print_judgement
+from meltcore.report.tune_output import print_tuning
+from meltcore.results.tuning import Answers
+
+
+def test_a_comparison_of_five_digits_fits() -> None:
+    found = comparison()
+    row = msgspec.structs.replace(found.primary, load="1000 at once", old=22836.0, new=27140.0, change=0.188)
+    console = Console(file=io.StringIO(), width=80)
+    print_judgement(msgspec.structs.replace(found, rows=[row]), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "22,836" in text
+    assert "27,140" in text
+    assert "…" not in text
+
+
+def test_all_columns_of_precisions_fit() -> None:
+    found = precisions()
+    answers = Answers(asked=200, right=199, failed=1, same_text=187, logprob_mean=1.5e-06, logprob_most=0.00027)
+    points = [
+        msgspec.structs.replace(point, output_tokens_per_s=22426.0, ttft_ms=413.0, itl_ms=10.0, answers=answers)
+        for point in found.points
+        if point.ok
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    print_tuning(msgspec.structs.replace(found, points=points), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "199/200" in text
+    assert "…" not in text
