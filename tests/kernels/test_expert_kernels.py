@@ -234,12 +234,12 @@ def test_on_an_h200_launches_come_from_the_table(pairs: int, place: int, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("shape", "like"), [((128, 1536, 2048), (257, 1024, 2048)), ((128, 2048, 768), (257, 2048, 512))]
+    ("shape", "like"), [((64, 1408, 2048), (128, 1536, 2048)), ((96, 2048, 384), (257, 2048, 512))]
 )
 def test_a_shape_that_was_not_tuned_takes_launches_of_one_much_like_it(
     shape: tuple[int, ...], like: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen3-30B-A3B's, by Qwen3.5-35B-A3B's at as many pairs an expert."""
+    """At as many pairs an expert."""
     weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr(product_file, "capability", lambda device: 90)
     for most, launch in product_file.TABLE[like]:

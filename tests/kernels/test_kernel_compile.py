@@ -192,7 +192,12 @@ def qkv_launches(tokens: int) -> None:
 
 def routing_launches(tokens: int) -> None:
     experts = routing._route_triton(meta(tokens, 128), 8, renormalised=True).experts
-    routing._by_expert_triton(experts[: routing._PAIRS_OF_MANY // 8], 128)  # of more pairs there is one form more
+    routing._by_expert_triton(experts[: routing._LEAST_LOT // 8], 128)  # of more pairs there are other forms
+
+
+def tile_launches(tokens: int) -> None:
+    experts = meta(tokens + 1024, 8, dtype=torch.int32)
+    expert_tiles.tiles_of_experts(meta(tokens + 1024, 2048), experts, meta(128, 1536, 2048), meta(128, 2048, 768))
 
 
 def delta_launches(tokens: int) -> None:
@@ -205,7 +210,9 @@ def delta_launches(tokens: int) -> None:
     delta_prefill._prefill_triton(projected, weights, *caches, *where, out)
 
 
-@pytest.mark.parametrize("launch", [norm_launches, swiglu_launches, qkv_launches, routing_launches, delta_launches])
+@pytest.mark.parametrize(
+    "launch", [norm_launches, swiglu_launches, qkv_launches, routing_launches, tile_launches, delta_launches]
+)
 def test_the_number_of_tokens_compiles_nothing_again(launch: Callable[[int], None], pool: CompilePool) -> None:
     """A kernel compiled in the middle of serving would stop everyone for half a second."""
     binaries: dict[str, set[str]] = {}

@@ -114,9 +114,9 @@ def test_minus_zero_is_no_less_than_zero(device: torch.device) -> None:
     assert routing_file._route_triton(logits, 3, renormalised=True).experts.tolist() == [[3, 1, 2]]
 
 
-@pytest.mark.parametrize("lot", [routing_file._PAIRS, routing_file._PAIRS_OF_MANY])
-def test_segments_of_more_pairs_than_a_program_sees_at_a_time(lot: int, device: torch.device) -> None:
-    chosen = torch.randint(3, (2 * lot + 5, 1), dtype=torch.int32)
+@pytest.mark.parametrize("count", [300, 1100, 2500, 2 * routing_file._MOST_LOT + 5])
+def test_segments_of_as_many_pairs_as_a_program_sees_at_a_time_and_of_more(count: int, device: torch.device) -> None:
+    chosen = torch.randint(3, (count, 1), dtype=torch.int32)
     pairs, bounds = routing_file._by_expert_triton(chosen.to(device), 5)
     expected = by_expert(chosen, 5)
     assert torch.equal(pairs.cpu(), expected.pairs)

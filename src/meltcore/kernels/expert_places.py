@@ -23,6 +23,7 @@ TILE = 128  # rows
 _BLOCK = 256  # pairs of a program
 _EXPERTS = 32  # of a program that sums blocks up
 _BLOCKS = 512  # that it sums at a time
+_TILES = 8  # of a program that places pairs: enough for one round where an expert has 40 pairs
 
 
 class Places(NamedTuple):
@@ -101,7 +102,7 @@ def _place_pairs_kernel(
     TILE_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: the pairs of a block, and TILES tiles."""
+    """One program: the pairs of a block, and TILES tiles at a time."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -119,12 +120,13 @@ def _place_pairs_kernel(
     tl.store(rows_ptr + pair, row, mask=pair < pairs)
     tl.store(pairs_ptr + row, pair, mask=pair < pairs)
 
-    tile = block * TILES + tl.arange(0, TILES)
-    owner = tl.sum((upto[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-    mine = expert[None, :] == owner[:, None]
-    left = tl.sum(tl.where(mine, (totals - (tile[:, None] - upto + own_tiles) * TILE_ROWS), 0), axis=1)
-    tl.store(owners_ptr + tile, owner, mask=tile < tiles)
-    tl.store(filled_ptr + tile, tl.minimum(left, TILE_ROWS), mask=tile < tiles)
+    for first in tl.range(block * TILES, tiles, tl.num_programs(0) * TILES):
+        tile = first + tl.arange(0, TILES)
+        owner = tl.sum((upto[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+        mine = expert[None, :] == owner[:, None]
+        left = tl.sum(tl.where(mine, (totals - (tile[:, None] - upto + own_tiles) * TILE_ROWS), 0), axis=1)
+        tl.store(owners_ptr + tile, owner, mask=tile < tiles)
+        tl.store(filled_ptr + tile, tl.minimum(left, TILE_ROWS), mask=tile < tiles)
     if block == 0:
         tl.store(used_ptr, tl.max(upto, axis=0))
 
@@ -137,9 +139,10 @@ def place_pairs(experts: torch.Tensor, count: int) -> Places:
     counts = torch.empty(blocks + 1, expert_block, dtype=torch.int32, device=device)
     totals = counts[blocks]
     rows = torch.empty_like(experts)
-    pairs_of_rows = torch.empty(tiles * TILE, dtype=torch.int32, device=device)
-    owners, filled = torch.empty(2, tiles, dtype=torch.int32, device=device)
-    used = torch.empty(1, dtype=torch.int32, device=device)
+    # Each by itself: for a row of a larger one, which may be unaligned, kernels would be compiled once more.
+    pairs_of_rows, owners, filled, used = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (tiles * TILE, tiles, tiles, 1)
+    )
     overlap = overlaps(device)
     together = {"launch_pdl": True} if overlap else {}
     _count_pairs_kernel[(blocks,)](
@@ -169,7 +172,7 @@ def place_pairs(experts: torch.Tensor, count: int) -> Places:
         tiles,
         EXPERT_BLOCK=expert_block,
         BLOCK=_BLOCK,
-        TILES=triton.next_power_of_2(triton.cdiv(tiles, blocks)),
+        TILES=_TILES,
         TILE_ROWS=TILE,
         OVERLAP=overlap,
         num_warps=8,

@@ -16,9 +16,8 @@ from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
 
-# Pairs that a program looks through at a time, and its warps; of many, since it waits for each lot before the next.
-_PAIRS, _PAIRS_WARPS = 1024, 4
-_PAIRS_OF_MANY, _WARPS_OF_MANY = 8192, 8
+# Pairs that a program looks through at a time, at least and at most: it waits for each lot before the next.
+_LEAST_LOT, _MOST_LOT = 1024, 8192
 _TAKEN = tl.constexpr(-(2**63)) if tl else None  # below every key of an expert that can be chosen
 
 
@@ -270,16 +269,17 @@ def _draws(device: torch.device, places: int) -> torch.Tensor:
 def _by_expert_triton(experts: torch.Tensor, count: int) -> Segments:
     pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     bounds = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-    overlap, many = overlaps(experts.device), pairs.numel() > _PAIRS_OF_MANY
+    overlap = overlaps(experts.device)
+    lot = min(max(triton.next_power_of_2(pairs.numel()), _LEAST_LOT), _MOST_LOT)
     _by_expert_kernel[(count,)](
         experts,
         pairs,
         bounds,
         pairs.numel(),
         EXPERTS=count,
-        PAIRS=_PAIRS_OF_MANY if many else _PAIRS,
+        PAIRS=lot,
         OVERLAP=overlap,
-        num_warps=_WARPS_OF_MANY if many else _PAIRS_WARPS,
+        num_warps=4 if lot == _LEAST_LOT else 8,
         **({"launch_pdl": True} if overlap else {}),
     )
     return Segments(pairs, bounds)
@@ -298,6 +298,5 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     return [
         lambda: _route_triton(logits, model.choices, renormalised=True, shared=shared),
         lambda: _route_triton(parts, model.choices, renormalised=True, shared=shared, drawn=1, dtype=dtype),
-        lambda: _by_expert_triton(chosen(64), columns),
-        lambda: _by_expert_triton(chosen(_PAIRS_OF_MANY), columns),
+        *(lambda tokens=tokens: _by_expert_triton(chosen(tokens), columns) for tokens in (64, 200, 400, _MOST_LOT)),
     ]
