@@ -16,7 +16,16 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout
+from meltcore.kernels.attend import (
+    as_multiplied,
+    attend_block,
+    attend_torch,
+    gather_pages,
+    in_pairs,
+    in_parts,
+    put_together,
+    require_layout,
+)
 from meltcore.kernels.capability import capability, processors, shared_bytes
 from meltcore.kernels.decode_lanes import decode_in_lanes, lanes_of
 from meltcore.kernels.decode_share import (
@@ -116,7 +125,8 @@ def decode_launch(
     processors: int,
     shared_bytes: int,
 ) -> DecodeLaunch:
-    """Fixed by the shapes alone, so that a graph can capture it; lengths are known to the device only.
+    """Fixed by the shapes alone, so that a graph can capture it; lengths are known to the device only. element_bytes:
+    of a number in the cache.
 
     A share is about `share_pages` pages, or more where a sequence has more than `splits` such shares; the shares of a
     sequence are of about one length. Few sequences start early and are cut into as many shares as can run at once, with
@@ -136,9 +146,12 @@ def decode_launch(
     # Heads of 256: 163 us by 8 warps and 180 by 4 at 256 sequences of 1,280 tokens, but 80 and 59 at 64 (H200,
     # 2026-11-21).
     warps = 8 if head_dim > 128 and not ahead else 4
-    return DecodeLaunch(
-        splits, share_pages, block_keys_of(head_dim, element_bytes), warps=warps, stages=stages, ahead=ahead
-    )
+    block_keys = block_keys_of(head_dim, element_bytes)
+    if element_bytes == 1 and head_dim <= 128:
+        # Blocks have half the bytes and take as many instructions: twice as many on the way, or four programs (by their
+        # registers) a processor where there are as many.
+        stages = 2 * stages - 1 if ahead else 4
+    return DecodeLaunch(splits, share_pages, block_keys, warps=warps, stages=stages, ahead=ahead)
 
 
 def _shares_of_few(pairs: int, processors: int, shared_bytes: int) -> tuple[int, int]:
@@ -182,15 +195,13 @@ def _decode_triton(
             sequences,
             kv_heads,
             head_dim,
-            qkv.element_size(),
+            key_cache.element_size(),
             page_table.shape[1],
             processors(qkv.device),
             shared_bytes(qkv.device),
         )
     if splits is not None:
         launch = launch._replace(splits=splits)
-    if key_cache.dtype == FP8 and head_dim > 128:
-        launch = launch._replace(warps=8)  # with half as many, ptxas 12.8 crashes
     overlap = launch.ahead and overlaps(qkv.device)
     partial = weights = arrivals = out  # unused where there is nothing to merge
     if launch.splits > 1:
@@ -268,6 +279,7 @@ def _decode_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One share of one sequence for one key head: its query heads are the rows of a tile."""
+    READ_DIM: tl.constexpr = HEAD_DIM // 2 if key_cache.dtype.element_ty == tl.float8e4nv else HEAD_DIM
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
@@ -295,13 +307,15 @@ def _decode_kernel(
 
     page = tl.load(pages + first // PAGE_SIZE)
     block = tl.arange(0, BLOCK_KEYS)
-    within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+    within = (block[:, None] * KV_HEADS + kv_head) * READ_DIM + tl.arange(0, READ_DIM)[None, :]
+    keys_at, values_at = in_pairs(key_cache), in_pairs(value_cache)
     is_last = position < first + share
     if AHEAD:
-        query = tl.zeros((ROWS, HEAD_DIM), qkv.dtype.element_ty)
-        mixed, total, highest = nothing_seen(ROWS, HEAD_DIM)
+        queries = tl.zeros((ROWS, HEAD_DIM), qkv.dtype.element_ty)
+        queries = in_parts(as_multiplied(queries, key_cache), key_cache, ROWS, HEAD_DIM)
+        mixed, total, highest = nothing_seen(value_cache, ROWS, HEAD_DIM)
     else:
-        query, mixed, total, highest = begin_share(
+        queries, mixed, total, highest = begin_share(
             *(qkv, query_weight, key_weight, rotary_table, key_cache, value_cache, pages, sequence, position),
             *(is_last, kv_head, eps, scale_log2, qkv_stride),
             *(NORMED, KV_HEADS, GROUP, 1, ROWS, HEAD_DIM, PAGE_SIZE, OVERLAP),
@@ -311,22 +325,22 @@ def _decode_kernel(
     for start in range(first, tl.maximum(last, first + 1), BLOCK_KEYS):
         following = start + BLOCK_KEYS
         next_page = tl.load(pages + following // PAGE_SIZE, following < last, other=0)
-        base = (page * PAGE_SIZE + start % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+        base = (page * PAGE_SIZE + start % PAGE_SIZE) * (KV_HEADS * READ_DIM)
         filled = start + block < last
-        keys = tl.load(key_cache + base + within, filled[:, None], other=0.0)
-        values = tl.load(value_cache + base + within, filled[:, None], other=0.0)
+        keys = tl.load(keys_at + base + within, filled[:, None], other=0.0)
+        values = tl.load(values_at + base + within, filled[:, None], other=0.0)
         if AHEAD and start == first:  # in the loop, whose first blocks are on their way before it is entered
-            query, mixed, total, highest = begin_share(
+            queries, mixed, total, highest = begin_share(
                 *(qkv, query_weight, key_weight, rotary_table, key_cache, value_cache, pages, sequence, position),
                 *(is_last, kv_head, eps, scale_log2, qkv_stride),
                 *(NORMED, KV_HEADS, GROUP, 1, ROWS, HEAD_DIM, PAGE_SIZE, OVERLAP),
             )
         mixed, total, highest = attend_block(
-            query, keys, values, filled[None, :], mixed, total, highest, scale_log2, MASKED=True
+            queries, keys, values, filled[None, :], mixed, total, highest, scale_log2, MASKED=True
         )
         page = next_page
 
-    mixed = mixed / total[:, None]
+    mixed = put_together(mixed, ROWS, HEAD_DIM) / total[:, None]
     shares = tl.cdiv(position + 1, share)
     if not CUT:  # noqa: SIM114, known when compiled: what merges is left out
         tl.store(result, mixed.to(out.dtype.element_ty), in_group)
@@ -353,7 +367,7 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     norms = HeadNorms(qkv[0], qkv[0], 1e-6)
 
     def case(norms: HeadNorms | None, splits: int, sequences: int = 1000, cache: torch.Tensor = cache) -> CompileCase:
-        sizes = model.kv_heads, model.head_dim, dtype.itemsize, 640, 132
+        sizes = model.kv_heads, model.head_dim, cache.element_size(), 640, 132
         launch = decode_launch(sequences, *sizes, shared_bytes(cache.device))
         given = qkv, norms, rotary, column, cache, cache, page_table, column
         return lambda: _decode_triton(*given, 1.0, out, splits, launch)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.attend import attend_block
+from meltcore.kernels.attend import as_multiplied, attend_block, in_pairs, in_parts, put_together
 from meltcore.kernels.capability import capability, processors, shared_bytes
 from meltcore.kernels.decode_share import arrivals_of, begin_share, block_keys_of, hand_in, least_rows, nothing_seen
 from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
@@ -31,6 +31,7 @@ from meltcore.kernels.qkv import HeadNorms
 MOST_SEQUENCES = 128
 MOST_HEAD_DIM = 128
 _STAGES = 3
+_STAGES_IN_FP8 = 5  # of blocks of half the bytes: as many on the way
 _WARPS = 4
 
 
@@ -105,11 +106,11 @@ def decode_in_lanes(
         ROWS=least_rows(heads // kv_heads * lanes.key_heads),
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
-        BLOCK_TOKENS=block_keys_of(head_dim, qkv.element_size()) // lanes.key_heads,
+        BLOCK_TOKENS=block_keys_of(head_dim, key_cache.element_size()) // lanes.key_heads,
         BLOCK_SEQUENCES=MOST_SEQUENCES,
         OVERLAP=overlap,
         num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_stages=_STAGES_IN_FP8 if key_cache.dtype == FP8 else _STAGES,
         **({"launch_pdl": True} if overlap else {}),
     )
 
@@ -148,6 +149,7 @@ def _lanes_kernel(
     """One lane for KEY_HEADS key heads: their query heads are the rows of a tile."""
     PAGE_BLOCKS: tl.constexpr = PAGE_SIZE // BLOCK_TOKENS
     HEADS: tl.constexpr = KEY_HEADS * GROUP
+    READ_DIM: tl.constexpr = HEAD_DIM // 2 if key_cache.dtype.element_ty == tl.float8e4nv else HEAD_DIM
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     lane = tl.program_id(1)
     if OVERLAP:
@@ -174,10 +176,13 @@ def _lanes_kernel(
     dims = tl.arange(0, HEAD_DIM)
     key = tl.arange(0, BLOCK_TOKENS * KEY_HEADS)
     token, key_head = key // KEY_HEADS, key % KEY_HEADS
-    within = (token * KV_HEADS + tile * KEY_HEADS + key_head)[:, None] * HEAD_DIM + dims[None, :]
+    within = (token * KV_HEADS + tile * KEY_HEADS + key_head)[:, None] * READ_DIM
+    within += tl.arange(0, READ_DIM)[None, :]
+    keys_at, values_at = in_pairs(key_cache), in_pairs(value_cache)
     row = tl.arange(0, ROWS)
-    query = tl.zeros((ROWS, HEAD_DIM), qkv.dtype.element_ty)
-    mixed, total, highest = nothing_seen(ROWS, HEAD_DIM)
+    queries = tl.zeros((ROWS, HEAD_DIM), qkv.dtype.element_ty)
+    queries = in_parts(as_multiplied(queries, key_cache), key_cache, ROWS, HEAD_DIM)
+    mixed, total, highest = nothing_seen(value_cache, ROWS, HEAD_DIM)
     share_begin = begin
     for place in range(begin, end):
         block = place - origin
@@ -192,14 +197,14 @@ def _lanes_kernel(
             next_pages = page_table + tl.load(rows + next_sequence) * table_stride
         next_page = tl.load(next_pages + (place + 1 - next_origin) // PAGE_BLOCKS, goes_on, other=0)
 
-        base = (page * PAGE_SIZE + block % PAGE_BLOCKS * BLOCK_TOKENS) * (KV_HEADS * HEAD_DIM)
+        base = (page * PAGE_SIZE + block % PAGE_BLOCKS * BLOCK_TOKENS) * (KV_HEADS * READ_DIM)
         filled = block * BLOCK_TOKENS + token < position
-        keys = tl.load(key_cache + base + within, filled[:, None], other=0.0)
-        values = tl.load(value_cache + base + within, filled[:, None], other=0.0)
+        keys = tl.load(keys_at + base + within, filled[:, None], other=0.0)
+        values = tl.load(values_at + base + within, filled[:, None], other=0.0)
         if (block == 0) | (place == begin):
             share_begin = place
             is_last = (origin + count <= end) & (position >= 0)
-            query, mixed, total, highest = begin_share(
+            queries, mixed, total, highest = begin_share(
                 *(qkv, query_weight, key_weight, rotary_table, key_cache, value_cache, pages, sequence, position),
                 *(is_last, tile, eps, scale_log2, qkv_stride),
                 *(NORMED, KV_HEADS, GROUP, KEY_HEADS, ROWS, HEAD_DIM, PAGE_SIZE, OVERLAP),
@@ -208,10 +213,11 @@ def _lanes_kernel(
         if KEY_HEADS > 1:
             visible &= tl.minimum(row // GROUP, KEY_HEADS - 1)[:, None] == key_head[None, :]
         mixed, total, highest = attend_block(
-            query, keys, values, visible, mixed, total, highest, scale_log2, MASKED=True
+            queries, keys, values, visible, mixed, total, highest, scale_log2, MASKED=True
         )
         if ends_here | (place + 1 == end):
-            share = mixed / tl.where(total > 0, total, 1.0)[:, None]  # padding has seen nothing
+            seen = tl.where(total > 0, total, 1.0)  # padding has seen nothing
+            share = put_together(mixed, ROWS, HEAD_DIM) / seen[:, None]
             if place + 1 - share_begin == count:
                 head = (sequence.to(tl.int64) * tiles + tile) * HEADS + row
                 result = out + head[:, None] * HEAD_DIM + dims[None, :]

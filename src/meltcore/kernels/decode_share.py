@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from meltcore.kernels.attend import as_cached, rotated
+from meltcore.kernels.attend import as_cached, as_multiplied, in_parts, rotated
 from meltcore.kernels.jit import tl, triton
 
 # Pairs of a sequence and a key head that can be split; more of them fill any GPU unsplit.
@@ -25,8 +25,9 @@ def least_rows(group: int) -> int:
 
 
 def block_keys_of(head_dim: int, element_bytes: int) -> int:
-    """Keys of a block. One of keys and one of values take at most 32 KiB: two in flight and three programs a processor
-    keep 192 KiB on the way on Hopper (about 40 KiB would hide 1 us at 4.4 TB/s), and 64 KiB still fits consumer GPUs.
+    """Keys of a block, of numbers in the cache of so many bytes. One of keys and one of values take at most 32 KiB: two
+    in flight and three programs a processor keep 192 KiB on the way on Hopper (about 40 KiB would hide 1 us at
+    4.4 TB/s), and 64 KiB still fits consumer GPUs.
     """
     return min(64, max(16, 2**14 // (head_dim * element_bytes)))
 
@@ -124,11 +125,11 @@ def hand_in(
 
 
 @triton.jit
-def nothing_seen(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """(mixed, total, highest) before the first key. Below every score and finite: a block without a visible key then
-    adds nothing, and no NaN."""
+def nothing_seen(cache_ptr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """(mixed, total, highest) before the first key, mixed in parts. Below every score and finite: a block without a
+    visible key then adds nothing, and no NaN."""
     return (
-        tl.zeros((ROWS, HEAD_DIM), tl.float32),
+        in_parts(tl.zeros((ROWS, HEAD_DIM), tl.float32), cache_ptr, ROWS, HEAD_DIM),
         tl.zeros((ROWS,), tl.float32),
         tl.full((ROWS,), -1e38, tl.float32),
     )
@@ -159,7 +160,8 @@ def begin_share(
     PAGE_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A share's queries, and what they have seen before its cached keys. Returns (query, mixed, total, highest).
+    """A share's queries, and what they have seen before its cached keys. Returns (queries, mixed, total, highest), the
+    first two in parts.
 
     Rows are the query heads of KEY_HEADS key heads, the `tile`-th so many. A sequence's last share begins with the new
     token, straight from the product: its key and value are stored, and attended to first. With OVERLAP the product, the
@@ -186,7 +188,7 @@ def begin_share(
     value = tl.load(own + KV_HEADS * HEAD_DIM + column, is_last, other=0.0)
     sin = tl.where(column < HEAD_DIM // 2, -sin, sin)
     query = rotated(query, query_partner, query_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
-    mixed, total, highest = nothing_seen(ROWS, HEAD_DIM)
+    mixed, total, highest = nothing_seen(value_cache, ROWS, HEAD_DIM)
     if is_last:
         key = rotated(key, key_partner, key_weight, column, partner, cos, sin, eps, NORMED, HEAD_DIM)
         held_key, held_value = as_cached(key, key_cache), as_cached(value, value_cache)
@@ -194,7 +196,7 @@ def begin_share(
         once = ((row % GROUP == 0) & (row < KEY_HEADS * GROUP))[:, None]
         tl.store(key_cache + slot, held_key, once)
         tl.store(value_cache + slot, held_value, once)
-        mixed = held_value.to(tl.float32)
+        mixed = in_parts(held_value.to(tl.float32), value_cache, ROWS, HEAD_DIM)
         total = tl.full((ROWS,), 1.0, tl.float32)
         highest = tl.sum(query.to(tl.float32) * held_key.to(tl.float32), 1) * scale_log2
-    return query, mixed, total, highest
+    return in_parts(as_multiplied(query, key_cache), key_cache, ROWS, HEAD_DIM), mixed, total, highest

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from meltcore.kernels.attend import attend_block, attend_torch, gather_pages, require_layout
+from meltcore.kernels.attend import as_multiplied, attend_block, attend_torch, gather_pages, require_layout
 from meltcore.kernels.capability import capability, processors
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
@@ -229,7 +229,7 @@ def _prefill_kernel(
     dims = tl.arange(0, HEAD_DIM)
     # Tokens past the end repeat the last one: cheaper than a mask on every load.
     within_tile = tl.minimum(member // PACKED, count - 1)
-    query = _queries(
+    queries = _queries(
         qkv + (first_token + within_tile) * qkv_stride + (head + member % PACKED) * HEAD_DIM,
         rotary_table + (start + within_tile).to(tl.int64) * HEAD_DIM,
         query_weight,
@@ -238,7 +238,9 @@ def _prefill_kernel(
         BLOCK_QUERIES * PACKED,
         HEAD_DIM,
     )
-    mixed = tl.zeros((BLOCK_QUERIES * PACKED, HEAD_DIM), tl.float32)
+    # One part, of all dims: Hopper's asynchronous products take blocks from shared memory, which they reach widened.
+    queries = (as_multiplied(queries, key_cache),)
+    mixed = (tl.zeros((BLOCK_QUERIES * PACKED, HEAD_DIM), tl.float32),)
     total = tl.zeros((BLOCK_QUERIES * PACKED,), tl.float32)
     highest = tl.full((BLOCK_QUERIES * PACKED,), float("-inf"), tl.float32)
 
@@ -255,7 +257,9 @@ def _prefill_kernel(
         base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
         keys = tl.load(key_cache + base + within)
         values = tl.load(value_cache + base + within)
-        mixed, total, highest = attend_block(query, keys, values, None, mixed, total, highest, scale_log2, MASKED=False)
+        mixed, total, highest = attend_block(
+            queries, keys, values, None, mixed, total, highest, scale_log2, MASKED=False
+        )
         page = next_page
     for position in range(seen, start + count, BLOCK_KEYS):
         next_page = tl.load(
@@ -267,13 +271,13 @@ def _prefill_kernel(
         values = tl.load(value_cache + base + within, exists, other=0.0)
         visible = position + block[None, :] <= start + member[:, None] // PACKED
         mixed, total, highest = attend_block(
-            query, keys, values, visible, mixed, total, highest, scale_log2, MASKED=True
+            queries, keys, values, visible, mixed, total, highest, scale_log2, MASKED=True
         )
         page = next_page
     column = (head + member % PACKED)[:, None] * HEAD_DIM + dims[None, :]
     places = (first_token + member // PACKED)[:, None] * (HEADS * HEAD_DIM) + column
     inside = (member // PACKED < count)[:, None]
-    tl.store(out + places, (mixed / total[:, None]).to(out.dtype.element_ty), inside)
+    tl.store(out + places, (mixed[0] / total[:, None]).to(out.dtype.element_ty), inside)
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
