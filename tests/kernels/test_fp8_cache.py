@@ -180,6 +180,17 @@ def test_every_form_of_decode_attends_to_every_number_of_e4m3(
         assert (found - wanted).norm() <= (1e-2 if dtype == torch.bfloat16 else 2e-3) * wanted.norm()
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("sequences", [1, 8, 12])
+def test_few_sequences_in_fp8_have_as_many_bytes_on_their_way(sequences: int, head_dim: int) -> None:
+    in_fp8, wide = (
+        decode_file.decode_launch(sequences, 8, head_dim, element_bytes, 640, 132, H200_SHARED)
+        for element_bytes in (1, 2)
+    )
+    assert (in_fp8.splits, in_fp8.warps) == (wide.splits, wide.warps)
+    assert (in_fp8.stages - 1) * in_fp8.block_keys == 2 * (wide.stages - 1) * wide.block_keys
+
+
 def with_random_bytes(cache: torch.Tensor) -> torch.Tensor:
     """Finite numbers of e4m3, all equally likely, in the place of finite ones."""
     finite = torch.arange(256, dtype=torch.uint8)
