@@ -118,6 +118,7 @@ def cases() -> Iterator[Task]:
         yield Task(expert_product.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
     for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
         yield Task(expert_tiles.__name__, 90, MODELS[model], torch.bfloat16)  # Hopper's alone
+    yield Task(decode_attention.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # FP8 caches of wide heads
 
 
 def named(task: Task) -> str:
