@@ -73,8 +73,9 @@ def test_machine_instructions_take_every_pair_apart(device: torch.device) -> Non
     torch.testing.assert_close(torch.stack((evens, odds), 1), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64)]
+)
 @pytest.mark.parametrize("body", BODIES)
 def test_attention_is_to_what_an_fp8_cache_holds(
     body: str, dtype: torch.dtype, head_dim: int, device: torch.device
@@ -152,7 +153,6 @@ DECODES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(
     ("group", "kv_heads", "head_dim", "lengths", "decode"),
     DECODES,
@@ -164,12 +164,11 @@ def test_every_form_of_decode_attends_to_every_number_of_e4m3(
     head_dim: int,
     lengths: list[int],
     decode: Decode,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     """Values are random bytes. What no sequence owns is NaN, the place of the new token too."""
     torch.manual_seed(31)
-    made = make_sequences(lengths, kv_heads, head_dim, dtype, device)
+    made = make_sequences(lengths, kv_heads, head_dim, torch.float16, device)
     given = make_new_tokens(made, group, normed=True)
     caches = made.key_cache.to(FP8), with_random_bytes(made.value_cache)
     out = torch.full_like(given.queries, 6e4)
@@ -177,7 +176,7 @@ def test_every_form_of_decode_attends_to_every_number_of_e4m3(
         decode.launch(*given[:4], *caches, made.page_table, made.rows, head_dim**-0.5, out=out)
     expected = [dense_to_cached(made, given, caches, index) for index in range(len(lengths))]
     for found, wanted in zip(out.double(), torch.cat(expected), strict=True):
-        assert (found - wanted).norm() <= (1e-2 if dtype == torch.bfloat16 else 2e-3) * wanted.norm()
+        assert (found - wanted).norm() <= 2e-3 * wanted.norm()
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])

@@ -92,7 +92,7 @@ def kernels_of(module: ModuleType) -> set[str]:
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
     **dict.fromkeys(
-        (expert_places, expert_product, experts, one_token_experts, router, routing),
+        (expert_product, experts, one_token_experts, router, routing),
         ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"),
     ),
     **dict.fromkeys(
@@ -100,7 +100,8 @@ OF_MODELS = {
     ),
     **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
-KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module is not expert_tiles]
+OF_HOPPER = (expert_places, expert_tiles)  # used there alone
+KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module not in OF_HOPPER]
 
 
 def cases() -> Iterator[Task]:
@@ -117,7 +118,9 @@ def cases() -> Iterator[Task]:
     for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
         yield Task(expert_product.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
     for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
-        yield Task(expert_tiles.__name__, 90, MODELS[model], torch.bfloat16)  # Hopper's alone
+        yield Task(expert_tiles.__name__, 90, MODELS[model], torch.bfloat16)
+    for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"):
+        yield Task(expert_places.__name__, 90, MODELS[model], torch.bfloat16)
     yield Task(decode_attention.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # FP8 caches of wide heads
 
 
