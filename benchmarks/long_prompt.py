@@ -68,7 +68,8 @@ class Load:
         began_s = max(self._last_s.values())
         name = self.add(length, 2)
         gaps = self.run(until=name, most_s=most_s)
-        read = next((each.computed for each in self.engine.scheduler.running if each.id == name), length)
+        running = self.engine.scheduler.running
+        read = length if name in self._last_s else sum(each.computed for each in running if each.id == name)
         took_s = max(self._last_s.values()) - began_s
         self.engine.abort([name])
         return Seen(p99_ms(gaps), gaps[-1] * 1e3, read, took_s)

@@ -117,10 +117,9 @@ def cases() -> Iterator[Task]:
             yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16)
     for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
         yield Task(expert_product.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
-    for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
-        yield Task(expert_tiles.__name__, 90, MODELS[model], torch.bfloat16)
-    for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"):
-        yield Task(expert_places.__name__, 90, MODELS[model], torch.bfloat16)
+    for module in OF_HOPPER:
+        for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"):
+            yield Task(module.__name__, 90, MODELS[model], torch.bfloat16)
     yield Task(decode_attention.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # FP8 caches of wide heads
 
 

@@ -24,6 +24,8 @@ from meltcore.kernels.overlap import overlaps
 _HOPPER = 90  # the compute capability at which this is the faster way
 # Pairs an expert from which on it is: below, tiles are less than half full.
 _LEAST_PAIRS = 64
+# Narrower ones, what a rank has of some, save less than the copy costs: reckoned, and measured from 512 on alone.
+_LEAST_WIDTH = 256
 _COLUMNS, _STAGES, _WARPS = 64, 3, 8  # of a step of the loop; measured on an H200
 
 
@@ -120,7 +122,8 @@ def _down_tiles_kernel(
 
 def suits_tiles(hidden: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether `tiles_of_experts` takes these, and is the faster way. Shapes as in `experts_add`."""
-    fits = down.shape[1] % TILE == 0 and _rows(down.shape[2]) >= _COLUMNS and gate_up.shape[2] % _COLUMNS == 0
+    size, width = down.shape[1:]
+    fits = size % TILE == 0 and width >= _LEAST_WIDTH and _rows(width) >= _COLUMNS
     many = experts.numel() >= _LEAST_PAIRS * len(gate_up)
     return many and fits and hidden.element_size() == 2 and capability(hidden.device) == _HOPPER
 

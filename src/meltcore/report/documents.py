@@ -23,7 +23,7 @@ from meltcore.results.snapshot import Snapshot, read_snapshot
 from meltcore.results.tuning import TUNING_FILE, TUNING_VERSION, Tuning
 
 Content = Snapshot | Certificate | RunResult | Tuning | Profile | Judgement | Card
-SNAPSHOT_FILE = "snapshot.json"  # as the words of `meltcore snapshot` have it; no run folder of its own
+SNAPSHOT_FILE = "snapshot.json"  # of `meltcore snapshot --json`, which makes no run folder
 # In a folder, and the page that is drawn beside each.
 PAGES = {
     CERTIFICATE_FILE: CERTIFICATE_PAGE,
@@ -92,7 +92,9 @@ def find_documents(path: Path) -> list[Document]:
     if not found:
         if (path / REQUESTS_FILE).exists():
             raise ConfigError(f"{path} holds no result: the run ended before it could write one")
-        raise ConfigError(f"{path} holds nothing to report on: none of {', '.join(PAGES)}, nor has a folder in it")
+        raise ConfigError(
+            f"{path} holds nothing to report on: none of {', '.join([*PAGES, SNAPSHOT_FILE])}, nor has a folder in it"
+        )
     return [read_document(file) for file in found]
 
 
