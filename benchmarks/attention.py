@@ -4,6 +4,7 @@ Qwen3-0.6B's shapes (16 query heads, 8 key heads of 128), bf16, random data, pag
 median of CUDA graph replays, with inputs larger than the L2 cache; every result is compared with the torch body first.
 
     python benchmarks/attention.py             # the table and benchmarks/results/attention.json
+    python benchmarks/attention.py --fp8       # decode over FP8 caches beside BF16's: results/attention_fp8.json
     python benchmarks/attention.py --sweep decode     # other launch parameters, printed only
 """
 
@@ -26,12 +27,12 @@ from meltcore.kernels import prefill_attention as prefill_file
 from meltcore.kernels.attention import decode_attention, prefill_attention, query_tiles
 from meltcore.kernels.decode_attention import DecodeLaunch
 from meltcore.kernels.dispatch import force_reference
+from meltcore.kernels.fp8 import FP8
 from meltcore.kernels.prefill_attention import PrefillLaunch
 from meltcore.kernels.qkv import HeadNorms
 from meltcore.kernels.rotary import rotary_table
 
-HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 16, 8, 128, 64
-SCALE = HEAD_DIM**-0.5
+PAGE_SIZE = 64
 TYPE = torch.bfloat16
 MAX_PAGES = 640  # of Qwen3-0.6B's 40,960 positions: the table is as wide as in the engine
 REPLAYS = 15
@@ -40,21 +41,45 @@ DISTANCE = 1e-2  # of two bf16 bodies
 DECODE_REACH = 0.85
 
 
+class Heads(NamedTuple):
+    query: int
+    key: int
+    dim: int
+
+    @property
+    def width(self) -> int:
+        """Of the fused product: queries, keys and values of a token."""
+        return (self.query + 2 * self.key) * self.dim
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+
+HEADS = Heads(16, 8, 128)  # Qwen3-0.6B
+HEADS_OF_30B, HEADS_OF_35B = Heads(32, 4, 128), Heads(16, 2, 256)
+FP8_WORKS = (
+    *((HEADS, sequences, tokens) for sequences, tokens in ((64, 1280), (256, 1280), (1000, 640))),
+    (HEADS_OF_30B, 400, 640),
+    *((HEADS_OF_35B, sequences, 1280) for sequences in (64, 256)),
+)
+
+
 class Cache(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     table: torch.Tensor
 
 
-def make_cache(lengths: list[int]) -> Cache:
+def make_cache(lengths: list[int], heads: Heads = HEADS, kind: torch.dtype = TYPE) -> Cache:
     """Row i of the table holds sequence i, on pages drawn without order."""
     counts = [-(-length // PAGE_SIZE) for length in lengths]
-    shape = (sum(counts) + 1, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    shape = (sum(counts) + 1, PAGE_SIZE, heads.key, heads.dim)
     order = np.random.default_rng(0).permutation(sum(counts)) + 1
     table = np.zeros((len(lengths), MAX_PAGES), dtype=np.int64)
     for row, (end, count) in enumerate(zip(np.cumsum(counts), counts, strict=True)):
         table[row, :count] = order[end - count : end]
-    keys, values = (torch.randn(shape, dtype=TYPE, device="cuda") for _ in range(2))
+    keys, values = (torch.randn(shape, dtype=TYPE, device="cuda").to(kind) for _ in range(2))
     return Cache(keys, values, torch.from_numpy(table).cuda())
 
 
@@ -101,34 +126,34 @@ def check(work: str, compute: Callable[[], torch.Tensor]) -> None:
 class Decode:
     """One batch shape. Launches take turns over copies of the batch, enough of them to miss the L2 cache."""
 
-    def __init__(self, work: str, lengths: list[int]) -> None:
-        self.work = work
+    def __init__(self, work: str, lengths: list[int], heads: Heads = HEADS, kind: torch.dtype = TYPE) -> None:
+        self.work, self.heads = work, heads
         sequences = len(lengths)
-        self.kv_bytes = sum(lengths) * KV_HEADS * HEAD_DIM * 2 * TYPE.itemsize
+        self.kv_bytes = sum(lengths) * heads.key * heads.dim * 2 * kind.itemsize
         copies = min(64, max(4, CACHE_BYTES // self.kv_bytes))
         self.kept = copies if self.kv_bytes < CACHE_BYTES else 1
-        self.cache = make_cache(lengths * self.kept)
-        self.qkv = torch.randn(sequences, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=TYPE, device="cuda")
-        self.norms = HeadNorms(*torch.randn(2, HEAD_DIM, dtype=TYPE, device="cuda"), 1e-6)
-        self.rotary = rotary_table(HEAD_DIM, max(lengths), 1e6, self.qkv.device)
+        self.cache = make_cache(lengths * self.kept, heads, kind)
+        self.qkv = torch.randn(sequences, heads.width, dtype=TYPE, device="cuda")
+        self.norms = HeadNorms(*torch.randn(2, heads.dim, dtype=TYPE, device="cuda"), 1e-6)
+        self.rotary = rotary_table(heads.dim, max(lengths), 1e6, self.qkv.device)
         self.positions = torch.tensor(lengths, device="cuda") - 1
         self.rows = [torch.arange(sequences, device="cuda") + sequences * (i % self.kept) for i in range(copies)]
         # Each key and value once, the new ones in the product and in the cache, and the outputs.
-        self.bytes = self.kv_bytes + self.qkv.nbytes + sequences * HEADS * HEAD_DIM * TYPE.itemsize
+        self.bytes = self.kv_bytes + self.qkv.nbytes + sequences * heads.query * heads.dim * TYPE.itemsize
 
     def call(self, rows: torch.Tensor) -> torch.Tensor:
-        return decode_attention(self.qkv, self.norms, self.rotary, self.positions, *self.cache, rows, SCALE)
+        return decode_attention(self.qkv, self.norms, self.rotary, self.positions, *self.cache, rows, self.heads.scale)
 
     def measure_us(self) -> float:
         check(self.work, lambda: self.call(self.rows[0]))
         return median_us([partial(self.call, rows) for rows in self.rows])
 
     def measure_launch_us(self, launch: DecodeLaunch) -> float:
-        out = torch.empty(len(self.qkv), HEADS, HEAD_DIM, dtype=TYPE, device="cuda")
+        out = torch.empty(len(self.qkv), self.heads.query, self.heads.dim, dtype=TYPE, device="cuda")
 
         def call(rows: torch.Tensor) -> None:
             decode_file._decode_triton(
-                *(self.qkv, self.norms, self.rotary, self.positions, *self.cache, rows, SCALE, out),
+                *(self.qkv, self.norms, self.rotary, self.positions, *self.cache, rows, self.heads.scale, out),
                 launch.splits,
                 launch,
             )
@@ -143,37 +168,38 @@ class Prefill:
         self.work = f"prefill, {sequences} x {length:,} tokens"
         self.sequences, self.length = sequences, length
         self.cache = make_cache([length] * sequences)
-        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-        self.qkv = torch.randn(sequences * length, width, dtype=TYPE, device="cuda")
-        self.norms = HeadNorms(*torch.randn(2, HEAD_DIM, dtype=TYPE, device="cuda"), 1e-6)
-        self.rotary = rotary_table(HEAD_DIM, length, 1e6, self.qkv.device)
+        self.qkv = torch.randn(sequences * length, HEADS.width, dtype=TYPE, device="cuda")
+        self.norms = HeadNorms(*torch.randn(2, HEADS.dim, dtype=TYPE, device="cuda"), 1e-6)
+        self.rotary = rotary_table(HEADS.dim, length, 1e6, self.qkv.device)
         chunks = [(row, row * length, length, 0) for row in range(sequences)]
         self.tiles = torch.from_numpy(query_tiles(chunks)).cuda()
         # Two products of every visible pair of query and key.
-        self.flops = 4 * HEADS * HEAD_DIM * sequences * length * (length + 1) // 2
+        self.flops = 4 * HEADS.query * HEADS.dim * sequences * length * (length + 1) // 2
 
     def call(self) -> torch.Tensor:
-        return prefill_attention(self.qkv, self.norms, self.rotary, *self.cache, self.tiles, SCALE)
+        return prefill_attention(self.qkv, self.norms, self.rotary, *self.cache, self.tiles, HEADS.scale)
 
     def measure_us(self) -> float:
         check(self.work, self.call)
         return median_us([self.call] * 5)
 
     def measure_launch_us(self, launch: PrefillLaunch) -> float:
-        out = torch.empty(len(self.qkv), HEADS, HEAD_DIM, dtype=TYPE, device="cuda")
-        given = self.qkv, self.norms, self.rotary, *self.cache, self.tiles, SCALE, out, launch
+        out = torch.empty(len(self.qkv), HEADS.query, HEADS.dim, dtype=TYPE, device="cuda")
+        given = self.qkv, self.norms, self.rotary, *self.cache, self.tiles, HEADS.scale, out, launch
         return median_us([lambda: prefill_file._prefill_triton(*given)] * 5)
 
     def measure_torch_us(self) -> float:
         """torch's own attention on the same work: queries prepared, keys and values not in pages."""
-        shape = (self.sequences, self.length, -1, HEAD_DIM)
-        queries = self.qkv[:, : HEADS * HEAD_DIM].contiguous().view(shape).transpose(1, 2)
+        shape = (self.sequences, self.length, -1, HEADS.dim)
+        queries = self.qkv[:, : HEADS.query * HEADS.dim].contiguous().view(shape).transpose(1, 2)
         keys, values = (
-            part[1:].view(-1, KV_HEADS, HEAD_DIM)[: len(self.qkv)].view(shape).transpose(1, 2)
+            part[1:].view(-1, HEADS.key, HEADS.dim)[: len(self.qkv)].view(shape).transpose(1, 2)
             for part in (self.cache.keys, self.cache.values)
         )
         attend = torch.nn.functional.scaled_dot_product_attention
-        return median_us([lambda: attend(queries, keys, values, is_causal=True, scale=SCALE, enable_gqa=True)] * 5)
+        return median_us(
+            [lambda: attend(queries, keys, values, is_causal=True, scale=HEADS.scale, enable_gqa=True)] * 5
+        )
 
 
 def decode_works() -> list[Decode]:
@@ -232,6 +258,32 @@ def measure() -> list[Row]:
     return rows
 
 
+def measure_fp8() -> list[Row]:
+    """The same sequences in a cache of e4m3 and in one of bf16; shares are of the read bandwidth."""
+    bandwidth = read_bytes_per_us()
+    rows = [Row(work="read only: sum of 4 GiB of float32", unit="TB/s", value=bandwidth / 1e6)]
+    for heads, sequences, tokens in FP8_WORKS:
+        work = f"decode, heads {heads.query}/{heads.key} of {heads.dim}, {sequences:,} sequences of {tokens:,} tokens"
+        found = {}
+        for kind in (TYPE, FP8):
+            decode = Decode(work, [tokens] * sequences, heads, kind)
+            found[kind] = decode.measure_us(), decode.bytes / bandwidth
+            del decode
+        (plain_us, _), (time_us, floor_us) = found[TYPE], found[FP8]
+        rows.append(
+            Row(
+                work=work,
+                unit="us",
+                value=time_us,
+                peer="bf16 cache",
+                peer_value=plain_us,
+                ratio=plain_us / time_us,
+                limit_share=floor_us / time_us,
+            )
+        )
+    return rows
+
+
 def decode_launches() -> Iterator[DecodeLaunch]:
     cuts = [(1, 32), (2, 32), (4, 32), (4, 16), (2, 8), (4, 8), (4, 4), (8, 4), (8, 2), (8, 1), (16, 1), (64, 1)]
     for (splits, share_pages), stages, ahead in itertools.product(cuts, (2, 3, 4), (False, True)):
@@ -263,6 +315,7 @@ def sweep_prefill() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", choices=("decode", "prefill"), help="try other launch parameters instead")
+    parser.add_argument("--fp8", action="store_true", help="decode over FP8 caches beside BF16's")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs an NVIDIA GPU")
@@ -272,9 +325,9 @@ def main() -> None:
     elif arguments.sweep == "prefill":
         sweep_prefill()
     else:
-        rows = measure()
+        name, rows = ("attention_fp8", measure_fp8()) if arguments.fp8 else ("attention", measure())
         versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-        write_result("attention", rows, versions)
+        write_result(name, rows, versions)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,17 @@ def test_a_trace_that_lost_kernels_is_untrusted(made: HandMade, reason: str) -> 
     assert any(reason in found for found in analyse(made.trace(), 0).untrusted)
 
 
+def test_launches_that_a_graph_captures_have_lost_no_kernel() -> None:
+    made = graphs([3])
+    made.launch(5000, name="cudaStreamBeginCapture_v10000")
+    made.launch(5010)
+    made.launch(5020, name="cuLaunchKernelEx")
+    made.launch(5030, name="cudaStreamEndCapture")
+    assert analyse(made.trace(), 0).untrusted == []
+    made.launch(5040)
+    assert analyse(made.trace(), 0).untrusted == ["1 of 2 kernel launches have no kernel in the trace"]
+
+
 def test_a_graph_that_was_under_way_when_the_recording_began_has_lost_nothing() -> None:
     made = graphs([3, 3])
     made.kernel(20, 9, "k2", 9999, **{"graph id": 4, "graph node id": 2})  # its launch is not in the trace

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from meltcore.forensics.trace import Activity, Trace
+from meltcore.forensics.trace import Activity, HostEvent, Trace
 
 _GRAPH_LAUNCH = "graphlaunch"
 _KERNEL_LAUNCH = "launchkernel"
+_CAPTURE_BEGINS, _CAPTURE_ENDS = "streambegincapture", "streamendcapture"
 LOST_SHARE = 0.01  # of the launches may lack their kernel: those at the ends of a recording do
 ACTIVITY_MARGIN = 0.10
 
@@ -37,7 +38,7 @@ def reasons_to_distrust(trace: Trace, device: int, busy_share: float, activity_s
     # Of a launch before the recording began only the end may be there, and that is no loss.
     whole = [each for each in trace.activities if each.device == device and each.correlation in launched]
     reasons += _uneven_graphs(whole)
-    plain = [each for each in trace.host if each.call and _KERNEL_LAUNCH in each.name.lower()]
+    plain = _run_by_themselves(trace.host)
     lost = sum(recorded[each.correlation] == 0 for each in plain)
     if plain and lost / len(plain) > LOST_SHARE:
         reasons.append(f"{lost:,} of {len(plain):,} kernel launches have no kernel in the trace")
@@ -47,6 +48,21 @@ def reasons_to_distrust(trace: Trace, device: int, busy_share: float, activity_s
             f"the trace {100 * busy_share:.0f} %"
         )
     return reasons
+
+
+def _run_by_themselves(host: list[HostEvent]) -> list[HostEvent]:
+    """Launches of kernels, but for those between the start and the end of a capture: a graph keeps them for later."""
+    capturing: set[str] = set()
+    launches = []
+    for each in host:  # in the order of time
+        name = each.name.lower()
+        if _CAPTURE_BEGINS in name:
+            capturing.add(each.thread)
+        elif _CAPTURE_ENDS in name:
+            capturing.discard(each.thread)
+        elif each.call and _KERNEL_LAUNCH in name and each.thread not in capturing:
+            launches.append(each)
+    return launches
 
 
 def _uneven_graphs(activities: list[Activity]) -> list[str]:
