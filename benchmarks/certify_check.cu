@@ -244,15 +244,18 @@ struct Ring {
   std::vector<ncclComm_t> comms;
   std::vector<cudaStream_t> streams;
   std::vector<void*> buffers;
+  std::vector<void*> shares;  // a GPU's part of what is gathered or scattered
 
-  Ring(int gpus, size_t most) : devices(gpus), comms(gpus), streams(gpus), buffers(gpus) {
+  Ring(int gpus, size_t most) : devices(gpus), comms(gpus), streams(gpus), buffers(gpus), shares(gpus) {
     for (int i = 0; i < gpus; ++i) devices[i] = i;
     CHECK(ncclCommInitAll(comms.data(), gpus, devices.data()));
     for (int i = 0; i < gpus; ++i) {
       buffers[i] = BufferOn(i, most);
+      shares[i] = BufferOn(i, most / gpus);
       // A blocking stream: events on the default stream, where the clock is read, wait for it.
       CHECK(cudaStreamCreate(&streams[i]));
       CHECK(cudaMemset(buffers[i], 0, most));
+      CHECK(cudaMemset(shares[i], 0, most / gpus));
       CHECK(cudaDeviceSynchronize());
     }
   }
@@ -261,6 +264,7 @@ struct Ring {
     for (size_t i = 0; i < devices.size(); ++i) {
       CHECK(cudaSetDevice(devices[i]));
       CHECK(cudaFree(buffers[i]));
+      CHECK(cudaFree(shares[i]));
       CHECK(ncclCommDestroy(comms[i]));
       CHECK(cudaStreamDestroy(streams[i]));
     }
@@ -272,17 +276,39 @@ struct Ring {
       CHECK(ncclAllReduce(buffers[i], buffers[i], size / sizeof(float), ncclFloat, ncclSum, comms[i], streams[i]));
     CHECK(ncclGroupEnd());
   }
+
+  void Gather(size_t size) {
+    const size_t part = size / devices.size() / sizeof(float);
+    CHECK(ncclGroupStart());
+    for (size_t i = 0; i < devices.size(); ++i)
+      CHECK(ncclAllGather(shares[i], buffers[i], part, ncclFloat, comms[i], streams[i]));
+    CHECK(ncclGroupEnd());
+  }
+
+  void Scatter(size_t size) {
+    const size_t part = size / devices.size() / sizeof(float);
+    CHECK(ncclGroupStart());
+    for (size_t i = 0; i < devices.size(); ++i)
+      CHECK(ncclReduceScatter(buffers[i], shares[i], part, ncclFloat, ncclSum, comms[i], streams[i]));
+    CHECK(ncclGroupEnd());
+  }
 };
 
-void PrintReduce(const Ring& ring, size_t size, const char* name, double s) {
+// Bus bandwidth: every byte of `size` crosses a link `passes` times, less the part that a GPU has already.
+void PrintRing(const Ring& ring, const char* operation, int passes, size_t size, const char* name, double s) {
   const int gpus = int(ring.devices.size());
   char key[64];
-  snprintf(key, sizeof(key), "collectives/all_reduce/%d/%s", gpus, name);
-  Print(key, ring.devices, 2.0 * (gpus - 1) / gpus * size / s / 1e9);
+  snprintf(key, sizeof(key), "collectives/%s/%d/%s", operation, gpus, name);
+  Print(key, ring.devices, double(passes) * (gpus - 1) / gpus * size / s / 1e9);
 }
 
 void AllReduce(Ring& ring, size_t size, const char* name) {
-  PrintReduce(ring, size, name, SecondsOf(0, 0.3, kGroupS, [&] { ring.Reduce(size); }));
+  PrintRing(ring, "all_reduce", 2, size, name, SecondsOf(0, 0.3, kGroupS, [&] { ring.Reduce(size); }));
+}
+
+void GatherAndScatter(Ring& ring, size_t size, const char* name) {
+  PrintRing(ring, "all_gather", 1, size, name, SecondsOf(0, 0.3, kGroupS, [&] { ring.Gather(size); }));
+  PrintRing(ring, "reduce_scatter", 1, size, name, SecondsOf(0, 0.3, kGroupS, [&] { ring.Scatter(size); }));
 }
 
 // Many in one graph a GPU: launching eight takes one thread longer than a small all-reduce.
@@ -298,9 +324,10 @@ void AllReduceInGraphs(Ring& ring, size_t size, const char* name) {
   for (int i = 0; i < many; ++i) ring.Reduce(size);
   std::vector<cudaGraph_t> graphs(gpus);
   std::vector<cudaGraphExec_t> ready(gpus);
+  // No graph is made ready before the last capture has ended: what this thread may do meanwhile is little.
+  for (size_t i = 0; i < gpus; ++i) CHECK(cudaStreamEndCapture(ring.streams[i], &graphs[i]));
   for (size_t i = 0; i < gpus; ++i) {
     CHECK(cudaSetDevice(ring.devices[i]));
-    CHECK(cudaStreamEndCapture(ring.streams[i], &graphs[i]));
     CHECK(cudaGraphInstantiate(&ready[i], graphs[i], 0));
   }
   double s = SecondsOf(0, 0.3, kGroupS, [&] {
@@ -309,7 +336,7 @@ void AllReduceInGraphs(Ring& ring, size_t size, const char* name) {
       CHECK(cudaGraphLaunch(ready[i], ring.streams[i]));
     }
   });
-  PrintReduce(ring, size, name, s / many);
+  PrintRing(ring, "all_reduce", 2, size, name, s / many);
   for (size_t i = 0; i < gpus; ++i) {
     CHECK(cudaSetDevice(ring.devices[i]));
     CHECK(cudaDeviceSynchronize());
@@ -340,8 +367,9 @@ int main(int argc, char** argv) {
     Ring ring(count, size_t(1) << 30);
     AllReduce(ring, size_t(1) << 30, "1GiB");
     if (peers) {
+      GatherAndScatter(ring, size_t(1) << 30, "1GiB");
       AllReduce(ring, size_t(256) << 20, "256MiB");
-      AllReduceInGraphs(ring, size_t(64) << 20, "64MiB");
+      AllReduce(ring, size_t(64) << 20, "64MiB");
       AllReduceInGraphs(ring, size_t(1) << 20, "1MiB");
     }
   }

@@ -54,8 +54,10 @@ def test_measured_figures_of_an_h200_meet_every_floor() -> None:
         (expect.host(gpu), (53, 55)),
         (expect.peer(18 * 26.562, 18, 1), (386, 396)),
         (expect.peer(6 * 26.562, 6, 1), (133,)),
-        (expect.collective(18 * 26.562, 2), (328,)),
-        (expect.collective(18 * 26.562, 8), (361, 367)),
+        (expect.collective(18 * 26.562, "all_reduce", 2), (328,)),
+        (expect.collective(18 * 26.562, "all_gather", 2), (266,)),
+        (expect.collective(18 * 26.562, "reduce_scatter", 2), (277,)),
+        (expect.collective(18 * 26.562, "all_reduce", 8), (361, 367)),
     ]
     for expectation, values in measured:
         assert expectation is not None

@@ -1,5 +1,6 @@
 """The probes' own logic, without a GPU: every tensor is on the CPU, and events read the host's clock."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import runtime
 from torch.overrides import TorchFunctionMode
 
 from meltcore.hardware.measures import Job, Question, encode, read_answers
@@ -104,11 +106,77 @@ def test_host_copies_run_on_the_gpus_own_socket(on_the_cpu: None, monkeypatch: p
     assert moves == [{0, 1, 2, 3, 8}, {62, 63}, set(range(64)), set(range(64))], "what the job may use, at any rate"
 
 
-def test_peer_copies_answer_one_way(on_the_cpu: None) -> None:
-    ask = Question(key="p", gpus=(0, 1), settings={"ways": 1, "bytes": 1 << 16, "seconds": 0.05})
-    (answer,) = peers.measure(ask)
+class _Stream:
+    """One of a number of its own; the current one's is `current`."""
+
+    current = 0
+    made = 0
+
+    def __init__(self, device: int = 0) -> None:
+        _Stream.made += 1
+        self.number = _Stream.made
+        self.cuda_stream = _Stream.current
+
+    def synchronize(self) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        _Stream.current = self.number
+
+    def __exit__(self, *_: object) -> None:
+        _Stream.current = 0
+
+
+class _Runtime:
+    """Moves the bytes, and notes from which GPU to which in which stream."""
+
+    cudaError_t = runtime.cudaError_t
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int, int]] = []
+        self.status = runtime.cudaError_t.cudaSuccess
+
+    def cudaMemcpyPeerAsync(
+        self, target: int, to: int, source: int, gpu: int, count: int, stream: int
+    ) -> tuple[runtime.cudaError_t]:
+        ctypes.memmove(target, source, count)
+        self.copies.append((gpu, to, stream))
+        return (self.status,)
+
+
+@pytest.fixture
+def peer_runtime(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> _Runtime:
+    fake = _Runtime()
+    monkeypatch.setattr(peers, "runtime", fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    return fake
+
+
+def ask_peers(ways: int) -> Question:
+    return Question(key="p", gpus=(0, 1), settings={"ways": ways, "bytes": 1 << 22, "seconds": 0.05})
+
+
+def test_peer_copies_go_one_way(peer_runtime: _Runtime) -> None:
+    (answer,) = peers.measure(ask_peers(1))
     assert answer.gpus == (0, 1)
     assert min(answer.samples) > 0
+    assert set(peer_runtime.copies) == {(0, 1, 0)}
+
+
+def test_peer_copies_go_both_ways_in_streams_of_their_own(peer_runtime: _Runtime) -> None:
+    (answer,) = peers.measure(ask_peers(2))
+    assert len(answer.samples) == 6
+    there, back = sorted(set(peer_runtime.copies))
+    assert (there[:2], back[:2]) == ((0, 1), (1, 0))
+    assert len({there[2], back[2], 0}) == 3
+
+
+def test_a_peer_copy_that_fails_is_an_error(peer_runtime: _Runtime) -> None:
+    peer_runtime.status = runtime.cudaError_t.cudaErrorPeerAccessUnsupported
+    with pytest.raises(RuntimeError, match="from GPU 0 to GPU 1 gave cudaErrorPeerAccessUnsupported"):
+        list(peers.measure(ask_peers(1)))
 
 
 def test_sustained_gives_a_sample_a_period(on_the_cpu: None) -> None:

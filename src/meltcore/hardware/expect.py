@@ -40,8 +40,9 @@ _PCIE_LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _PCIE_SHARE = 0.86  # H200 SXM: 53-55 of 63 GB/s
 
 _PEER_SHARE = 0.81  # of links x speed: 386-396 of 478 by NVSwitch, 133 of 159 by a bridge
-# Ring collectives, bus bandwidth: of links x speed, from 1 GiB on.
-_RING_SHARE = {2: 0.66}
+# Ring collectives, bus bandwidth: of links x speed, from 1 GiB on. Two H200 SXM: 328-330 of 478 GB/s, but 266 and 277
+# where they gather or scatter, with half of the numbers copied within a GPU.
+_RING_SHARE = {("all_reduce", 2): 0.66, ("all_gather", 2): 0.55, ("reduce_scatter", 2): 0.57}
 _RING_SHARE_OF_MORE = 0.74
 
 
@@ -83,9 +84,9 @@ def peer(link_gbps: float | None, links: int, ways: int) -> Expectation | None:
     return _topology(ceiling, _PEER_SHARE, f"{links} NVLinks x speed")
 
 
-def collective(link_gbps: float | None, gpus: int) -> Expectation | None:
+def collective(link_gbps: float | None, operation: str, gpus: int) -> Expectation | None:
     """Bus bandwidth in GB/s of a ring; `link_gbps` of the GPU with the least."""
-    return _topology(link_gbps, _RING_SHARE.get(gpus, _RING_SHARE_OF_MORE), "NVLinks x speed, ring")
+    return _topology(link_gbps, _RING_SHARE.get((operation, gpus), _RING_SHARE_OF_MORE), "NVLinks x speed, ring")
 
 
 def _topology(ceiling: float | None, share: float, why: str, floor_share: float = PRIOR_FLOOR) -> Expectation | None:

@@ -133,7 +133,8 @@ def decode_launch(
     three stages or four, whichever leaves less of the shared memory empty (`shared_bytes`, of a processor).
     Many are best left whole (400 sequences of 640 tokens: 97 % of read bandwidth, in two shares each 89 %; H200,
     2026-11-21), but for the very long ones among them, which would hold up the rest: a second program a sequence costs
-    next to nothing where it finds no share.
+    next to nothing where it finds no share. Not so with heads of 256, which it slows from 165 to 206 us at 256
+    sequences of 1,280 tokens (2026-11-22).
     """
     pairs = sequences * kv_heads
     ahead = pairs < processors
@@ -141,16 +142,16 @@ def decode_launch(
         share_pages = 1
         stages, most = _shares_of_few(pairs, processors, shared_bytes)
     else:
-        share_pages, stages, most = 32, 3, 2 if pairs <= 32 * processors else 1
+        share_pages, stages, most = 32, 3, 2 if pairs <= 32 * processors and head_dim <= 128 else 1
     splits = 1 << (min(most, _MOST_SPLITS, -(-max_pages // share_pages)).bit_length() - 1)
-    # Heads of 256: 163 us by 8 warps and 180 by 4 at 256 sequences of 1,280 tokens, but 80 and 59 at 64 (H200,
-    # 2026-11-21).
-    warps = 8 if head_dim > 128 and not ahead else 4
+    # Heads of 256: 165 us by 8 warps and 179 by 4 at 256 sequences of 1,280 tokens, but 80 and 59 at 64; in FP8 100 and
+    # 97 at 256 (H200, 2026-11-22).
+    warps = 8 if head_dim > 128 and not ahead and element_bytes > 1 else 4
     block_keys = block_keys_of(head_dim, element_bytes)
-    if element_bytes == 1 and head_dim <= 128:
-        # Blocks have half the bytes and take as many instructions: twice as many on the way, or four programs (by their
-        # registers) a processor where there are as many.
-        stages = 2 * stages - 1 if ahead else 4
+    if element_bytes == 1 and not ahead:
+        stages = 4  # blocks have half the bytes and take as many instructions; four programs, by their registers, fit
+    elif element_bytes == 1 and head_dim <= 128:
+        stages = 2 * stages - 1  # twice as many blocks of half the bytes on the way
     return DecodeLaunch(splits, share_pages, block_keys, warps=warps, stages=stages, ahead=ahead)
 
 

@@ -31,7 +31,8 @@ from meltcore.kernels.qkv import HeadNorms
 MOST_SEQUENCES = 128
 MOST_HEAD_DIM = 128
 _STAGES = 3
-_STAGES_IN_FP8 = 5  # of blocks of half the bytes: as many on the way
+# Of blocks of half the bytes: 61.4 us at 64 sequences of 1,280 tokens, 64.9 with five (H200, 2026-11-22).
+_STAGES_IN_FP8 = 4
 _WARPS = 4
 
 

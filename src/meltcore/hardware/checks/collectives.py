@@ -58,7 +58,8 @@ class Collectives(MeasuredCheck):
             return None
         speeds = [link_speed(site, first, second) for first, second in pairwise(gpus)]
         known = [speed for speed in speeds if speed is not None]
-        return expect.collective(min(known) if len(known) == len(speeds) else None, len(gpus))
+        slowest = min(known) if len(known) == len(speeds) else None
+        return expect.collective(slowest, str(question.settings["op"]), len(gpus))
 
     def recorded(self, question: Question) -> bool:
         """Small ones, and rings over PCIe: no rule is known; a baseline judges them."""

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from meltcore.hardware.measures import Answer, Question, encode
-from meltcore.hardware.probes.timing import rates
+from meltcore.hardware.probes.timing import MOST_LAUNCHES, rates
 
-# Up to here launching takes about as long as the collective itself, so a graph holds many.
-_GRAPHED_BYTES = 64 * 2**20
+# Below, launching takes about as long as the collective itself, so a graph holds many; but not too many: one of 1,000
+# gave 35 us for 4 KiB where graphs of 50 give 15 to 18 (two H200s, 2026-11-22).
+_GRAPHED_BYTES = 16 * 2**20
+_MOST_IN_A_GRAPH = 50
 _ITEM = 4  # float32, as nccl-tests counts
 
 
@@ -42,13 +44,15 @@ def _answer(question: Question, rank: int, device: int, world: int) -> Answer:
     count = max(world, size // _ITEM // world * world)
     launch, wrong = _collective(op, count, rank, device, world)
     factor = 2 * (world - 1) / world if op == "all_reduce" else (world - 1) / world
+    graphed = size <= _GRAPHED_BYTES
     samples = rates(
         (device,),
         lambda _: launch(),
         factor * count * _ITEM / 1e9,
         float(ask["seconds"]),
-        graph=size <= _GRAPHED_BYTES,
+        graph=graphed,
         agree=lambda seconds: _slowest(seconds, device),
+        most=_MOST_IN_A_GRAPH if graphed else MOST_LAUNCHES,
     )[0]
     return Answer(key=question.key, gpus=question.gpus, samples=samples, marks={"wrong": wrong})
 

@@ -7,7 +7,7 @@ import torch
 
 GROUP_S = 0.05
 WARM_S = 0.3  # clocks rise and settle; the first collectives and copies set things up
-_MOST_LAUNCHES = 1000  # in a group
+MOST_LAUNCHES = 1000
 
 Launch = Callable[[int], None]
 
@@ -21,17 +21,19 @@ def rates(
     graph: bool = False,
     warm_s: float | None = None,
     agree: Callable[[float], float] | None = None,
+    most: int = MOST_LAUNCHES,
 ) -> list[list[float]]:
     """Work a second of each device: a sample for every `group_s`, over `seconds`.
 
     `launch(device)` enqueues `work` once on the device's current stream. `graph`: a group is captured once and
     replayed, so that launching cannot be what is measured; `launch` must then allocate nothing. `agree`: turns the time
-    of one launch into what all ranks of a collective take it for, since all must launch equally often.
+    of one launch into what all ranks of a collective take it for, since all must launch equally often. `most`: launches
+    in a group.
     """
     launch_s = max(_seconds_of_one(device, launch) for device in devices)
     if agree is not None:
         launch_s = agree(launch_s)
-    count = max(1, min(_MOST_LAUNCHES, round(group_s / launch_s)))
+    count = max(1, min(most, round(group_s / launch_s)))
     groups = {device: _captured(device, launch, count) if graph else _loop(device, launch, count) for device in devices}
     _timed(devices, groups, max(1, round((WARM_S if warm_s is None else warm_s) / (count * launch_s))))
     times = _timed(devices, groups, max(4, round(seconds / (count * launch_s))))
