@@ -10,6 +10,7 @@ from test_expert_kernels import Problem, assert_near
 from meltcore.kernels import expert_tiles as tiles_file
 from meltcore.kernels import experts as experts_file
 from meltcore.kernels.expert_places import TILE, most_tiles, place_pairs
+from meltcore.kernels.expert_sum import add_choices_triton
 from meltcore.kernels.expert_tiles import suits_tiles, tiles_of_experts
 from meltcore.kernels.routing import Routing
 
@@ -66,7 +67,7 @@ def test_products_of_tiles_are_those_of_the_experts(
     result = problem.residual.to(device, copy=True)
     given = [tensor.to(device) for tensor in (problem.hidden, problem.gate_up, problem.down)]
     outputs = tiles_of_experts(given[0], experts_of, *given[1:])
-    experts_file._add_choices(result, outputs, weights, added=True)
+    add_choices_triton(result, outputs, weights)
     assert_near(result.cpu(), problem.exact(), dtype)
 
 

@@ -23,8 +23,8 @@ from meltcore.kernels import (
     delta_scan,
     expert_places,
     expert_product,
+    expert_sum,
     expert_tiles,
-    experts,
     norm,
     one_token,
     one_token_experts,
@@ -92,7 +92,7 @@ def kernels_of(module: ModuleType) -> set[str]:
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
     **dict.fromkeys(
-        (expert_product, experts, one_token_experts, router, routing),
+        (expert_product, expert_sum, one_token_experts, router, routing),
         ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"),
     ),
     **dict.fromkeys(

@@ -121,7 +121,7 @@ def _down_tiles_kernel(
 
 
 def suits_tiles(hidden: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Whether `tiles_of_experts` takes these, and is the faster way. Shapes as in `experts_add`."""
+    """Whether `tiles_of_experts` takes these, and is the faster way. Shapes as in `expert_outputs`."""
     size, width = down.shape[1:]
     fits = size % TILE == 0 and width >= _LEAST_WIDTH and _rows(width) >= _COLUMNS
     many = experts.numel() >= _LEAST_PAIRS * len(gate_up)
@@ -136,7 +136,7 @@ def _rows(width: int) -> int:
 def tiles_of_experts(
     hidden: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """[tokens * choices, hidden_size]: down (silu(gate x) * up x) of each pair. Arguments as in `experts_add`."""
+    """[tokens * choices, hidden_size]: down (silu(gate x) * up x) of each pair. Arguments as in `expert_outputs`."""
     count, size, width = down.shape
     places = place_pairs(experts, count)
     rows = most_tiles(experts.numel(), count) * TILE

@@ -46,7 +46,7 @@ def before_weight(normalised, weight_ptr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _normalise(wide, weight_ptr, columns, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
+def normalise(wide, weight_ptr, columns, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
     """[ROWS, BLOCK] float32 -> the same, normalised, rounded where the torch body rounds and scaled by the weight."""
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
@@ -89,7 +89,7 @@ def _rms_norm_kernel(
     row, columns, mask = _tile(rows, SIZE, BLOCK, ROWS)
     start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
     wide = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-    normalised = _normalise(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
+    normalised = normalise(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
     tl.store(output_ptr + row.to(tl.int64) * SIZE + columns, normalised, mask=mask)
 
 

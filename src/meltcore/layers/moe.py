@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meltcore.kernels.experts import experts_add
+from meltcore.kernels.experts import expert_outputs, experts_add
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.router import to_experts
 from meltcore.kernels.routing import Routing
@@ -54,11 +54,12 @@ class RoutedMLP(nn.Module):
 
     def forward(self, residual: Residual) -> None:
         hidden, routing = self._to_experts(*residual.read(self.norm))
-        if self._group is None:
+        if self._group is not None:
+            residual.add_sum(self._group, experts_add(None, hidden, routing, self.gate_up, self.down))
+        elif len(hidden) == 1:  # one token's experts are added up where they are multiplied
             experts_add(residual.values, hidden, routing, self.gate_up, self.down)
         else:
-            share = experts_add(None, hidden, routing, self.gate_up, self.down)
-            residual.add_sum(self._group, share)
+            residual.add_choices(expert_outputs(hidden, routing, self.gate_up, self.down), routing.weights)
 
     def _to_experts(self, tokens: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing]:
         """The tokens normalised, by `norm` where they are not yet, and where they go."""
