@@ -94,9 +94,16 @@ def take_new_pages(plan: list[Chunk]) -> NewPages:
     return NewPages(rows, columns, pages)
 
 
+def longest_first(plan: list[Chunk]) -> list[Chunk]:
+    """Decoding sequences in the order in which attention to them is best begun: one that is begun last runs on alone,
+    and then should be short (longest processing time first: Graham 1969, "Bounds on Multiprocessing Timing Anomalies").
+    """
+    return sorted(plan, key=lambda chunk: chunk.start, reverse=True)
+
+
 def build_batch(plan: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk], Batch]:
     """Sort, group and flatten a plan of at least one chunk. Returns the chunks in the order of the batch too."""
-    chunks = sorted(plan, key=_padding_class)
+    chunks = sorted(longest_first(plan), key=_order)
     sizes = np.array([chunk.size for chunk in chunks])
     ends = np.cumsum(sizes)
     starts = np.array([chunk.start for chunk in chunks])
@@ -153,6 +160,12 @@ def _state_step(plan: list[Chunk], chunks: list[Chunk], sizes: np.ndarray, decod
         restores=[(chunk.restore, chunk.request.state_slot) for chunk in plan if chunk.restore],
         snapshots=[(chunk.request.state_slot, chunk.snapshot) for chunk in plan if chunk.snapshot],
     )
+
+
+def _order(chunk: Chunk) -> tuple[int, int]:
+    """Single tokens first, and what pads well together beside each other; among those of a size the longest first."""
+    queries, pages = _padding_class(chunk)
+    return queries, -pages
 
 
 def _padding_class(chunk: Chunk) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from meltcore.engine.batch import Batch, NewPages, Step, build_batch, take_new_pages
+from meltcore.engine.batch import Batch, NewPages, Step, build_batch, longest_first, take_new_pages
 from meltcore.engine.graphs import Decoded, GraphPool, padded_sizes
 from meltcore.engine.page_pool import PAGE_SIZE
 from meltcore.engine.prompt_graphs import PaddedInputs, PromptGraphs, Size, prompt_sizes
@@ -173,8 +173,9 @@ class ModelRunner:
         """A plan in numbers, and its chunks in the order of their results."""
         new_pages = take_new_pages(plan)
         if self._graphs is not None and all(chunk.request.on_device for chunk in plan):
-            rows, positions = [chunk.request.row for chunk in plan], [chunk.start for chunk in plan]
-            return plan, Step(new_pages, rows, positions, None)
+            chunks = longest_first(plan)
+            rows, positions = [chunk.request.row for chunk in chunks], [chunk.start for chunk in chunks]
+            return chunks, Step(new_pages, rows, positions, None)
         chunks, batch = build_batch(plan, recurrent=self._states is not None)
         for chunk in chunks:
             if chunk.samples:
