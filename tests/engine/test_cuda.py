@@ -49,6 +49,22 @@ def test_parity_on_cuda(
         assert seen.engine.stats().preemptions_total > 0
 
 
+def test_a_gpu_that_is_not_the_first_gives_the_same_tokens(checkpoint: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+    def answers(device: str) -> dict[str, list[int]]:
+        seen = tools.open_engine(checkpoint, device=device, overlap=True, max_model_len=300, max_num_batched_tokens=160)
+        for index in range(3):
+            seen.add(f"r{index}", tools.random_prompt(100, 50 + index), max_tokens=40)
+        return seen.run()
+
+    try:
+        assert answers("cuda:1") == answers("cuda:0")
+    finally:
+        torch.cuda.set_device(0)
+
+
 @pytest.fixture(scope="module")
 def recurrent_reference() -> PreTrainedModel:
     return tools.make_reference(family="qwen3_5_moe_text")

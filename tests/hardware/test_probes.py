@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,32 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "Generator", lambda device: torch._C.Generator())
     with _OnTheCpu():
         yield
+
+
+def test_each_gpu_captures_in_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.graph's own stream stays on the GPU that captured first: on the others it would record nothing."""
+    current = [0]
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        before, current[0] = current[0], number
+        yield
+        current[0] = before
+
+    @contextmanager
+    def graph(made: object, *, stream: int, **_: object) -> Iterator[None]:
+        with device(stream):
+            yield
+
+    launched: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for gpu in (0, 1):
+        timing._captured(gpu, lambda number: launched.append((number, current[0])), 2)
+    assert launched == [(0, 0), (0, 0), (1, 1), (1, 1)]
 
 
 def question(key: str, gpus: tuple[int, ...] = (0,), **settings: Any) -> Question:

@@ -52,11 +52,12 @@ def test_products_of_every_type() -> None:
 
     types = ["bf16", "fp16", "tf32"] + (["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else [])
     sizes: dict[str, Setting] = {"m": 4096, "n": 14336, "k": 4096}
+    everyone = tuple(range(gpus()))
     questions = [
-        Question(key=f"product/{kind}", gpus=(0,), each=True, settings={**BRIEF, **sizes, "dtype": kind})
+        Question(key=f"product/{kind}", gpus=everyone, each=True, settings={**BRIEF, **sizes, "dtype": kind})
         for kind in types
     ]
-    assert len(asked("product", *questions)) == len(types)
+    assert len(asked("product", *questions)) == len(types) * len(everyone)
 
 
 @pytest.mark.gpu

@@ -60,6 +60,8 @@ class Engine:
         self.config = config
         self.checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")
         device = choose_device(config.device, ranks=config.tp)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # Triton launches, and graphs record, on this thread's current GPU
         if config.tp > 1:
             check_shares(self.checkpoint, config.tp)
         self._ranks = Ranks(config) if config.tp > 1 else None

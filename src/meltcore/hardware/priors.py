@@ -34,7 +34,7 @@ _HOPPER_SXM_LINKS = {
 # By NVML's exact product name.
 PRIORS: dict[str, dict[str, Prior]] = {
     "NVIDIA H200": {
-        "product/bf16/8192x8192x8192": Prior(780.0, f"{_OURS}: 791-799; 662 to 769 on eight others"),
+        "product/bf16/8192x8192x8192": Prior(780.0, f"{_OURS}: 791-799; 662 to 769 on others"),
         "product/bf16/4096x4096x4096": Prior(730.0, f"{_OURS}: 726-741"),
         "product/bf16/16384x16384x8192": Prior(690.0, f"{_OURS}: 688-695"),
         "product/bf16/4096x14336x4096": Prior(670.0, f"{_OURS}: 667-678"),

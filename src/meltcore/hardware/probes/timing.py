@@ -65,8 +65,9 @@ def _captured(device: int, launch: Launch, count: int) -> Callable[[], None]:
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        # In a stream of this GPU: torch's own is of the one that captured first, and would record nothing of another.
         # The threads of NCCL's process group go on asking about events while this one captures.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             for _ in range(count):
                 launch(device)
         return graph.replay
