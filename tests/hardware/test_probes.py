@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,40 @@ def test_each_gpu_captures_in_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatc
     for gpu in (0, 1):
         timing._captured(gpu, lambda number: launched.append((number, current[0])), 2)
     assert launched == [(0, 0), (0, 0), (1, 1), (1, 1)]
+
+
+def test_a_slow_gpu_does_not_lend_its_pace_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams on a clock of their own: the host waits for both before it launches more, and the fast one idles."""
+    host_s, done_s, current = [0.0], {0: 0.0, 1: 0.0}, [0]
+    takes_s = {0: 1.0, 1: 3.0}
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        current[0] = number
+        yield
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at_s = 0.0
+
+        def record(self) -> None:
+            self.at_s = max(host_s[0], done_s[current[0]])
+
+        def synchronize(self) -> None:
+            host_s[0] = max(host_s[0], self.at_s)
+
+        def elapsed_time(self, later: "Event") -> float:
+            return 1e3 * (later.at_s - self.at_s)
+
+    def group(number: int) -> None:
+        done_s[number] = max(host_s[0], done_s[number]) + takes_s[number]
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda number: None)
+    groups = {number: partial(group, number) for number in (0, 1)}
+    assert timing._timed((0, 1), groups, 5) == {0: [1.0] * 5, 1: [3.0] * 5}
+    assert done_s[1] == 15.0, "and the slow one never waits"
 
 
 def question(key: str, gpus: tuple[int, ...] = (0,), **settings: Any) -> Question:

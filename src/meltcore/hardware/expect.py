@@ -16,8 +16,8 @@ from meltcore.results.snapshot import GpuState
 
 # A healthy reading of a product differs by a few percent between machines; cloud acceptance floors stand at 85 to 90 %.
 PRIOR_FLOOR = 0.90
-# Products run at the power limit, where cards of one kind differ more: most H200s gave 662 to 688 TFLOP/s at 8192^3, others
-# 769 and 791-799, and a program of another make the same on those that it ran on (2026-11).
+# Products run at the power limit, where cards of one kind differ more: most H200s gave 662 to 688 TFLOP/s at 8192^3,
+# others 769 and 791-799, and a program of another make the same on those that it ran on (2026-11).
 PRODUCT_FLOOR = 0.80
 # Of one's own node, between runs.
 BASELINE_FLOOR = 0.95

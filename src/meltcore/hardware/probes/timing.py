@@ -1,7 +1,6 @@
 """Rates by CUDA events: groups of launches, each group one sample, on several devices at once."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 
@@ -74,22 +73,21 @@ def _captured(device: int, launch: Launch, count: int) -> Callable[[], None]:
 
 
 def _timed(devices: Sequence[int], groups: dict[int, Callable[[], None]], count: int) -> dict[int, list[float]]:
-    """Seconds of each of `count` groups on each device. No more than two groups are under way, so a stop is quick."""
-    marks: dict[int, list[torch.cuda.Event]] = {device: [] for device in devices}
-    for place in range(count + 1):
+    """Seconds of each of `count` groups on each device, from its start to its end there: what a device waits for the
+    others, which are launched side by side, does not count. No more than two groups are under way, so a stop is quick.
+    """
+    marks: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {device: [] for device in devices}
+    for place in range(count):
         for device in devices:
             with torch.cuda.device(device):
-                mark = torch.cuda.Event(enable_timing=True)
-                mark.record()
-                marks[device].append(mark)
-                if place < count:
-                    groups[device]()
-        if place >= 2:
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                groups[device]()
+                end.record()
+                marks[device].append((begin, end))
+        if place >= 1:
             for device in devices:
-                marks[device][place - 1].synchronize()
+                marks[device][place - 1][1].synchronize()
     for device in devices:
         torch.cuda.synchronize(device)
-    return {
-        device: [first.elapsed_time(second) / 1e3 for first, second in pairwise(found)]
-        for device, found in marks.items()
-    }
+    return {device: [begin.elapsed_time(end) / 1e3 for begin, end in found] for device, found in marks.items()}
