@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -12,9 +13,14 @@ MOST_PROCESSES = 4  # each may hold torch, transformers and an engine
 
 
 def pytest_configure() -> None:
-    """One thread a process where all cores have theirs; before torch is imported, which asks once."""
+    """One thread a process where all cores have theirs; before torch is imported, which asks once.
+
+    And Ctrl-C as ever: a shell that starts the tests in the background has it ignored, and some interrupt themselves.
+    """
     if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
