@@ -41,7 +41,7 @@ _PCIE_SHARE = 0.86  # H200 SXM: 53-55 of 63 GB/s
 
 _PEER_SHARE = 0.81  # of links x speed: 386-396 of 478 by NVSwitch, 133 of 159 by a bridge
 # Ring collectives, bus bandwidth: of links x speed, from 1 GiB on. Two H200 SXM: 328-330 of 478 GB/s, but 266 and 277
-# where they gather or scatter, with half of the numbers copied within a GPU.
+# where they gather or scatter.
 _RING_SHARE = {("all_reduce", 2): 0.66, ("all_gather", 2): 0.55, ("reduce_scatter", 2): 0.57}
 _RING_SHARE_OF_MORE = 0.74
 

@@ -93,7 +93,6 @@ def _against_floor(judged: Judged, asked: Asked, unusable: Sequence[float | None
         words = "NaN or infinity" if unusable[0] is None else f"{unusable[0]:g}"
         judged.lower("UNKNOWN", faults.NO_READING, f"read {words}, which is no speed")
         return
-    row.measured = median(row.samples)
     most = max((one.value for one in asked.expectations), default=max(row.samples))
     untimed = sum(sample > _IMPOSSIBLE_SHARE * most for sample in row.samples)
     if untimed:
@@ -102,6 +101,7 @@ def _against_floor(judged: Judged, asked: Asked, unusable: Sequence[float | None
         beyond = f"more than {_IMPOSSIBLE_SHARE:g} times the expected {figure(most)}"
         judged.lower("UNKNOWN", faults.NO_READING, f"{samples} are {beyond}, so something else was timed")
         return
+    row.measured = median(row.samples)
     if floor is not None:
         row.share = row.measured / floor.value
         row.verdict = "PASS"

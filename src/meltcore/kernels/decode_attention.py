@@ -149,7 +149,7 @@ def decode_launch(
     warps = 8 if head_dim > 128 and not ahead and element_bytes > 1 else 4
     block_keys = block_keys_of(head_dim, element_bytes)
     if element_bytes == 1 and not ahead:
-        stages = 4  # blocks have half the bytes and take as many instructions; four programs, by their registers, fit
+        stages = 4  # blocks have half the bytes and take as many instructions; of 128 dims four programs still fit
     elif element_bytes == 1 and head_dim <= 128:
         stages = 2 * stages - 1  # twice as many blocks of half the bytes on the way
     return DecodeLaunch(splits, share_pages, block_keys, warps=warps, stages=stages, ahead=ahead)
@@ -164,6 +164,26 @@ def _shares_of_few(pairs: int, processors: int, shared_bytes: int) -> tuple[int,
         choices.append((pairs * splits / places if places else 0.0, stages, splits))
     _, stages, splits = max(choices)
     return stages, splits
+
+
+def _launch_for(sequences: int, key_cache: torch.Tensor, page_table: torch.Tensor) -> DecodeLaunch:
+    _, _, kv_heads, head_dim = key_cache.shape
+    element_bytes, max_pages, device = key_cache.element_size(), page_table.shape[1], key_cache.device
+    return decode_launch(
+        sequences, kv_heads, head_dim, element_bytes, max_pages, processors(device), shared_bytes(device)
+    )
+
+
+def _places_of_shares(out: torch.Tensor, kv_heads: int, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(partial, weights, arrivals), as in decode_share.py; `out` in their places where there is nothing to merge."""
+    sequences, heads, head_dim = out.shape
+    if splits == 1:
+        return out, out, out
+    if sequences * kv_heads > MOST_SPLIT_PAIRS:
+        raise ValueError(f"{sequences} sequences of {kv_heads} key heads cannot be split")
+    partial = torch.empty(sequences, heads, splits, head_dim, dtype=torch.float32, device=out.device)
+    weights = torch.empty(sequences, heads, splits, dtype=torch.float32, device=out.device)
+    return partial, weights, arrivals_of(out.device)
 
 
 def _decode_triton(
@@ -191,26 +211,11 @@ def _decode_triton(
             qkv, norms, rotary_table, positions, key_cache, value_cache, page_table, rows, scale, out, lanes
         )
         return
-    if launch is None:
-        launch = decode_launch(
-            sequences,
-            kv_heads,
-            head_dim,
-            key_cache.element_size(),
-            page_table.shape[1],
-            processors(qkv.device),
-            shared_bytes(qkv.device),
-        )
+    launch = launch or _launch_for(sequences, key_cache, page_table)
     if splits is not None:
         launch = launch._replace(splits=splits)
     overlap = launch.ahead and overlaps(qkv.device)
-    partial = weights = arrivals = out  # unused where there is nothing to merge
-    if launch.splits > 1:
-        if sequences * kv_heads > MOST_SPLIT_PAIRS:
-            raise ValueError(f"{sequences} sequences of {kv_heads} key heads cannot be split")
-        partial = torch.empty(sequences, heads, launch.splits, head_dim, dtype=torch.float32, device=out.device)
-        weights = torch.empty(sequences, heads, launch.splits, dtype=torch.float32, device=out.device)
-        arrivals = arrivals_of(out.device)
+    partial, weights, arrivals = _places_of_shares(out, kv_heads, launch.splits)
     # Key heads vary fastest: programs that run together read neighbouring parts of the same pages. Splits vary
     # slowest: the programs without work are the last.
     _decode_kernel[(kv_heads, sequences, launch.splits)](

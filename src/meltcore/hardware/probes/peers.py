@@ -31,7 +31,7 @@ class Way:
     """Copies from one GPU to another, in the source's current stream.
 
     By the runtime itself: a copy of torch's makes streams of both GPUs wait for each other, and both ways came 11 %
-    short of what the same copies give without (two H200s, 2026-11-22).
+    short of what a program gave that calls the runtime (two H200s, 2026-11-22).
     """
 
     def __init__(self, first: int, second: int, size: int) -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from meltcore.hardware.measures import Answer, Question, encode
 from meltcore.hardware.probes.timing import MOST_LAUNCHES, rates
 
-# Below, launching takes about as long as the collective itself, so a graph holds many; but not too many: one of 1,000
-# gave 35 us for 4 KiB where graphs of 50 give 15 to 18 (two H200s, 2026-11-22).
+# Up to here launching takes about as long as the collective itself, so a graph holds many; but not too many: graphs of
+# up to 1,000 gave 35 us for 4 KiB where one of 60 gives 15 (two H200s, 2026-11-22).
 _GRAPHED_BYTES = 16 * 2**20
 _MOST_IN_A_GRAPH = 50
 _ITEM = 4  # float32, as nccl-tests counts
