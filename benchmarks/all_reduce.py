@@ -24,12 +24,12 @@ import torch.distributed as dist
 from bench_output import Row, write_result
 
 from meltcore.kernels.all_reduce import (
-    Peers,
     normalised_sum_of_shares,
-    one_shot_sum,
-    one_shot_sum_normalised,
+    peer_sum,
+    peer_sum_normalised,
     suits_rows,
 )
+from meltcore.kernels.inbox import Peers
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.layers.group import Group
 
@@ -57,14 +57,14 @@ class Message:
         return self.group.peers
 
     def all_in_one(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return one_shot_sum_normalised(self.share, self.peers, self.norm, self.residual)
+        return peer_sum_normalised(self.share, self.peers, self.norm, self.residual)
 
     def all_by_nccl(self) -> None:
         dist.all_reduce(self.share)
         rms_norm(self.residual.add_(self.share), *self.norm)
 
     def sum_alone(self) -> None:
-        one_shot_sum(self.share, self.peers)
+        peer_sum(self.share, self.peers)
 
     def sum_by_nccl(self) -> None:
         dist.all_reduce(self.share)

@@ -123,7 +123,7 @@ def test_an_average_step_is_shown_where_steps_are_known_and_the_window_where_not
         ("void vllm::moe::topkGatingSoftmax<8>", "experts"),
         ("_expert_product_kernel", "experts"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "collectives"),
-        ("_one_shot_kernel", "collectives"),
+        ("_peer_sum_kernel", "collectives"),
         ("void vllm::rms_norm_kernel<c10::BFloat16>", "norms and activations"),
         ("_swiglu_kernel", "norms and activations"),
         ("_store_kv_kernel", "cache and embedding"),

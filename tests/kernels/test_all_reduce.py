@@ -1,4 +1,4 @@
-"""Sums over ranks through inboxes: all ranks in one process, which sends for each and then receives for each."""
+"""Sums over ranks through inboxes: all ranks in one process, which does each part of a launch for all in turn."""
 
 from __future__ import annotations
 
@@ -6,34 +6,51 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from meltcore.kernels import all_reduce
+from meltcore.kernels import all_reduce, inbox
 from meltcore.kernels.all_reduce import (
-    Peers,
-    make_peers,
-    nobody,
     normalised_sum_of_shares,
-    one_shot_largest,
-    one_shot_sum,
-    one_shot_sum_normalised,
-    suits_one_shot,
+    peer_largest,
+    peer_sum,
+    peer_sum_normalised,
+    suits_peers,
     suits_rows,
     sum_of_shares,
 )
+from meltcore.kernels.inbox import IN_TURNS, Peers, make_peers, nobody
 from meltcore.kernels.norm import Norm
 
+SENDS = IN_TURNS[0]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def make_ranks(ranks: int, device: torch.device) -> tuple[list[torch.Tensor], list[Peers]]:
     """Inboxes, which must live as long as their addresses, and each rank's view of them."""
-    inboxes = [torch.zeros(all_reduce.inbox_bytes(ranks) // 8, dtype=torch.int64, device=device) for _ in range(ranks)]
-    addresses = [inbox.data_ptr() for inbox in inboxes]
+    inboxes = [torch.zeros(inbox.inbox_bytes(ranks) // 8, dtype=torch.int64, device=device) for _ in range(ranks)]
+    addresses = [each.data_ptr() for each in inboxes]
     return inboxes, [make_peers(addresses, rank, device) for rank in range(ranks)]
+
+
+def in_turns(launch: Callable[..., Any], peers: list[Peers], *tensors: list[Any]) -> list[Any]:
+    """What each rank gets of a launch with its own of each of the tensors."""
+    ranks = list(zip(peers, *tensors, strict=True))
+    for parts in IN_TURNS[:-1]:
+        for each, first, *rest in ranks:
+            launch(first, each, *rest, parts=parts)
+    return [launch(first, each, *rest, parts=IN_TURNS[-1]) for each, first, *rest in ranks]
+
+
+@pytest.fixture(params=[1, 2], ids=["one shot", "two shots"])
+def shots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Two where a row can be cut into slices."""
+    monkeypatch.setattr(all_reduce, "_WORTH_A_SECOND_WAY", 2**40 if request.param == 1 else 0)
+    return int(request.param)
 
 
 def assert_sum(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -46,6 +63,7 @@ def assert_sum(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.usefixtures("shots")
 def test_every_rank_gets_the_same_sum_step_after_step(ranks: int, dtype: torch.dtype, device: torch.device) -> None:
     """Messages of unlike sizes, so that grains have taken part in unlike numbers of steps."""
     torch.manual_seed(ranks)
@@ -56,14 +74,14 @@ def test_every_rank_gets_the_same_sum_step_after_step(ranks: int, dtype: torch.d
         for added in (residual, None):
             sent = [share.clone().to(device) for share in shares]
             outputs = [None if added is None else added.clone().to(device) for _ in range(ranks)]
-            for rank in range(ranks):
-                one_shot_sum(sent[rank], peers[rank], outputs[rank], receives=False)
-            results = [one_shot_sum(sent[rank], peers[rank], outputs[rank], sends=False).cpu() for rank in range(ranks)]
+
+            results = [result.cpu() for result in in_turns(peer_sum, peers, sent, outputs)]
             assert all(torch.equal(result, results[0]) for result in results)
             assert_sum(results[0], sum_of_shares(shares, added))
     assert len(inboxes) == ranks
 
 
+@pytest.mark.usefixtures("shots")
 def test_a_large_message_goes_through_fewer_programs(device: torch.device) -> None:
     """Of two grains each, of which the last is not full; then a small one through the same grains."""
     torch.manual_seed(1)
@@ -71,10 +89,8 @@ def test_a_large_message_goes_through_fewer_programs(device: torch.device) -> No
     for count in (300 * 512 + 88, 1504):
         shares = [torch.randn(count) for _ in range(2)]
         sent = [share.clone().to(device) for share in shares]
-        for rank in range(2):
-            one_shot_sum(sent[rank], peers[rank], receives=False)
-        for rank in range(2):
-            assert_sum(one_shot_sum(sent[rank], peers[rank], sends=False).cpu(), sum_of_shares(shares))
+        for result in in_turns(peer_sum, peers, sent):
+            assert_sum(result.cpu(), sum_of_shares(shares))
     assert len(inboxes) == 2
 
 
@@ -88,13 +104,14 @@ def test_a_large_message_goes_through_fewer_programs(device: torch.device) -> No
     ],
     ids=["2-bfloat16", "2-bfloat16 by float32", "2-float16", "4-float32"],
 )
+@pytest.mark.usefixtures("shots")
 def test_a_sum_is_normalised_row_by_row(
     ranks: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
 ) -> None:
     """Rows of one grain and of several, some of them not full, between sums that are cut otherwise."""
     torch.manual_seed(ranks)
     inboxes, peers = make_ranks(ranks, device)
-    for rows, size in ((2, 64), (1, 2568), (2, 1024), (1, 64)):
+    for rows, size in ((2, 64), (1, 2568), (2, 1024), (2, 2048), (1, 64)):
         weight = (torch.rand(size) + 0.5).to(weight_dtype)
         norm = Norm(weight.to(device), 1e-6)
         shares = [torch.randn(rows, size).to(dtype) for _ in range(ranks)]
@@ -102,24 +119,17 @@ def test_a_sum_is_normalised_row_by_row(
         for added in (residual, None):
             sent = [share.clone().to(device) for share in shares]
             outputs = [None if added is None else added.clone().to(device) for _ in range(ranks)]
-            for rank in range(ranks):
-                one_shot_sum_normalised(sent[rank], peers[rank], norm, outputs[rank], receives=False)
-            results = []
-            for rank in range(ranks):
-                found = one_shot_sum_normalised(sent[rank], peers[rank], norm, outputs[rank], sends=False)
-                assert found[0] is (sent[rank] if added is None else outputs[rank])
-                results.append([each.cpu() for each in found])
+            results = in_turns(peer_sum_normalised, peers, sent, [norm] * ranks, outputs)
+            for rank, result in enumerate(results):
+                assert result[0] is (sent[rank] if added is None else outputs[rank])
             assert all(torch.equal(*pair) for result in results for pair in zip(result, results[0], strict=True))
             total, normalised = results[0]
             expected = normalised_sum_of_shares(shares, Norm(weight, 1e-6), added)
-            assert_sum(total, expected[0])
-            assert_sum(normalised, expected[1])
+            assert_sum(total.cpu(), expected[0])
+            assert_sum(normalised.cpu(), expected[1])
         plain = [torch.full((rows * size,), float(rank), device=device) for rank in range(ranks)]
-        for rank in range(ranks):
-            one_shot_sum(plain[rank], peers[rank], receives=False)
-        for rank in range(ranks):
-            one_shot_sum(plain[rank], peers[rank], sends=False)
-            assert plain[rank].eq(ranks * (ranks - 1) / 2).all()
+        for result in in_turns(peer_sum, peers, plain):
+            assert result.eq(ranks * (ranks - 1) / 2).all()
     assert len(inboxes) == ranks
 
 
@@ -132,13 +142,12 @@ def test_every_rank_gets_the_largest_numbers_whatever_their_signs(ranks: int, de
         values[:, ::3] >>= 40  # upper halves of all ones and all zeros
         values[0, 0], values[1, 0] = -(2**63), -1
         sent = [row.clone().to(device) for row in values]
-        for rank in range(ranks):
-            one_shot_largest(sent[rank], peers[rank], receives=False)
-        for rank in range(ranks):
-            assert torch.equal(one_shot_largest(sent[rank], peers[rank], sends=False).cpu(), values.amax(0))
+        for result in in_turns(peer_largest, peers, sent):
+            assert torch.equal(result.cpu(), values.amax(0))
     assert len(inboxes) == ranks
 
 
+@pytest.mark.usefixtures("shots")
 def test_step_numbers_may_run_over(device: torch.device) -> None:
     inboxes, peers = make_ranks(2, device)
     for each in peers:
@@ -146,10 +155,8 @@ def test_step_numbers_may_run_over(device: torch.device) -> None:
     for _ in range(4):
         shares = [torch.randn(40, device=device) for _ in range(2)]
         expected = shares[0] + shares[1]
-        for rank in range(2):
-            one_shot_sum(shares[rank], peers[rank], receives=False)
-        for rank in range(2):
-            assert torch.equal(one_shot_sum(shares[rank], peers[rank], sends=False), expected)
+        for result in in_turns(peer_sum, peers, shares):
+            assert torch.equal(result, expected)
     assert int(peers[0].steps[0]) == -(2**31) + 2
     assert len(inboxes) == 2
 
@@ -158,19 +165,17 @@ def test_a_wait_for_a_rank_that_is_gone_ends_when_the_host_says_so(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so do all sums behind it, without being told again."""
-    monkeypatch.setattr(all_reduce, "_LOOKS", 8)  # the interpreter takes a millisecond each
+    monkeypatch.setattr(all_reduce, "LOOKS", 8)  # the interpreter takes a millisecond each
     inboxes, peers = make_ranks(2, device)
-    one_shot_sum(torch.ones(1024, device=device), peers[1], receives=False)  # rank 1 sends once, and is no more
-    found = one_shot_sum(torch.ones(1024, device=device), peers[0])
+    peer_sum(torch.ones(1024, device=device), peers[1], parts=SENDS)  # rank 1 sends once, and is no more
+    found = peer_sum(torch.ones(1024, device=device), peers[0])
     assert found.eq(2).all()
     telling = threading.Timer(0.2, peers[0].give_up)
     telling.start()
     for _ in range(2):
-        one_shot_sum(torch.ones(1024, device=device), peers[0])
-        one_shot_sum_normalised(
-            torch.ones(1, 1024, device=device), peers[0], Norm(torch.ones(1024, device=device), 1.0)
-        )
-        one_shot_largest(torch.ones(3, dtype=torch.int64, device=device), peers[0])
+        peer_sum(torch.ones(1024, device=device), peers[0])
+        peer_sum_normalised(torch.ones(1, 1024, device=device), peers[0], Norm(torch.ones(1024, device=device), 1.0))
+        peer_largest(torch.ones(3, dtype=torch.int64, device=device), peers[0])
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert telling.finished.is_set()
@@ -178,20 +183,20 @@ def test_a_wait_for_a_rank_that_is_gone_ends_when_the_host_says_so(
 
 
 def test_sums_among_nobody_wait_for_nobody(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "_LOOKS", 8)
+    monkeypatch.setattr(all_reduce, "LOOKS", 8)
     inboxes, peers = make_ranks(2, device)
     alone = nobody(peers[0])
-    one_shot_sum(torch.ones(1024, device=device), alone)
-    one_shot_largest(torch.ones(3, dtype=torch.int64, device=device), alone)
+    peer_sum(torch.ones(1024, device=device), alone)
+    peer_largest(torch.ones(3, dtype=torch.int64, device=device), alone)
     assert not peers[0].steps.any()
     assert not any(inbox.any() for inbox in inboxes)
 
 
 def test_only_whole_words_of_bounded_size_are_sent_at_once() -> None:
-    assert suits_one_shot(torch.empty(64, 2048, dtype=torch.bfloat16))
-    assert not suits_one_shot(torch.empty(12, dtype=torch.bfloat16))
-    assert not suits_one_shot(torch.empty(8, 8).t()[:, :4])
-    assert not suits_one_shot(torch.empty(all_reduce.MOST_BYTES // 4 + 1))
+    assert suits_peers(torch.empty(64, 2048, dtype=torch.bfloat16))
+    assert not suits_peers(torch.empty(12, dtype=torch.bfloat16))
+    assert not suits_peers(torch.empty(8, 8).t()[:, :4])
+    assert not suits_peers(torch.empty(all_reduce.MOST_BYTES // 4 + 1))
 
 
 @pytest.mark.parametrize(
@@ -213,14 +218,15 @@ def test_rows_that_a_program_can_hold_are_normalised_with_their_sum(
     assert suits_rows(torch.empty(rows, size, dtype=torch.bfloat16), ranks) == suits
 
 
-def test_ranks_that_are_processes_wait_for_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shots", [1, 2])
+def test_ranks_that_are_processes_wait_for_each_other(shots: int, tmp_path: Path) -> None:
     """Two processes that map the same inboxes, kernels interpreted: both send and receive in the one launch."""
     for rank in range(2):
-        (tmp_path / f"inbox-{rank}").write_bytes(bytes(all_reduce.inbox_bytes(2)))
+        (tmp_path / f"inbox-{rank}").write_bytes(bytes(inbox.inbox_bytes(2)))
     command = [sys.executable, str(Path(__file__).parent / "all_reduce_rank.py"), str(tmp_path)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), "2", "8"],
+            [*command, str(rank), "2", "8", str(shots)],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},

@@ -17,7 +17,7 @@ from meltcore.engine.graphs import padded_sizes
 from meltcore.engine.group_runner import GroupRunner
 from meltcore.engine.runner import Layout, ModelRunner
 from meltcore.engine.sampler import Sampler
-from meltcore.kernels.all_reduce import Peers
+from meltcore.kernels.inbox import Peers
 from meltcore.layers.group import Group
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.loader import build_model

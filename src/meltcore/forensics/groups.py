@@ -12,7 +12,7 @@ OTHER = "other kernels"
 # hold words of several. Ours, vLLM's, and those of cuBLAS, CUTLASS, FlashAttention and torch's compiler.
 _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COPIES, ("memcpy", "memset")),
-    (COLLECTIVES, ("nccl", "all_reduce", "allreduce", "all_gather", "reduce_scatter", "one_shot")),
+    (COLLECTIVES, ("nccl", "all_reduce", "allreduce", "all_gather", "reduce_scatter", "peer_sum")),
     ("experts", ("moe", "expert", "route", "gating", "add_choices")),
     (
         "sampling",

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from meltcore.errors import ConfigError
 from meltcore.kernels.all_reduce import (
     MOST_NUMBERS,
-    Peers,
-    nobody,
-    one_shot_largest,
-    one_shot_sum,
-    one_shot_sum_normalised,
-    suits_one_shot,
+    peer_largest,
+    peer_sum,
+    peer_sum_normalised,
+    suits_peers,
     suits_rows,
 )
+from meltcore.kernels.inbox import Peers, nobody
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.layers.peer_memory import can_reach_all, open_inboxes, prove_inboxes
 
@@ -123,14 +122,14 @@ class Group:
         overwritten.
         """
         if self.peers is not None and suits_rows(share, self.size):
-            return one_shot_sum_normalised(share, self.peers, norm, residual)
+            return peer_sum_normalised(share, self.peers, norm, residual)
         total = self._add_sum(residual, share)
         return total, rms_norm(total, *norm)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of everybody's values, one by one, in place. [...] int64."""
         if self.peers is not None and values.numel() <= MOST_NUMBERS:
-            return one_shot_largest(values, self.peers)
+            return peer_largest(values, self.peers)
         if not self._alone:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
@@ -164,8 +163,8 @@ class Group:
             self.peers, self._alone = peers, False
 
     def _add_sum(self, residual: torch.Tensor | None, share: torch.Tensor) -> torch.Tensor:
-        if self.peers is not None and suits_one_shot(share):
-            return one_shot_sum(share, self.peers, residual)
+        if self.peers is not None and suits_peers(share):
+            return peer_sum(share, self.peers, residual)
         if not self._alone:
             dist.all_reduce(share)
         return share if residual is None else residual.add_(share)

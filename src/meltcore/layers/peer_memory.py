@@ -12,15 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from meltcore.kernels.all_reduce import (
-    Peers,
-    inbox_bytes,
-    make_peers,
-    normalised_sum_of_shares,
-    one_shot_largest,
-    one_shot_sum,
-    one_shot_sum_normalised,
-)
+from meltcore.kernels.all_reduce import normalised_sum_of_shares, peer_largest, peer_sum, peer_sum_normalised
+from meltcore.kernels.inbox import Peers, inbox_bytes, make_peers
 from meltcore.kernels.norm import Norm
 
 _DRIVER = "libcuda.so.1"
@@ -77,9 +70,9 @@ def prove_inboxes(peers: Peers, device: torch.device) -> None:
     norm = Norm(numbers[1], 1e-6)
     keys = torch.arange(-50, 50, device=device)
     for _ in range(3):
-        total = one_shot_sum(numbers + peers.rank, peers)
-        normalised = one_shot_sum_normalised(numbers + peers.rank, peers, norm)
-        largest = one_shot_largest(keys * (1 if peers.rank == 0 else -1), peers)
+        total = peer_sum(numbers + peers.rank, peers)
+        normalised = peer_sum_normalised(numbers + peers.rank, peers, norm)
+        largest = peer_largest(keys * (1 if peers.rank == 0 else -1), peers)
     sent = torch.cuda.Event()
     sent.record()
     until = time.monotonic() + _PROOF_LIMIT_S
