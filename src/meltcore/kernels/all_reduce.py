@@ -44,9 +44,9 @@ _MOST_RESTLESS, _PAUSE_NS = 128, 200
 MOST_BYTES = GRAINS * GRAIN * 4  # of a message to add up
 MOST_NUMBERS = GRAINS * GRAIN // 2  # of 64 bits, to find the largest of
 _MULTIPLE_BYTES = 16  # read at once
-# What two shots must spare a rank to send, flags not counted: on four H200s a message's bytes pass at 135 GB/s beside
-# their flags, and the second way takes about 2 us.
-_WORTH_A_SECOND_WAY = 288 * 1024
+# What two shots must spare a rank to send, flags not counted: on four H200s a message's bytes pass at 104 GB/s beside
+# their flags, and the second way takes 1.0 us.
+_WORTH_A_SECOND_WAY = 128 * 1024
 
 
 def suits_peers(values: torch.Tensor) -> bool:

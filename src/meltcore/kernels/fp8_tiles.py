@@ -63,9 +63,9 @@ def _fp8_tiles_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     if GATED:
-        source = tl.minimum(row // 2, OUTPUT - 1) + row % 2 * OUTPUT
+        source = row // 2 % OUTPUT + row % 2 * OUTPUT
     else:
-        source = tl.minimum(row, OUTPUT - 1)
+        source = row % OUTPUT
     rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * INPUT + share * WIDTH
     scales = tl.load(scales_ptr + source)
     if OVERLAP:
@@ -74,7 +74,7 @@ def _fp8_tiles_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     step = tl.arange(0, COLUMNS)[None, :]
-    existing = tl.minimum(token, tokens - 1)
+    existing = token % tokens
     tokens_ptr = values_ptr + existing.to(tl.int64)[:, None] * INPUT + share * WIDTH
     token_scales = tl.load(token_scales_ptr + existing)
     column = tl.program_id(1) * PLACES + tl.arange(0, PLACES)

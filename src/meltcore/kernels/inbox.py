@@ -110,7 +110,7 @@ def send(
 
 
 @triton.jit
-def _pause(NANOSECONDS: tl.constexpr):
+def pause(NANOSECONDS: tl.constexpr):
     """Rest for about so long."""
     time = tl.full((), NANOSECONDS, tl.int32)
     tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [time], tl.int32, is_pure=False, pack=1)
@@ -125,7 +125,7 @@ def arrived(place, awaited, steps, addresses_ptr, RANKS: tl.constexpr, LOOKS: tl
     given_up = 0  # threads may see that at unlike times: it goes through the minimum, by which they leave together
     while tl.min((((found >> 32).to(tl.int32) == steps) | (awaited == 0) | (given_up != 0)).to(tl.int32)) == 0:
         if PAUSE_NS:
-            _pause(PAUSE_NS)
+            pause(PAUSE_NS)
         found = tl.load(place, mask=awaited, other=0, volatile=True)
         looks += 1
         if looks % LOOKS == 0:
