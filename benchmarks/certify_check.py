@@ -33,8 +33,8 @@ BUILD_LIMIT_S, RUN_LIMIT_S = 180.0, 240.0
 CERTIFY_LIMIT_S = {"quick": 180, "standard": 480}
 LEAVE_S = 30  # for a certificate that was interrupted
 SYSTEM_NCCL = Path("/usr/include/nccl.h")
-# As certify has it: its order of the GPUs, and no NVLink multicast.
-ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_NVLS_ENABLE": "0"}
+# As certify has it: its order of the GPUs, no NVLink multicast, and no events between collectives in a graph.
+ENVIRONMENT = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_MIXING_SUPPORT": "0"}
 
 Figures = dict[tuple[str, tuple[int, ...]], list[float]]
 

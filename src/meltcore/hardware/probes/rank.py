@@ -1,5 +1,6 @@
 """One rank of a collective: a process on one GPU that answers questions until its standard input ends."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -9,16 +10,20 @@ import torch.distributed as dist
 from meltcore.hardware.measures import Answer, Question, encode
 from meltcore.hardware.probes.timing import MOST_LAUNCHES, rates
 
-# Up to here launching takes about as long as the collective itself, so a graph holds many; but not too many: graphs of
-# up to 1,000 gave 35 us for 4 KiB where one of 60 gives 15 (two H200s, 2026-11-22).
+# Up to here launching takes about as long as the collective itself, so a graph holds many.
 _GRAPHED_BYTES = 16 * 2**20
 _MOST_IN_A_GRAPH = 50
+# NCCL records an event after every collective in a graph, for programs that run several graphs at once or launch past
+# one. Where nothing but collectives is in the graph, each waits for that: 4 KiB took 17.5 us, without 5.0 (two H200s).
+# Here one graph runs at a time, and is waited for before anything else is launched, as NCCL then wants it.
+_ENVIRONMENT = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
 _ITEM = 4  # float32, as nccl-tests counts
 
 
 def main(rank: int, devices: list[int], store: str) -> None:
     import msgspec
 
+    os.environ.update(_ENVIRONMENT)
     torch.cuda.set_device(devices[rank])
     world = len(devices)
     dist.init_process_group(
