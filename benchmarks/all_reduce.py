@@ -1,10 +1,10 @@
 """The sum over ranks of a message, with the residual's addition and the norm after it: our one launch over peer memory
 beside NCCL's all-reduce and two kernels more; and the sum alone, of both.
 
-A process a GPU. Times are of one sum in a CUDA graph of many, as a decode step has them. NCCL is spared the events that
-it otherwise records between sums (NCCL_GRAPH_MIXING_SUPPORT=0): 12 us where nothing else is between them. Before anything is timed, sums
-are compared with those that rank 0 computes from everybody's shares: launched by themselves, in a graph, and again by
-themselves, since all share their inboxes.
+A process a GPU. Times are of one sum in a CUDA graph of many, as a decode step has them. NCCL is spared the events
+that it otherwise records between sums (NCCL_GRAPH_MIXING_SUPPORT=0): 12 us where nothing else is between them. Before
+anything is timed, sums are compared with those that rank 0 computes from everybody's shares: launched by themselves,
+in a graph, and again by themselves, since all share their inboxes.
 
     python benchmarks/all_reduce.py --ranks 2
 """
