@@ -150,6 +150,23 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(server: RunningServ
     assert "100" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, chat_body("x" * 5000), "messages"),
+        (COMPLETIONS, {"model": MODEL, "prompt": ["x", "x" * 5000]}, "prompt"),
+    ],
+    ids=["chat", "completion"],
+)
+def test_of_a_prompt_far_too_long_only_the_beginning_is_tokenised(
+    server: RunningServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = server.post(path, body).error
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert "the first 1600 of the prompt's 500" in error["message"]
+    assert error["message"].endswith("1600 tokens already; the context is 100 tokens, so a prompt may have at most 99")
+
+
 def test_too_many_max_tokens_name_limit_and_value(server: RunningServer) -> None:
     message = server.chat("hello", max_tokens=96).error["message"]
     assert all(number in message for number in ("96", "5", "100", "95"))

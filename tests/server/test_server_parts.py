@@ -28,6 +28,7 @@ from meltcore.server.counts import Counts, columns
 from meltcore.server.health import Health
 from meltcore.server.log import BYTES_A_WRITE, MAX_LINES_WAITING, Log
 from meltcore.server.metrics import Metrics
+from meltcore.server.prompts import encode_all
 from meltcore.server.protocol import ChatRequest, decode_request
 from meltcore.server.replica import Replica
 from meltcore.server.sampling import checkpoint_defaults, sampling_params
@@ -289,3 +290,19 @@ def test_a_message_that_cannot_be_read_is_an_engine_failure(tmp_path: Path) -> N
 
     asyncio.run(run())
     assert [type(message) for message in heard] == [EngineFailed]
+
+
+def test_long_text_of_few_tokens_is_tokenised_to_its_end() -> None:
+    """Which its beginning does not rule out."""
+    sizes: list[int] = []
+
+    class TwentyCharacters:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            sizes.append(len(text))
+            return [7] * (len(text) // 20)
+
+    found = asyncio.run(
+        encode_all(TwentyCharacters(), ["x" * 1900], "prompt", add_special_tokens=True, context=100)  # type: ignore[arg-type]
+    )
+    assert found == [[7] * 95]
+    assert sizes == [1600, 1900]

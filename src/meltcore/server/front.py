@@ -104,11 +104,18 @@ class Front:
     async def prompts(self, model: Model, request: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Token ids of the request's prompts. Raises RequestError (400)."""
         if isinstance(request, ChatRequest):
+            text = model.text
             chat = await chat_prompt(
-                model.text.tokenizer, model.text.template, request.messages, request.chat_template_kwargs
+                text.tokenizer,
+                text.template,
+                request.messages,
+                request.chat_template_kwargs,
+                model.engine.max_model_len,
             )
             return [chat]
-        return await completion_prompts(model.text.tokenizer, model.engine.vocab_size, request)
+        return await completion_prompts(
+            model.text.tokenizer, model.engine.vocab_size, request, model.engine.max_model_len
+        )
 
     def sampling(
         self, model: Model, request: ChatRequest | CompletionRequest, prompts: list[list[int]]

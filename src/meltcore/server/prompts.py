@@ -15,20 +15,34 @@ from meltcore.text.tokenizer import Tokenizer
 # up every other stream.
 INLINE_CHARS = 16_384
 MAX_PROMPTS = 1024  # in one completion request
+# Of text with more characters than so many for each token of the context, that much is tokenised first: most languages
+# have four a token, and megabytes that are refused in the end would take seconds. Where that is twice too long, so is
+# the whole, wherever the cut was.
+_HEAD_CHARS, _SURELY_TOO_LONG = 16, 2
 
 
 async def chat_prompt(
-    tokenizer: Tokenizer, template: ChatTemplate | None, messages: list[ChatMessage], kwargs: dict[str, Any] | None
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    messages: list[ChatMessage],
+    kwargs: dict[str, Any] | None,
+    context: int | None = None,
 ) -> list[int]:
-    """Token ids of a chat, ending where the answer begins. Raises RequestError (400)."""
+    """Token ids of a chat, ending where the answer begins. `context`: see `encode_all`. Raises RequestError (400)."""
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
     text = render_chat(template, [_plain(message) for message in messages], kwargs)
-    return _not_empty(await encode(tokenizer, text, add_special_tokens=False), "messages")
+    (ids,) = await encode_all(tokenizer, [text], "messages", add_special_tokens=False, context=context)
+    return _not_empty(ids, "messages")
 
 
-async def completion_prompts(tokenizer: Tokenizer, vocab_size: int, request: CompletionRequest) -> list[list[int]]:
-    """Token ids of each prompt: one text, several texts, one list of ids, or several lists of ids."""
+async def completion_prompts(
+    tokenizer: Tokenizer, vocab_size: int, request: CompletionRequest, context: int | None = None
+) -> list[list[int]]:
+    """Token ids of each prompt: one text, several texts, one list of ids, or several lists of ids.
+
+    `context`: see `encode_all`. Raises RequestError (400).
+    """
     prompt = request.prompt
     if isinstance(prompt, str):
         prompt = [prompt]
@@ -42,26 +56,46 @@ async def completion_prompts(tokenizer: Tokenizer, vocab_size: int, request: Com
     kind = kinds.pop()
     if kind is str:
         texts = [item for item in prompt if isinstance(item, str)]
-        encoded = await encode_all(tokenizer, texts, add_special_tokens=True)
+        encoded = await encode_all(tokenizer, texts, "prompt", add_special_tokens=True, context=context)
         return [_not_empty(ids, "prompt") for ids in encoded]
     token_lists = [prompt] if kind is int else prompt
     return [_checked_ids(ids, vocab_size, "prompt") for ids in token_lists if isinstance(ids, list)]
 
 
-async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of one text; see `encode_all`."""
-    return (await encode_all(tokenizer, [text], add_special_tokens=add_special_tokens))[0]
+async def encode_all(
+    tokenizer: Tokenizer, texts: list[str], param: str, *, add_special_tokens: bool, context: int | None = None
+) -> list[list[int]]:
+    """Tokenise `texts`; much text on a thread, so that the event loop goes on serving.
 
-
-async def encode_all(tokenizer: Tokenizer, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-    """Tokenise `texts`; much text on a thread, so that the event loop goes on serving."""
+    context: the most tokens that can be of use. Raises RequestError (400) naming `param` for a text that is found to
+    have many more, before all of it is tokenised; one that is a little too long is returned.
+    """
 
     def work() -> list[list[int]]:
-        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        encoded = []
+        for text in texts:
+            if context is not None:
+                _check_head(tokenizer, text, param, context)
+            encoded.append(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return encoded
 
     if sum(map(len, texts)) <= INLINE_CHARS:
         return work()
     return await asyncio.to_thread(work)
+
+
+def _check_head(tokenizer: Tokenizer, text: str, param: str, context: int) -> None:
+    head = text[: _HEAD_CHARS * context]
+    if len(head) == len(text):
+        return
+    tokens = len(tokenizer.encode(head, add_special_tokens=False))
+    if tokens > _SURELY_TOO_LONG * context:
+        raise RequestError(
+            f"the first {len(head)} of the prompt's {len(text)} characters are {tokens} tokens already; "
+            f"the context is {context} tokens, so a prompt may have at most {context - 1}",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 async def decode(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:

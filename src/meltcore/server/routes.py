@@ -29,7 +29,7 @@ from meltcore.server.http import (
     send_error,
 )
 from meltcore.server.model import Model
-from meltcore.server.prompts import chat_prompt, decode, encode
+from meltcore.server.prompts import chat_prompt, decode, encode_all
 from meltcore.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, decode_request
 
 JSON = b"application/json"
@@ -152,7 +152,9 @@ class _Pages:
             )
         else:
             text = request.prompt or ""
-            tokens = await encode(model.text.tokenizer, text, add_special_tokens=request.add_special_tokens)
+            (tokens,) = await encode_all(
+                model.text.tokenizer, [text], "prompt", add_special_tokens=request.add_special_tokens
+            )
         return {"count": len(tokens), "max_model_len": model.engine.max_model_len, "tokens": tokens}
 
     async def detokenize(self, scope: Scope, receive: Receive) -> dict[str, str]:
