@@ -178,7 +178,25 @@ def test_a_wait_for_a_rank_that_is_gone_ends_when_the_host_says_so(
         peer_largest(torch.ones(3, dtype=torch.int64, device=device), peers[0])
     if device.type == "cuda":
         torch.cuda.synchronize()
-    assert telling.finished.is_set()
+    assert peers[0].word.item() == 1  # it did not end before
+    telling.join()
+    assert len(inboxes) == 2
+
+
+@pytest.mark.parametrize("slices", [False, True], ids=["for slices", "for sums"])
+def test_a_wait_in_two_shots_ends_too(slices: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "LOOKS", 8)
+    monkeypatch.setattr(all_reduce, "_WORTH_A_SECOND_WAY", 0)
+    inboxes, peers = make_ranks(2, device)
+    if slices:  # rank 1 sends those of its values that rank 0 adds up, and is no more
+        peer_sum(torch.ones(1024, device=device), peers[1], parts=SENDS)
+    telling = threading.Timer(0.2, peers[0].give_up)
+    telling.start()
+    peer_sum(torch.ones(1024, device=device), peers[0])
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert peers[0].word.item() == 1  # it did not end before
+    telling.join()
     assert len(inboxes) == 2
 
 
