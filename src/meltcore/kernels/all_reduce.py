@@ -123,12 +123,12 @@ def _weights(weight_ptr, column, NUMBERS: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def _total(every, output_ptr, word, inside, DTYPE: tl.constexpr, ADDED: tl.constexpr):
-    """The sum over the first dimension of words; ADDED: to the words of the output."""
+def _total(every, before, DTYPE: tl.constexpr, ADDED: tl.constexpr):
+    """The sum over the first dimension of words; ADDED: to the words before."""
     lows, highs = _halves(every, DTYPE)
     low, high = tl.sum(lows, axis=0), tl.sum(highs, axis=0)
     if ADDED:
-        low_before, high_before = _halves(tl.load(output_ptr + word, mask=inside, other=0), DTYPE)
+        low_before, high_before = _halves(before, DTYPE)
         low += low_before
         high += high_before
     return _words(low, high, DTYPE)
@@ -194,8 +194,9 @@ def _peer_sum_kernel(
             place = place_of(addresses_ptr, RANK, column // SLICE, column, grain, steps, RANKS, GRAIN)
             total = arrived(place, inside, steps, addresses_ptr, RANKS, LOOKS, PAUSE_NS)
         else:
+            before = tl.load(output_ptr + word, mask=inside, other=0) if ADDED else own
             every = receive(own, inside, addresses_ptr, column, grain, steps, RANK, RANKS, GRAIN, LOOKS, PAUSE_NS)
-            total = _total(every, output_ptr, word, inside, DTYPE, ADDED)
+            total = _total(every, before, DTYPE, ADDED)
         tl.store(output_ptr + word, total, mask=inside)
         if NORMALISED:
             normalised = _normalised(total, low_weight, high_weight, weight_ptr, eps, DTYPE, NUMBERS, ROW)
@@ -228,8 +229,9 @@ def _add_slice(
     word = program * ROW + column
     inside = word < words // 4 * 4
     own = tl.load(values_ptr + word, mask=inside, other=0)
+    before = tl.load(output_ptr + word, mask=inside, other=0) if ADDED else own
     every = receive(own, inside, addresses_ptr, column, grain, steps, RANK, RANKS, GRAIN, LOOKS, PAUSE_NS)
-    total = _total(every, output_ptr, word, inside, DTYPE, ADDED)
+    total = _total(every, before, DTYPE, ADDED)
     for rank in tl.static_range(RANKS):
         send(total, inside, addresses_ptr, rank, column, grain, steps, RANK, RANKS, GRAIN)
 
