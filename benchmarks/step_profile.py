@@ -2,11 +2,12 @@
 
 Dummy weights. A decode step is timed by replays of its graph, and its kernels by the profiler; the floor of a step is
 the larger of its bytes at read bandwidth and its operations at the rate of a large product (floors.py), both measured
-in the same run.
+in the same run. A layer's kernels are shown in their order too, each by how much later it ends than the one before
+(kernel_chain.py). Where several GPUs share the model, what is seen is rank 0's.
 
     python benchmarks/step_profile.py --sequences 1,10,100,400 --context 600
     python benchmarks/step_profile.py --model Qwen/Qwen3.5-35B-A3B --debug uniform-routing --sequences 1,8,64 \\
-        --name step_profile_35b
+        --name step_profile_35b --tp 1
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import itertools
 import statistics
 from collections.abc import Callable
 from importlib import metadata
+from typing import NamedTuple
 
 import torch
 from bench_output import Row, write_result
 from floors import Limits, Needs
+from kernel_chain import Chain, Kernel, chains_of
 from torch.profiler import ProfilerActivity, profile
 
 from meltcore import LLM, SamplingParams
@@ -28,6 +31,7 @@ from meltcore.engine.messages import AddRequest
 
 STEPS = 20
 SHOWN = 12  # kernels of a step, the longest first
+LAYERS_SHOWN = 2  # unlike ones of a step, in a hybrid model for one
 PROMPTS = 14  # in a step of prompts
 
 
@@ -40,8 +44,15 @@ def busy_us(events: list[tuple[float, float]]) -> float:
     return total
 
 
-def kernels_of(run: Callable[[], object], repeats: int) -> tuple[float, list[tuple[str, float, float]]]:
-    """Busy microseconds of one run, and its kernels by name: microseconds and launches a run, longest first."""
+class Seen(NamedTuple):
+    """busy_us: of one run; kernels: by name, microseconds and launches a run, longest first; chains: of its layers."""
+
+    busy_us: float
+    kernels: list[tuple[str, float, float]]
+    chains: list[Chain]
+
+
+def see(run: Callable[[], object], repeats: int) -> Seen:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(repeats):
             run()
@@ -49,19 +60,26 @@ def kernels_of(run: Callable[[], object], repeats: int) -> tuple[float, list[tup
     seen = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     times: collections.Counter[str] = collections.Counter()
     launches: collections.Counter[str] = collections.Counter()
+    kernels = []
     for event in seen:
         name = event.name.removeprefix("void ").split("(")[0][:60]
         times[name] += event.time_range.elapsed_us()
         launches[name] += 1
-    busy = busy_us([(event.time_range.start, event.time_range.end) for event in seen]) / repeats
-    return busy, [(name, time / repeats, launches[name] / repeats) for name, time in times.most_common()]
+        kernels.append(Kernel(name, event.time_range.start, event.time_range.end))
+    busy = busy_us([(kernel.start_us, kernel.end_us) for kernel in kernels]) / repeats
+    by_name = [(name, time / repeats, launches[name] / repeats) for name, time in times.most_common()]
+    return Seen(busy, by_name, chains_of(kernels))
 
 
-def show(work: str, total_us: float, floor_us: float, kernels: list[tuple[str, float, float]]) -> Row:
-    count = sum(launches for _, _, launches in kernels)
+def show(work: str, seen: Seen, floor_us: float) -> Row:
+    total_us, count = seen.busy_us, sum(launches for _, _, launches in seen.kernels)
     print(f"\n{work}: {total_us:,.0f} us, {count:.0f} kernels, floor {floor_us:,.0f} us")
-    for name, time_us, launches in kernels[:SHOWN]:
+    for name, time_us, launches in seen.kernels[:SHOWN]:
         print(f"  {time_us:9.1f} us  {launches:6.0f} x {time_us / launches:7.2f}  {name}")
+    for chain in seen.chains[:LAYERS_SHOWN]:
+        print(f"  a layer, {chain.time_us:.1f} us, from the medians of {chain.layers} like it:")
+        for link in chain.links:
+            print(f"    ends {link.later_us:7.2f} us later, lasts {link.lasts_us:7.2f}  {link.name}")
     return Row(
         work=f"{work}, {count:.0f} kernels",
         unit="us",
@@ -76,10 +94,10 @@ def show(work: str, total_us: float, floor_us: float, kernels: list[tuple[str, f
 class Subject:
     """An engine whose sequences can be brought to where only decode steps are left."""
 
-    def __init__(self, model: str, sequences: int, debug: str) -> None:
+    def __init__(self, model: str, sequences: int, debug: str, tp: int) -> None:
         switches = ("no-prefix-cache", *filter(None, debug.split(",")))
-        settings = {"load_format": "dummy", "max_model_len": 4096, "max_num_seqs": sequences, "debug": switches}
-        self.engine = LLM(model, max_num_batched_tokens=8192, **settings).engine
+        settings = {"load_format": "dummy", "tp": tp, "max_model_len": 4096, "max_num_seqs": sequences}
+        self.engine = LLM(model, max_num_batched_tokens=8192, debug=switches, **settings).engine
         self._needs, self._limits = Needs.of(self.engine.runner.model), Limits.measure()
         self._names = (f"r{number}" for number in itertools.count())
 
@@ -106,14 +124,14 @@ class Subject:
             end.record()
             end.synchronize()
             times_us.append(begin.elapsed_time(end) * 1e3)
-        busy, kernels = kernels_of(self.engine.step, 5)
+        seen = see(self.engine.step, 5)
         self.engine.abort(names)
         while self.engine.has_work:
             self.engine.step()
         floor_us = self._needs.decode_us(sequences, context + 16, self._limits)
         work = f"decode step, {sequences:,} sequences of about {context + 16} tokens"
         print(f"{work}: {statistics.median(times_us):,.0f} us with the host waiting for each")
-        return show(work, busy, floor_us, kernels)
+        return show(work, seen, floor_us)
 
     def prompts(self, sequences: int, length: int) -> Row:
         def run() -> None:
@@ -122,9 +140,9 @@ class Subject:
                 self.engine.step()
 
         run()
-        busy, kernels = kernels_of(run, 3)
+        seen = see(run, 3)
         work = f"prompt step, {sequences} x {length} tokens"
-        return show(work, busy, self._needs.prompts_us(sequences, length, self._limits), kernels)
+        return show(work, seen, self._needs.prompts_us(sequences, length, self._limits))
 
 
 def main() -> None:
@@ -133,12 +151,14 @@ def main() -> None:
     parser.add_argument("--sequences", default="1,10,100,256,400,1000")
     parser.add_argument("--context", type=int, default=600, help="tokens of each sequence")
     parser.add_argument("--debug", default="", help="debug switches, with commas")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--name", default="step_profile", help="of the result file")
     args = parser.parse_args()
     sequences = [int(count) for count in args.sequences.split(",")]
-    subject = Subject(args.model, max(*sequences, PROMPTS), args.debug)
+    subject = Subject(args.model, max(*sequences, PROMPTS), args.debug, args.tp)
     rows = [subject.decode(count, args.context) for count in sequences]
     rows.append(subject.prompts(PROMPTS, 576))
+    subject.engine.close()
     write_result(args.name, rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
 
 
