@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-# One a layer in our steps: attention of sequences that decode or of prompts, or what a recurrent state has in its place.
+# One a layer in our steps: attention of sequences that decode or of prompts, or what stands for it beside a recurrent
+# state.
 BEGINS = re.compile("_decode_kernel|_lanes_kernel|_prefill_kernel|_scan_kernel")
 
 
