@@ -19,10 +19,12 @@ from meltcore.kernels.all_reduce import (
     peer_largest,
     peer_sum,
     peer_sum_normalised,
+    peer_sum_of_choices,
     suits_peers,
     suits_rows,
     sum_of_shares,
 )
+from meltcore.kernels.expert_sum import add_choices_torch
 from meltcore.kernels.inbox import IN_TURNS, Peers, make_peers, nobody
 from meltcore.kernels.norm import Norm
 
@@ -130,6 +132,35 @@ def test_a_sum_is_normalised_row_by_row(
         plain = [torch.full((rows * size,), float(rank), device=device) for rank in range(ranks)]
         for result in in_turns(peer_sum, peers, plain):
             assert result.eq(ranks * (ranks - 1) / 2).all()
+    assert len(inboxes) == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "size"),
+    [(2, torch.bfloat16, 1024), (4, torch.bfloat16, 2048), (2, torch.float16, 72), (2, torch.float32, 1544)],
+    ids=["2-bfloat16", "4-bfloat16 of two grains", "2-float16 of part of one", "2-float32"],
+)
+@pytest.mark.usefixtures("shots")
+def test_a_share_is_added_up_over_a_tokens_choices(
+    ranks: int, dtype: torch.dtype, size: int, device: torch.device
+) -> None:
+    torch.manual_seed(size)
+    inboxes, peers = make_ranks(ranks, device)
+    weight = torch.rand(size) + 0.5
+    norm = Norm(weight.to(device), 1e-6)
+    for tokens, choices in ((3, 9), (1, 2)):
+        outputs = [torch.randn(tokens * choices, size).to(dtype) for _ in range(ranks)]
+        weights = torch.rand(tokens, choices)
+        residual = (3 * torch.randn(tokens, size)).to(dtype)
+        streams = [residual.clone().to(device) for _ in range(ranks)]
+        given = [each.to(device) for each in outputs]
+        results = in_turns(peer_sum_of_choices, peers, given, [weights.to(device)] * ranks, [norm] * ranks, streams)
+        assert all(torch.equal(*pair) for result in results for pair in zip(result, results[0], strict=True))
+        assert results[1][0] is streams[1]
+        shares = [add_choices_torch(None, each, weights) for each in outputs]
+        expected = normalised_sum_of_shares(shares, Norm(weight, 1e-6), residual)
+        for found, right in zip(results[0], expected, strict=True):
+            assert_sum(found.cpu(), right)
     assert len(inboxes) == ranks
 
 

@@ -14,6 +14,7 @@ from compile_tools import CompilePool, Task
 from kernel_tools import jit_functions, kernel_modules
 
 from meltcore.kernels import (
+    all_reduce,
     decode_attention,
     decode_lanes,
     delta_chunks,
@@ -117,6 +118,7 @@ def cases() -> Iterator[Task]:
             yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16)
     for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
         yield Task(expert_product.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
+    yield Task(all_reduce.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # shares summed over choices
     for module in OF_HOPPER:
         for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"):
             yield Task(module.__name__, 90, MODELS[model], torch.bfloat16)

@@ -5,6 +5,7 @@ others, waits for theirs in its own, and adds them up: one way over the link. In
 row from all others, adds it up, and sends the sum to all: twice the way, and with 8 ranks a quarter of the words.
 Either gives every rank the same bits: in one shot all add alike, in two a number is added up by one rank alone. What
 a layer does next with a sum goes along: it is added to the residual stream, and that is normalised, a program a row.
+So may what a rank does before: a token's share is the sum over its experts.
 
 The torch body that says what is computed is `sum_of_shares`, then `rms_norm`; without inboxes, collectives of
 torch.distributed do it.
@@ -56,10 +57,10 @@ def suits_peers(values: torch.Tensor) -> bool:
 
 def suits_rows(share: torch.Tensor, ranks: int) -> bool:
     """Whether a sum of shares [rows, size] can be normalised in the same launch."""
-    row = share.shape[1] * share.element_size()
-    grains = _grains(row // 4)
+    grains = _grains(_row(share))
     within = grains <= _MOST_ROW_GRAINS and grains * ranks <= _MOST_GRAINS_AWAITED
-    return within and row % _MULTIPLE_BYTES == 0 and len(share) * grains <= GRAINS and suits_peers(share)
+    whole = share.shape[1] * share.element_size() % _MULTIPLE_BYTES == 0
+    return within and whole and len(share) * grains <= GRAINS and suits_peers(share)
 
 
 def sum_of_shares(shares: list[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -134,9 +135,36 @@ def _total(every, before, DTYPE: tl.constexpr, ADDED: tl.constexpr):
     return _words(low, high, DTYPE)
 
 
+@triton.jit
+def _share_of(
+    values_ptr,
+    choice_weights_ptr,
+    row,
+    column,
+    inside,
+    DTYPE: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Words of this rank's share of a row, rounded: as they stand, or added up over a token's choices."""
+    if CHOICES == 0:
+        words = tl.load(values_ptr + row * ROW + column, mask=inside, other=0)
+    else:
+        low, high = tl.zeros(column.shape, dtype=tl.float32), tl.zeros(column.shape, dtype=tl.float32)
+        for choice in tl.static_range(CHOICES):
+            pair = row * CHOICES + choice
+            weight = tl.load(choice_weights_ptr + pair)
+            lows, highs = _halves(tl.load(values_ptr + pair * ROW + column, mask=inside, other=0), DTYPE)
+            low += weight * lows
+            high += weight * highs
+        words = _words(low, high, DTYPE)
+    return words
+
+
 @triton.jit(do_not_specialize=["words"])
 def _peer_sum_kernel(
     values_ptr,
+    choice_weights_ptr,
     output_ptr,
     normalised_ptr,
     weight_ptr,
@@ -146,6 +174,7 @@ def _peer_sum_kernel(
     eps,
     DTYPE: tl.constexpr,
     NUMBERS: tl.constexpr,
+    CHOICES: tl.constexpr,
     ADDED: tl.constexpr,
     NORMALISED: tl.constexpr,
     TWO_SHOTS: tl.constexpr,
@@ -163,7 +192,7 @@ def _peer_sum_kernel(
 ):
     """One program: ROW words of NUMBERS numbers. Values and outputs come as int32; ADDED: to what is in the output.
 
-    SENDS, ADDS and RECEIVES: see `Parts`.
+    CHOICES: not zero where a row is the sum of so many, weighted. SENDS, ADDS and RECEIVES: see `Parts`.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -177,7 +206,7 @@ def _peer_sum_kernel(
     steps = tl.load(steps_ptr + grain) + 1
     word = program * ROW + column
     inside = (column < ROW) & (word < words // 4 * 4)  # tells the compiler that a mask never parts 16 bytes
-    own = tl.load(values_ptr + word, mask=inside, other=0)
+    own = _share_of(values_ptr, choice_weights_ptr, program, column, inside, DTYPE, CHOICES, ROW)
     SLICE: tl.constexpr = BLOCK // RANKS
     if SENDS:
         for rank in tl.static_range(RANKS):
@@ -186,8 +215,8 @@ def _peer_sum_kernel(
                 send(own, theirs, addresses_ptr, rank, column, grain, steps, RANK, RANKS, GRAIN)
     if ADDS and TWO_SHOTS:
         _add_slice(
-            values_ptr, output_ptr, addresses_ptr, steps_ptr, words, program,
-            DTYPE, ADDED, RANK, RANKS, ROW, SLICE, GRAIN, LOOKS, PAUSE_NS,
+            values_ptr, choice_weights_ptr, output_ptr, addresses_ptr, steps_ptr, words, program,
+            DTYPE, CHOICES, ADDED, RANK, RANKS, ROW, SLICE, GRAIN, LOOKS, PAUSE_NS,
         )  # fmt: skip
     if RECEIVES:
         if TWO_SHOTS:
@@ -207,12 +236,14 @@ def _peer_sum_kernel(
 @triton.jit
 def _add_slice(
     values_ptr,
+    choice_weights_ptr,
     output_ptr,
     addresses_ptr,
     steps_ptr,
     words,
     program,
     DTYPE: tl.constexpr,
+    CHOICES: tl.constexpr,
     ADDED: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -228,7 +259,7 @@ def _add_slice(
     steps = tl.load(steps_ptr + grain) + 1
     word = program * ROW + column
     inside = word < words // 4 * 4
-    own = tl.load(values_ptr + word, mask=inside, other=0)
+    own = _share_of(values_ptr, choice_weights_ptr, program, column, inside, DTYPE, CHOICES, ROW)
     before = tl.load(output_ptr + word, mask=inside, other=0) if ADDED else own
     every = receive(own, inside, addresses_ptr, column, grain, steps, RANK, RANKS, GRAIN, LOOKS, PAUSE_NS)
     total = _total(every, before, DTYPE, ADDED)
@@ -285,7 +316,7 @@ def peer_sum(
     output = share if residual is None else residual
     grains = triton.cdiv(share.numel() * share.element_size() // 4, GRAIN)
     row = triton.cdiv(grains, _MOST_PROGRAMS) * GRAIN
-    _launch_sum(share, peers, output, None, None, row, parts, added=residual is not None)
+    _launch_sum(share, None, peers, output, None, None, row, parts, added=residual is not None)
     return output
 
 
@@ -300,13 +331,32 @@ def peer_sum_normalised(
     """What `peer_sum` returns, and that normalised. share: [rows, size], `suits_rows`."""
     output = share if residual is None else residual
     normalised = torch.empty_like(share)
-    row = share.shape[1] * share.element_size() // 4
-    _launch_sum(share, peers, output, normalised, norm, row, parts, added=residual is not None)
+    _launch_sum(share, None, peers, output, normalised, norm, _row(share), parts, added=residual is not None)
     return output, normalised
 
 
+def peer_sum_of_choices(
+    outputs: torch.Tensor,
+    peers: Peers,
+    weights: torch.Tensor,
+    norm: Norm,
+    residual: torch.Tensor,
+    *,
+    parts: Parts = EVERY_PART,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`peer_sum_normalised` where a rank's share of a row is the weighted sum of a token's outputs, rounded.
+
+    outputs: [tokens * choices, size], contiguous; weights: [tokens, choices] float32; residual: [tokens, size],
+    `suits_rows`, of the type of `outputs`.
+    """
+    normalised = torch.empty_like(residual)
+    _launch_sum(outputs, weights, peers, residual, normalised, norm, _row(residual), parts, added=True)
+    return residual, normalised
+
+
 def _launch_sum(
-    share: torch.Tensor,
+    values: torch.Tensor,
+    choice_weights: torch.Tensor | None,
     peers: Peers,
     output: torch.Tensor,
     normalised: torch.Tensor | None,
@@ -317,22 +367,24 @@ def _launch_sum(
     added: bool,
 ) -> None:
     """row: words of a program."""
-    if share.numel() == 0:
+    if output.numel() == 0:
         return
-    words = _as_words(share)
+    words = _as_words(output)
     block = _grains(row) * GRAIN
-    overlap, programs = overlaps(share.device), triton.cdiv(words.numel(), row)
+    overlap, programs = overlaps(output.device), triton.cdiv(words.numel(), row)
     _peer_sum_kernel[(programs,)](
+        _as_words(values),
+        words if choice_weights is None else choice_weights,
         words,
-        _as_words(output),
         words if normalised is None else _as_words(normalised),
         words if norm is None else norm.weight,
         peers.addresses,
         peers.steps,
         words.numel(),
         0.0 if norm is None else norm.eps,
-        DTYPE=getattr(tl, _DTYPES[share.dtype]),
-        NUMBERS=4 // share.element_size(),
+        DTYPE=getattr(tl, _DTYPES[output.dtype]),
+        NUMBERS=4 // output.element_size(),
+        CHOICES=0 if choice_weights is None else choice_weights.shape[1],
         ADDED=added,
         NORMALISED=norm is not None,
         TWO_SHOTS=row == block and _in_two_shots(words.numel() * 4, peers.ranks),  # else a slice may be empty
@@ -377,6 +429,11 @@ def peer_largest(values: torch.Tensor, peers: Peers, *, parts: Parts = EVERY_PAR
     return values
 
 
+def _row(values: torch.Tensor) -> int:
+    """Words of a row of [rows, size]."""
+    return values.shape[1] * values.element_size() // 4
+
+
 def _grains(row: int) -> int:
     """That a program of so many words takes: a power of two, since its columns are."""
     return triton.next_power_of_2(triton.cdiv(row, GRAIN))
@@ -394,8 +451,12 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     wide = Norm(torch.empty(model.hidden_size, dtype=torch.float32, device="meta"), 1e-6)
     many = torch.empty(_MOST_RESTLESS + 1, model.hidden_size, dtype=dtype, device="meta")
     large = [lambda: peer_sum_normalised(many, peers, wide)] if suits_rows(many, peers.ranks) else []
+    choices = torch.empty(8, model.choices + model.shared_expert, device="meta")
+    outputs = torch.empty(choices.numel(), model.hidden_size, dtype=dtype, device="meta")
+    of_experts = [lambda: peer_sum_of_choices(outputs, peers, choices, wide, share)] if model.experts else []
     return [
         *large,
+        *of_experts,
         lambda: peer_sum(share, peers, share),
         lambda: peer_sum(share, peers),
         lambda: peer_sum_normalised(share, peers, Norm(share[0], 1e-6), share),

@@ -35,6 +35,11 @@ def add_choices_normalised(
     return rms_norm(add_choices_torch(residual, outputs, weights), *norm)
 
 
+def sum_of_choices(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's outputs, [tokens, hidden_size]; see `add_choices_normalised`."""
+    return (add_choices_triton if use_triton(outputs) else add_choices_torch)(None, outputs, weights)
+
+
 def add_choices_torch(residual: torch.Tensor | None, outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`residual`, added to in place; without one the sum alone."""
     weighted = (outputs.view(*weights.shape, outputs.shape[1]).float() * weights[:, :, None]).sum(1)

@@ -22,9 +22,11 @@ from meltcore.kernels.all_reduce import (
     peer_largest,
     peer_sum,
     peer_sum_normalised,
+    peer_sum_of_choices,
     suits_peers,
     suits_rows,
 )
+from meltcore.kernels.expert_sum import sum_of_choices
 from meltcore.kernels.inbox import Peers, nobody
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.layers.peer_memory import can_reach_all, open_inboxes, prove_inboxes
@@ -125,6 +127,17 @@ class Group:
             return peer_sum_normalised(share, self.peers, norm, residual)
         total = self._add_sum(residual, share)
         return total, rms_norm(total, *norm)
+
+    def add_choices_normalised(
+        self, residual: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`add_sum_normalised` where everybody's share is the weighted sum of each token's outputs.
+
+        outputs: [tokens * choices, hidden_size]; weights: [tokens, choices] float32.
+        """
+        if self.peers is not None and suits_rows(residual, self.size):
+            return peer_sum_of_choices(outputs, self.peers, weights, norm, residual)
+        return self.add_sum_normalised(residual, sum_of_choices(outputs, weights), norm)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of everybody's values, one by one, in place. [...] int64."""

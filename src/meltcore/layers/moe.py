@@ -54,12 +54,13 @@ class RoutedMLP(nn.Module):
 
     def forward(self, residual: Residual) -> None:
         hidden, routing = self._to_experts(*residual.read(self.norm))
-        if self._group is not None:
-            residual.add_sum(self._group, experts_add(None, hidden, routing, self.gate_up, self.down))
-        elif len(hidden) == 1:  # one token's experts are added up where they are multiplied
+        if len(hidden) > 1:
+            outputs = expert_outputs(hidden, routing, self.gate_up, self.down)
+            residual.add_choices(outputs, routing.weights, self._group)
+        elif self._group is None:  # one token's experts are added up where they are multiplied
             experts_add(residual.values, hidden, routing, self.gate_up, self.down)
         else:
-            residual.add_choices(expert_outputs(hidden, routing, self.gate_up, self.down), routing.weights)
+            residual.add_sum(self._group, experts_add(None, hidden, routing, self.gate_up, self.down))
 
     def _to_experts(self, tokens: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing]:
         """The tokens normalised, by `norm` where they are not yet, and where they go."""

@@ -53,9 +53,13 @@ class Residual:
         assert self._awaited is None, "a sum is awaited: read it first"
         self._awaited = partial(group.add_sum_normalised, self._values, share)
 
-    def add_choices(self, outputs: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add each token's outputs [tokens * choices, hidden_size], weighted by [tokens, choices] float32."""
+    def add_choices(self, outputs: torch.Tensor, weights: torch.Tensor, group: Group | None = None) -> None:
+        """Add each token's outputs [tokens * choices, hidden_size], weighted by [tokens, choices] float32; with a group
+        the sum of every rank's."""
         values = self.values
+        if group is not None:
+            self._awaited = partial(group.add_choices_normalised, values, outputs, weights)
+            return
 
         def add(norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
             return values, add_choices_normalised(values, outputs, weights, norm)
