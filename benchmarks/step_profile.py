@@ -7,7 +7,7 @@ in the same run. A layer's kernels are shown in their order too, each by how muc
 
     python benchmarks/step_profile.py --sequences 1,10,100,400 --context 600
     python benchmarks/step_profile.py --model Qwen/Qwen3.5-35B-A3B --debug uniform-routing --sequences 1,8,64 \\
-        --name step_profile_35b --tp 1
+        --tp 4 --name step_profile_35b_tp4
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from cuda.bindings import runtime
 from torch.overrides import TorchFunctionMode
 
 from meltcore.hardware.measures import Job, Question, encode, read_answers
-from meltcore.hardware.probes import corruption, host, matrices, memory, peers, product, sustained, timing
+from meltcore.hardware.probes import corruption, host, matrices, memory, peers, product, rank, sustained, timing
 
 
 class _OnTheCpu(TorchFunctionMode):
@@ -290,3 +290,18 @@ def test_what_libraries_print_between_answers_is_no_answer() -> None:
     lines = b'NCCL version 2.29\n{"key":"a","gpus":[0],"samples":[1.0]}\n{"key":"b","gpus":[0],"sam'
     assert [answer.key for answer in read_answers(lines)] == ["a"]
     assert json.loads(lines.splitlines()[1])
+
+
+def test_a_rank_tells_nccl_to_leave_out_events_between_collectives_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "NCCL_GRAPH_MIXING_SUPPORT"
+    monkeypatch.setenv(name, "1")
+    seen: list[str | None] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(rank.dist, "FileStore", lambda *place: None)
+    monkeypatch.setattr(rank.dist, "init_process_group", lambda *backend, **settings: seen.append(os.environ.get(name)))
+    monkeypatch.setattr(rank.dist, "destroy_process_group", lambda: seen.append("left"))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=[]))
+    rank.main(0, [0, 1], "nowhere")
+    assert seen == ["0", "left"]

@@ -20,7 +20,7 @@ from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.fp8_quantise import Fp8Rows
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps, prefetch
-from meltcore.kernels.tiled_product import _MOST_SPLIT_TILES, _arrivals, _sum_of_shares
+from meltcore.kernels.tiled_product import _MOST_SPLIT_TILES, _arrivals, _gated, _source_of, _sum_of_shares
 
 LEAST_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 # Divides a share of the columns, so that no load needs a mask on columns.
@@ -62,10 +62,7 @@ def _fp8_tiles_kernel(
     share = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    if GATED:
-        source = row // 2 % OUTPUT + row % 2 * OUTPUT
-    else:
-        source = row % OUTPUT
+    source = _source_of(row, OUTPUT, GATED)
     rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * INPUT + share * WIDTH
     scales = tl.load(scales_ptr + source)
     if OVERLAP:
@@ -103,8 +100,7 @@ def _fp8_tiles_kernel(
         totals = tl.trans(totals)
     totals = totals * token_scales[:, None] * scales[None, :]
     if GATED:
-        gate, up = tl.split(tl.reshape(totals, (TOKENS, ROWS // 2, 2)))
-        totals = gate / (1.0 + tl.exp(-gate)) * up
+        totals = _gated(totals)
     if ADDED:
         totals += residual.to(tl.float32)
     tl.store(output, totals, mask=inside)

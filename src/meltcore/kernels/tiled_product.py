@@ -45,6 +45,24 @@ def suits_tiles(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 @triton.jit
+def _source_of(row, OUTPUT: tl.constexpr, GATED: tl.constexpr):
+    """The row of the weight that stands at this one of a product: where they are gated, a gate's and what it gates in
+    turns; past the end the first ones again."""
+    if GATED:
+        source = row // 2 % OUTPUT + row % 2 * OUTPUT
+    else:
+        source = row % OUTPUT
+    return source
+
+
+@triton.jit
+def _gated(totals):
+    """[tokens, rows] of gates and what they gate in turns -> [tokens, rows // 2]: silu(gate) * up."""
+    gate, up = tl.split(tl.reshape(totals, (totals.shape[0], totals.shape[1] // 2, 2)))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _sum_of_shares(totals, partial_ptr, arrivals_ptr, tile, share, SHARES: tl.constexpr):
     """Leave this program's share where the others find it. Returns whether it is the tile's last, and the whole sum."""
     ROWS: tl.constexpr = totals.shape[0]
@@ -92,10 +110,7 @@ def _tiled_product_kernel(
     share = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    if GATED:
-        source = row // 2 % OUTPUT + row % 2 * OUTPUT
-    else:
-        source = row % OUTPUT
+    source = _source_of(row, OUTPUT, GATED)
     rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * INPUT + share * WIDTH
     if OVERLAP:
         for start in tl.static_range(0, WIDTH, COLUMNS):
@@ -129,8 +144,7 @@ def _tiled_product_kernel(
     if ROWS >= TOKENS:
         totals = tl.trans(totals)
     if GATED:
-        gate, up = tl.split(tl.reshape(totals, (TOKENS, ROWS // 2, 2)))
-        totals = gate / (1.0 + tl.exp(-gate)) * up
+        totals = _gated(totals)
     if ADDED:
         totals += residual.to(tl.float32)
     tl.store(output, totals, mask=inside)
