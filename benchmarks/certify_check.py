@@ -6,7 +6,8 @@ below. A finding in any certificate of a healthy node is a false one. The progra
     python benchmarks/certify_check.py --repeats 3                     quick: products, copies, one all-reduce
     python benchmarks/certify_check.py --tier standard --repeats 1     also every pair of GPUs, and all-reduce by size
 
-What is known is written to --out after every repeat, so that one that is cut off loses nothing. Exits 0 only where
+What is known is written to --out after every repeat, so that one that is cut off loses nothing; --earlier goes on from
+such a result of the same GPUs, where a series takes longer than one command may. Exits 0 only where
 every figure agrees and every certificate is a PASS without a finding.
 """
 
@@ -136,6 +137,26 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         print(f"{row['key']:<36}{gpus:<10}{mine:>10}{statistics.median(row['theirs']):>10.4g}{differ:>9}{mark}")
 
 
+def go_on_from(earlier: str, tier: str) -> tuple[Figures, Figures, list[dict[str, Any]]]:
+    """(our figures, the program's, the runs) of an earlier result."""
+    result = read(earlier)
+    if result["tier"] != tier:
+        raise SystemExit(f"--earlier {earlier}: is of the tier {result['tier']}, not {tier}")
+    ours, theirs = (
+        {(row["key"], tuple(row["gpus"])): row[side] for row in result["figures"] if row[side]}
+        for side in ("ours", "theirs")
+    )
+    return ours, theirs, result["runs"]
+
+
+def read(result: str) -> dict[str, Any]:
+    return json.loads(Path(result).read_text())
+
+
+def uuids(fingerprint: dict[str, Any]) -> list[str]:
+    return [gpu["uuid"] for gpu in fingerprint["gpus"]]
+
+
 def keep(folder: Path, wanted: str) -> None:
     """Copy the last certificate's files to `wanted`."""
     place = Path(wanted)
@@ -150,16 +171,16 @@ def main() -> int:
     parser.add_argument("--tier", choices=tuple(CERTIFY_LIMIT_S), default="quick")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", default=str(SOURCE.parent / "results" / "certify_check.json"))
+    parser.add_argument("--earlier", metavar="FILE", help="a result to go on from")
     parser.add_argument("--keep", metavar="DIR", help="copy the last certificate's JSON and HTML there")
     args = parser.parse_args()
-    ours: Figures = {}
-    theirs: Figures = {}
+    ours, theirs, runs = go_on_from(args.earlier, args.tier) if args.earlier else ({}, {}, [])
     result: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/certify_check.py", *clean_arguments(sys.argv[1:])]),
         "date": datetime.now(UTC).date().isoformat(),
         "tier": args.tier,
         "agree": False,
-        "runs": [],
+        "runs": runs,
     }
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -176,6 +197,8 @@ def main() -> int:
             result["runs"].append({**run, "seconds": took_s, "independent_cut_short": why})
             print(f"certify: {found['verdict']} in {took_s:.0f} s, {len(found['findings'])} findings {why}", flush=True)
             result["figures"] = compare(ours, theirs)
+            if args.earlier and uuids(found["snapshot"]["fingerprint"]) != uuids(read(args.earlier)["machine"]):
+                raise SystemExit(f"--earlier {args.earlier}: is of other GPUs")
             result["machine"] = found["snapshot"]["fingerprint"]
             result["agree"] = agrees(result)
             Path(args.out).write_text(json.dumps(result, indent=2) + "\n")

@@ -129,20 +129,23 @@ class Case:
 
 def candidates() -> Iterator[ExpertsLaunch]:
     """What might suit some number of tokens. Wider steps, tiles of fewer rows and other counts of warps were tried for
-    widths of 512 and 64, and were the fastest for none.
+    widths of 512 and 64, and were the fastest for none. One stage: the whole of a narrow weight at once.
     """
-    for pairs, rows, columns, stages in itertools.product((16, 32), (64, 128), (64, 128), (3, 4, 6)):
+    for pairs, rows, columns, stages in itertools.product((16, 32), (64, 128, 256), (64, 128), (1, 3, 4, 6)):
         yield ExpertsLaunch(pairs, rows, columns, stages, 4)
-    for rows, stages in itertools.product((128, 256), (3, 4)):
-        yield ExpertsLaunch(64, rows, 64, stages, 4)
-        yield ExpertsLaunch(128, rows, 64, stages, 8)
+    for rows, stages in itertools.product((128, 256), (1, 3, 4)):
+        for columns in (64, 128) if stages == 1 else (64,):
+            yield ExpertsLaunch(64, rows, columns, stages, 4)
+            yield ExpertsLaunch(128, rows, columns, stages, 8)
 
 
 def suits(launch: ExpertsLaunch, product: Product) -> bool:
     """Fits into shared memory, and has work for every column of a step."""
+    steps = product.shape[2] / launch.columns
+    if launch.stages == 1:
+        return steps == 1
     step = (launch.pairs + launch.rows) * launch.columns * TYPE.itemsize
     enough = launch.stages * step + 1024 <= shared_bytes(torch.device("cuda", 0))
-    steps = product.shape[2] // launch.columns
     return enough and steps >= 1 and (launch.stages == 3 or launch.stages <= steps)
 
 

@@ -57,11 +57,14 @@ def test_measured_figures_of_an_h200_meet_every_floor() -> None:
         (expect.collective(18 * 26.562, "all_reduce", 2), (328,)),
         (expect.collective(18 * 26.562, "all_gather", 2), (266,)),
         (expect.collective(18 * 26.562, "reduce_scatter", 2), (277,)),
+        (expect.collective(18 * 26.562, "all_reduce", 4), (352, 356)),
+        (expect.collective(18 * 26.562, "all_gather", 4), (325, 332)),
+        (expect.collective(18 * 26.562, "reduce_scatter", 4), (325, 332)),
         (expect.collective(18 * 26.562, "all_reduce", 8), (361, 367)),
     ]
     for expectation, values in measured:
         assert expectation is not None
-        assert all(value >= expectation.floor for value in values)
+        assert all(value >= 1.04 * expectation.floor for value in values), "not within a machine's own difference"
         assert min(values) <= 1.25 * expectation.value, "and the expectation is not far under what is real"
 
 

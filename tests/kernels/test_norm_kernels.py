@@ -36,6 +36,20 @@ def test_rms_norm_agrees_with_its_reference(
     torch.testing.assert_close(result.cpu(), expected)
 
 
+@pytest.mark.parametrize(("seed", "shape"), list(enumerate([(1, 128), (5, 1024), (2, 192), (3, 8192), (0, 256)])))
+def test_what_is_added_first_is_added_in_place(
+    seed: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(seed)
+    residual, added, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), torch.randn(shape[1]).to(dtype)
+    total = residual.clone().to(device)
+    result = norm._rms_norm_triton(total, weight.to(device), EPS, added.to(device))
+    assert torch.equal(total.cpu(), residual + added)
+    last_place = 2 * torch.finfo(dtype).eps
+    expected = norm._rms_norm_torch(residual + added, weight, EPS)
+    torch.testing.assert_close(result.cpu(), expected, rtol=max(last_place, 2e-6), atol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
 def test_a_float32_weight_multiplies_before_anything_is_rounded(seed: int, device: torch.device) -> None:
     torch.manual_seed(seed)

@@ -41,9 +41,9 @@ _PCIE_SHARE = 0.86  # H200 SXM: 53-55 of 63 GB/s
 
 _PEER_SHARE = 0.81  # of links x speed: 386-396 of 478 by NVSwitch, 133 of 159 by a bridge
 # Ring collectives, bus bandwidth: of links x speed, from 1 GiB on. Two H200 SXM: 328-330 of 478 GB/s, but 266 and 277
-# where they gather or scatter.
+# where they gather or scatter; four 352-356, and 325-332.
 _RING_SHARE = {("all_reduce", 2): 0.66, ("all_gather", 2): 0.55, ("reduce_scatter", 2): 0.57}
-_RING_SHARE_OF_MORE = 0.74
+_RING_SHARE_OF_MORE = {"all_reduce": 0.74, "all_gather": 0.69, "reduce_scatter": 0.69}
 
 
 def product_ceiling(gpu: GpuState, dtype: str) -> float | None:
@@ -86,7 +86,8 @@ def peer(link_gbps: float | None, links: int, ways: int) -> Expectation | None:
 
 def collective(link_gbps: float | None, operation: str, gpus: int) -> Expectation | None:
     """Bus bandwidth in GB/s of a ring; `link_gbps` of the GPU with the least."""
-    return _topology(link_gbps, _RING_SHARE.get((operation, gpus), _RING_SHARE_OF_MORE), "NVLinks x speed, ring")
+    share = _RING_SHARE.get((operation, gpus), _RING_SHARE_OF_MORE[operation])
+    return _topology(link_gbps, share, "NVLinks x speed, ring")
 
 
 def _topology(ceiling: float | None, share: float, why: str, floor_share: float = PRIOR_FLOOR) -> Expectation | None:

@@ -35,21 +35,19 @@ _TUNED = 90  # the compute capability that the table of launches is for
 
 
 @triton.jit
-def _tile_of(bounds_ptr, tile, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr):
-    """The tile's expert, the place of its first pair and the place that its expert's pairs end at. A tile past the last
-    one has no pairs: it starts where it ends."""
-    expert = tl.arange(0, EXPERT_BLOCK)
-    starts = tl.load(bounds_ptr + expert, mask=expert < EXPERTS, other=0)
-    ends = tl.load(bounds_ptr + expert + 1, mask=expert < EXPERTS, other=0)
-    tiles = (ends - starts + PAIRS - 1) // PAIRS
-    upto = tl.cumsum(tiles, axis=0)
-    own = (upto > tile) & (upto - tiles <= tile)
-    first = starts + (tile - upto + tiles) * PAIRS
-    return (
-        tl.sum(tl.where(own, expert, 0), axis=0),
-        tl.sum(tl.where(own, first, 0), axis=0),
-        tl.sum(tl.where(own, ends, 0), axis=0),
-    )
+def _tile_of(bounds_ptr, slot, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr):
+    """The slot's expert, the place of its tile's first pair and the place that its expert's pairs end at.
+
+    Experts' slots follow each other, each one's from (place of its first pair) // PAIRS + its number on. That leaves it
+    as many as it has tiles, and may leave one more: a slot without a tile starts where it ends, or behind.
+    """
+    number = tl.arange(0, EXPERT_BLOCK)
+    starts = tl.load(bounds_ptr + number, mask=number < EXPERTS, other=0)
+    before = (number < EXPERTS) & (starts // PAIRS + number <= slot)
+    expert = tl.sum(before.to(tl.int32), axis=0) - 1
+    start = tl.load(bounds_ptr + expert)
+    first = start + (slot - start // PAIRS - expert) * PAIRS
+    return expert, first, tl.load(bounds_ptr + expert + 1)
 
 
 @triton.jit
@@ -224,8 +222,7 @@ class Pairs(NamedTuple):
     def most_tiles(self, count: int, tile: int) -> int:
         """count: of experts; tile: pairs of one. Programs for each piece of an expert's rows."""
         pairs = self.experts.numel()
-        # In order, an expert with pairs ends with at most one tile that is not full.
-        return min(pairs, pairs // tile + min(pairs, count)) if self.form == "sorted" else pairs
+        return pairs // tile + count if self.form == "sorted" else pairs  # see `_tile_of`
 
 
 def form_of(tokens: int, down: torch.Tensor) -> Form:

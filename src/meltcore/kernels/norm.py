@@ -31,6 +31,16 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return body(hidden, weight, eps)
 
 
+def add_rms_norm(residual: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add to `residual` in place, and return what it then is, normalised.
+
+    residual, added: [rows, size], contiguous, of one type.
+    """
+    if use_triton(residual):
+        return _rms_norm_triton(residual, weight, eps, added)
+    return _rms_norm_torch(residual.add_(added), weight, eps)
+
+
 def _rms_norm_torch(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = hidden.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -70,6 +80,7 @@ def _tile(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "inner_rows"])
 def _rms_norm_kernel(
     hidden_ptr,
+    added_ptr,
     weight_ptr,
     output_ptr,
     eps,
@@ -80,17 +91,27 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    ADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Rows come as [outer, inner], each of the two with a stride of its own; the output is contiguous."""
+    """Rows come as [outer, inner], each of the two with a stride of its own; the output is contiguous.
+
+    ADDED: something contiguous is added to them, in place, first.
+    """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, columns, mask = _tile(rows, SIZE, BLOCK, ROWS)
     start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
     wide = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+    place = row.to(tl.int64) * SIZE + columns
+    if ADDED:
+        wide += tl.load(added_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        total = wide.to(hidden_ptr.dtype.element_ty)
+        tl.store(hidden_ptr + start + columns, total, mask=mask)
+        wide = total.to(tl.float32)
     normalised = normalise(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
-    tl.store(output_ptr + row.to(tl.int64) * SIZE + columns, normalised, mask=mask)
+    tl.store(output_ptr + place, normalised, mask=mask)
 
 
 class _Tile(NamedTuple):
@@ -107,7 +128,9 @@ class _Tile(NamedTuple):
         return cls(rows, block, min(16, rows * block // 256))
 
 
-def _rms_norm_triton(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm_triton(
+    hidden: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
+) -> torch.Tensor:
     size = hidden.shape[-1]
     output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if output.numel() == 0:
@@ -119,6 +142,7 @@ def _rms_norm_triton(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> 
     overlap = overlaps(hidden.device)
     _rms_norm_kernel[(triton.cdiv(rows, tile.rows),)](
         grouped,
+        weight if added is None else added,
         weight,
         output,
         eps,
@@ -129,6 +153,7 @@ def _rms_norm_triton(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> 
         SIZE=size,
         BLOCK=tile.block,
         ROWS=tile.rows,
+        ADDED=added is not None,
         OVERLAP=overlap,
         num_warps=tile.warps,
         **({"launch_pdl": True} if overlap else {}),
@@ -141,5 +166,6 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     heads = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
     return [
         lambda: _rms_norm_triton(hidden, hidden[0], 1e-6),
+        lambda: _rms_norm_triton(hidden, hidden[0], 1e-6, hidden),
         lambda: _rms_norm_triton(heads, heads[0, 0], 1e-6),
     ]

@@ -28,7 +28,7 @@ from meltcore.kernels.all_reduce import (
 )
 from meltcore.kernels.expert_sum import sum_of_choices
 from meltcore.kernels.inbox import Peers, nobody
-from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.norm import Norm, add_rms_norm, rms_norm
 from meltcore.layers.peer_memory import can_reach_all, open_inboxes, prove_inboxes
 
 _LEAVE_LIMIT_S = 5.0
@@ -125,8 +125,14 @@ class Group:
         """
         if self.peers is not None and suits_rows(share, self.size):
             return peer_sum_normalised(share, self.peers, norm, residual)
-        total = self._add_sum(residual, share)
-        return total, rms_norm(total, *norm)
+        if self.peers is not None and suits_peers(share):
+            total = peer_sum(share, self.peers, residual)
+            return total, rms_norm(total, *norm)
+        if not self._alone:
+            dist.all_reduce(share)
+        if residual is None:
+            return share, rms_norm(share, *norm)
+        return residual, add_rms_norm(residual, share, *norm)
 
     def add_choices_normalised(
         self, residual: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor, norm: Norm
@@ -174,13 +180,6 @@ class Group:
             yield
         finally:
             self.peers, self._alone = peers, False
-
-    def _add_sum(self, residual: torch.Tensor | None, share: torch.Tensor) -> torch.Tensor:
-        if self.peers is not None and suits_peers(share):
-            return peer_sum(share, self.peers, residual)
-        if not self._alone:
-            dist.all_reduce(share)
-        return share if residual is None else residual.add_(share)
 
     def _exchange(self, store: dist.Store, own: bytes) -> list[bytes]:
         """Everybody's bytes, in order of ranks."""
