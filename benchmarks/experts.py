@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import multiprocessing
 from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,22 +30,24 @@ from bench_output import Row, write_result
 from meltcore.kernels import expert_launches
 from meltcore.kernels.capability import shared_bytes
 from meltcore.kernels.expert_product import ExpertsLaunch, Form, Pairs, expert_product, form_of
+from meltcore.kernels.expert_tiles import suits_tiles
 from meltcore.kernels.experts import _experts_add_triton
 from meltcore.kernels.routing import Routing
 
 HIDDEN, CHOICES = 2048, 8
 TYPE = torch.bfloat16
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 # Tokens, how pairs are found (None: as in the engine), and the peer: what it is called and how it finds them.
 FORMS: tuple[tuple[int, Form | None, str, Form], ...] = (
     (1, None, "the general products", "alone"),
-    *((tokens, "found", "pairs put in order first", "sorted") for tokens in (3, 8, 16, 24, 32, 48, 64)),
-    *((tokens, None, "pairs looked up by the products", "sorted") for tokens in (2048, 4096, 8064)),
+    *((tokens, "found", "pairs placed first", "placed") for tokens in (3, 8, 16, 24, 32, 48, 64)),
+    *((tokens, None, "pairs looked up by the products", "placed") for tokens in (2048, 4096, 8064)),
 )
 WIDTHS = (768, 512, 256, 128, 64)
-CLOSE = 1.05  # a launch is kept for more tokens while it is at most this much slower than the best
+CLOSE = 1.02  # a launch is kept for more tokens while it is at most this much slower than the best
 COMPILERS = 15
-ROUGH_REPLAYS, CONTENDERS = 3, 6  # of all that are tried; then the fastest of them once more, with all replays
+ROUGH_REPLAYS, CONTENDERS = 3, 4  # of all that are tried; then the fastest of each size of tiles, with all replays
+TILES = (16, 32, 64, 128)  # pairs of one
 TABLE = Path(expert_launches.__file__)
 
 
@@ -107,21 +111,28 @@ class Case:
         """The shape of the way down: by it the pairs are found."""
         return torch.empty(self.product.experts.count, HIDDEN, self.product.width, dtype=TYPE, device="meta")
 
-    def routings(self, tokens: int, form: Form | None = None) -> list[Pairs]:
-        """As many as read more than the L2 cache holds."""
-        count = 16 if tokens <= 4 else 4
-        return [Pairs.of(self.product.experts.drawn(tokens), self.down, form) for _ in range(count)]
+    def drawn(self, tokens: int) -> list[torch.Tensor]:
+        """As many routings as read more than the L2 cache holds."""
+        return [self.product.experts.drawn(tokens) for _ in range(16 if tokens <= 4 else 4)]
 
-    def measure_us(self, tokens: int, launch: ExpertsLaunch, routings: list[Pairs], replays: int = REPLAYS) -> float:
-        """One product, its pairs in order where they are sorted."""
-        rows, columns, gated = tokens * self.product.experts.pairs, self.product.shape[2], self.product.gated
-        inputs = torch.randn(tokens if gated else rows, columns, device="cuda", dtype=TYPE)
-        output = torch.empty(rows, self.product.shape[1] // (2 if gated else 1), device="cuda", dtype=TYPE)
-        call = partial(expert_product, inputs, self.weight, output, gated=gated, launch=launch)
-        return median_us([partial(call, pairs) for pairs in routings], replays)
+    def measure_us(
+        self,
+        launch: ExpertsLaunch,
+        drawn: list[torch.Tensor],
+        *,
+        form: Form | None = None,
+        replays: int = REPLAYS,
+    ) -> float:
+        """One product, its pairs in their places where they have some."""
+        (pairs, choices), (_, rows, columns) = (drawn[0].numel(), drawn[0].shape[1]), self.product.shape
+        gated = self.product.gated
+        inputs = torch.randn(pairs // choices if gated else pairs, columns, device="cuda", dtype=TYPE)
+        output = torch.empty(pairs, rows // (2 if gated else 1), device="cuda", dtype=TYPE)
+        call = partial(expert_product, inputs, self.weight, output, launch=launch, gated=gated)
+        return median_us([partial(call, Pairs.of(each, self.down, launch.pairs, form)) for each in drawn], replays)
 
-    def floor_us(self, tokens: int, routings: list[Pairs], bandwidth: float, rate: float) -> float:
-        distinct = sum(len(pairs.experts.unique()) for pairs in routings) / len(routings)
+    def floor_us(self, tokens: int, drawn: list[torch.Tensor], bandwidth: float, rate: float) -> float:
+        distinct = sum(len(experts.unique()) for experts in drawn) / len(drawn)
         (_, rows, columns), pairs = self.product.shape, tokens * self.product.experts.pairs
         moved = (distinct * rows * columns + tokens * columns + pairs * rows) * TYPE.itemsize
         return max(moved / bandwidth, 2 * pairs * rows * columns / rate)
@@ -161,38 +172,70 @@ def likely(launch: ExpertsLaunch, tokens: int, product: Product) -> bool:
 
 def _compile(product: Product, launch: ExpertsLaunch) -> None:
     case = Case(product)
-    forms = [form_of(tokens, case.down) for tokens in TOKENS if likely(launch, tokens, product)]
-    for form in set(forms):
-        case.measure_us(1, launch, case.routings(1, form), replays=1)
+    for form in {form_of(tokens, case.down) for tokens in TOKENS if likely(launch, tokens, product)}:
+        case.measure_us(launch, [product.experts.drawn(1)], form=form, replays=1)
 
 
-def fastest(case: Case, tokens: int, kept: ExpertsLaunch | None) -> tuple[dict[ExpertsLaunch, float], ExpertsLaunch]:
-    """Microseconds of the launches worth measuring well, among them the one `kept` so far, and the fastest."""
-    routings = case.routings(tokens)
+def contenders(case: Case, tokens: int, kept: ExpertsLaunch | None) -> dict[ExpertsLaunch, float]:
+    """Microseconds of the launches worth measuring well: of each size of tiles the fastest, and the one `kept`."""
+    drawn = case.drawn(tokens)
     tried = [launch for launch in launches_of(case.product) if likely(launch, tokens, case.product)]
-    rough = {launch: case.measure_us(tokens, launch, routings, ROUGH_REPLAYS) for launch in tried}
-    contenders = sorted(tried, key=lambda launch: rough[launch])[:CONTENDERS]
-    if kept in tried and kept not in contenders:
-        contenders.append(kept)
-    times = {launch: case.measure_us(tokens, launch, routings) for launch in contenders}
-    return times, min(times, key=lambda launch: times[launch])
+    rough = {launch: case.measure_us(launch, drawn, replays=ROUGH_REPLAYS) for launch in tried}
+    by_tile = groupby(sorted(tried, key=lambda launch: (launch.pairs, rough[launch])), lambda launch: launch.pairs)
+    chosen = {launch for _, alike in by_tile for launch in list(alike)[:CONTENDERS]}
+    if kept in tried:
+        chosen.add(kept)
+    return {launch: case.measure_us(launch, drawn) for launch in chosen}
+
+
+class Chosen:
+    """The launches of one product for more and more tokens."""
+
+    def __init__(self, product: Product) -> None:
+        self.case, self.entries = Case(product), []
+
+    @property
+    def last(self) -> ExpertsLaunch | None:
+        return self.entries[-1][1] if self.entries else None
+
+    def measure(self, tokens: int) -> None:
+        self.times = contenders(self.case, tokens, self.last)
+
+    def best(self, tile: int) -> float:
+        """Microseconds; endless where no launch has such tiles."""
+        return min((time for launch, time in self.times.items() if launch.pairs == tile), default=math.inf)
+
+    def choose(self, tokens: int, tile: int) -> None:
+        alike = {launch: time for launch, time in self.times.items() if launch.pairs == tile}
+        best, most = min(alike, key=lambda launch: alike[launch]), tokens * self.case.product.experts.pairs
+        if self.last in alike and alike[self.last] <= CLOSE * alike[best]:
+            self.entries[-1] = (most, self.last)
+        else:
+            self.entries.append((most, best))
+        print(f"{self.case.product.name}, {tokens} tokens: {alike[self.last]:.1f} us {tuple(self.last)}", flush=True)
 
 
 def tune(widths: tuple[int, ...]) -> None:
+    """Both products have tiles of as many pairs, since pairs are placed once. Up to where other kernels take over."""
     jobs = [(product, launch) for product in products(widths) for launch in launches_of(product)]
     with multiprocessing.get_context("spawn").Pool(COMPILERS) as pool:
         pool.starmap(_compile, jobs, chunksize=1)
     table = dict(expert_launches.TABLE)
-    for product in products(widths):
-        case, chosen = Case(product), []
+    for width in widths:
+        both, tile = [Chosen(product) for product in products((width,))], 0
         for tokens in TOKENS:
-            times, best = fastest(case, tokens, chosen[-1][1] if chosen else None)
-            if chosen and times.get(chosen[-1][1], float("inf")) <= CLOSE * times[best]:
-                chosen[-1] = (tokens * product.experts.pairs, chosen[-1][1])
-            else:
-                chosen.append((tokens * product.experts.pairs, best))
-            print(f"{product.name}, {tokens} tokens: {times[best]:.1f} us {tuple(best)}", flush=True)
-        table[product.shape] = tuple((most, tuple(launch)) for most, launch in chosen)
+            gate_up, down = (one.case.weight for one in both)
+            if suits_tiles(gate_up[0], both[0].case.drawn(tokens)[0], gate_up, down):
+                break
+            for one in both:
+                one.measure(tokens)
+            times = {size: sum(one.best(size) for one in both) for size in TILES}
+            if times.get(tile, math.inf) > CLOSE * min(times.values()):
+                tile = min(times, key=lambda size: times[size])
+            for one in both:
+                one.choose(tokens, tile)
+        for one in both:
+            table[one.case.product.shape] = tuple((most, tuple(launch)) for most, launch in one.entries)
     write_table(table)
 
 
@@ -213,10 +256,9 @@ def measure(widths: tuple[int, ...]) -> list[Row]:
     for product in products(widths):
         case = Case(product)
         for tokens in TOKENS:
-            routings = case.routings(tokens)
-            launch = ExpertsLaunch.of(tokens * product.experts.pairs, case.weight)
-            time_us = case.measure_us(tokens, launch, routings)
-            floor_us = case.floor_us(tokens, routings, bandwidth, rate)
+            drawn = case.drawn(tokens)
+            time_us = case.measure_us(ExpertsLaunch.of(drawn[0].numel(), case.weight), drawn)
+            floor_us = case.floor_us(tokens, drawn, bandwidth, rate)
             rows.append(
                 Row(
                     work=f"{product.name}, {tokens:,} tokens",

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from meltcore.engine.warm_up import EXPERT_TOKENS, PROMPT_TOKENS, PROMPTS_AT_ONCE, _most_tiles, rehearse, warm_up
-from meltcore.kernels import expert_product
+from meltcore.kernels import expert_product, expert_tiles
 from meltcore.kernels.attention import BLOCK_QUERIES
 from meltcore.kernels.delta import DeltaShape
 from meltcore.kernels.delta_scan import ScanLaunch, scan_launch
-from meltcore.kernels.expert_launches import TABLE
-from meltcore.kernels.expert_product import ExpertsLaunch, Form, form_of
+from meltcore.kernels.expert_places import lot_of
+from meltcore.kernels.expert_product import form_of, launches_of
+from meltcore.kernels.expert_tiles import suits_tiles
 
 
 @pytest.mark.parametrize("max_model_len", [20, 300])
@@ -44,18 +45,23 @@ def test_a_warm_up_writes_to_the_padding_page_alone(checkpoint: Path) -> None:
         assert not values[1:].any()
 
 
-@pytest.mark.parametrize("shape", TABLE, ids=str)
-def test_prompts_cover_every_launch_of_routed_experts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the table of an H200, of Qwen3.5-35B-A3B: 9 pairs a token."""
-    monkeypatch.setattr(expert_product, "capability", lambda device: 90)
-    weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    width = shape[1] // 2 if shape[2] == 2048 else shape[2]  # the way up has a gate above it
-    down = torch.empty(257, 2048, width, dtype=torch.bfloat16, device="meta")
+@pytest.mark.parametrize("width", [768, 512, 256, 128, 64])
+def test_prompts_cover_every_launch_of_routed_experts(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table of an H200: Qwen3-30B-A3B's experts, and Qwen3.5-35B-A3B's on one to eight GPUs."""
+    for module in (expert_product, expert_tiles):
+        monkeypatch.setattr(module, "capability", lambda device: 90)
+    experts, choices = (128, 8) if width == 768 else (257, 9)
+    gate_up = torch.empty(experts, 2 * width, 2048, dtype=torch.bfloat16, device="meta")
+    down = torch.empty(experts, 2048, width, dtype=torch.bfloat16, device="meta")
 
-    def launches(tokens: Iterable[int]) -> set[tuple[ExpertsLaunch, Form]]:
-        return {(ExpertsLaunch.of(9 * each, weight), form_of(each, down)) for each in tokens}
+    def launches(tokens: int) -> object:
+        chosen = torch.empty(tokens, choices, dtype=torch.int32, device="meta")
+        if suits_tiles(gate_up[0], chosen, gate_up, down):
+            return "tiles"
+        form, pairs = form_of(tokens, down), chosen.numel()
+        return form, launches_of(pairs, gate_up, down), lot_of(pairs) if form == "placed" else None
 
-    assert launches(range(1, 8193)) == launches(PROMPT_TOKENS + EXPERT_TOKENS)
+    assert set(map(launches, range(1, 8193))) == set(map(launches, PROMPT_TOKENS + EXPERT_TOKENS))
 
 
 @pytest.mark.parametrize(

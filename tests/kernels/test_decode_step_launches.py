@@ -86,7 +86,8 @@ def test_a_decode_step_is_fewer_than_400_kernels(
 
 
 @pytest.mark.parametrize(
-    ("sequences", "kernels"), [(1, 337), (2, 337), (32, 337), (33, 417), (128, 417), (144, 457), (1024, 457)]
+    ("sequences", "kernels"),
+    [(1, 337), (16, 337), (20, 377), (32, 377), (33, 417), (128, 417), (144, 457), (896, 457), (1024, 537)],
 )
 def test_a_decode_step_is_as_many_kernels_as_we_say(
     sequences: int, kernels: int, runner: ModelRunner, launched: collections.Counter[str]
@@ -97,7 +98,7 @@ def test_a_decode_step_is_as_many_kernels_as_we_say(
 
 @pytest.mark.parametrize(
     ("ranks", "sequences", "kernels"),
-    [(2, 1, 381), (2, 2, 381), (2, 32, 381), (2, 33, 421), (8, 1, 381), (8, 2, 381), (8, 33, 421), (8, 256, 461)],
+    [(2, 1, 381), (2, 16, 381), (2, 32, 421), (2, 33, 421), (8, 1, 381), (8, 2, 381), (8, 33, 421), (8, 256, 461)],
 )
 def test_a_decode_step_of_a_rank(ranks: int, sequences: int, kernels: int, launched: collections.Counter[str]) -> None:
     """Of a sum over ranks after attention and after experts, one is a launch more than one GPU has."""
@@ -112,15 +113,21 @@ def test_a_decode_step_of_a_rank(ranks: int, sequences: int, kernels: int, launc
     assert launched.total() == kernels, launched
 
 
-@pytest.mark.parametrize(("sequences", "sorting"), [(2, 0), (3, 0), (32, 0), (33, 1)])
-def test_pairs_of_a_token_and_an_expert_are_sorted_for_many_tokens_only(
-    sequences: int, sorting: int, runner: ModelRunner, launched: collections.Counter[str]
+@pytest.mark.parametrize(("sequences", "placing"), [(2, 0), (16, 0), (17, 1), (33, 1)])
+def test_pairs_of_a_token_and_an_expert_are_placed_for_many_tokens_only(
+    sequences: int, placing: int, runner: ModelRunner, launched: collections.Counter[str]
 ) -> None:
-    """A layer of routed experts is five launches, and one more that sorts."""
+    """A layer of routed experts is five launches, and one more that places."""
     step(runner, sequences, launched)
     layers = runner.model.config.num_hidden_layers
-    names = ("_router_kernel", "_route_kernel", "_by_expert_kernel", "_expert_product_kernel", "_add_choices_kernel")
-    assert [launched[name] / layers for name in names] == [sequences <= 32, 1, sorting, 2, 1]
+    names = (
+        "_router_kernel",
+        "_route_kernel",
+        "_place_few_pairs_kernel",
+        "_expert_product_kernel",
+        "_add_choices_kernel",
+    )
+    assert [launched[name] / layers for name in names] == [sequences <= 32, 1, placing, 2, 1]
 
 
 def test_a_layer_of_routed_experts_is_five_launches_for_one_token(

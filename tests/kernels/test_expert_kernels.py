@@ -8,8 +8,7 @@ from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, 
 
 from meltcore.kernels import expert_product as product_file
 from meltcore.kernels import experts as experts_file
-from meltcore.kernels import routing as routing_file
-from meltcore.kernels.expert_product import ExpertsLaunch, Form, form_of
+from meltcore.kernels.expert_product import ExpertsLaunch, Form, form_of, launches_of
 from meltcore.kernels.experts import experts_add
 from meltcore.kernels.routing import Routing, route
 
@@ -68,11 +67,6 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     assert error.abs().max() <= 10 * steps * torch.finfo(dtype).eps * expected.pow(2).mean().sqrt()
 
 
-@pytest.fixture(autouse=True)
-def _segments_in_triton_too(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_file, "by_expert", routing_file._by_expert_triton)
-
-
 @LAUNCHES
 @pytest.mark.parametrize(
     ("tokens", "experts", "choices", "size", "width", "dtype"),
@@ -124,19 +118,19 @@ def test_however_pairs_are_found_the_bits_are_the_same(
     problem = Problem(tokens, tokens, experts, choices, 64, 16, torch.bfloat16)
     if shared:
         problem.routing = route(torch.randn(tokens, experts), choices, renormalised=True, shared=True)
-    forms: list[Form] = ["found", "sorted", *(["alone"] if tokens < 10 else [])]  # type: ignore[list-item]
+    forms: list[Form] = ["found", "placed", *(["alone"] if tokens < 10 else [])]  # type: ignore[list-item]
     results = [problem.run(device, launch, form=form) for form in forms]
     assert_near(results[0], problem.exact(), torch.bfloat16)
     assert all(torch.equal(results[0], result) for result in results)
 
 
-def test_few_tokens_are_alone_more_are_found_and_many_are_sorted() -> None:
+def test_few_tokens_are_alone_more_are_found_and_many_are_placed() -> None:
     def down(width: int) -> torch.Tensor:
         return torch.empty(257, 2048, width, dtype=torch.bfloat16, device="meta")
 
-    assert [form_of(tokens, down(512)) for tokens in (1, 2, 3, 32)] == ["alone"] * 2 + ["found"] * 2
-    assert [form_of(tokens, down(128)) for tokens in (1, 8, 9, 32)] == ["alone"] * 2 + ["found"] * 2
-    assert [form_of(tokens, down(128)) for tokens in (33, 8192)] == ["sorted"] * 2
+    assert [form_of(tokens, down(512)) for tokens in (1, 2, 3, 16)] == ["alone"] * 2 + ["found"] * 2
+    assert [form_of(tokens, down(128)) for tokens in (1, 8, 9, 16)] == ["alone"] * 2 + ["found"] * 2
+    assert [form_of(tokens, down(128)) for tokens in (17, 8192)] == ["placed"] * 2
 
 
 @LAUNCHES
@@ -228,7 +222,7 @@ def test_on_an_h200_launches_come_from_the_table(pairs: int, place: int, monkeyp
     # Neither for another processor nor for another type or shape.
     monkeypatch.setattr(product_file, "shared_bytes", lambda device: 227 * 1024)
     sound = ExpertsLaunch.sound(pairs, 257, 2, 227 * 1024)
-    assert ExpertsLaunch.of(pairs, weight[:, :500]) == sound
+    assert ExpertsLaunch.of(pairs, weight[:, :60]) == sound
     monkeypatch.setattr(product_file, "capability", lambda device: 100)
     assert ExpertsLaunch.of(pairs, weight) == sound
 
@@ -254,3 +248,21 @@ def test_the_table_rises_and_its_tiles_divide_what_they_are_for() -> None:
         assert most == sorted(set(most))
         for _, launch in launches:
             assert columns % ExpertsLaunch(*launch).columns == 0
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(("experts", "width"), [(128, 768), (257, 512), (257, 384), (257, 256), (257, 128), (257, 64)])
+def test_both_products_have_tiles_of_as_many_pairs(
+    experts: int, width: int, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs are placed once for both; tables say when tiles grow for each of them."""
+    monkeypatch.setattr(product_file, "capability", lambda device: capability)
+    monkeypatch.setattr(product_file, "shared_bytes", lambda device: 227 * 1024)
+    gate_up = torch.empty(experts, 2 * width, 2048, dtype=torch.bfloat16, device="meta")
+    down = torch.empty(experts, 2048, width, dtype=torch.bfloat16, device="meta")
+    for pairs in (*range(8, 4096, 120), 9216, 9217, 18432, 18433, 80_000):
+        up, way_down = launches_of(pairs, gate_up, down)
+        assert up.pairs == way_down.pairs
+        if capability == 90:
+            assert up == ExpertsLaunch.of(pairs, gate_up)
+            assert 2048 % up.columns == width % way_down.columns == 0

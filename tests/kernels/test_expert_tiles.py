@@ -9,9 +9,9 @@ from test_expert_kernels import Problem, assert_near
 
 from meltcore.kernels import expert_tiles as tiles_file
 from meltcore.kernels import experts as experts_file
-from meltcore.kernels.expert_places import TILE, most_tiles, place_pairs
+from meltcore.kernels.expert_places import Places, lot_of, most_tiles, place_pairs
 from meltcore.kernels.expert_sum import add_choices_triton
-from meltcore.kernels.expert_tiles import suits_tiles, tiles_of_experts
+from meltcore.kernels.expert_tiles import TILE, suits_tiles, tiles_of_experts
 from meltcore.kernels.routing import Routing
 
 
@@ -19,35 +19,58 @@ def chosen(tokens: int, experts: int, choices: int) -> torch.Tensor:
     return torch.rand(tokens, experts).topk(choices, dim=1).indices.int().contiguous()
 
 
+def assert_placed(places: Places, given: torch.Tensor, experts: int, tile: int) -> None:
+    """Every pair once, those of an expert rising from a tile of its own on; tiles without pairs are empty."""
+    owners, filled, pairs = places.owners.tolist(), places.filled.tolist(), places.pairs.cpu().view(-1, tile)
+    assert len(owners) == most_tiles(given.numel(), experts, tile)
+    seen = []
+    for number, (owner, count) in enumerate(zip(owners, filled, strict=True)):
+        if number >= places.used.item():
+            assert count == 0
+        own = pairs[number, :count]
+        seen += [(owner, pair) for pair in own.tolist()]
+        assert (places.rows.flatten().cpu()[own] == number * tile + torch.arange(count)).all()
+        later = number + 1 < len(owners) and filled[number + 1] and owners[number + 1] == owner
+        assert count == tile or not later, "only an expert's last tile is not full"
+    expected = sorted((expert, pair) for pair, expert in enumerate(given.flatten().tolist()))
+    assert seen == expected
+
+
+@pytest.mark.parametrize("tile", [16, 64, 128])
 @pytest.mark.parametrize(
     ("tokens", "experts", "choices"), [(300, 128, 8), (70, 5, 3), (1, 300, 2), (700, 257, 9), (129, 1, 1), (256, 2, 1)]
 )
 def test_each_expert_begins_with_a_tile_and_its_pairs_rise(
-    tokens: int, experts: int, choices: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tokens: int, experts: int, choices: int, tile: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meltcore.kernels.expert_places._BLOCKS", 2)  # several rounds of summing
+    monkeypatch.setattr("meltcore.kernels.expert_places._FEW_TILES", 4)  # and of writing tiles
     torch.manual_seed(tokens)
     given = chosen(tokens, experts, choices)
-    places = place_pairs(given.to(device), experts)
-    owners, filled = places.owners.tolist(), places.filled.tolist()
-    tile = 0
-    for expert in range(experts):
-        own = (given.flatten() == expert).nonzero().flatten()
-        for first in range(0, len(own), TILE):
-            piece = own[first : first + TILE]
-            assert (owners[tile], filled[tile]) == (expert, len(piece))
-            assert torch.equal(places.pairs[tile * TILE : tile * TILE + len(piece)].cpu(), piece.int())
-            assert (places.rows.flatten().cpu()[piece] == tile * TILE + torch.arange(len(piece))).all()
-            tile += 1
-    assert places.used.item() == tile <= most_tiles(tokens * choices, experts)
+    assert_placed(place_pairs(given.to(device), experts, tile), given, experts, tile)
+    monkeypatch.setattr("meltcore.kernels.expert_places._MOST_FEW", 0)
+    assert lot_of(1) == 0
+    assert_placed(place_pairs(given.to(device), experts, tile), given, experts, tile)
 
 
-def test_all_pairs_of_one_expert_fill_tiles_one_after_the_other(device: torch.device) -> None:
-    places = place_pairs(torch.full((400, 1), 6, dtype=torch.int32, device=device), 9)
-    assert places.used.item() == 4
-    assert places.owners[:4].tolist() == [6] * 4
-    assert places.filled[:4].tolist() == [128, 128, 128, 16]
-    assert torch.equal(places.rows.flatten().cpu(), torch.arange(400, dtype=torch.int32))
+@pytest.mark.parametrize(
+    ("count", "lot"), [(1, 1024), (1024, 1024), (1025, 2048), (2500, 4096), (8192, 8192), (8193, 0)]
+)
+def test_few_pairs_are_looked_through_in_lots_of_few_sizes(count: int, lot: int, device: torch.device) -> None:
+    assert lot_of(count) == lot
+    given = torch.randint(3, (count, 1), dtype=torch.int32)
+    assert_placed(place_pairs(given.to(device), 5, 32), given, 5, 32)
+
+
+@pytest.mark.parametrize(("pairs", "filled"), [(400, [128, 128, 128, 16]), (8320, [128] * 65)])
+def test_all_pairs_of_one_expert_fill_tiles_one_after_the_other(
+    pairs: int, filled: list[int], device: torch.device
+) -> None:
+    places = place_pairs(torch.full((pairs, 1), 6, dtype=torch.int32, device=device), 9, TILE)
+    of_six = [tile for tile, owner in enumerate(places.owners.tolist()) if owner == 6 and places.filled[tile]]
+    assert places.filled[of_six].tolist() == filled
+    first = of_six[0] * TILE
+    assert torch.equal(places.rows.flatten().cpu(), torch.arange(first, first + pairs, dtype=torch.int32))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # rows that are nobody's hold whatever was there
@@ -82,15 +105,16 @@ def test_tiles_serve_many_pairs_of_sixteen_bits_on_hopper(monkeypatch: pytest.Mo
         return suits_tiles(hidden, experts, gate_up, down)
 
     assert [suits(tokens) for tokens in (1023, 1024, 8192)] == [False, True, True]
-    assert [suits(8192, width) for width in (64, 256, 288, 512)] == [False, True, False, True]
+    assert [suits(8192, width) for width in (64, 128, 256, 288, 512)] == [False, True, True, False, True]
+    assert [suits(tokens, 256) for tokens in (1024, 2047, 2048)] == [False, False, True]
     assert not suits(8192, dtype=torch.float32)
     monkeypatch.setattr(tiles_file, "capability", lambda device: 80)
     assert not suits(8192)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("experts", "choices", "width"), [(128, 8, 768), (257, 9, 512), (257, 9, 256)])
-@pytest.mark.parametrize("tokens", [1900, 8064])
+@pytest.mark.parametrize(("experts", "choices", "width"), [(128, 8, 768), (257, 9, 512), (257, 9, 128)])
+@pytest.mark.parametrize("tokens", [3700, 8064])
 def test_at_published_sizes_tiles_agree_with_the_torch_body(
     tokens: int, experts: int, choices: int, width: int
 ) -> None:

@@ -93,7 +93,7 @@ def kernels_of(module: ModuleType) -> set[str]:
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
     **dict.fromkeys(
-        (expert_product, expert_sum, one_token_experts, router, routing),
+        (expert_places, expert_product, expert_sum, one_token_experts, router, routing),
         ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"),
     ),
     **dict.fromkeys(
@@ -101,7 +101,7 @@ OF_MODELS = {
     ),
     **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
-OF_HOPPER = (expert_places, expert_tiles)  # used there alone
+OF_HOPPER = (expert_tiles,)  # used there alone
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module not in OF_HOPPER]
 
 
@@ -197,7 +197,8 @@ def qkv_launches(tokens: int) -> None:
 
 def routing_launches(tokens: int) -> None:
     experts = routing._route_triton(meta(tokens, 128), 8, renormalised=True).experts
-    routing._by_expert_triton(experts[: routing._LEAST_LOT // 8], 128)  # of more pairs there are other forms
+    expert_places.place_pairs(experts[:128], 128, 16)  # of more pairs there are other forms
+    expert_places.place_pairs(meta(tokens + 1025, 8, dtype=torch.int32), 128, 64)
 
 
 def tile_launches(tokens: int) -> None:

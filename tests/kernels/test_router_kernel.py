@@ -89,9 +89,10 @@ def test_the_torch_body_is_what_the_words_say(tokens: int, experts: int, dtype: 
     problem.check(hidden, routing)
 
 
-def test_what_is_normalised_already_is_returned_as_it_is(device: torch.device) -> None:
-    problem = Problem(18, 20, shared=True)
-    hidden, routing = problem.run(device, SMALL, normalised=True)
+@pytest.mark.parametrize(("tokens", "tile"), [(18, 16), (18, 64), (70, 64)])
+def test_what_is_normalised_already_is_returned_as_it_is(tokens: int, tile: int, device: torch.device) -> None:
+    problem = Problem(tokens, 20, shared=True)
+    hidden, routing = problem.run(device, SMALL._replace(tokens=tile), normalised=True)
     assert torch.equal(hidden, problem.residual)
     problem.check(hidden, routing)
 
@@ -153,14 +154,20 @@ def test_few_tokens_of_16_bits_go_in_one_launch(
     tokens: int, experts: int, size: int, dtype: torch.dtype, suits: bool
 ) -> None:
     residual, router = (torch.empty(rows, size, dtype=dtype, device="meta") for rows in (tokens, experts))
-    assert router_file.suits_one_launch(residual, router) == suits
+    norm = Norm(residual.new_empty(size), 1e-6)
+    assert router_file.suits_one_launch(residual, norm, router) == suits
+    assert router_file.suits_one_launch(residual, None, router) == (suits or tokens == 33)
 
 
 @pytest.mark.parametrize("size", [192, 1024, 2048, 4096])
-def test_a_launch_divides_what_it_cuts(size: int) -> None:
-    launch = RouterLaunch.of(size)
-    assert size % (launch.shares * launch.columns) == 0
-    assert launch.stages * (launch.tokens + launch.rows) * launch.columns * 2 < 99 * 1024
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("tokens", [2, 17, 128])
+def test_a_launch_divides_what_it_cuts_and_fits(tokens: int, normed: bool, size: int) -> None:
+    launches = [RouterLaunch.of(tokens, size, kib * 1024, normed=normed) for kib in (99, 227)]
+    for launch, kib in zip(launches, (99, 227), strict=True):
+        assert size % (launch.shares * launch.columns) == 0
+        assert launch.bytes < kib * 1024
+    assert launches[1].tokens == (64 if tokens > 16 and not normed else 16)
 
 
 @pytest.mark.gpu

@@ -28,13 +28,16 @@ from meltcore.models.loader import Progress
 ON_DEVICE = -1
 
 # Tokens of prompts alone, and beside so many sequences that decode. Closer together where padding costs more. Beyond
-# the largest an H200 takes longer to compute a step than the host to launch it.
+# the largest an H200 takes longer to compute a step than the host to launch it, four of them hardly.
 ALONE = (
     *(64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072),
     *(3584, 4096, 4608, 5120, 5632, 6144, 7168, 8192),
 )
-BESIDE = (128, 256, 512, 768, 1024, 2048, 4096)
+BESIDE = (128, 256, 512, 768, 1024, 2048, 4096, 6144, 8192)
 DECODES = (16, 64, 128, 256, 512)
+# Beside so many, sizes are recorded before anybody is served: who measures a server sends as few requests as these, and
+# a size that is first met costs the host two launches of the step, 0.1 s each among four ranks with routed experts.
+RECORDED_DECODES = 64
 # A graph recorded while serving takes some MiB of what was kept in reserve, and steps need the rest.
 LEAST_FREE_BYTES = 2**27
 
@@ -220,13 +223,12 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
-        """Record sizes of prompts alone, the largest first, so that the smaller ones fit into the memory it took.
+        """Record sizes beside few that decode, the largest first, so that the smaller ones fit into the memory it took.
 
-        The others, of which there are more, are recorded when they are first met: that costs the host as much as
-        launching the step.
+        The others, of which there are more, are recorded when they are first met.
         """
-        alone = [size for size in reversed(self._sizes) if not size.decodes]
-        for number, size in enumerate(alone):
+        first = [size for size in reversed(self._sizes) if size.decodes <= RECORDED_DECODES]
+        for number, size in enumerate(first):
             nothing = torch.zeros(entries_of(size), dtype=torch.int64)
             pad(EMPTY, size, PaddedInputs.within(nothing, size))
             self._inputs[: len(nothing)] = nothing.to(self._inputs.device)
@@ -234,7 +236,7 @@ class PromptGraphs:
             self._step(inputs, size)
             torch.cuda.synchronize()
             self._captured[size] = self._recorder.record(partial(self._step, inputs, size))
-            progress("capturing graphs of prompts", (number + 1) / len(alone))
+            progress("capturing graphs of prompts", (number + 1) / len(first))
 
     def size_for(self, batch: Batch) -> Size | None:
         """The smallest that holds a batch; None where it is left to be launched kernel by kernel."""

@@ -24,8 +24,9 @@ from meltcore.engine.scheduler import Chunk
 
 # One step each: products of one token, few, three sizes of tiles, and many (kernels/linear.py).
 PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
-# More of them for routed experts (kernels/expert_product.py): pairs alone, found and in order, and the largest tiles.
-EXPERT_TOKENS = (3, 9, 257, 513, 1025, 2049)
+# More of them for routed experts: pairs alone, found and placed in all ways (kernels/expert_product.py), and copied to
+# their places (kernels/expert_tiles.py).
+EXPERT_TOKENS = (3, 5, 9, 114, 228, 257, 456, 513, 1024, 3656)
 # Of recurrent layers: states are cut by how many prompts a step has (kernels/delta_scan.py).
 PROMPTS_AT_ONCE = (2, 4, 8, 16)
 # Sequences of decode steps that are made of unlike kernels (kernels/linear.py, kernels/decode_attention.py).

@@ -1,12 +1,12 @@
 """Products of pairs of a token and an expert with the experts' weights, in Triton.
 
-A program takes rows of an expert's weight, and a tile of its pairs (kernels/routing.py). How it finds them depends on
+A program takes rows of an expert's weight, and a tile of its pairs. How it finds them depends on
 how many tokens there are. Of very few each pair is a tile ("alone"). Of more, there is a program for each pair as well;
 it looks through all of them for its expert's, and has something to do where its own is the first of a tile ("found").
-Many are put in order of their expert first, which is one launch more ("sorted"). Which experts have pairs is known on
-the device alone, so the most programs there can be are launched, and those too many end at once: nothing waits for the
-host, and a graph can hold it. No sum depends on the order in which programs run, nor one pair's on which others there
-are.
+Many are placed in tiles first (expert_places.py), which is one launch more, or three ("placed"). Which experts have
+pairs is known on the device alone, so the most programs there can be are launched, and those too many end at once:
+nothing waits for the host, and a graph can hold it. No sum depends on the order in which programs run, nor one pair's
+on which others there are.
 """
 
 # mypy: allow-untyped-defs
@@ -21,33 +21,18 @@ import torch
 
 from meltcore.kernels.capability import capability, shared_bytes
 from meltcore.kernels.expert_launches import TABLE
+from meltcore.kernels.expert_places import Places, place_pairs
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
-from meltcore.kernels.routing import Segments, by_expert, pairs_of
+from meltcore.kernels.routing import pairs_of
 
-Form = Literal["alone", "found", "sorted"]
+Form = Literal["alone", "found", "placed"]
 # Up to how many tokens pairs are alone, the second where an expert's way down has up to so many bytes; and found.
 _ALONE_TOKENS, _ALONE_TOKENS_SMALL, _SMALL_EXPERT = 2, 8, 2**19
-FOUND_TOKENS = 32
+FOUND_TOKENS = 16
 _MOST_STAGES = 4
 _MOST_UNLIKE = 2.0  # times as many rows or columns, for launches to be taken over
 _TUNED = 90  # the compute capability that the table of launches is for
-
-
-@triton.jit
-def _tile_of(bounds_ptr, slot, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr):
-    """The slot's expert, the place of its tile's first pair and the place that its expert's pairs end at.
-
-    Experts' slots follow each other, each one's from (place of its first pair) // PAIRS + its number on. That leaves it
-    as many as it has tiles, and may leave one more: a slot without a tile starts where it ends, or behind.
-    """
-    number = tl.arange(0, EXPERT_BLOCK)
-    starts = tl.load(bounds_ptr + number, mask=number < EXPERTS, other=0)
-    before = (number < EXPERTS) & (starts // PAIRS + number <= slot)
-    expert = tl.sum(before.to(tl.int32), axis=0) - 1
-    start = tl.load(bounds_ptr + expert)
-    first = start + (slot - start // PAIRS - expert) * PAIRS
-    return expert, first, tl.load(bounds_ptr + expert + 1)
 
 
 @triton.jit
@@ -83,13 +68,12 @@ def _expert_product_kernel(
     output_ptr,
     experts_ptr,
     pairs_ptr,
-    bounds_ptr,
+    owners_ptr,
+    filled_ptr,
     tokens,
     OUTPUT: tl.constexpr,
     INPUT: tl.constexpr,
-    EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
-    EXPERT_BLOCK: tl.constexpr,
     MOST_TOKENS: tl.constexpr,
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -99,7 +83,7 @@ def _expert_product_kernel(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program: ROWS rows of an expert's weight, up to PAIRS of its pairs; past the end the last one repeats.
+    """One program: ROWS rows of an expert's weight, up to PAIRS of its pairs; past the end one of them repeats.
 
     GATED: from tokens to pairs, rows of the gate and of what it gates alternating. Else from pairs to pairs. Rows past
     the end repeat the last one and are not stored.
@@ -117,11 +101,15 @@ def _expert_product_kernel(
         if not any_inside:
             return
     else:
-        expert, first, end = _tile_of(bounds_ptr, tl.program_id(1), PAIRS, EXPERTS, EXPERT_BLOCK)
-        if first >= end:
+        tile = tl.program_id(1)
+        filled = tl.load(filled_ptr + tile)
+        expert = tl.load(owners_ptr + tile)
+        first = tl.load(pairs_ptr + tile * PAIRS)
+        pair = tl.load(pairs_ptr + tile * PAIRS + slot)  # all asked for at once
+        if filled == 0:
             return
-        pair = tl.load(pairs_ptr + tl.minimum(first + slot, end - 1))
-        inside = first + slot < end
+        inside = slot < filled
+        pair = tl.where(inside, pair, first)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if GATED:
         rows = tl.minimum(row // 2, OUTPUT - 1) + row % 2 * OUTPUT
@@ -189,6 +177,18 @@ class ExpertsLaunch(NamedTuple):
         return cls(tile, rows, columns, stages, 8 if tile == 128 else 4)
 
 
+def launches_of(pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[ExpertsLaunch, ExpertsLaunch]:
+    """For both products of so many pairs. Their tiles hold as many of them: pairs are placed once."""
+    up, way_down = ExpertsLaunch.of(pairs, gate_up), ExpertsLaunch.of(pairs, down)
+    if way_down.pairs == up.pairs:
+        return up, way_down
+    alike = [launch for _, launch in _found_for(tuple(down.shape)) if launch[0] == up.pairs]
+    if alike:
+        return up, ExpertsLaunch(*alike[-1])
+    sound = ExpertsLaunch.sound(pairs, len(down), down.element_size(), shared_bytes(down.device))
+    return sound, sound
+
+
 @cache
 def _found_for(shape: tuple[int, ...]) -> tuple[tuple[int, tuple[int, int, int, int, int]], ...]:
     """The table's for a weight of this shape, or for the most similar one at as many pairs an expert; nothing where
@@ -206,33 +206,34 @@ def _found_for(shape: tuple[int, ...]) -> tuple[tuple[int, tuple[int, int, int, 
 class Pairs(NamedTuple):
     """The pairs of a step and how programs find them.
 
-    experts: [tokens, choices] int32; segments: those in order where they are sorted.
+    experts: [tokens, choices] int32; places: where they are placed, in tiles of as many as a program has.
     """
 
     experts: torch.Tensor
     form: Form
-    segments: Segments | None
+    places: Places | None
 
     @classmethod
-    def of(cls, experts: torch.Tensor, down: torch.Tensor, form: Form | None = None) -> Pairs:
+    def of(cls, experts: torch.Tensor, down: torch.Tensor, tile: int, form: Form | None = None) -> Pairs:
         """down: the experts' way down, [experts, hidden_size, width]."""
         form = form or form_of(len(experts), down)
-        return cls(experts, form, by_expert(experts, len(down)) if form == "sorted" else None)
+        return cls(experts, form, place_pairs(experts, len(down), tile) if form == "placed" else None)
 
-    def most_tiles(self, count: int, tile: int) -> int:
-        """count: of experts; tile: pairs of one. Programs for each piece of an expert's rows."""
-        pairs = self.experts.numel()
-        return pairs // tile + count if self.form == "sorted" else pairs  # see `_tile_of`
+    @property
+    def tiles(self) -> int:
+        """That there can be: programs for each piece of an expert's rows."""
+        return self.experts.numel() if self.places is None else len(self.places.owners)
 
 
 def form_of(tokens: int, down: torch.Tensor) -> Form:
     """So few tokens as are alone hardly share an expert but the one that all have; small experts come from the L2 cache
-    the second time (H200, Qwen3.5's: at width 512 as fast as in order for 3 tokens, at width 64 for 8; 2026-11-21).
-    More are found while a program for each pair is hardly more programs than there are tiles in order.
+    the second time (H200, Qwen3.5's: at width 512 as fast as placed for 3 tokens, at width 64 for 8). More are found
+    while a program for each pair is hardly more programs than there are tiles (placed ones are as fast at 16 tokens, up
+    to 9 % faster at 32 of width 64, and 1 % slower at 16 to 32 of width 768; 2026-11-22).
     """
     if tokens <= (_ALONE_TOKENS_SMALL if down[0].nbytes <= _SMALL_EXPERT else _ALONE_TOKENS):
         return "alone"
-    return "found" if tokens <= FOUND_TOKENS else "sorted"
+    return "found" if tokens <= FOUND_TOKENS else "placed"
 
 
 def expert_product(
@@ -241,32 +242,30 @@ def expert_product(
     output: torch.Tensor,
     pairs: Pairs,
     *,
+    launch: ExpertsLaunch,
     gated: bool,
-    launch: ExpertsLaunch | None = None,
 ) -> None:
-    """Into `output` the product of each pair with its expert's weight.
+    """Into `output` the product of each pair with its expert's weight. pairs: of tiles as the launch has them.
 
     gated: from tokens, inputs [tokens, input_size], to pairs, output [tokens * choices, size]; weight
     [experts, 2 * size, input_size] is the gate above what it gates, and the result silu(gate) * up. Else from pairs to
     pairs, with weight [experts, size, input_size].
     """
-    (count, rows, input_size), (tokens, choices) = weight.shape, pairs.experts.shape
-    launch = launch or ExpertsLaunch.of(pairs.experts.numel(), weight)
+    (rows, input_size), (tokens, choices) = weight.shape[1:], pairs.experts.shape
+    places = pairs.places
     # One size serves all that are found unless asked otherwise: each is compiled.
     most_tokens = triton.next_power_of_2(max(tokens, FOUND_TOKENS)) if pairs.form == "found" else FOUND_TOKENS
     overlap = overlaps(weight.device)
-    _expert_product_kernel[(triton.cdiv(rows, launch.rows), pairs.most_tiles(count, launch.pairs))](
+    _expert_product_kernel[(triton.cdiv(rows, launch.rows), pairs.tiles)](
         inputs,
         weight,
         output,
         pairs.experts,
-        *(pairs.segments or (pairs.experts, pairs.experts)),
+        *((places.pairs, places.owners, places.filled) if places else (pairs.experts,) * 3),
         tokens,
         OUTPUT=output.shape[1],
         INPUT=input_size,
-        EXPERTS=count,
         CHOICES=choices,
-        EXPERT_BLOCK=triton.next_power_of_2(count),
         MOST_TOKENS=most_tokens,
         PAIRS=launch.pairs,
         ROWS=launch.rows,
@@ -291,11 +290,13 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         hidden = torch.empty(tokens, model.hidden_size, dtype=dtype, device="meta")
         activated = torch.empty(tokens * choices, model.expert_width, dtype=dtype, device="meta")
         output = torch.empty(tokens * choices, model.hidden_size, dtype=dtype, device="meta")
-        pairs = Pairs.of(torch.empty(tokens, choices, dtype=torch.int32, device="meta"), down)
+        chosen = torch.empty(tokens, choices, dtype=torch.int32, device="meta")
 
         def launch() -> None:
-            expert_product(hidden, gate_up, activated, pairs, gated=True)
-            expert_product(activated, down, output, pairs, gated=False)
+            up, way_down = launches_of(chosen.numel(), gate_up, down)
+            pairs = Pairs.of(chosen, down, up.pairs)
+            expert_product(hidden, gate_up, activated, pairs, launch=up, gated=True)
+            expert_product(activated, down, output, pairs, launch=way_down, gated=False)
 
         return launch
 

@@ -12,20 +12,22 @@ with pairs looked up by the product itself (expert_product.py). Tiles run at 730
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
 
 from meltcore.kernels.capability import capability, processors
-from meltcore.kernels.expert_places import TILE, Places, most_tiles, place_pairs
+from meltcore.kernels.expert_places import Places, most_tiles, place_pairs
 from meltcore.kernels.jit import CompileCase, ModelShape, TensorDescriptor, tl, triton
 from meltcore.kernels.overlap import overlaps
 
+TILE = 128  # pairs
 _HOPPER = 90  # the compute capability at which this is the faster way
-# Pairs an expert from which on it is: below, tiles are less than half full.
-_LEAST_PAIRS = 64
-# Narrower ones, what a rank has of some, save less than the copy costs: reckoned, and measured from 512 on alone.
-_LEAST_WIDTH = 256
+# Pairs an expert from which on it is, by the least width: below, tiles are less than half full, and narrow experts,
+# what a rank has of some, save less than the copy costs (H200, Qwen3.5's: even at 128 pairs of width 256 and 128, a
+# quarter slower at 250 of width 64).
+_LEAST_PAIRS = {512: 64, 128: 128}
 _COLUMNS, _STAGES, _WARPS = 64, 3, 8  # of a step of the loop; measured on an H200
 
 
@@ -123,9 +125,14 @@ def _down_tiles_kernel(
 def suits_tiles(hidden: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
     """Whether `tiles_of_experts` takes these, and is the faster way. Shapes as in `expert_outputs`."""
     size, width = down.shape[1:]
-    fits = size % TILE == 0 and width >= _LEAST_WIDTH and _rows(width) >= _COLUMNS
-    many = experts.numel() >= _LEAST_PAIRS * len(gate_up)
-    return many and fits and hidden.element_size() == 2 and capability(hidden.device) == _HOPPER
+    fits = size % TILE == 0 and _rows(width) >= _COLUMNS
+    least = next((pairs for narrowest, pairs in _LEAST_PAIRS.items() if width >= narrowest), math.inf)
+    return (
+        experts.numel() >= least * len(gate_up)
+        and fits
+        and hidden.element_size() == 2
+        and capability(hidden.device) == _HOPPER
+    )
 
 
 def _rows(width: int) -> int:
@@ -138,8 +145,8 @@ def tiles_of_experts(
 ) -> torch.Tensor:
     """[tokens * choices, hidden_size]: down (silu(gate x) * up x) of each pair. Arguments as in `expert_outputs`."""
     count, size, width = down.shape
-    places = place_pairs(experts, count)
-    rows = most_tiles(experts.numel(), count) * TILE
+    places = place_pairs(experts, count, TILE)
+    rows = most_tiles(experts.numel(), count, TILE) * TILE
     copies, activated = hidden.new_empty(rows, size), hidden.new_empty(rows, width)
     _copy_tokens(hidden, copies, places)
     _gated_tiles(copies, gate_up, activated, places)
@@ -215,7 +222,7 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     count, choices = model.experts + model.shared_expert, model.choices + model.shared_expert
     gate_up = torch.empty(count, 2 * model.expert_width, model.hidden_size, dtype=dtype, device="meta")
     down = torch.empty(count, model.hidden_size, model.expert_width, dtype=dtype, device="meta")
-    tokens = triton.cdiv(_LEAST_PAIRS * count, choices)
+    tokens = triton.cdiv(max(_LEAST_PAIRS.values()) * count, choices)
     hidden = torch.empty(tokens, model.hidden_size, dtype=dtype, device="meta")
     experts = torch.empty(tokens, choices, dtype=torch.int32, device="meta")
     if not suits_tiles(hidden, experts, gate_up, down):

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from meltcore.kernels.dispatch import use_triton
-from meltcore.kernels.expert_product import ExpertsLaunch, Form, Pairs, expert_product
+from meltcore.kernels.expert_product import ExpertsLaunch, Form, Pairs, expert_product, launches_of
 from meltcore.kernels.expert_sum import add_choices_torch, add_choices_triton
 from meltcore.kernels.expert_tiles import suits_tiles, tiles_of_experts
 from meltcore.kernels.one_token_experts import one_token_experts, suits_one_token_experts
@@ -95,8 +95,9 @@ def _outputs_triton(
         return tiles_of_experts(hidden, routing.experts, gate_up, down)
     outputs = torch.empty(tokens * choices, size, dtype=hidden.dtype, device=hidden.device)
     if tokens:
-        pairs = Pairs.of(routing.experts, down, form)
+        up, way_down = (launch, launch) if launch else launches_of(routing.experts.numel(), gate_up, down)
+        pairs = Pairs.of(routing.experts, down, up.pairs, form)
         activated = torch.empty(tokens * choices, width, dtype=hidden.dtype, device=hidden.device)
-        expert_product(hidden, gate_up, activated, pairs, gated=True, launch=launch)
-        expert_product(activated, down, outputs, pairs, gated=False, launch=launch)
+        expert_product(hidden, gate_up, activated, pairs, launch=up, gated=True)
+        expert_product(activated, down, outputs, pairs, launch=way_down, gated=False)
     return outputs

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from meltcore.kernels.capability import shared_bytes
 from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.linear import linear
@@ -21,9 +22,9 @@ from meltcore.kernels.overlap import overlaps, prefetch
 from meltcore.kernels.routing import Routing, route
 from meltcore.kernels.tiled_product import MAX_TOKENS
 
-# Tokens of which norm and product are one launch. One alone, and more, are faster in two, whose products are made for
-# so many tokens (H200, benchmarks/notes/experts.md).
-ONE_LAUNCH = range(2, 33)
+# Tokens of which norm and product are one launch of this file's, and those normalised already, of which the product is.
+# One alone, and more, are faster by products that are made for so many (H200, benchmarks/notes/experts.md).
+ONE_LAUNCH, NORMALISED_ALREADY = range(2, 33), range(2, 129)
 # Divides hidden_size, so that no load needs a mask on columns.
 COLUMN_MULTIPLE = 64
 # Of logits' rows in memory: matrix kernels store 16 bytes at a time where every row begins so.
@@ -47,7 +48,7 @@ def to_experts(
     product, which is computed all the same. The router is read before earlier kernels have ended: it must not be what
     the one just before wrote.
     """
-    if use_triton(residual) and suits_one_launch(residual, router):
+    if use_triton(residual) and suits_one_launch(residual, norm, router):
         hidden, logits = _logits_triton(residual, norm, router)
     else:
         hidden = rms_norm(residual, *norm) if norm else residual
@@ -56,10 +57,10 @@ def to_experts(
     return hidden, routing
 
 
-def suits_one_launch(residual: torch.Tensor, router: torch.Tensor) -> bool:
-    """ONE_LAUNCH tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
+def suits_one_launch(residual: torch.Tensor, norm: Norm | None, router: torch.Tensor) -> bool:
+    """So many tokens of a 16-bit type, in rows that can be read 16 bytes at a time."""
     return (
-        residual.shape[0] in ONE_LAUNCH
+        residual.shape[0] in (ONE_LAUNCH if norm else NORMALISED_ALREADY)
         and residual.dtype == router.dtype
         and residual.dtype in (torch.bfloat16, torch.float16)
         and router.shape[1] % COLUMN_MULTIPLE == 0
@@ -157,11 +158,19 @@ class RouterLaunch(NamedTuple):
     warps: int
 
     @classmethod
-    def of(cls, input_size: int) -> RouterLaunch:
-        """What was best for Qwen3.5-35B-A3B's router."""
+    def of(cls, tokens: int, input_size: int, shared_bytes: int, *, normed: bool) -> RouterLaunch:
+        """What was best for Qwen3.5-35B-A3B's router. shared_bytes: that a program may have; normed: it normalises,
+        which takes the longer the more tokens a tile has."""
         columns = min(256, input_size & -input_size)
         shares = max(each for each in (1, 2, 4) if input_size // columns % each == 0)
-        return cls(16, 32, columns, shares, stages=3, warps=4)
+        launch = cls(16, 32, columns, shares, stages=3, warps=4)
+        large = launch._replace(tokens=64)
+        return large if tokens > 16 and not normed and large.bytes <= shared_bytes else launch
+
+    @property
+    def bytes(self) -> int:
+        """Of shared memory, in 16 bits."""
+        return self.stages * (self.tokens + self.rows) * self.columns * 2
 
 
 def _logits_triton(
@@ -169,7 +178,7 @@ def _logits_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """norm(residual), and shares of its product with the router, [shares, tokens, rows of the router] float32."""
     (tokens, size), rows, device = residual.shape, router.shape[0], residual.device
-    launch = launch or RouterLaunch.of(size)
+    launch = launch or RouterLaunch.of(tokens, size, shared_bytes(device), normed=norm is not None)
     row_tiles = triton.cdiv(rows, launch.rows)
     hidden = torch.empty_like(residual) if norm else residual
     logits = torch.empty(launch.shares, tokens, rows, dtype=torch.float32, device=device)
@@ -210,4 +219,4 @@ def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
         residual = torch.empty(tokens, model.hidden_size, dtype=kind, device="meta")
         return lambda: _logits_triton(residual, norm, router)
 
-    return [case(2), case(2, None)]
+    return [case(2), case(2, None), case(17, None)]

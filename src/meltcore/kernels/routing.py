@@ -16,8 +16,6 @@ from meltcore.kernels.dispatch import use_triton
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
 
-# Pairs that a program looks through at a time, at least and at most: it waits for each lot before the next.
-_LEAST_LOT, _MOST_LOT = 1024, 8192
 _TAKEN = tl.constexpr(-(2**63)) if tl else None  # below every key of an expert that can be chosen
 
 
@@ -60,8 +58,10 @@ def route(
 
 
 def by_expert(experts: torch.Tensor, count: int) -> Segments:
-    """experts: [tokens, choices] int32, contiguous, below `count`. Nothing is read back to the host."""
-    return _by_expert_triton(experts, count) if use_triton(experts) else _by_expert_torch(experts, count)
+    """experts: [tokens, choices] int32, below `count`. What kernels/expert_places.py does in Triton, without tiles."""
+    ordered, pairs = experts.flatten().sort(stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(count + 1, dtype=torch.int32, device=experts.device))
+    return Segments(pairs.int(), bounds.int())
 
 
 def _route_torch(
@@ -87,12 +87,6 @@ def _route_torch(
         experts = torch.cat([experts, torch.full_like(experts[:, :1], wide.shape[1])], 1)
         weights = torch.cat([weights, gate.sigmoid()], 1)
     return Routing(experts.int(), weights)
-
-
-def _by_expert_torch(experts: torch.Tensor, count: int) -> Segments:
-    ordered, pairs = experts.flatten().sort(stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(count + 1, dtype=torch.int32, device=experts.device))
-    return Segments(pairs.int(), bounds.int())
 
 
 @triton.jit
@@ -187,30 +181,6 @@ def _route_kernel(
     tl.store(weights_ptr + output, weights, mask=place < CHOICES + SHARED)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _by_expert_kernel(
-    experts_ptr, pairs_ptr, bounds_ptr, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """One program: one expert. It counts the pairs of those before it, then lists its own behind them."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    expert = tl.program_id(0)
-    earlier = tl.zeros((PAIRS,), dtype=tl.int32)
-    for start in tl.range(0, pairs, PAIRS):
-        pair = start + tl.arange(0, PAIRS)
-        earlier += (tl.load(experts_ptr + pair, mask=pair < pairs, other=EXPERTS) < expert).to(tl.int32)
-    place = tl.sum(earlier, axis=0)
-    tl.store(bounds_ptr + expert, place)
-    for start in tl.range(0, pairs, PAIRS):
-        pair = start + tl.arange(0, PAIRS)
-        own = (tl.load(experts_ptr + pair, mask=pair < pairs, other=EXPERTS) == expert).to(tl.int32)
-        tl.store(pairs_ptr + place + tl.cumsum(own, axis=0) - 1, pair, mask=own > 0)
-        place += tl.sum(own, axis=0)
-    if expert == EXPERTS - 1:
-        tl.store(bounds_ptr + EXPERTS, place)
-
-
 @triton.jit
 def pairs_of(expert, experts_ptr, tokens, TOKENS: tl.constexpr, CHOICES: tl.constexpr):
     """Of up to TOKENS tokens: whether each has the expert (0 or 1), and the number of the pair that it then is."""
@@ -266,37 +236,13 @@ def _draws(device: torch.device, places: int) -> torch.Tensor:
     return torch.zeros(places, dtype=torch.int32, device=device)
 
 
-def _by_expert_triton(experts: torch.Tensor, count: int) -> Segments:
-    pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
-    bounds = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-    overlap = overlaps(experts.device)
-    lot = min(max(triton.next_power_of_2(pairs.numel()), _LEAST_LOT), _MOST_LOT)
-    _by_expert_kernel[(count,)](
-        experts,
-        pairs,
-        bounds,
-        pairs.numel(),
-        EXPERTS=count,
-        PAIRS=lot,
-        OVERLAP=overlap,
-        num_warps=4 if lot == _LEAST_LOT else 8,
-        **({"launch_pdl": True} if overlap else {}),
-    )
-    return Segments(pairs, bounds)
-
-
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
     if model.experts == 0:
         return []
     shared, columns = model.shared_expert, model.experts + model.shared_expert
     logits = torch.empty(64, columns, dtype=dtype, device="meta")
     parts = torch.empty(4, 64, columns, device="meta")
-
-    def chosen(tokens: int) -> torch.Tensor:
-        return torch.empty(tokens, model.choices + shared, dtype=torch.int32, device="meta")
-
     return [
         lambda: _route_triton(logits, model.choices, renormalised=True, shared=shared),
         lambda: _route_triton(parts, model.choices, renormalised=True, shared=shared, drawn=1, dtype=dtype),
-        *(lambda tokens=tokens: _by_expert_triton(chosen(tokens), columns) for tokens in (64, 200, 400, _MOST_LOT)),
     ]
