@@ -13,7 +13,7 @@ import triton
 from compile_tools import AbsentGPU
 from triton.runtime.jit import JITFunction
 
-from meltcore.engine.compile_ahead import compile_ahead
+from meltcore.engine.compile_ahead import Turn, compile_ahead
 from meltcore.kernels import decode_tables, norm
 from meltcore.kernels.jit import ModelShape
 
@@ -78,3 +78,12 @@ def test_all_that_was_missing_is_there_afterwards_and_only_that(elsewhere: Proce
 
 def test_a_rehearsal_that_fails_leaves_the_compiler_as_it_was(elsewhere: ProcessPoolExecutor) -> None:
     assert elsewhere.submit(failing).result(timeout=240) >= 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_processes_that_need_the_same_begin_at_unlike_places(count: int) -> None:
+    orders = [Turn(number, count).order(range(20)) for number in range(count)]
+    assert all(sorted(order) == list(range(20)) for order in orders)
+    shares = [order[: 20 // count] for order in orders]
+    assert len({item for share in shares for item in share}) == sum(map(len, shares)), "nobody begins with another's"
+    assert orders[0] == list(range(20))

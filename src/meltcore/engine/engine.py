@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from meltcore.config import EngineConfig
+from meltcore.engine.compile_ahead import Turn
 from meltcore.engine.group_runner import GroupRunner
 from meltcore.engine.loading import check_shares, choose_device, load, or_default
 from meltcore.engine.messages import (
@@ -253,7 +254,7 @@ class Engine:
         limits = Limits(self.max_num_seqs, self.max_model_len, self.scheduler.max_num_batched_tokens)
         if self._ranks is not None:
             self._ranks.compile_kernels(limits)
-        compile_kernels(self.runner, limits)
+        compile_kernels(self.runner, limits, Turn(0, self.config.tp))
         warm_up(self.runner, *limits)
         if "no-graphs" not in self.config.debug:
             before = torch.cuda.mem_get_info(device)[0]

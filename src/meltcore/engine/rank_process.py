@@ -18,6 +18,7 @@ import torch
 import zmq
 
 from meltcore.config import EngineConfig
+from meltcore.engine.compile_ahead import Turn
 from meltcore.engine.group_runner import GroupRunner
 from meltcore.engine.loading import choose_device, load
 from meltcore.engine.rank_messages import (
@@ -102,7 +103,7 @@ class RankProcess:
             self._begun[self._rank] = message.number
             runner.follow(message.step, message.choices)
         elif isinstance(message, CompileKernels):
-            compile_kernels(runner, message.limits)
+            compile_kernels(runner, message.limits, Turn(self._rank, self._config.tp))
         elif isinstance(message, CaptureGraphs):
             prompts = "no-prompt-graphs" not in self._config.debug
             runner.capture_graphs(lambda stage, fraction: None, prompts=prompts)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.engine.compile_ahead import compile_ahead
+from meltcore.engine.compile_ahead import Turn, compile_ahead
 from meltcore.engine.graphs import PADDING_ROW
 from meltcore.engine.messages import AddRequest
 from meltcore.engine.request import Request
@@ -54,10 +54,10 @@ def warm_up(runner: ModelRunner, max_num_seqs: int, max_model_len: int, max_num_
     _launch_choices(runner, EVERY_CHOICE)
 
 
-def compile_kernels(runner: ModelRunner, limits: Limits) -> None:
+def compile_kernels(runner: ModelRunner, limits: Limits, turn: Turn) -> None:
     """Compile what serving launches on this GPU, as far as it is known, side by side."""
     use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
-    compile_ahead(partial(rehearse, runner, *limits), use_device)
+    compile_ahead(partial(rehearse, runner, *limits), use_device, turn)
 
 
 def rehearse(runner: ModelRunner, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int) -> None:
