@@ -1,4 +1,4 @@
-"""Two ranks against one: the same logits and tokens."""
+"""Ranks against one: the same logits and tokens."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ NETWORKS: dict[str, dict[str, object]] = {
     "qwen3": {"family": "qwen3"},
     "qwen3_moe": {"family": "qwen3_moe"},
     "qwen3_5": {"family": "qwen3_5_moe_text"},
+    # Heads as the published ones have them: eight ranks hold two queries' each, and four the same key head.
+    "qwen3_5 for eight": {
+        "family": "qwen3_5_moe_text",
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
 }
 # Every way that ranks choose together: alone, by candidates, and from whole rows.
 SAMPLING: dict[str, dict[str, object]] = {
@@ -82,18 +92,25 @@ def answers(seen: tools.SeenEngine) -> Answers:
 
 
 @pytest.mark.parametrize(
-    ("network", "overlap"),
-    [("qwen2", False), ("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("qwen3_5", True)],
+    ("network", "ranks", "overlap"),
+    [
+        ("qwen2", 2, False),
+        ("qwen3", 2, False),
+        ("qwen3", 2, True),
+        ("qwen3_moe", 2, False),
+        ("qwen3_5", 2, True),
+        pytest.param("qwen3_5 for eight", 8, True, marks=pytest.mark.slow),
+    ],
 )
-def test_two_ranks_give_the_logits_and_tokens_of_one(network: str, overlap: bool, tmp_path: Path) -> None:
+def test_ranks_give_the_logits_and_tokens_of_one(network: str, ranks: int, overlap: bool, tmp_path: Path) -> None:
     tools.make_reference(**NETWORKS[network]).save_pretrained(tmp_path)  # type: ignore[arg-type]
     settings = {"max_num_batched_tokens": 64, "max_num_seqs": 12, "overlap": overlap}
     with opened(tmp_path, 1, **settings) as alone:
         expected = answers(alone)
-    with opened(tmp_path, 2, **settings) as together:
+    with opened(tmp_path, ranks, **settings) as together:
         assert isinstance(together.engine.runner, GroupRunner)
         found = answers(together)
-        assert together.engine.ready().device == "2 x CPU"
+        assert together.engine.ready().device == f"{ranks} x CPU"
     assert found.tokens == expected.tokens
     assert len({tuple(tokens) for tokens in found.tokens.values()}) > len(SAMPLING)
     # Of whole rows only those that need more than the candidate of each share are put together.
@@ -178,6 +195,8 @@ def test_graphs_are_gone_before_the_group_is_left(checkpoint: Path, monkeypatch:
         ("qwen3", 4, ()),
         ("qwen3_5", 2, ()),
         ("qwen3_5", 2, ("no-graphs",)),
+        ("qwen3_5 for eight", 4, ()),
+        ("qwen3_5 for eight", 8, ()),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
