@@ -134,8 +134,12 @@ def test_a_step_is_launched_without_waiting_for_the_device(checkpoint: Path) -> 
     assert len(seen.run()) == 4
 
 
-def test_steps_of_prompts_beside_others_are_recorded_when_first_met(checkpoint: Path) -> None:
+@pytest.mark.parametrize("recorded", [0, 64])
+def test_steps_of_prompts_beside_others_are_recorded_at_the_start_or_when_first_met(
+    recorded: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second wave is of the sizes of the first, and computes what launching kernel by kernel does."""
+    monkeypatch.setattr("meltcore.engine.prompt_graphs.RECORDED_DECODES", recorded)
     answers = []
     for debug in ((), ("no-prompt-graphs",)):
         seen = tools.open_engine(checkpoint, device="cuda", overlap=True, debug=debug, max_num_batched_tokens=200)

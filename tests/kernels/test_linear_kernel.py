@@ -159,6 +159,20 @@ def test_the_public_functions_serve_every_count_of_tokens(
     assert taken == expected_bodies(tokens)
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 129])
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_a_product_can_be_put_into_memory_that_is_there(
+    tokens: int, triton: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_file, "use_triton", lambda tensor: triton)
+    hidden, weight = (tensor.to(device) for tensor in random_product(tokens, tokens, 24, 128, torch.bfloat16))
+    kept = torch.full((tokens + 2, 24), 7.0, dtype=torch.bfloat16, device=device)
+    product = linear(hidden, weight, out=kept[:tokens])
+    assert product.data_ptr() == kept.data_ptr()
+    assert torch.equal(kept[:tokens], linear(hidden, weight))
+    assert (kept[tokens:] == 7.0).all()
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_rows_past_the_end_are_not_written(tokens: int, device: torch.device) -> None:
     """Tokens and outputs are both padded inside; what lies behind the result must survive."""

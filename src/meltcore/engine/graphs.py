@@ -19,8 +19,8 @@ from meltcore.engine.outbox import PIECES, Outbox, aligned, pinned
 from meltcore.kernels.decode_tables import end_step, take_changes
 from meltcore.models.loader import Progress
 
-# Rows and positions of a padded batch: [sequences] int64 each. Returns the hidden states [sequences, hidden_size] and
-# the greedy tokens [sequences] int64.
+# Rows and positions of a padded batch: [sequences] int64 each. Returns the logits [sequences, tokens] and the greedy
+# tokens [sequences] int64.
 DecodeStep = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 PADDING_ROW = 0
@@ -28,22 +28,19 @@ PADDING_POSITION = -1  # a length of nothing: attention reads no key for it, and
 
 
 class Captured(NamedTuple):
-    """A graph, and the hidden states and greedy tokens that a replay of it writes."""
+    """A graph, and what a replay of it writes: of a decode step logits, of one with prompts hidden states, and the
+    greedy tokens."""
 
     graph: torch.cuda.CUDAGraph
-    hidden: torch.Tensor
+    values: torch.Tensor
     token_ids: torch.Tensor
 
 
 class Decoded(NamedTuple):
-    """What a replay writes, overwritten by the next: hidden states [sequences, hidden_size] and the greedy tokens; and
-    those tokens in the host's memory, once the device has passed this point and for two replays more.
+    """What a replay writes, overwritten by the next: logits [sequences, tokens] and the greedy tokens; and those tokens
+    in the host's memory, once the device has passed this point and for two replays more."""
 
-    Logits stay inside the graph, where all sizes share the memory for them: the sequences that need theirs compute
-    them again from the hidden states.
-    """
-
-    hidden: torch.Tensor
+    logits: torch.Tensor
     token_ids: torch.Tensor
     on_host: torch.Tensor
 
@@ -73,15 +70,16 @@ class Recorder:
             # What other threads ask of CUDA meanwhile, NCCL's own for one, does not end the recording.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                hidden, token_ids = step()
+                values, token_ids = step()
             finally:
                 graph.capture_end()
-        return Captured(graph, hidden, token_ids)
+        return Captured(graph, values, token_ids)
 
 
 class GraphPool:
     def __init__(self, step: DecodeStep, sizes: list[int], last_tokens: torch.Tensor, page_table: torch.Tensor) -> None:
-        """`step` computes eagerly what a replay will. last_tokens: [rows] int64, where it finds each row's token and
+        """`step` computes eagerly what a replay will, and has one place for the logits of all sizes: these would take
+        gigabytes if each had its own. last_tokens: [rows] int64, where it finds each row's token and
         where those it chose go; page_table: [rows, pages of a sequence] int64."""
         self._step = step
         self._sizes = sizes
@@ -132,7 +130,7 @@ class GraphPool:
         captured.graph.replay()
         slot = self._replays % PIECES
         self._replays += 1
-        return Decoded(captured.hidden[:count], captured.token_ids[:count], self._ring[slot, :count])
+        return Decoded(captured.values[:count], captured.token_ids[:count], self._ring[slot, :count])
 
     def _padding(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows and positions of a step of nothing else."""
@@ -144,9 +142,9 @@ class GraphPool:
         self._send([], [], NewPages([0], [0], [0]))
 
     def _whole_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, token_ids = self._step(rows, positions)
+        logits, token_ids = self._step(rows, positions)
         self._end_step(token_ids, rows, positions)
-        return hidden, token_ids
+        return logits, token_ids
 
     def _end_step(self, token_ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         end_step(token_ids, rows, positions, self._last_tokens, self._steps, self._ring)

@@ -262,7 +262,7 @@ class PromptGraphs:
             self._captured[size] = self._recorder.record(partial(self._step, inputs, size))
         else:
             captured.graph.replay()
-            hidden, token_ids = captured.hidden, captured.token_ids
+            hidden, token_ids = captured.values, captured.token_ids
         count = len(batch.last_tokens)
         return hidden[:count], token_ids[:count]
 

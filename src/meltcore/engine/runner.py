@@ -85,9 +85,12 @@ class ModelRunner:
         self._graphs: GraphPool | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self._decoded: Decoded | None = None  # by the newest step, where it was a graph's
+        self._logits: torch.Tensor | None = None  # [sequences, tokens], where graphs of decode steps put them
 
     def capture_graphs(self, progress: Progress, *, prompts: bool) -> None:
         """Make pure decode steps replay CUDA graphs from now on, and those with `prompts` where they are short."""
+        head = self.model.head
+        self._logits = torch.empty(self._layout.max_num_seqs, len(head), dtype=head.dtype, device=self.device)
         graphs = self._decode_graphs()
         graphs.capture(progress)
         self._graphs = graphs
@@ -190,7 +193,7 @@ class ModelRunner:
         if step.batch is None:
             assert self._graphs is not None
             self._decoded = decoded = self._graphs.replay(step.rows, step.positions, step.new_pages)
-            return decoded.token_ids, lambda at: self.model.logits(decoded.hidden[at]).float()
+            return decoded.token_ids, lambda at: decoded.logits[at].float()
         self._decoded = None
         states = step.batch.states
         if self._states is None or states is None:
@@ -249,7 +252,7 @@ class ModelRunner:
         return self.model(token_ids, positions, self.caches, segments)
 
     def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One new token for each row, from the device's tables alone: hidden states and greedy tokens.
+        """One new token for each row, from the device's tables alone: logits and greedy tokens.
 
         Padding has position -1: it attends to nothing and stores nothing; its recurrent state is the null slot's.
         """
@@ -268,7 +271,8 @@ class ModelRunner:
             chunks=nothing,
         )
         hidden = self.model(self._last_token[rows], positions, self.caches, segments)
-        return hidden, self.likeliest(self.model.logits(hidden))
+        logits = self.model.logits(hidden, None if self._logits is None else self._logits[: len(rows)])
+        return logits, self.likeliest(logits)
 
     def _padded_step(self, inputs: PaddedInputs, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
         """A step with prompts from the device's tables and `inputs` alone: the hidden states of the tokens that choose,

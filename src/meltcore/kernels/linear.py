@@ -15,16 +15,21 @@ from meltcore.kernels.swiglu import swiglu
 from meltcore.kernels.tiled_product import suits_tiles, tiled_product
 
 
-def linear(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+def linear(
+    hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """hidden [tokens, input_size], normalised if `norm` is given, times weight [output_size, input_size] transposed.
 
-    Returns [tokens, output_size].
+    Returns [tokens, output_size]; in the memory of `out`, where there is one, contiguous.
     """
     if use_triton(hidden) and suits_one_token(hidden, weight):
-        return one_token(hidden, weight, norm)
+        return one_token(hidden, weight, norm, out=out)
     if use_triton(hidden) and suits_tiles(hidden, weight):
-        return tiled_product(_normalised(hidden, norm), weight)
-    return _linear_torch(hidden, weight, norm)
+        product = tiled_product(_normalised(hidden, norm), weight)
+        return product if out is None else out.copy_(product)
+    if out is None:
+        return _linear_torch(hidden, weight, norm)
+    return torch.mm(_normalised(hidden, norm), weight.t(), out=out)
 
 
 def gated_linear(hidden: torch.Tensor, weight: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:

@@ -136,17 +136,19 @@ def one_token(
     *,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     launch: RowsLaunch | None = None,
 ) -> torch.Tensor:
     """hidden [1, input_size], normalised if `norm` is given, times weight transposed: [1, output_size].
 
     gated: weight is that of the gate above that of what it gates, and the result silu(gate) * up, half as wide.
-    residual: [1, output_size], contiguous; the product is added to it, and it is what is returned.
+    residual: [1, output_size], contiguous; the product is added to it, and it is what is returned. out: of that shape,
+    too; the product replaces what it holds.
     The weight is read before earlier kernels have ended: it must not be what the one just before wrote.
     """
     input_size = hidden.shape[1]
     output_size = weight.shape[0] // 2 if gated else weight.shape[0]
-    output = residual
+    output = out if residual is None else residual
     if output is None:
         output = torch.empty(1, output_size, dtype=hidden.dtype, device=hidden.device)
     launch = launch or RowsLaunch.of(output_size, input_size)

@@ -194,9 +194,12 @@ class Decoder(nn.Module):
             block(residual, positions, self.rotary, cache, segments)
         return residual.normalised(self.norm)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] -> [rows, vocab_size] in the type of the weights, or this rank's share of it."""
-        return linear(hidden, self.head)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, hidden_size] -> [rows, vocab_size] in the type of the weights, or this rank's share of it.
+
+        out: where to put them, contiguous; memory of their own otherwise.
+        """
+        return linear(hidden, self.head, out=out)
 
     def checkpoint_tensors(self) -> dict[str, Destination]:
         """Where each tensor of a published checkpoint goes: its name to our (view of a) parameter."""
