@@ -64,4 +64,4 @@ def test_sequences_that_draw_take_the_logits_that_a_graph_has_left(
     monkeypatch.setattr(type(runner.model), "logits", None, raising=False)
     token_ids, logits_at = runner._compute(Step(NewPages([], [], []), [1, 2, 3], [9, 9, 9], None))
     assert token_ids.tolist() == [5, 6, 7]
-    assert torch.equal(logits_at(torch.tensor([2, 0])), logits[[2, 0]].float())
+    assert torch.equal(logits_at(torch.tensor([2, 0])), logits[[2, 0]])

@@ -22,7 +22,7 @@ RESERVE_SHARE = 0.08
 PENALTY_SHARE = 0.125
 # The most of it for logits of sequences that do not just take the likeliest token, which choose in blocks of so many.
 LOGITS_SHARE = 0.25
-LOGIT_BYTES = 6  # in 16 bits as the model gives them, and in float32
+LOGIT_BYTES = 6  # in 16 bits as the model gives them, and in float32 where penalties change them
 # On a CPU, cached pages share memory with everything else: a quarter of what is free unless the user says otherwise.
 HOST_SHARE = 0.25
 # The most that recurrent states take of what weights and reserve leave, where nobody asked for more: a sequence of a

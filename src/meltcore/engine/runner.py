@@ -27,7 +27,7 @@ from meltcore.models.loader import Progress
 _MOST_GRAPH_TOKENS = 8192
 _LARGE_BYTES = 32 * 2**30
 
-# The logits [rows, vocab] float32 of the rows asked for ([rows] int64 on the device).
+# The logits [rows, vocab], in the type of the model, of the rows asked for ([rows] int64 on the device).
 LogitsAt = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -193,7 +193,7 @@ class ModelRunner:
         if step.batch is None:
             assert self._graphs is not None
             self._decoded = decoded = self._graphs.replay(step.rows, step.positions, step.new_pages)
-            return decoded.token_ids, lambda at: decoded.logits[at].float()
+            return decoded.token_ids, lambda at: decoded.logits[at]
         self._decoded = None
         states = step.batch.states
         if self._states is None or states is None:
@@ -207,14 +207,14 @@ class ModelRunner:
         size = None if self._prompt_graphs is None else self._prompt_graphs.size_for(batch)
         if self._prompt_graphs is not None and size is not None:
             hidden, token_ids = self._prompt_graphs.replay(batch, size, new_pages)
-            return token_ids, lambda at: self.model.logits(hidden[at]).float()
+            return token_ids, lambda at: self.model.logits(hidden[at])
         if new_pages.rows:
             self._write_pages(new_pages)
         last_tokens, sample_rows = to_device_together([batch.last_tokens, batch.sample_rows], self.device)
         logits = self.model.logits(self._forward(batch)[last_tokens])
         token_ids = self.likeliest(logits)
         self._last_token.index_copy_(0, sample_rows, token_ids)
-        return token_ids, lambda at: logits[at].float()
+        return token_ids, lambda at: logits[at]
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """[tokens, hidden_size] of a step. Slots and page tables are built on the device from the rows."""
