@@ -128,7 +128,7 @@ class SeenEngine:
         def recording(logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
             logits = logits_at(torch.arange(len(requests), device=token_ids.device))
             for row, request in enumerate(requests):
-                self.logits.setdefault(request.id, []).append(logits[row].clone())
+                self.logits.setdefault(request.id, []).append(logits[row].float().clone())
             return choose(logits_at, token_ids, requests)
 
         runner.choose = recording  # type: ignore[method-assign]
