@@ -54,7 +54,7 @@ def padded(batch: Batch, size: Size) -> PaddedInputs:
 
 
 @pytest.mark.parametrize("most_seqs", [1, 8, 16, 100, 512, 1024])
-@pytest.mark.parametrize("most_tokens", [64, 2048, 8192])
+@pytest.mark.parametrize("most_tokens", [64, 2048, 8192, 16384])
 def test_sizes_ascend_and_keep_to_the_limits(most_seqs: int, most_tokens: int) -> None:
     sizes = prompt_sizes(most_seqs, most_tokens)
     assert len(set(sizes)) == len(sizes)
@@ -64,9 +64,9 @@ def test_sizes_ascend_and_keep_to_the_limits(most_seqs: int, most_tokens: int) -
     assert prompt_sizes(most_seqs, 63) == []
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 65, 500, 1025, 5000, 8192])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 500, 1025, 5000, 8192, 8193, 12289, 16384])
 def test_prompts_alone_are_padded_by_a_third_at_most(tokens: int) -> None:
-    size = next(size for size in prompt_sizes(1024, 8192) if size.decodes == 0 and size.tokens >= tokens)
+    size = next(size for size in prompt_sizes(1024, 16384) if size.decodes == 0 and size.tokens >= tokens)
     assert size.tokens - tokens <= max(63, tokens // 3)
     assert size.tokens in ALONE
 

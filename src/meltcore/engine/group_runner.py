@@ -29,6 +29,8 @@ from meltcore.models.loader import Progress
 class GroupRunner(ModelRunner):
     """`launch` is rank 0's; the others `follow`. ranks: its hold on them; None elsewhere, and while a rank is alone."""
 
+    most_graph_tokens = 16384
+
     def __init__(
         self,
         model: Decoder,

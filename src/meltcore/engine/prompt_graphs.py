@@ -28,12 +28,12 @@ from meltcore.models.loader import Progress
 ON_DEVICE = -1
 
 # Tokens of prompts alone, and beside so many sequences that decode. Closer together where padding costs more. Beyond
-# the largest an H200 takes longer to compute a step than the host to launch it, four of them hardly.
+# 8,192 an H200 takes longer to compute a step than the host to launch it; several that share a model do not.
 ALONE = (
     *(64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072),
-    *(3584, 4096, 4608, 5120, 5632, 6144, 7168, 8192),
+    *(3584, 4096, 4608, 5120, 5632, 6144, 7168, 8192, 10240, 12288, 16384),
 )
-BESIDE = (128, 256, 512, 768, 1024, 2048, 4096, 6144, 8192)
+BESIDE = (128, 256, 512, 768, 1024, 2048, 4096, 6144, 8192, 12288, 16384)
 DECODES = (16, 64, 128, 256, 512)
 # Beside so many, sizes are recorded before anybody is served: who measures a server sends as few requests as these, and
 # a size that is first met costs the host two launches of the step, 0.1 s each among four ranks with routed experts.

@@ -23,8 +23,7 @@ from meltcore.models.cache import split_groups
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import Progress
 
-# Tokens of the largest graph of prompts; an eighth on GPUs of less memory than this, which cannot spare what it takes.
-_MOST_GRAPH_TOKENS = 8192
+# On GPUs of less memory the largest graph of prompts has an eighth: they cannot spare what it takes.
 _LARGE_BYTES = 32 * 2**30
 
 # The logits [rows, vocab], in the type of the model, of the rows asked for ([rows] int64 on the device).
@@ -67,6 +66,8 @@ class Layout(NamedTuple):
 class ModelRunner:
     """Holds the caches and a table row for each running sequence: its pages, its state slot and its newest token."""
 
+    most_graph_tokens = 8192  # of prompts: longer steps take the device longer than launching them takes the host
+
     def __init__(self, model: Decoder, sampler: Sampler, layout: Layout, cache_dtype: torch.dtype) -> None:
         self.model = model
         self.sampler = sampler
@@ -102,7 +103,7 @@ class ModelRunner:
         return GraphPool(self._decode_step, sizes, self._last_token, self._page_table)
 
     def _capture_prompt_graphs(self, progress: Progress) -> None:
-        most = _MOST_GRAPH_TOKENS if _memory_bytes(self.device) >= _LARGE_BYTES else _MOST_GRAPH_TOKENS // 8
+        most = self.most_graph_tokens if _memory_bytes(self.device) >= _LARGE_BYTES else self.most_graph_tokens // 8
         sizes = prompt_sizes(self._layout.max_num_seqs, min(most, self._layout.max_num_batched_tokens))
         if sizes:
             graphs = PromptGraphs(self._padded_step, sizes, self._page_table)
