@@ -137,20 +137,16 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         print(f"{row['key']:<36}{gpus:<10}{mine:>10}{statistics.median(row['theirs']):>10.4g}{differ:>9}{mark}")
 
 
-def go_on_from(earlier: str, tier: str) -> tuple[Figures, Figures, list[dict[str, Any]]]:
-    """(our figures, the program's, the runs) of an earlier result."""
-    result = read(earlier)
+def go_on_from(earlier: str, tier: str) -> tuple[Figures, Figures, list[dict[str, Any]], list[str]]:
+    """(our figures, the program's, the runs, the GPUs) of an earlier result."""
+    result = json.loads(Path(earlier).read_text())
     if result["tier"] != tier:
         raise SystemExit(f"--earlier {earlier}: is of the tier {result['tier']}, not {tier}")
     ours, theirs = (
         {(row["key"], tuple(row["gpus"])): row[side] for row in result["figures"] if row[side]}
         for side in ("ours", "theirs")
     )
-    return ours, theirs, result["runs"]
-
-
-def read(result: str) -> dict[str, Any]:
-    return json.loads(Path(result).read_text())
+    return ours, theirs, result["runs"], uuids(result["machine"])
 
 
 def uuids(fingerprint: dict[str, Any]) -> list[str]:
@@ -174,7 +170,7 @@ def main() -> int:
     parser.add_argument("--earlier", metavar="FILE", help="a result to go on from")
     parser.add_argument("--keep", metavar="DIR", help="copy the last certificate's JSON and HTML there")
     args = parser.parse_args()
-    ours, theirs, runs = go_on_from(args.earlier, args.tier) if args.earlier else ({}, {}, [])
+    ours, theirs, runs, gpus = go_on_from(args.earlier, args.tier) if args.earlier else ({}, {}, [], None)
     result: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/certify_check.py", *clean_arguments(sys.argv[1:])]),
         "date": datetime.now(UTC).date().isoformat(),
@@ -197,7 +193,7 @@ def main() -> int:
             result["runs"].append({**run, "seconds": took_s, "independent_cut_short": why})
             print(f"certify: {found['verdict']} in {took_s:.0f} s, {len(found['findings'])} findings {why}", flush=True)
             result["figures"] = compare(ours, theirs)
-            if args.earlier and uuids(found["snapshot"]["fingerprint"]) != uuids(read(args.earlier)["machine"]):
+            if gpus is not None and uuids(found["snapshot"]["fingerprint"]) != gpus:
                 raise SystemExit(f"--earlier {args.earlier}: is of other GPUs")
             result["machine"] = found["snapshot"]["fingerprint"]
             result["agree"] = agrees(result)

@@ -78,9 +78,9 @@ class Recorder:
 
 class GraphPool:
     def __init__(self, step: DecodeStep, sizes: list[int], last_tokens: torch.Tensor, page_table: torch.Tensor) -> None:
-        """`step` computes eagerly what a replay will, and has one place for the logits of all sizes: these would take
-        gigabytes if each had its own. last_tokens: [rows] int64, where it finds each row's token and
-        where those it chose go; page_table: [rows, pages of a sequence] int64."""
+        """`step` computes eagerly what a replay will, and has one place for the logits of all sizes, which would take
+        gigabytes if each had its own. last_tokens: [rows] int64, where it finds each row's token and where those it
+        chose go; page_table: [rows, pages of a sequence] int64."""
         self._step = step
         self._sizes = sizes
         self._last_tokens, self._page_table = last_tokens, page_table

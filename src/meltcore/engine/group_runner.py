@@ -29,6 +29,7 @@ from meltcore.models.loader import Progress
 class GroupRunner(ModelRunner):
     """`launch` is rank 0's; the others `follow`. ranks: its hold on them; None elsewhere, and while a rank is alone."""
 
+    # Ranks share what a step computes, but each launches all of it.
     most_graph_tokens = 16384
 
     def __init__(
