@@ -35,7 +35,7 @@ from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.layers.group import Group
 
 HIDDEN = 2048  # Qwen3.5-35B-A3B's: 4 KiB a token in bfloat16
-TOKENS = (1, 4, 16, 64, 128, 256)
+TOKENS = (1, 4, 16, 32, 64, 128, 256)
 REACH_US = {1: 8.0, 64: 16.0}  # on eight GPUs
 SUMS, REPLAYS, ROUNDS = 60, 10, 5
 LIMIT_S = 60.0

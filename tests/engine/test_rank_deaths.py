@@ -14,7 +14,7 @@ import torch
 from engine_front import Front
 
 from meltcore.config import EngineConfig
-from meltcore.engine.messages import AddRequest, EngineFailed, Shutdown, StepOutputs
+from meltcore.engine.messages import AddRequest, EngineFailed, Loading, Shutdown, StepOutputs
 from meltcore.engine.sampling_params import SamplingParams
 
 TIMEOUT_S = 4.0
@@ -120,11 +120,15 @@ def test_at_rest_a_rank_that_is_gone_ends_the_engine(start: StartFront) -> None:
     assert front.process.wait(WITHIN_S) == 1
 
 
-def test_a_rank_that_is_gone_while_loading_ends_the_start(start: StartFront) -> None:
+@pytest.mark.parametrize("stage", ["meeting other ranks", "making the model"])
+def test_a_rank_that_is_gone_while_loading_ends_the_start(stage: str, start: StartFront) -> None:
     front = start()
-    front.receive()  # progress: rank 0 is loading
+    while not (isinstance(message := front.receive(), Loading) and message.stage == stage):
+        pass
+    killed = time.monotonic()
     os.kill(rank_of(front), signal.SIGKILL)
     while not isinstance(message := front.receive(), EngineFailed):
         pass
     assert "killed by signal 9" in message.message
+    assert time.monotonic() - killed < WITHIN_S
     assert front.process.wait(WITHIN_S) == 1

@@ -22,7 +22,7 @@ COUNTS = (8, 1504, 64, 520, 1024)
 def main(folder: Path, rank: int, ranks: int, steps: int, shots: int) -> None:
     all_reduce._WORTH_A_SECOND_WAY = 0 if shots == 2 else 2**40
     inboxes = [
-        np.memmap(folder / f"inbox-{each}", dtype=np.int64, mode="r+", shape=(inbox_bytes(ranks) // 8,))
+        np.memmap(folder / f"inbox-{each}", dtype=np.uint8, mode="r+", shape=(inbox_bytes(ranks),))
         for each in range(ranks)
     ]
     peers = make_peers([inbox.ctypes.data for inbox in inboxes], rank, torch.device("cpu"))

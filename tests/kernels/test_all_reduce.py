@@ -34,7 +34,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 def make_ranks(ranks: int, device: torch.device) -> tuple[list[torch.Tensor], list[Peers]]:
     """Inboxes, which must live as long as their addresses, and each rank's view of them."""
-    inboxes = [torch.zeros(inbox.inbox_bytes(ranks) // 8, dtype=torch.int64, device=device) for _ in range(ranks)]
+    size = inbox.inbox_bytes(ranks)
+    inboxes = [torch.full((size,), inbox.EMPTY_BYTE, dtype=torch.uint8, device=device) for _ in range(ranks)]
     addresses = [each.data_ptr() for each in inboxes]
     return inboxes, [make_peers(addresses, rank, device) for rank in range(ranks)]
 
@@ -178,6 +179,20 @@ def test_every_rank_gets_the_largest_numbers_whatever_their_signs(ranks: int, de
     assert len(inboxes) == ranks
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.usefixtures("shots")
+def test_what_is_not_a_number_arrives_as_that_whatever_its_bits(dtype: torch.dtype, device: torch.device) -> None:
+    """Of all ones too, as a place has that is empty: the rank that reads it must not wait for ever."""
+    inboxes, peers = make_ranks(2, device)
+    share = torch.ones(64, dtype=dtype, device=device)
+    share[8:12] = torch.full((4,), -1, dtype=torch.int32 if dtype == torch.float32 else torch.int16).view(dtype)
+    for result in in_turns(peer_sum, peers, [share, torch.ones_like(share)]):
+        assert result[8:12].isnan().all()
+        assert result[:8].eq(2).all()
+        assert result[12:].eq(2).all()
+    assert all(each.eq(inbox.EMPTY_BYTE).all() for each in inboxes)
+
+
 @pytest.mark.usefixtures("shots")
 def test_step_numbers_may_run_over(device: torch.device) -> None:
     inboxes, peers = make_ranks(2, device)
@@ -238,7 +253,7 @@ def test_sums_among_nobody_wait_for_nobody(device: torch.device, monkeypatch: py
     peer_sum(torch.ones(1024, device=device), alone)
     peer_largest(torch.ones(3, dtype=torch.int64, device=device), alone)
     assert not peers[0].steps.any()
-    assert not any(inbox.any() for inbox in inboxes)
+    assert all(each.eq(inbox.EMPTY_BYTE).all() for each in inboxes)
 
 
 def test_only_whole_words_of_bounded_size_are_sent_at_once() -> None:
@@ -271,7 +286,7 @@ def test_rows_that_a_program_can_hold_are_normalised_with_their_sum(
 def test_ranks_that_are_processes_wait_for_each_other(shots: int, tmp_path: Path) -> None:
     """Two processes that map the same inboxes, kernels interpreted: both send and receive in the one launch."""
     for rank in range(2):
-        (tmp_path / f"inbox-{rank}").write_bytes(bytes(inbox.inbox_bytes(2)))
+        (tmp_path / f"inbox-{rank}").write_bytes(bytes([inbox.EMPTY_BYTE]) * inbox.inbox_bytes(2))
     command = [sys.executable, str(Path(__file__).parent / "all_reduce_rank.py"), str(tmp_path)]
     ranks = [
         subprocess.Popen(

@@ -92,7 +92,10 @@ class Engine:
     def _prepare(self, device: torch.device, progress: Progress, pages: int | None, state_slots: int | None) -> None:
         """Load the model, and lay out what serving needs for as many sequences as the memory left can hold."""
         config, ranks = self.config, self._ranks
+        if ranks is not None:
+            progress("meeting other ranks", 0.0)
         group = None if ranks is None else ranks.meet(device)
+        progress("making the model", 0.0)
         loaded = load(config, self.checkpoint, device, progress, group)
         plan = loaded.plan if ranks is None else ranks.common_plan(loaded.plan)
         self.max_model_len, self.max_num_seqs = loaded.max_model_len, plan.max_num_seqs
@@ -252,6 +255,7 @@ class Engine:
         if device.type != "cuda" or reference:
             return  # the torch bodies need no compiling, and are told by the host how to pad: a graph has no host
         limits = Limits(self.max_num_seqs, self.max_model_len, self.scheduler.max_num_batched_tokens)
+        progress("compiling kernels", 0.0)
         if self._ranks is not None:
             self._ranks.compile_kernels(limits)
         compile_kernels(self.runner, limits, Turn(0, self.config.tp))

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections import deque
@@ -91,12 +92,28 @@ class Ranks:
         self._wait_for_all("started", START_LIMIT_S)
 
     def meet(self, device: torch.device) -> Group:
-        """Join the group as rank 0."""
+        """Join the group as rank 0.
+
+        In a thread, which nobody waits for where a rank is gone: the libraries would wait for that one to the limit.
+        """
         self._group = group = Group(0, self._size)
-        try:
-            join_group(group, self._folder, device, self._config)
-        except RuntimeError as error:
-            raise self.blame(error) from error
+        failures: list[Exception] = []
+
+        def join() -> None:
+            try:
+                join_group(group, self._folder, device, self._config)
+            except Exception as error:
+                failures.append(error)
+
+        joining = threading.Thread(target=join, daemon=True)
+        joining.start()
+        while joining.is_alive():
+            self.check()
+            joining.join(_LOOK_EVERY_S)
+        if failures and isinstance(failures[0], RuntimeError):
+            raise self.blame(failures[0]) from failures[0]
+        if failures:
+            raise failures[0]
         if group.on_gpus:
             self._watch = LaunchWatch(self._processes, group.give_up)
             weakref.finalize(self, self._watch.close)

@@ -1,12 +1,14 @@
 """Inboxes through which ranks hand each other words of 32 bits, within kernels.
 
-Every rank has an inbox in its own memory that all others can write to (`Peers`). A word travels beside the number of
-the step, in one store of 64 bits that cannot be torn: that it is there and what it is are seen at once, so no fence
-is needed. (NCCL's protocol "LL" does the same.) Steps are counted for each grain of 512 words, and a grain has a
-place of its own in the inbox for every sender, twice, taken in turns. Who writes a place again has ended a launch
-between in which its reader sent it something, and a rank sends nothing before its own launches before are done: so
-the reader is done with the place. Every launch must therefore bring every rank something from every other one.
-NVLink's multicast is not used. A rank that waits for one that is gone waits until its host says to give up.
+Every rank has an inbox in its own memory that all others can write to (`Peers`). A place there is EMPTY until a word
+is written to it, and again once that is read: that a word is there and what it is are seen at once, so no fence is
+needed, and nothing travels beside it. (Lamport 1977, doi:10.1145/359863.359878. NCCL's protocol "LL" sends a step
+number with each word instead, which takes half of the link.) No word is EMPTY, see `sendable`. Steps are counted for
+each grain of 512 words, and a grain has a place of its own in the inbox for every sender, twice, taken in turns. Who
+writes a place again has ended a launch between in which its reader sent it something, and a rank sends nothing before
+its own launches before are done: so the reader has emptied the place. Every launch must therefore bring every rank
+something from every other one. NVLink's multicast is not used. A rank that waits for one that is gone waits until its
+host says to give up.
 """
 
 # mypy: allow-untyped-defs
@@ -19,17 +21,19 @@ import torch
 
 from meltcore.kernels.jit import tl, triton
 
-# Four words a thread, so that a word and its step number of 8 bytes are stored in pairs.
-GRAIN, GRAIN_WARPS = 512, 4
+GRAIN, GRAIN_WARPS = 512, 4  # four words a thread, stored at once
 GRAINS = 512
 # Looks into the inbox between two at the host's word, which lies behind PCIe: every half a millisecond or so.
 LOOKS = 1024
+# What stands where no word is: all ones.
+EMPTY_BYTE = 255
+_EMPTY, _ANOTHER_NAN = (tl.constexpr(-1), tl.constexpr(0x7FFF7FFF)) if tl else (None, None)
 
 
 class Peers(NamedTuple):
     """addresses: [ranks + 1] int64, of each rank's inbox on this device, then of our own host's word; steps: [grains]
-    int32, zeros at first, as the inboxes are; rank: our own; word: [1] int32, host memory that the device can read, not
-    zero once sums are to be given up: what they return from then on means nothing."""
+    int32, zeros at first, when inboxes are EMPTY_BYTE all over; rank: our own; word: [1] int32, host memory that the
+    device can read, not zero once sums are to be given up: what they return from then on means nothing."""
 
     addresses: torch.Tensor
     steps: torch.Tensor
@@ -47,7 +51,7 @@ class Peers(NamedTuple):
 
 
 def inbox_bytes(ranks: int) -> int:
-    return GRAINS * 2 * ranks * GRAIN * 8
+    return GRAINS * 2 * ranks * GRAIN * 4
 
 
 def make_peers(inboxes: list[int], rank: int, device: torch.device) -> Peers:
@@ -79,16 +83,22 @@ IN_TURNS = (Parts(True, False, False), Parts(False, True, False), Parts(False, F
 
 
 @triton.jit
-def flagged(words, steps):
-    """[...] int64: the words of 32 bits, and above them the number of the step."""
-    return (words.to(tl.int64) & 0xFFFFFFFF) | (steps.to(tl.int64) << 32)
+def sendable(words):
+    """Words of one or two floating numbers, none of them EMPTY: that is not a number, which another word says too."""
+    return tl.where(words == _EMPTY, _ANOTHER_NAN, words)
 
 
 @triton.jit
 def place_of(addresses_ptr, owner, sender, column, grain, steps, RANKS: tl.constexpr, GRAIN: tl.constexpr):
     """Where `sender`'s words of this step stand in `owner`'s inbox, by their grain and column."""
-    inbox = tl.multiple_of(tl.load(addresses_ptr + owner).to(tl.pointer_type(tl.int64)), 16)
-    return inbox + ((grain * 2 + (steps & 1)) * RANKS + sender) * GRAIN + column % GRAIN
+    inbox = tl.multiple_of(tl.load(addresses_ptr + owner).to(tl.pointer_type(tl.int32)), 16)
+    return inbox + offset_of(sender, column, grain, steps, RANKS, GRAIN)
+
+
+@triton.jit
+def offset_of(sender, column, grain, steps, RANKS: tl.constexpr, GRAIN: tl.constexpr):
+    """`place_of` within an inbox."""
+    return ((grain * 2 + (steps & 1)) * RANKS + sender) * GRAIN + column % GRAIN
 
 
 @triton.jit
@@ -104,9 +114,22 @@ def send(
     RANKS: tl.constexpr,
     GRAIN: tl.constexpr,
 ):
-    """Write our words [BLOCK] into the inbox of `rank`."""
+    """Write our words [BLOCK], `sendable`, into the inbox of `rank`."""
     place = place_of(addresses_ptr, rank, RANK, column, grain, steps, RANKS, GRAIN)
-    tl.store(place, flagged(words, steps), mask=inside, cache_modifier=".wt")
+    tl.store(place, words, mask=inside, cache_modifier=".wt")
+
+
+@triton.jit
+def send_to_all(
+    words, inside, addresses_ptr, column, grain, steps, RANK: tl.constexpr, RANKS: tl.constexpr, GRAIN: tl.constexpr
+):
+    """Write our words [BLOCK], `sendable`, into every rank's inbox and our own.
+
+    At once, so that of a short row too each thread stores four words: one at a time a third of them pass (H200).
+    """
+    inbox = tl.multiple_of(tl.load(addresses_ptr + tl.arange(0, RANKS)).to(tl.pointer_type(tl.int32)), 16)
+    place = inbox[:, None] + offset_of(RANK, column, grain, steps, RANKS, GRAIN)[None, :]
+    tl.store(place, tl.broadcast_to(words[None, :], place.shape), mask=inside[None, :], cache_modifier=".wt")
 
 
 @triton.jit
@@ -117,20 +140,21 @@ def pause(NANOSECONDS: tl.constexpr):
 
 
 @triton.jit
-def arrived(place, awaited, steps, addresses_ptr, RANKS: tl.constexpr, LOOKS: tl.constexpr, PAUSE_NS: tl.constexpr = 0):
-    """[...] int32: the words at these places of our own inbox, once all that are awaited are there."""
+def arrived(place, awaited, addresses_ptr, RANKS: tl.constexpr, LOOKS: tl.constexpr, PAUSE_NS: tl.constexpr = 0):
+    """[...] int32: the words at these places of our own inbox, once all that are awaited are there; and empty them."""
     host_word = tl.load(addresses_ptr + RANKS).to(tl.pointer_type(tl.int32))
     found = tl.load(place, mask=awaited, other=0, volatile=True)
     looks = 0
     given_up = 0  # threads may see that at unlike times: it goes through the minimum, by which they leave together
-    while tl.min((((found >> 32).to(tl.int32) == steps) | (awaited == 0) | (given_up != 0)).to(tl.int32)) == 0:
+    while tl.min(((found != _EMPTY) | (given_up != 0)).to(tl.int32)) == 0:
         if PAUSE_NS:
             pause(PAUSE_NS)
         found = tl.load(place, mask=awaited, other=0, volatile=True)
         looks += 1
         if looks % LOOKS == 0:
             given_up = tl.load(host_word, volatile=True)
-    return found.to(tl.int32)
+    tl.store(place, tl.full(place.shape, _EMPTY, tl.int32), mask=awaited)
+    return found
 
 
 @triton.jit
@@ -152,5 +176,5 @@ def receive(
     rank = tl.arange(0, RANKS)[:, None]
     place = place_of(addresses_ptr, RANK, rank, column[None, :], grain[None, :], steps[None, :], RANKS, GRAIN)
     awaited = inside[None, :] & (rank != RANK)
-    found = arrived(place, awaited, steps[None, :], addresses_ptr, RANKS, LOOKS, PAUSE_NS)
+    found = arrived(place, awaited, addresses_ptr, RANKS, LOOKS, PAUSE_NS)
     return tl.where(rank == RANK, words[None, :], found)

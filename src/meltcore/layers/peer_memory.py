@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from meltcore.kernels.all_reduce import normalised_sum_of_shares, peer_largest, peer_sum, peer_sum_normalised
-from meltcore.kernels.inbox import Peers, inbox_bytes, make_peers
+from meltcore.kernels.inbox import EMPTY_BYTE, Peers, inbox_bytes, make_peers
 from meltcore.kernels.norm import Norm
 
 _DRIVER = "libcuda.so.1"
@@ -47,9 +47,9 @@ def open_inboxes(rank: int, ranks: int, device: torch.device, exchange: Callable
     own = ctypes.c_uint64()
     handle = _Handle()
     _call(driver, "cuMemAlloc_v2", ctypes.byref(own), size)
-    _call(driver, "cuMemsetD8_v2", own, ctypes.c_ubyte(0), size)
+    _call(driver, "cuMemsetD8_v2", own, ctypes.c_ubyte(EMPTY_BYTE), size)
     _call(driver, "cuIpcGetMemHandle", ctypes.byref(handle), own)
-    torch.cuda.synchronize(device)  # zeros before anybody writes
+    torch.cuda.synchronize(device)  # empty before anybody writes
     addresses = []
     for other, content in enumerate(exchange(bytes(handle))):
         address = own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +20,12 @@ def print_listening(url: str) -> None:
 
 
 class Progress:
-    """Loading stages on standard error: one line that changes on a terminal, else one line a stage."""
+    """Loading stages on standard error: one line that changes on a terminal, else one line a stage, with the seconds
+    from the start of loading."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
+        self._started = time.monotonic()
         self._stage = ""
 
     def show(self, reason: str) -> None:
@@ -30,7 +33,7 @@ class Progress:
         if self._live:
             print(f"\r\033[Kmeltcore: {reason}", end="", file=sys.stderr, flush=True)
         elif stage != self._stage:
-            print(f"meltcore: {reason}", file=sys.stderr, flush=True)
+            print(f"meltcore: {reason} after {time.monotonic() - self._started:.1f} s", file=sys.stderr, flush=True)
         self._stage = stage
 
     def clear(self) -> None:
