@@ -123,10 +123,8 @@ def send(
 def send_to_all(
     words, inside, addresses_ptr, column, grain, steps, RANK: tl.constexpr, RANKS: tl.constexpr, GRAIN: tl.constexpr
 ):
-    """Write our words [BLOCK], `sendable`, into every rank's inbox and our own.
-
-    At once, so that of a short row too each thread stores four words: one at a time a third of them pass (H200).
-    """
+    """Write our words [BLOCK], `sendable`, into every rank's inbox and our own: at once, so that of a short row too
+    each thread stores four."""
     inbox = tl.multiple_of(tl.load(addresses_ptr + tl.arange(0, RANKS)).to(tl.pointer_type(tl.int32)), 16)
     place = inbox[:, None] + offset_of(RANK, column, grain, steps, RANKS, GRAIN)[None, :]
     tl.store(place, tl.broadcast_to(words[None, :], place.shape), mask=inside[None, :], cache_modifier=".wt")
