@@ -92,9 +92,10 @@ class Engine:
     def _prepare(self, device: torch.device, progress: Progress, pages: int | None, state_slots: int | None) -> None:
         """Load the model, and lay out what serving needs for as many sequences as the memory left can hold."""
         config, ranks = self.config, self._ranks
+        group = None
         if ranks is not None:
             progress("meeting other ranks", 0.0)
-        group = None if ranks is None else ranks.meet(device)
+            group = ranks.meet(device)
         progress("making the model", 0.0)
         loaded = load(config, self.checkpoint, device, progress, group)
         plan = loaded.plan if ranks is None else ranks.common_plan(loaded.plan)
