@@ -7,6 +7,7 @@ anything is timed, sums are compared with those that rank 0 computes from everyb
 in a graph, and again by themselves, since all share their inboxes.
 
     python benchmarks/all_reduce.py --ranks 2
+    python benchmarks/all_reduce.py --ways     # in one shot and in two: where is a second way worth it? Printed only
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from bench_output import Row, write_result
 
+from meltcore.kernels import all_reduce
 from meltcore.kernels.all_reduce import (
     normalised_sum_of_shares,
     peer_sum,
@@ -146,12 +148,30 @@ def rows_of(tokens: int, group: Group, device: torch.device) -> list[Row]:
     return rows
 
 
-def work(rank: int, ranks: int, folder: Path) -> None:
+def compare_ways(tokens: int, group: Group, device: torch.device) -> None:
+    times = []
+    for worth in (sys.maxsize, 0):
+        all_reduce._WORTH_A_SECOND_WAY = worth
+        check(tokens, group, device)
+        message = Message(tokens, group, device)
+        message.residual.zero_()
+        message.share.zero_()
+        times.append(microseconds(message.all_in_one))
+    if group.rank == 0:
+        print(f"{group.size} GPUs, {4 * tokens} KiB: one shot {times[0]:.2f} us, two {times[1]:.2f}", flush=True)
+
+
+def work(rank: int, ranks: int, folder: Path, *, ways: bool) -> None:
     device = torch.device("cuda", rank)
     group = Group(rank, ranks)
     group.join(folder / "group", device, LIMIT_S)
     if group.peers is None:
         raise SystemExit("these GPUs cannot write to each other's memory")
+    if ways:
+        for tokens in TOKENS:
+            compare_ways(tokens, group, device)
+        group.leave()
+        return
     rows = [row for tokens in TOKENS for row in rows_of(tokens, group, device)]
     if rank == 0:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -162,18 +182,20 @@ def work(rank: int, ranks: int, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--ways", action="store_true", help="one shot beside two, and nothing else")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        work(args.rank, args.ranks, args.folder)
+        work(args.rank, args.ranks, args.folder, ways=args.ways)
         return
     os.environ["NCCL_GRAPH_MIXING_SUPPORT"] = "0"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--ranks", str(args.ranks), "--folder", folder, "--rank"]
+        ways = ["--ways"] if args.ways else []
+        command = [sys.executable, __file__, *ways, "--ranks", str(args.ranks), "--folder", folder, "--rank"]
         others = [subprocess.Popen([*command, str(rank)], env=os.environ) for rank in range(1, args.ranks)]
         try:
-            work(0, args.ranks, Path(folder))
+            work(0, args.ranks, Path(folder), ways=args.ways)
             until = time.monotonic() + LIMIT_S
             for process in others:
                 process.wait(max(0.0, until - time.monotonic()))
