@@ -18,7 +18,8 @@ def run_benchmark(*arguments: str, limit_s: float) -> None:
 
 @pytest.mark.slow
 def test_many_streams_of_the_bundled_model_keep_nothing() -> None:
-    small = ["--model", "meltcore/sums", "--load-format", "auto", "--fronts", "2", "--streams", "200", "--before", "50"]
+    # More than after which the engine gives memory back (256): fewer may leave it as much as its largest step took.
+    small = ["--model", "meltcore/sums", "--load-format", "auto", "--fronts", "2", "--streams", "300", "--before", "50"]
     small += ["--inlen", "32", "--out", "64", "--vocab", "800"]
     run_benchmark(*small, limit_s=180)
 
