@@ -55,6 +55,10 @@ class Message:
         self.group = group
 
     @property
+    def size(self) -> str:
+        return f"{self.group.size} GPUs, {self.share.numel() * 2 // 1024} KiB"
+
+    @property
     def peers(self) -> Peers:
         assert self.group.peers is not None
         return self.group.peers
@@ -124,14 +128,19 @@ def microseconds(once: Callable[[], object]) -> float:
     return best
 
 
-def rows_of(tokens: int, group: Group, device: torch.device) -> list[Row]:
+def checked(tokens: int, group: Group, device: torch.device) -> tuple[Message, float]:
+    """A message to be timed, of zeros, which stay what they are however often they are added up; and `check`."""
     message = Message(tokens, group, device)
     if not suits_rows(message.share, group.size):
         raise SystemExit(f"{tokens} tokens are too many for one launch")
     differing = check(tokens, group, device)
     message.residual.zero_()
     message.share.zero_()
-    size = f"{group.size} GPUs, {message.share.numel() * 2 // 1024} KiB"
+    return message, differing
+
+
+def rows_of(tokens: int, group: Group, device: torch.device) -> list[Row]:
+    message, differing = checked(tokens, group, device)
     rows = []
     for what, peer, ours, theirs in (
         ("sum, residual, norm", "NCCL, two kernels", message.all_in_one, message.all_by_nccl),
@@ -139,26 +148,23 @@ def rows_of(tokens: int, group: Group, device: torch.device) -> list[Row]:
     ):
         value, peer_value = microseconds(ours), microseconds(theirs)
         reach = REACH_US.get(tokens) if group.size == 8 and peer != "NCCL" else None
-        row = Row(work=f"{size}: {what}", unit="us", value=value, peer=peer, peer_value=peer_value, reach=reach)
+        row = Row(work=f"{message.size}: {what}", unit="us", value=value, peer=peer, peer_value=peer_value, reach=reach)
         row.ratio = peer_value / value
         rows.append(row)
     if group.rank == 0:
         times = "; ".join(f"{row.value:.2f} us, NCCL {row.peer_value:.2f}" for row in rows)
-        print(f"{size}: {times}; {differing:.1%} rounded differently", flush=True)
+        print(f"{message.size}: {times}; {differing:.1%} rounded differently", flush=True)
     return rows
 
 
 def compare_ways(tokens: int, group: Group, device: torch.device) -> None:
-    times = []
-    for worth in (sys.maxsize, 0):
+    times = {}
+    for way, worth in (("one shot", sys.maxsize), ("two", 0)):
         all_reduce._WORTH_A_SECOND_WAY = worth
-        check(tokens, group, device)
-        message = Message(tokens, group, device)
-        message.residual.zero_()
-        message.share.zero_()
-        times.append(microseconds(message.all_in_one))
+        message, _ = checked(tokens, group, device)
+        times[way] = microseconds(message.all_in_one)
     if group.rank == 0:
-        print(f"{group.size} GPUs, {4 * tokens} KiB: one shot {times[0]:.2f} us, two {times[1]:.2f}", flush=True)
+        print(f"{message.size}: " + ", ".join(f"{way} {time:.2f} us" for way, time in times.items()), flush=True)
 
 
 def work(rank: int, ranks: int, folder: Path, *, ways: bool) -> None:

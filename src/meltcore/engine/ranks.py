@@ -110,10 +110,10 @@ class Ranks:
         while joining.is_alive():
             self.check()
             joining.join(_LOOK_EVERY_S)
-        if failures and isinstance(failures[0], RuntimeError):
-            raise self.blame(failures[0]) from failures[0]
-        if failures:
-            raise failures[0]
+        for error in failures:
+            if isinstance(error, RuntimeError):
+                raise self.blame(error) from error
+            raise error
         if group.on_gpus:
             self._watch = LaunchWatch(self._processes, group.give_up)
             weakref.finalize(self, self._watch.close)

@@ -187,7 +187,8 @@ class Front:
         elif isinstance(message, Loading):
             # All load the same; were each of them shown, their lines would only take turns.
             if replica == 0 and self.health.state == "loading":
-                self.health.set("loading", f"loading: {message.stage} ({message.fraction:.0%})")
+                done = f" ({message.fraction:.0%})" if message.fraction else ""  # of many stages nobody knows
+                self.health.set("loading", f"loading: {message.stage}{done}")
         elif isinstance(message, EngineFailed):
             self._last_words[replica] = message.message
         elif isinstance(message, ProfileDone):
