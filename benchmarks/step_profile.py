@@ -32,7 +32,6 @@ from meltcore.engine.messages import AddRequest
 STEPS = 20
 SHOWN = 12  # kernels of a step, the longest first
 LAYERS_SHOWN = 2  # unlike ones of a step, in a hybrid model for one
-PROMPTS = 14  # in a step of prompts
 
 
 def busy_us(events: list[tuple[float, float]]) -> float:
@@ -94,10 +93,10 @@ def show(work: str, seen: Seen, floor_us: float) -> Row:
 class Subject:
     """An engine whose sequences can be brought to where only decode steps are left."""
 
-    def __init__(self, model: str, sequences: int, debug: str, tp: int) -> None:
+    def __init__(self, model: str, sequences: int, budget: int, debug: str, tp: int) -> None:
         switches = ("no-prefix-cache", *filter(None, debug.split(",")))
         settings = {"load_format": "dummy", "tp": tp, "max_model_len": 4096, "max_num_seqs": sequences}
-        self.engine = LLM(model, max_num_batched_tokens=8192, debug=switches, **settings).engine
+        self.engine = LLM(model, max_num_batched_tokens=budget, debug=switches, **settings).engine
         self._needs, self._limits = Needs.of(self.engine.runner.model), Limits.measure()
         self._names = (f"r{number}" for number in itertools.count())
 
@@ -150,14 +149,18 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--sequences", default="1,10,100,256,400,1000")
     parser.add_argument("--context", type=int, default=600, help="tokens of each sequence")
+    parser.add_argument("--prompts", default="14x576", help="steps of prompts: how many, and the tokens of each")
+    parser.add_argument("--budget", type=int, default=8192, help="tokens of a step at most")
     parser.add_argument("--debug", default="", help="debug switches, with commas")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--name", default="step_profile", help="of the result file")
     args = parser.parse_args()
     sequences = [int(count) for count in args.sequences.split(",")]
-    subject = Subject(args.model, max(*sequences, PROMPTS), args.debug, args.tp)
+    prompts = [tuple(map(int, step.split("x"))) for step in args.prompts.split(",")]
+    most = max(*sequences, *(count for count, _ in prompts))
+    subject = Subject(args.model, most, args.budget, args.debug, args.tp)
     rows = [subject.decode(count, args.context) for count in sequences]
-    rows.append(subject.prompts(PROMPTS, 576))
+    rows += [subject.prompts(count, length) for count, length in prompts]
     subject.engine.close()
     write_result(args.name, rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
 
