@@ -32,9 +32,7 @@ class Front:
         self.from_engine = context.socket(zmq.PULL)
         self.to_engine.bind(socket_address(folder, "to-engine", 0))
         self.from_engine.bind(socket_address(folder, "from-engine", 0))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "meltcore.engine.process", str(folder)], stdin=subprocess.PIPE
-        )
+        self.process = subprocess.Popen([sys.executable, "-m", "meltcore.engine", str(folder)], stdin=subprocess.PIPE)
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(config) + b"\n")
         self.process.stdin.flush()

@@ -52,7 +52,7 @@ class _OneStep:
 
 def test_idle_process_holds_nothing_of_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _OneStep()
-    monkeypatch.setattr(process, "Engine", lambda config, progress: engine)
+    monkeypatch.setattr(process, "Engine", lambda config, progress, ranks: engine)
     monkeypatch.setattr(process, "_IDLE_POLL_MS", 10)
     monkeypatch.setattr("gc.freeze", lambda: None)
     with pytest.raises(_Enough):

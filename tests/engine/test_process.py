@@ -71,13 +71,18 @@ def test_leaves_when_the_front_is_gone(front: Front) -> None:
     assert front.process.wait(10) == 0
 
 
-def test_start_up_failure_is_one_line_and_a_non_zero_exit(tmp_path: Path) -> None:
-    front = Front(tmp_path, EngineConfig(model=str(tmp_path / "nothing"), device="cpu"))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_start_up_failure_is_one_line_and_a_non_zero_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    front = Front(tmp_path, EngineConfig(model=str(tmp_path / "nothing"), device="cpu", tp=ranks))
     try:
         message = front.receive()
         assert isinstance(message, EngineFailed)
         assert "no such folder" in message.message
         assert "\n" not in message.message
         assert front.process.wait(20) == 1
+        assert not list(tmp_path.glob("meltcore-ranks-*")), "ranks started ahead are ended"
     finally:
         front.close()

@@ -80,13 +80,17 @@ def test_serves_and_leaves_nothing_behind(start: StartFront) -> None:
     assert ends(rank)
 
 
-def test_a_rank_goes_when_the_engine_is_killed(start: StartFront) -> None:
+def test_a_rank_goes_when_the_engine_is_killed(
+    start: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     front = start()
     front.ready()
     rank = rank_of(front)
     front.process.kill()
     front.process.wait(WITHIN_S)
     assert ends(rank)
+    assert not list(tmp_path.glob("meltcore-ranks-*")), "what ranks share is removed by who is left"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from meltcore.config import EngineConfig
+from meltcore.engine import rank_start
 from meltcore.engine import ranks as ranks_file
 from meltcore.engine.rank_messages import RankFailed, RankStage, encoder, rank_address
 from meltcore.engine.ranks import Ranks
@@ -28,7 +29,7 @@ class Rank:
         self._voice = zmq.Context.instance().socket(zmq.PUSH)
         self.ear = zmq.Context.instance().socket(zmq.PULL)
 
-    def start(self, folder: Path, rank: int, config: EngineConfig) -> subprocess.Popen[bytes]:
+    def start(self, folder: Path, rank: int) -> subprocess.Popen[bytes]:
         self._voice.connect(rank_address(folder, 0))
         self.ear.connect(rank_address(folder, rank))
         self.say(RankStage(rank, "started"))
@@ -51,7 +52,7 @@ def rank() -> Iterator[Rank]:
 
 @pytest.fixture
 def ranks(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setattr(ranks_file, "_start", rank.start)
+    monkeypatch.setattr(rank_start, "_start", rank.start)
     monkeypatch.setattr(ranks_file, "LOAD_LIMIT_S", LIMIT_S)
     monkeypatch.setattr(ranks_file, "SEND_LIMIT_MS", 500)
     monkeypatch.setattr(ranks_file, "_LEAVE_LIMIT_S", 0.2)

@@ -27,6 +27,7 @@ from meltcore.engine.messages import (
 )
 from meltcore.engine.page_pool import PAGE_SIZE, PagePool
 from meltcore.engine.prefix_cache import PrefixCache
+from meltcore.engine.rank_start import StartedRanks
 from meltcore.engine.ranks import Ranks
 from meltcore.engine.request import Request, Sampled, TokenMask
 from meltcore.engine.runner import LaunchedStep, Layout, ModelRunner
@@ -55,7 +56,9 @@ class Engine:
         overlap: bool | None = None,
         pages: int | None = None,
         state_slots: int | None = None,
+        ranks: StartedRanks | None = None,
     ) -> None:
+        """ranks: `config.tp` of them where they are started already."""
         started = time.monotonic()
         progress = progress or (lambda stage, fraction: None)
         self.config = config
@@ -65,7 +68,7 @@ class Engine:
             torch.cuda.set_device(device)  # Triton launches, and graphs record, on this thread's current GPU
         if config.tp > 1:
             check_shares(self.checkpoint, config.tp)
-        self._ranks = Ranks(config) if config.tp > 1 else None
+        self._ranks = Ranks(config, ranks) if config.tp > 1 else None
         if self._ranks is not None:
             atexit.register(_close, weakref.ref(self))  # NCCL must not be left to whoever tidies up first
         try:

@@ -1,16 +1,9 @@
-"""The engine as a process of its own: `python -m meltcore.engine.process SOCKET_DIR [FRONTS]`.
-
-Each front binds two sockets in that folder (`messages.socket_address`). The first one writes the EngineConfig as one
-JSON line to our standard input and keeps it open. Its end means the server is gone, however it went, and so do we go.
-"""
+"""Between the sockets of the fronts and an engine, in the process of the engine (`python -m meltcore.engine`)."""
 
 from __future__ import annotations
 
 import gc
 import os
-import signal
-import sys
-import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -38,6 +31,7 @@ from meltcore.engine.messages import (
     socket_address,
 )
 from meltcore.engine.profiler import Profiler
+from meltcore.engine.rank_start import StartedRanks
 from meltcore.errors import MeltcoreError, RankError, RequestError
 
 # Between two looks at an idle inbox. The front's death is noticed by the thread on stdin, not by this.
@@ -75,19 +69,19 @@ class EngineProcess:
         self._profiler: Profiler | None = None
         self._finished = 0  # requests, since memory was given back
 
-    def serve(self, config: EngineConfig) -> int:
+    def serve(self, config: EngineConfig, ranks: StartedRanks | None = None) -> int:
         """Load, then step until told to leave. Returns the exit status."""
         try:
-            return self._serve(config)
+            return self._serve(config, ranks)
         except RankError as error:
             self._fail(str(error))
             self._context.destroy(linger=_LAST_WORDS_MS)
             # At once: a collective that a rank never joined may hold the device, and whoever tidies up, for ever.
             os._exit(1)
 
-    def _serve(self, config: EngineConfig) -> int:
+    def _serve(self, config: EngineConfig, ranks: StartedRanks | None) -> int:
         try:
-            engine = Engine(config, progress=lambda stage, fraction: self.send(Loading(stage, fraction)))
+            engine = Engine(config, progress=lambda stage, fraction: self.send(Loading(stage, fraction)), ranks=ranks)
         except RankError:
             raise
         except MeltcoreError as error:
@@ -200,24 +194,10 @@ class EngineProcess:
         return 1
 
 
-def main() -> int:
+def serve(config: EngineConfig, ranks: StartedRanks | None, socket_dir: Path, fronts: int = 1) -> int:
+    """Until the front has us leave; returns the exit status."""
     # On a CPU the fronts and clients need a core too: threads that wait for each other at every product are slowed by
     # the one that shares its core.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     keep_freed_memory()
-    # The front decides when we leave; a Ctrl-C in its terminal reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    threading.Thread(target=_leave_with_front, daemon=True).start()
-    return EngineProcess(Path(sys.argv[1]), *map(int, sys.argv[2:])).serve(config)
-
-
-def _leave_with_front() -> None:
-    """Wait for the end of standard input, then exit at once, whatever the main thread is doing."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return EngineProcess(socket_dir, fronts).serve(config, ranks)

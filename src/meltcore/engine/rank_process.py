@@ -1,13 +1,14 @@
 """A rank other than 0, as a process of its own: `python -m meltcore.engine.rank_process FOLDER RANK`.
 
-Rank 0 starts it, writes the EngineConfig as one JSON line to its standard input and keeps that open: its end means that
-rank 0 is gone, and so this process goes, whatever it is doing.
+Rank 0's process starts it, writes the EngineConfig as one JSON line to its standard input and keeps that open: its end
+means that rank 0 is gone, and so this process goes, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -121,13 +122,15 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when we leave
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     torch.set_num_threads(max(1, (len(os.sched_getaffinity(0)) - 1) // config.tp))
-    threading.Thread(target=_leave_with_rank_0, daemon=True).start()
-    return RankProcess(Path(sys.argv[1]), int(sys.argv[2]), config).serve()
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=_leave_with_rank_0, args=(folder,), daemon=True).start()
+    return RankProcess(folder, rank, config).serve()
 
 
-def _leave_with_rank_0() -> None:
+def _leave_with_rank_0(folder: Path) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)  # rank 0 does so itself, unless it was killed
     os._exit(0)
 
 

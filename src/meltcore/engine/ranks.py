@@ -1,4 +1,4 @@
-"""Rank 0's hold on the other ranks: it starts them, tells them each step, and sees when one is gone or stuck.
+"""Rank 0's hold on the other ranks: it tells them each step, and sees when one is gone or stuck.
 
 No wait here or in a step is without a limit. Which step each rank has begun stands in a small array of shared memory,
 so that a step costs rank 0 no message back.
@@ -6,10 +6,6 @@ so that a step costs rank 0 no message back.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -18,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 import zmq
@@ -43,13 +38,12 @@ from meltcore.engine.rank_messages import (
     from_rank_decoder,
     rank_address,
 )
+from meltcore.engine.rank_start import StartedRanks, steps_file
 from meltcore.engine.runner import Layout
 from meltcore.engine.warm_up import Limits
 from meltcore.errors import RankError
 from meltcore.layers.group import Group
 
-_RANK_COMMAND = (sys.executable, "-m", "meltcore.engine.rank_process")
-_STDERR = 2
 START_LIMIT_S = 120.0  # for a process to start; importing torch from a slow disk takes its time
 LOAD_LIMIT_S = 3600.0  # for reading weights and laying out memory
 SEND_LIMIT_MS = 5000  # for a word to a rank that is not there
@@ -64,31 +58,31 @@ _BLAME_S = 1.0  # after a collective has failed: how long until its cause is see
 class Ranks:
     """The processes of ranks 1 and up. Their end is our end: every method raises RankError where one has failed."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start them and wait until all run."""
+    def __init__(self, config: EngineConfig, started: StartedRanks | None = None) -> None:
+        """Have them load, started before or now, and wait until all run."""
+        started = started or StartedRanks(config.tp)
         self._config, self._size = config, config.tp
         self._group: Group | None = None
         self._watch: LaunchWatch | None = None
         self._settled = self._failed = False
         self.limit_s = WARM_UP_LIMIT_S
-        self._folder = Path(tempfile.mkdtemp(prefix="meltcore-ranks-"))
+        self._folder, self._processes = started.folder, started.processes
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.bind(rank_address(self._folder, 0))
         self._come: deque[FromRank] = deque()  # what others have said and nobody has asked for yet
         self._outboxes: list[zmq.Socket[bytes]] = []
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._begun = step_board(self._folder, self._size)
         self._step = 0
         # Runs when we are collected or the interpreter ends, whichever is first.
-        self._end = weakref.finalize(self, _end, self._processes, self._context, self._folder)
-        for rank in range(1, self._size):
+        self._end = weakref.finalize(self, _end, started, self._context)
+        for rank in self._processes:
             outbox = self._context.socket(zmq.PUSH)
             outbox.set_hwm(0)
             outbox.setsockopt(zmq.SNDTIMEO, SEND_LIMIT_MS)
             outbox.bind(rank_address(self._folder, rank))
             self._outboxes.append(outbox)
-            self._processes[rank] = _start(self._folder, rank, config)
+        started.configure(config)
         self._wait_for_all("started", START_LIMIT_S)
 
     def meet(self, device: torch.device) -> Group:
@@ -292,10 +286,7 @@ class Ranks:
 
 def step_board(folder: Path, size: int) -> np.memmap:
     """[size] int64, shared by the processes that open it in `folder`: the number of the step each rank has begun."""
-    path = folder / "steps"
-    if not path.exists():
-        path.write_bytes(bytes(8 * size))
-    return np.memmap(path, dtype=np.int64, mode="r+", shape=(size,))
+    return np.memmap(steps_file(folder), dtype=np.int64, mode="r+", shape=(size,))
 
 
 def join_group(group: Group, folder: Path, device: torch.device, config: EngineConfig) -> None:
@@ -311,23 +302,9 @@ def limit_waits(group: Group, config: EngineConfig) -> None:
     group.limit_waits(config.rank_timeout_s)
 
 
-def _start(folder: Path, rank: int, config: EngineConfig) -> subprocess.Popen[bytes]:
-    # Its standard output joins our standard error: ours may hold nothing but our own lines. Its standard input stays
-    # open as long as we live, and its end is the end of the rank.
-    process = subprocess.Popen([*_RANK_COMMAND, str(folder), str(rank)], stdin=subprocess.PIPE, stdout=_STDERR)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(config) + b"\n")
-    process.stdin.flush()
-    return process
-
-
-def _end(processes: dict[int, subprocess.Popen[bytes]], context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> None:
-    for process in processes.values():
-        process.kill()  # one that is stopped, too
-    for process in processes.values():
-        process.wait()
+def _end(started: StartedRanks, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    started.end()
     context.destroy(linger=0)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_stopped(process: int) -> bool:

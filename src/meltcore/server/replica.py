@@ -21,7 +21,7 @@ from meltcore.engine.messages import EngineFailed, EngineReady, FromEngine, Shut
 from meltcore.errors import ConfigError, EngineDeadError
 from meltcore.server.link import EngineLink
 
-ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine.process")
+ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine")
 _STDERR = 2
 _LEAVE_S = 3.0  # from asking the engine to leave until it is killed
 _LAST_WORD_S = 1.0  # for what an engine said before it ended to come through ZeroMQ's thread on a busy machine
