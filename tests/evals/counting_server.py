@@ -10,7 +10,18 @@ from fake_openai import FakeServer
 from tokenizers import Tokenizer
 
 Lie = Literal[
-    "none", "wrong-sums", "one-wrong-sum", "prompt-cut", "output-doubled", "echo", "mute", "once-mute", "strict"
+    "none",
+    "wrong-sums",
+    "one-wrong-sum",
+    "prompt-cut",
+    "prompt-stretched",
+    "output-doubled",
+    "echo",
+    "mute",
+    "once-mute",
+    "strict",
+    "stops",
+    "remembers",
 ]
 TEMPLATE_TOKENS = 12
 CHATTER = " it is a sum of many parts" * 4
@@ -23,6 +34,10 @@ class CountingServer(FakeServer):
         super().__init__("strict" if lie == "strict" else "none", port=port)
         self._tokenizer = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
         self._lie = lie
+        if lie != "stops":
+            self.end_token = "<|im_end|>"
+        if lie == "remembers":
+            self.seen = set()
         self.asked: list[str] = []
         self.sums = 0
         self.chats = 0
@@ -48,7 +63,12 @@ class CountingServer(FakeServer):
     def usage(self, question: str, used: int, reason: str) -> tuple[int, int]:
         """An answer that stops by itself has an end token, which has no text."""
         prompt = len(self._tokenizer.encode(question, add_special_tokens=False).ids)
-        prompt = prompt // 2 if self._lie == "prompt-cut" else prompt + TEMPLATE_TOKENS
+        if self._lie == "prompt-cut":
+            prompt //= 2
+        elif self._lie == "prompt-stretched":  # by more than a template would
+            prompt += prompt // 20 + 46
+        else:
+            prompt += TEMPLATE_TOKENS
         return prompt, 2 * used if self._lie == "output-doubled" else used + (reason == "stop")
 
     def close(self) -> None:

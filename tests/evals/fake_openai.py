@@ -54,6 +54,8 @@ class FakeServer(ThreadingHTTPServer):
         self.streamed = 0
         self.posts = 0
         self.answers = answers or {}  # question: value
+        self.end_token: str | None = None  # what goes on for ever where ignore_eos is asked for
+        self.seen: set[str] | None = None  # prompts in a prefix cache
 
     @property
     def address(self) -> str:
@@ -115,12 +117,18 @@ class _Handler(BaseHTTPRequestHandler):
         words = self.server.tokens(self.server.answer(question, streamed))
         limit = fields.get("max_completion_tokens") or fields.get("max_tokens") or 1000
         reason = "length" if len(words) > limit else "stop"
-        text = "".join(words[:limit])
+        if fields.get("ignore_eos") and self.server.end_token:
+            words, reason = (words + [self.server.end_token] * limit)[:limit], "length"
+        hidden = self.server.end_token if fields.get("skip_special_tokens", True) else None
+        text = "".join(word for word in words[:limit] if word != hidden)
         for stop in fields.get("stop", []):
             if stop in text:
                 text, reason = text[: text.index(stop)], "stop"
         prompt, used = self.server.usage(question, min(len(words), limit), reason)
-        usage = {"prompt_tokens": prompt, "completion_tokens": used, "total_tokens": prompt + used}
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": used, "total_tokens": prompt + used}
+        if self.server.seen is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": prompt - 1 if question in self.server.seen else 0}
+            self.server.seen.add(question)
         if streamed:
             self._stream(self.server.tokens(text), reason, usage, fields)
             return

@@ -180,7 +180,7 @@ def test_an_honest_server_passes_every_gate(counting: Callable[..., CountingServ
     for level in result.levels:
         assert level.checks is not None
         assert (level.checks.spot_checks_right, level.checks.spot_checks) == (2, 2)
-        assert level.token_count_source == "re-counted"
+        assert level.token_count_source == "confirmed"
         assert level.warmup_requests == 2
         total = level.total_tokens_per_s * level.duration_s
         assert total == pytest.approx(level.prompt_tokens + level.output_tokens)
@@ -228,6 +228,15 @@ def test_a_wrong_answer_or_count_fails_its_level_and_its_gate_alone(
     for level in result.levels:
         assert level.verdict == "FAILED"
         assert any(reason in each for each in level.reasons)
+
+
+def test_more_prompt_tokens_than_a_template_explains_fail_the_level(
+    counting: Callable[..., CountingServer], tmp_path: Path
+) -> None:
+    result = run_throughput(config(counting("prompt-stretched").address, input_tokens=600, levels=(8,)), tmp_path)
+    assert result.verdict == "FAILED"
+    assert "prompt tokens, the tokenizer counts" in result.levels[0].reasons[0]
+    assert run_throughput(config(counting().address, input_tokens=600, levels=(8,)), tmp_path).verdict in FINE
 
 
 def test_one_wrong_sum_fails_its_own_level_only(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
@@ -281,9 +290,39 @@ def test_why_a_level_failed_is_on_the_screen(
 def test_an_answer_of_another_length_than_the_fixed_one_fails_the_level(
     counting: Callable[..., CountingServer], tmp_path: Path
 ) -> None:
-    result = run_throughput(config(counting().address, fixed_output=True), tmp_path)
+    result = run_throughput(config(counting("stops").address, fixed_output=True), tmp_path)
     assert result.verdict == "FAILED"
     assert "6 of 6 answers have not 64 tokens" in result.levels[0].reasons[0]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_end_tokens_that_a_fixed_output_goes_on_with_are_counted(
+    counting: Callable[..., CountingServer], tmp_path: Path, stream: bool
+) -> None:
+    server = counting()
+    result = run_throughput(config(server.address, fixed_output=True, stream=stream), tmp_path)
+    assert (result.verdict in FINE, result.reasons) == (True, [])
+    for level in result.levels:
+        assert level.checks is not None
+        assert level.checks.counted_output_tokens == pytest.approx(level.output_tokens, rel=0.02)
+        assert level.output_tokens > 6 * 64
+
+
+def test_prompts_that_the_server_has_seen_fail_their_level(
+    counting: Callable[..., CountingServer], tmp_path: Path
+) -> None:
+    server = counting("remembers")
+    assert run_throughput(config(server.address), tmp_path).verdict in FINE
+    again = run_throughput(config(server.address), tmp_path)
+    assert again.verdict == "FAILED"
+    assert all(
+        "came from a prefix cache: this server has had the prompts of --seed 0" in level.reasons[0]
+        for level in again.levels
+    )
+    assert run_throughput(config(server.address, seed=1), tmp_path).verdict in FINE
+    reused = run_throughput(config(server.address, reuse_prompts=True), tmp_path)
+    assert reused.verdict in FINE
+    assert any("a prefix cache may have answered" in note for note in reused.notes)
 
 
 def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(

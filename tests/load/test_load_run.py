@@ -87,7 +87,7 @@ def test_a_recount_that_agrees_is_labelled(scripted: Start, tmp_path: Path) -> N
         url=server.url, workload="random:in=4,out=16", concurrency=(4,), requests=8, tokenizer=tokenizer
     )  # type: ignore[attr-defined]
     [level] = measure(config, []).levels
-    assert level.token_count_source == "re-counted"
+    assert level.token_count_source == "confirmed"
 
 
 def test_a_recount_that_disagrees_is_told(scripted: Start, tmp_path: Path) -> None:

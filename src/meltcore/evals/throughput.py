@@ -11,7 +11,7 @@ from meltcore.evals.api import Api
 from meltcore.evals.score import speed_sum
 from meltcore.evals.throughput_checks import check_level, gates
 from meltcore.evals.throughput_plan import WARMUPS, Plan, ThroughputConfig, make_plan
-from meltcore.evals.throughput_prompts import TextMaker
+from meltcore.evals.throughput_prompts import HIGH_ID, TextMaker
 from meltcore.load.config import LoadConfig
 from meltcore.load.record import Record
 from meltcore.load.run import overall_verdict
@@ -126,6 +126,8 @@ def _notes(config: ThroughputConfig, levels: Sequence[LevelResult]) -> list[str]
     notes = []
     if config.speed_only:
         notes.append("Speed only: token ids in, end tokens ignored, no answer checked. Its speed sum is no score.")
+        if config.tokenizer is None and any(level.failed for level in levels):
+            notes.append(f"Ids below {HIGH_ID:,} were sent; for a vocabulary that is smaller give its --tokenizer.")
     if config.reuse_prompts:
         notes.append("All levels share the same prompts: a prefix cache may have answered for the model.")
     notes += [reason for level in levels if level.verdict == "OK" for reason in level.reasons]

@@ -100,6 +100,8 @@ def _prompt_source(config: ThroughputConfig, maker: TextMaker | None, rng: rando
     common: dict[str, Any] = {"max_tokens": config.output_tokens, "temperature": 1.0}
     if config.fixed_output or config.speed_only:
         common["ignore_eos"] = True
+    if config.fixed_output:
+        common["skip_special_tokens"] = False  # end tokens that are ignored have no text else, and cannot be counted
     among = () if maker is None else (maker.ids,)
 
     def new() -> Planned:

@@ -128,9 +128,9 @@ def combine(what: What, parts: Sequence[RunResult]) -> RunResult:
     return RunResult(
         command="eval",
         status="complete" if all(part.status == "complete" for part in parts) else "partial",
-        started=parts[0].started,
+        started=min(part.started for part in parts),
         duration_s=sum(part.duration_s for part in parts),
-        fingerprint=parts[-1].fingerprint,  # it has the seed
+        fingerprint=max(parts, key=lambda part: len(part.levels)).fingerprint,  # that of the levels has the seed
         settings=settings,
         accuracy=next((part.accuracy for part in parts if part.accuracy is not None), None),
         evaluation=next((part.evaluation for part in parts if part.evaluation is not None), None),

@@ -148,7 +148,7 @@ class _Run:
             if problem is not None:
                 result.reasons.append(problem)
             elif counted:
-                result.token_count_source = "re-counted"
+                result.token_count_source = "confirmed"
         if self._on_level is not None:
             self._on_level(result, run.records)
         return result

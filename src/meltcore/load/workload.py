@@ -26,7 +26,8 @@ PROBLEM_MAX_TOKENS = 512
 RANDOM_LOW_ID, RANDOM_HIGH_ID = 100, 30_000
 
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
-_SAMPLING_FIELDS = ("temperature", "ignore_eos")  # that a line of a file may set for its own request
+# That a line of a file may set for its own request.
+_SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

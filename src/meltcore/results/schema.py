@@ -13,7 +13,8 @@ SCHEMA_VERSION = 1
 Verdict = Literal["OK", "CLIENT_BOUND", "SERVER_DIED", "PARTIAL", "FAILED"]
 Status = Literal["complete", "partial"]
 LoadKind = Literal["closed", "open"]
-TokenCountSource = Literal["server-reported", "re-counted"]
+# confirmed: the server's figures, which a count of our own agrees with ("re-counted" in files of before).
+TokenCountSource = Literal["server-reported", "confirmed", "re-counted"]
 
 
 class Distribution(msgspec.Struct, kw_only=True):
