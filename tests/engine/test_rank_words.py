@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine import rank_start
 from meltcore.engine import ranks as ranks_file
 from meltcore.engine.rank_messages import RankFailed, RankStage, encoder, rank_address
-from meltcore.engine.ranks import Ranks
+from meltcore.engine.ranks import Ranks, step_board
 from meltcore.errors import RankError
 
 LIMIT_S = 3.0  # bounds the wait of a test that would hang
@@ -53,7 +55,8 @@ def rank() -> Iterator[Rank]:
 @pytest.fixture
 def ranks(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(rank_start, "_start", rank.start)
-    monkeypatch.setattr(ranks_file, "LOAD_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(ranks_file, "QUIET_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(ranks_file, "STOPPED_LIMIT_S", 0.5)
     monkeypatch.setattr(ranks_file, "SEND_LIMIT_MS", 500)
     monkeypatch.setattr(ranks_file, "_LEAVE_LIMIT_S", 0.2)
     found = Ranks(EngineConfig(model="none", tp=2))
@@ -72,6 +75,42 @@ def test_what_comes_while_nobody_waits_is_kept(ranks: Ranks, rank: Rank) -> None
 def test_a_wait_for_words_has_a_limit(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="0 of 1 others could be settled"):
         ranks.wait_settled()
+
+
+def test_signs_of_life_put_the_limit_off(ranks: Ranks, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_file, "QUIET_LIMIT_S", 0.6)
+    begun = time.monotonic()
+
+    def load() -> None:
+        _, signs = step_board(ranks._folder, 2)
+        for _ in range(6):
+            time.sleep(0.3)
+            signs[1] += 1
+        rank.say(RankStage(1, "settled"))
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    ranks.wait_settled()
+    loading.join(LIMIT_S)
+    assert time.monotonic() - begun > 1.5
+
+
+def test_a_rank_that_stays_stopped_while_it_loads_is_named(ranks: Ranks) -> None:
+    process = ranks._processes[1]
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(RankError, match=rf"rank 1 \(process {process.pid}\): has been stopped by a signal for 0.5 s"):
+        ranks.wait_settled()
+
+
+def test_our_own_loading_ends_where_a_rank_is_gone(ranks: Ranks) -> None:
+    told = []
+    progress = ranks.watched(lambda stage, fraction: told.append((stage, fraction)))
+    progress("loading weights", 0.5)
+    ranks._processes[1].kill()
+    ranks._processes[1].wait(LIMIT_S)
+    with pytest.raises(RankError, match="killed by signal 9"):
+        progress("loading weights", 0.6)
+    assert told == [("loading weights", 0.5)]
 
 
 def test_the_reason_of_a_failure_is_told(ranks: Ranks, rank: Rank) -> None:

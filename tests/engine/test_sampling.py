@@ -118,7 +118,10 @@ def test_every_end_id_of_the_generation_config_ends(checkpoint: Path, tmp_path: 
     seen = tools.open_engine(tmp_path)
     seen.add("ends", PROMPT, max_tokens=10, ignore_eos=False)
     seen.add("goes on", PROMPT, max_tokens=10)
+    # An id that the vocabulary does not have can be masked for nobody.
+    seen.add("later", PROMPT, max_tokens=10, ignore_eos=False, min_tokens=6)
     outputs = run(seen)
+    assert free[2] not in ids(outputs["later"])[:6]
     assert ids(outputs["ends"]) == free[: free.index(free[2]) + 1]
     assert ids(outputs["goes on"]) == free
 

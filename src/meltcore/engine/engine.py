@@ -84,7 +84,8 @@ class Engine:
         self._returned_s = 0.0  # when `step` did last
         self._requests: dict[str, Request] = {}
         self._ended: list[SequenceOutput] = []
-        self._eos = frozenset(self.checkpoint.eos_token_ids)
+        # Some checkpoints name end tokens of a larger vocabulary, which nothing here can choose or mask.
+        self._eos = frozenset(id for id in self.checkpoint.eos_token_ids if 0 <= id < self.vocab_size)
         self._added = 0
         self._steps = 0
         self._step_s = 0.0
@@ -100,7 +101,7 @@ class Engine:
             progress("meeting other ranks", 0.0)
             group = ranks.meet(device)
         progress("making the model", 0.0)
-        loaded = load(config, self.checkpoint, device, progress, group)
+        loaded = load(config, self.checkpoint, device, progress if ranks is None else ranks.watched(progress), group)
         plan = loaded.plan if ranks is None else ranks.common_plan(loaded.plan)
         self.max_model_len, self.max_num_seqs = loaded.max_model_len, plan.max_num_seqs
         self.memory = plan.rows if ranks is None else [_on_each_rank(row) for row in plan.rows]

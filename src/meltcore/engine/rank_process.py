@@ -58,7 +58,7 @@ class RankProcess:
         self._inbox.connect(rank_address(folder, rank))
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.connect(rank_address(folder, 0))
-        self._begun = step_board(folder, config.tp)
+        self._begun, self._signs = step_board(folder, config.tp)
 
     def serve(self) -> int:
         """Until rank 0 has us leave; returns the exit status."""
@@ -84,7 +84,7 @@ class RankProcess:
         self._send(RankStage(self._rank, "started"))
         join_group(group, self._folder, device, config)
         checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")
-        loaded = load(config, checkpoint, device, lambda stage, fraction: None, group)
+        loaded = load(config, checkpoint, device, self._give_sign, group)
         self._send(RankLoaded(self._rank, loaded.plan))
         settled = self._receive()
         assert isinstance(settled, Settle)
@@ -109,6 +109,9 @@ class RankProcess:
             prompts = "no-prompt-graphs" not in self._config.debug
             runner.capture_graphs(lambda stage, fraction: None, prompts=prompts)
         return not isinstance(message, Leave)
+
+    def _give_sign(self, stage: str, fraction: float) -> None:
+        self._signs[self._rank] += 1
 
     def _receive(self) -> ToRank:
         """Wait for as long as rank 0 lives."""

@@ -31,7 +31,7 @@ class StartedRanks:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         # Runs when we are collected or the interpreter ends, whichever is first.
         self.end = weakref.finalize(self, _end, self.processes, self.folder)
-        steps_file(self.folder).write_bytes(bytes(8 * size))
+        steps_file(self.folder).write_bytes(bytes(2 * 8 * size))
         for rank in range(1, size):
             self.processes[rank] = _start(self.folder, rank)
 
@@ -45,7 +45,7 @@ class StartedRanks:
 
 
 def steps_file(folder: Path) -> Path:
-    """An int64 for each rank; see `ranks.step_board`."""
+    """Two int64 for each rank; see `ranks.step_board`."""
     return folder / "steps"
 
 

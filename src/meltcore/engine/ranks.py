@@ -43,9 +43,11 @@ from meltcore.engine.runner import Layout
 from meltcore.engine.warm_up import Limits
 from meltcore.errors import RankError
 from meltcore.layers.group import Group
+from meltcore.models.loader import Progress
 
 START_LIMIT_S = 120.0  # for a process to start; importing torch from a slow disk takes its time
-LOAD_LIMIT_S = 3600.0  # for reading weights and laying out memory
+QUIET_LIMIT_S = 300.0  # while loading, without a sign of life, which comes with each file of weights
+STOPPED_LIMIT_S = 5.0  # while loading, for a process held by SIGSTOP or a debugger
 SEND_LIMIT_MS = 5000  # for a word to a rank that is not there
 WARM_UP_LIMIT_S = 600.0  # for a step that compiles kernels
 _LEAVE_LIMIT_S = 5.0
@@ -72,7 +74,8 @@ class Ranks:
         self._inbox.bind(rank_address(self._folder, 0))
         self._come: deque[FromRank] = deque()  # what others have said and nobody has asked for yet
         self._outboxes: list[zmq.Socket[bytes]] = []
-        self._begun = step_board(self._folder, self._size)
+        self._begun, self._signs = step_board(self._folder, self._size)
+        self._stopped: dict[int, float] = {}  # since when, of ranks that were seen so
         self._step = 0
         # Runs when we are collected or the interpreter ends, whichever is first.
         self._end = weakref.finalize(self, _end, started, self._context)
@@ -84,6 +87,15 @@ class Ranks:
             self._outboxes.append(outbox)
         started.configure(config)
         self._wait_for_all("started", START_LIMIT_S)
+
+    def watched(self, progress: Progress) -> Progress:
+        """`progress` of our own loading, which ends where a rank has failed meanwhile."""
+
+        def watching(stage: str, fraction: float) -> None:
+            self._check_loading()
+            progress(stage, fraction)
+
+        return watching
 
     def meet(self, device: torch.device) -> Group:
         """Join the group as rank 0.
@@ -116,7 +128,7 @@ class Ranks:
     def common_plan(self, own: MemoryPlan) -> MemoryPlan:
         """Once all have loaded their share: what every rank can hold, from our plan and theirs."""
         plans = [own]
-        for message in self._collect(LOAD_LIMIT_S, "load its weights"):
+        for message in self._collect(QUIET_LIMIT_S, "load its weights"):
             assert isinstance(message, RankLoaded)
             plans.append(message.plan)
         least = min(plans, key=lambda plan: plan.pages)
@@ -131,7 +143,7 @@ class Ranks:
         self._send(Settle(layout))
 
     def wait_settled(self) -> None:
-        self._wait_for_all("settled", LOAD_LIMIT_S)
+        self._wait_for_all("settled", QUIET_LIMIT_S)
         self._settled = True
 
     def compile_kernels(self, limits: Limits) -> None:
@@ -250,16 +262,28 @@ class Ranks:
         return message
 
     def _collect(self, limit_s: float, what: str) -> Iterable[FromRank]:
-        """One message of every other rank."""
-        until = time.monotonic() + limit_s
+        """One message of every other rank. limit_s: without one, and without a sign of life."""
+        heard, signs = time.monotonic(), self._signs.copy()
         for count in range(len(self._processes)):
             while not self._come:
                 self._inbox.poll(int(1000 * _LOOK_EVERY_S))
-                self.check()
-                if not self._come and time.monotonic() > until:
-                    others = len(self._processes)
-                    raise self._failure("ranks", f"{count} of {others} others could {what} within {limit_s:g} s")
+                self._check_loading()
+                if self._come or (self._signs != signs).any():
+                    heard, signs = time.monotonic(), self._signs.copy()
+                elif time.monotonic() - heard > limit_s:
+                    could = f"{count} of {len(self._processes)} others could {what}"
+                    raise self._failure("ranks", f"{could}; none was heard for {limit_s:g} s")
             yield self._come.popleft()
+
+    def _check_loading(self) -> None:
+        """`check`, for times in which no step has a limit: who is stopped for long has failed too."""
+        self.check()
+        now = time.monotonic()
+        for rank, process in self._processes.items():
+            if not _is_stopped(process.pid):
+                self._stopped.pop(rank, None)
+            elif now - self._stopped.setdefault(rank, now) > STOPPED_LIMIT_S:
+                raise self._failure(self._name(rank), f"has been stopped by a signal for {STOPPED_LIMIT_S:g} s")
 
     def _wait_for_all(self, stage: str, limit_s: float) -> None:
         for message in self._collect(limit_s, f"be {stage}"):
@@ -285,8 +309,9 @@ class Ranks:
 
 
 def step_board(folder: Path, size: int) -> np.memmap:
-    """[size] int64, shared by the processes that open it in `folder`: the number of the step each rank has begun."""
-    return np.memmap(steps_file(folder), dtype=np.int64, mode="r+", shape=(size,))
+    """[2, size] int64, shared by the processes that open it in `folder`: the number of the step each rank has begun,
+    and one that each counts up while it loads, as a sign of life."""
+    return np.memmap(steps_file(folder), dtype=np.int64, mode="r+", shape=(2, size))
 
 
 def join_group(group: Group, folder: Path, device: torch.device, config: EngineConfig) -> None:
