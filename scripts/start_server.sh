@@ -5,7 +5,8 @@ MODEL="${MODEL:-Qwen/Qwen3.5-35B-A3B}"     # a checkpoint folder, a hub id, or m
 NAME="${NAME:-Qwen/Qwen3.5-35B-A3B}"       # what clients call it
 HOST="${HOST:-127.0.0.1}"                  # 0.0.0.0 lets other machines ask
 PORT="${PORT:-8000}"
-TP="${TP:-}"                               # GPUs that share one replica; unset: all there are, at most 8, a power of two
+TP="${TP:-}"                               # GPUs that share one replica: 1, 2, 4 or 8; unset: as many of these as there
+                                           # are: all of CUDA_VISIBLE_DEVICES, where set, else all that nvidia-smi lists
 DP="${DP:-1}"                              # replicas, each on TP GPUs of its own
 LOAD_FORMAT="${LOAD_FORMAT:-auto}"         # dummy: random weights, nothing but a configuration is needed
 LOG="${LOG:-}"                             # the server's output; unset: a file of its own, which is printed
@@ -21,7 +22,13 @@ fi
 
 if [[ -z "$TP" ]]; then
   gpus=0
-  if command -v nvidia-smi > /dev/null; then
+  if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
+    IFS=', ' read -ra visible <<< "$CUDA_VISIBLE_DEVICES"
+    for gpu in "${visible[@]}"; do
+      [[ "$gpu" =~ ^([0-9]|GPU-|MIG-) ]] || break # as CUDA does: from -1 or NoDevFiles on there is none
+      gpus=$((gpus + 1))
+    done
+  elif command -v nvidia-smi > /dev/null; then
     gpus="$(nvidia-smi --list-gpus 2> /dev/null | grep --count '^GPU' || true)"
   fi
   TP=1

@@ -103,7 +103,7 @@ def test_a_server_deaf_to_sigterm_is_killed_and_that_is_said(tmp_path: Path) -> 
     assert "killing it" in said[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_demo_stops_its_server_and_leaves_a_partial_run(
     tmp_path: Path, answers_file: Path, number: signal.Signals
 ) -> None:

@@ -1,5 +1,6 @@
 """Answers and API forms, checked against a server that keeps the rules and ones that break a known one."""
 
+import itertools
 import re
 import signal
 import socket
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from meltcore import problems
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.evals import Api, evaluate, run_checks, run_eval
-from meltcore.evals.api import ApiError
+from meltcore.evals.api import ApiError, ApiTimeoutError, Reply
 from meltcore.results.runfolder import read_result
 
 UNREACHABLE = "http://127.0.0.1:9"
@@ -26,12 +28,11 @@ TOKENIZER = Path(meltcore.__file__).parent / "bundled" / "sums"
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., FakeServer]]:
+def run() -> Iterator[Callable[[FakeServer], FakeServer]]:
     servers: list[FakeServer] = []
 
-    def begin(fault: str = "none") -> FakeServer:
-        server = FakeServer(fault, {problem.question: problem.value for problem in problems.evaluation_set()})
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    def begin(server: FakeServer) -> FakeServer:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         servers.append(server)
         return server
 
@@ -39,6 +40,14 @@ def start() -> Iterator[Callable[..., FakeServer]]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def start(run: Callable[[FakeServer], FakeServer]) -> Callable[..., FakeServer]:
+    def begin(fault: str = "none") -> FakeServer:
+        return run(FakeServer(fault, {problem.question: problem.value for problem in problems.evaluation_set()}))
+
+    return begin
 
 
 def test_a_conforming_server_passes_every_check(start: Callable[..., FakeServer]) -> None:
@@ -62,6 +71,56 @@ def test_a_broken_rule_fails_its_check_with_what_was_seen(
     results = {result.name: result for result in run_checks(Api(start(fault).address), "fake")}
     assert results[check].status == "FAIL"
     assert results[check].detail
+
+
+class BriefServer(FakeServer):
+    """Sums are answered by the bare number, which is one token; `counts` is what it says when it is to count."""
+
+    def __init__(self, counts: str) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def answer(self, question: str, streamed: bool) -> str:
+        return "19" if question == "What is 12 + 7?" else self.counts
+
+
+@pytest.mark.parametrize("counts", [" ".join(map(str, range(1, 21))), "1 2 3", "abc", "11"])
+def test_a_short_answer_is_no_fault(run: Callable[[FakeServer], FakeServer], counts: str) -> None:
+    results = {result.name: result for result in run_checks(Api(run(BriefServer(counts)).address), "fake")}
+    assert results["a stop string ends the answer and stays out of it"].status == "PASS"
+    if counts.count(" ") > 1:
+        assert [result for result in results.values() if result.status != "PASS"] == []
+
+
+def test_only_an_empty_answer_cannot_be_stopped(run: Callable[[FakeServer], FakeServer]) -> None:
+    results = {result.name: result for result in run_checks(Api(run(BriefServer("")).address), "fake")}
+    stopped = results["a stop string ends the answer and stays out of it"]
+    assert (stopped.status, stopped.detail) == ("FAIL", "the answer is empty: there is nothing to be stopped")
+
+
+def test_a_server_that_stops_answering_is_asked_twice(start: Callable[..., FakeServer]) -> None:
+    server = start("stuck")  # it refuses without waiting, as a front end does
+    results = run_checks(Api(server.address, timeout_s=0.3), "fake")
+    told = [result.detail for result in results if result.status == "FAIL"]
+    late = "POST /v1/chat/completions: no answer within 0.3 s"
+    assert told == [late] * 2 + ["not asked: the server did not answer 2 times"] * 8
+    assert server.posts == 2
+    assert [result.status for result in results if "error object" in result.name] == ["PASS"] * 7
+
+
+def test_a_server_that_does_not_even_refuse_is_asked_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def never(self: Api, path: str, body: object) -> None:
+        asked.append(path)
+        raise ApiTimeoutError("no answer within 120 s")
+
+    monkeypatch.setattr(Api, "post", never)
+    monkeypatch.setattr(Api, "get", lambda self, path: Reply(404 if "no-such" in path else 200, {}, b"{}"))
+    results = run_checks(Api(UNREACHABLE), "fake")
+    assert len(asked) == 3
+    assert [result.detail for result in results[-7:-1]] == ["not asked: the server did not answer 3 times"] * 6
+    assert results[-1].status == "PASS"
 
 
 def test_a_check_that_cannot_run_fails() -> None:
@@ -178,10 +237,21 @@ def test_a_share_that_is_none_is_refused(share: str, capsys: pytest.CaptureFixtu
     assert "--at-least is a share from 0 to 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://host:port", "http://host:99999", "http://[::1", "a..b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("ftp://x", "http://", "http://host:port", "http://host:99999", "http://[::1", "a..b"),
+        *("http://host/ä", "http://host/日本/v1", "http://host/a b", "http://ho st", "http://host/\x7f"),
+    ],
+)
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is no address of a server"):
         Api(url)
+
+
+def test_a_path_that_no_request_can_carry_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["eval", "conformance", f"{UNREACHABLE}/ä", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"meltcore eval: '{UNREACHABLE}/ä' is no address of a server")
 
 
 @pytest.mark.parametrize("key", ["two\nlines", "ключ"])
@@ -199,17 +269,62 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
     ],
 )
 def test_what_is_no_whole_answer_is_told_in_words(sent: bytes, why: str) -> None:
+    with sends(sent) as address, pytest.raises(ApiError, match=f"^GET /health: {re.escape(why)}"):
+        Api(address).get("/health")
+
+
+@contextmanager
+def sends(*parts: bytes) -> Iterator[str]:
+    """A server's address; it sends the first part at once and then one of the others every 50 ms, without an end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(sent)
+            with suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(parts[0])
+                    for part in itertools.cycle(parts[1:]):
+                        time.sleep(0.05)
+                        connection.sendall(part)
 
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(ApiError, match=f"^GET /health: {re.escape(why)}"):
-            Api(f"http://127.0.0.1:{listener.getsockname()[1]}").get("/health")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ((HEAD + b"\r\n", b": ping\n\n"), "the answer was not whole"),
+        ((HEAD + b"Content-Length: 9999\r\n\r\n", b" "), "the answer was not whole"),
+        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"8\r\n: ping\n\n\r\n"), "the answer was not whole"),
+        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"0"), "the answer was not whole"),
+        ((HEAD, b"X: y\r\n"), "no answer"),
+        ((b"H", b"T"), "no answer"),
+    ],
+)
+def test_an_answer_in_drops_has_no_more_time_than_another(parts: tuple[bytes, ...], why: str) -> None:
+    with sends(*parts) as address:
+        begun_s = time.monotonic()
+        with pytest.raises(ApiTimeoutError, match=rf"^POST /v1/completions: {why} within 0\.4 s$"):
+            Api(address, timeout_s=0.4).post("/v1/completions", {})
+        assert 0.4 <= time.monotonic() - begun_s < 3
+
+
+@pytest.mark.parametrize("head", [b"", b"Content-Length: 101\r\n", b"Transfer-Encoding: chunked\r\n"])
+def test_an_answer_has_a_most(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+    monkeypatch.setattr("meltcore.evals.api.MAX_BODY_BYTES", 100)
+    begin, end = (b"65\r\n", b"\r\n0\r\n\r\n") if b"chunked" in head else (b"", b"")
+    answer = HEAD + head + b"\r\n" + begin + b"x" * 101 + end
+    too_long = r"^GET /health: the answer is longer than 100 bytes$"
+    with sends(answer) as address, pytest.raises(ApiError, match=too_long):
+        Api(address).get("/health")
+    monkeypatch.setattr("meltcore.evals.api.MAX_BODY_BYTES", 101)
+    with sends(answer) as address:
+        assert Api(address).get("/health").body == b"x" * 101
 
 
 def test_a_server_that_does_not_answer_is_waited_for_so_long() -> None:

@@ -1,9 +1,11 @@
 """GSM8K: how answers are marked, what is asked, and the gate, against servers that answer in known ways."""
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from answer_forms import FORMS, STRICT_FORMS, AnsweringServer
@@ -11,7 +13,7 @@ from fake_openai import FakeServer
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
-from meltcore.evals import extraction, run_gsm8k
+from meltcore.evals import extraction, gsm8k, run_gsm8k
 from meltcore.evals.gsm8k import gate
 from meltcore.evals.gsm8k_data import BUNDLED, OWN_SHOTS, Item, Shots, conversation, read_items, read_shots
 from meltcore.results.runfolder import read_result
@@ -134,7 +136,13 @@ def test_examples_of_an_installed_harness_are_read_from_its_task(
 
 @pytest.mark.parametrize(
     ("text", "match"),
-    [("", "holds 0 problems"), ("{}\n", "line 1"), ("[]\n", "line 1"), ("x\n", "not JSON")],
+    [
+        ("", "holds 0 problems"),
+        ("{}\n", "line 1"),
+        ("[]\n", "line 1"),
+        ('{"question": "q", "answer": "a"}\n{"question": "q"}\n', "line 2"),
+        ("x\n", "not JSON"),
+    ],
 )
 def test_data_that_cannot_serve_is_refused(tmp_path: Path, text: str, match: str) -> None:
     path = tmp_path / "bad.jsonl"
@@ -145,6 +153,36 @@ def test_data_that_cannot_serve_is_refused(tmp_path: Path, text: str, match: str
         read_items(str(tmp_path / "absent.jsonl"), 1)
     with pytest.raises(ConfigError):
         read_shots(str(path))
+
+
+def test_a_folder_means_its_test_file(data: str, tmp_path: Path) -> None:
+    Path(data).rename(tmp_path / "test.jsonl")
+    assert read_items(str(tmp_path), 200) == ITEMS
+    (tmp_path / "test.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"test\.jsonl cannot be read: .*No such file"):
+        read_items(str(tmp_path), 1)
+
+
+@pytest.mark.parametrize("source", ["x.json", "x.jsonl", "/no/such", "./x", "../x", "~/x", "/proc/version/x"])
+def test_what_is_written_as_a_path_is_no_data_set_of_the_hub(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: .*(No such file|Not a directory)"):
+        read_items(source, 1)
+
+
+def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
+    item = Item("How many\x85\u2028\u2029?", "#### 3")
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps({"question": item.question, "answer": item.answer}, ensure_ascii=False) + "\n", "utf-8")
+    assert read_items(str(path), 1) == [item]
+
+
+@pytest.mark.parametrize("row", [{"question": "q"}, {"answer": "a"}, {"question": "q", "answer": 3}])
+def test_a_data_set_of_the_hub_in_another_form_is_refused(monkeypatch: pytest.MonkeyPatch, row: dict) -> None:
+    rows = [{"question": "q", "answer": "a"}, row]
+    hub = SimpleNamespace(load_dataset=lambda name, part, split: rows)
+    monkeypatch.setitem(sys.modules, "datasets", hub)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="someone/sums row 2"):
+        read_items("someone/sums", 1)
 
 
 def test_bundled_problems_come_in_the_same_form() -> None:
@@ -158,6 +196,31 @@ def test_the_published_test_set_is_read_whole() -> None:
     assert items[0].reference == "18"
     assert all(extraction.flexible(item.answer).strip("$.") for item in items)
     assert all(extraction.exact_match(item.answer, item.reference) for item in items)
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="no copy of the GSM8K test set beside this checkout")
+def test_the_published_problems_are_known_from_others() -> None:
+    items = read_items(str(PUBLISHED), 200)
+    assert gsm8k.published(items)
+    assert not gsm8k.published(items[:199])
+    assert not gsm8k.published([*items[:-1], Item(items[-1].question, "#### 1")])
+
+
+def test_other_problems_than_published_are_said_to_be_not_comparable(
+    answering: Callable[[int, str], AnsweringServer], data: str
+) -> None:
+    result = run_gsm8k(answering(200, next(iter(FORMS))).address, data=data)
+    assert any(note.startswith("Not the first 200 problems of GSM8K's test split") for note in result.notes)
+
+
+def test_every_answer_is_kept_as_it_comes(
+    answering: Callable[[int, str], AnsweringServer], data: str, tmp_path: Path
+) -> None:
+    result = run_gsm8k(answering(175, next(iter(FORMS))).address, data=data, folder=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "gsm8k.jsonl").read_text().split("\n")[:-1]]
+    assert sorted(line["item"] for line in lines) == list(range(200))
+    assert sum(line["flexible"] for line in lines) == result.evaluation.right == 175  # type: ignore[union-attr]
+    assert all(line["reference"] == ITEMS[line["item"]].reference for line in lines)
 
 
 def test_a_failed_request_is_not_right_and_fails_the_run(data: str) -> None:

@@ -3,8 +3,12 @@
 import importlib.util
 import json
 import os
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +22,8 @@ from meltcore.evals import Api, run_gsm8k
 from meltcore.evals.ask import Answer
 from meltcore.evals.gsm8k import mark
 from meltcore.evals.gsm8k_data import BUNDLED, OWN_SHOTS, Item, Shots, conversation, read_items
-from meltcore.evals.harness import HarnessItem, compare, find_package
+from meltcore.evals.harness import HarnessError, HarnessItem, compare, find_package, run_harness
+from meltcore.results.runfolder import read_result
 
 # A Python that has lm-eval need not be the one that runs the tests: its packages are many.
 HARNESS = os.environ.get("LM_EVAL_PYTHON") or (sys.executable if importlib.util.find_spec("lm_eval") else None)
@@ -67,6 +72,130 @@ def test_a_python_without_the_harness_is_one_line(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("given", ["http://host:1", "host:1/", "http://host:1/v1", "http://host:1/v1/"])
 def test_the_harness_is_given_the_whole_address(given: str) -> None:
     assert Api(given).chat_url == "http://host:1/v1/chat/completions"
+
+
+# --- a harness that is a script of ours: how it ends, and how we end
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[[str], str]:
+    """A program that says where lm-eval is, as Python would, and asked to run it runs `script`; results go to $OUT."""
+
+    def make(script: str) -> str:
+        path = tmp_path / "python"
+        found = tmp_path / "site-packages" / "lm_eval"
+        find = f'[ "$1" != -c ] || {{ echo {shlex.quote(str(found))}; exit 0; }}'
+        path.write_text(f"#!/bin/sh\n{find}\nfor OUT; do :; done\n{script}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def asked(tmp_path: Path, servers: list[AnsweringServer], items: list[Item]) -> list[str]:
+    """The words of an `eval gsm8k` of 200 problems, all of which are answered rightly."""
+    servers.append(AnsweringServer(items, 200, "sentence"))
+    data = tmp_path / "items.jsonl"
+    data.write_text("".join(json.dumps({"question": item.question, "answer": item.answer}) + "\n" for item in items))
+    return [
+        "eval",
+        "gsm8k",
+        servers[0].address,
+        "--data",
+        str(data),
+        "--shots",
+        "none",
+        "--out",
+        str(tmp_path / "runs"),
+    ]
+
+
+def test_a_harness_that_fails_is_a_failed_gate_and_the_answers_are_kept(
+    python: Callable[[str], str], asked: list[str], tmp_path: Path
+) -> None:
+    assert main([*asked, "--harness", python("echo 'KeyError: no such task' >&2; exit 1")]) == 1
+    [folder] = (tmp_path / "runs").iterdir()
+    result = read_result(folder)
+    assert result.evaluation is not None
+    assert (result.status, result.evaluation.right) == ("complete", 200)
+    assert [gate.status for gate in result.gates] == ["PASS", "FAIL"]
+    assert result.gates[1].detail == "lm-eval ended with 1: KeyError: no such task"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_ends_us_ends_the_harness_and_removes_its_folder(
+    python: Callable[[str], str], asked: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    child, folders = tmp_path / "child", tmp_path / "temporary"
+    folders.mkdir()
+    # What asks is a child, which a signal to the program alone would leave behind.
+    harness = python(f"sleep 60 & echo $! > {child}.new; mv {child}.new {child}; wait")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meltcore.cli.main", *asked, "--harness", harness],
+        env={**os.environ, "TMPDIR": str(folders)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline_s = time.monotonic() + 60
+        while not child.exists():
+            assert time.monotonic() < deadline_s
+            assert process.poll() is None
+            time.sleep(0.05)
+        assert [each.name[:16] for each in folders.iterdir()] == ["meltcore-lm-eval"]
+        process.send_signal(number)
+        _, error = process.communicate(timeout=30)
+        left = runs(int(child.read_text()))
+    finally:
+        process.kill()
+        process.wait()
+        if child.exists() and runs(int(child.read_text())):
+            os.kill(int(child.read_text()), signal.SIGKILL)
+    assert (process.returncode, error) == (130, "meltcore eval: interrupted\n")
+    assert not left
+    assert list(folders.iterdir()) == []
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_harness_is_ended_at_its_time_limit(python: Callable[[str], str], tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    harness = python(f"sleep 60 & echo $! > {child}; wait")
+    with pytest.raises(HarnessError, match="did not end within 1 s"):
+        run_harness(harness, "http://127.0.0.1:9", "m", [ITEM], SHOTS, timeout_s=1.0)
+    assert not runs(int(child.read_text()))
+
+
+@pytest.mark.parametrize("end", ["\u0085", "\u2028", "\u2029"])
+def test_an_answer_may_hold_what_unicode_calls_a_line_end(
+    python: Callable[[str], str], tmp_path: Path, end: str
+) -> None:
+    messages = conversation(OWN_SHOTS, ITEM)
+    sample = {
+        "doc_id": 0,
+        "arguments": {"gen_args_0": {"arg_0": [json.dumps(messages)]}},
+        "resps": [[f"First.{end}The answer is 18."]],
+        "exact_match": 1.0,
+    }
+    lines = [
+        json.dumps({**sample, "filter": name}, ensure_ascii=False) for name in ("strict-match", "flexible-extract")
+    ]
+    samples = tmp_path / "samples"
+    samples.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    harness = python(f'mkdir -p "$OUT"/m && cp {samples} "$OUT"/m/samples_meltcore_gsm8k_2026.jsonl')
+    [found] = run_harness(harness, "http://127.0.0.1:9", "m", [ITEM], SHOTS)
+    assert found == HarnessItem(messages, f"First.{end}The answer is 18.", {"strict": True, "flexible": True})
+
+
+# --- the harness itself, where it is installed
 
 
 class MixedServer(AnsweringServer):

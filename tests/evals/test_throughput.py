@@ -157,7 +157,8 @@ def test_only_a_fixed_output_ignores_the_end_token_and_never_that_of_a_spot_chec
         ({"levels": ()}, "levels"),
         ({"levels": (4, 4)}, "levels"),
         ({"levels": (0,)}, "levels"),
-        ({"requests": 2}, "spot checks"),
+        ({"requests": 2, "levels": (1,)}, "spot checks"),
+        ({"requests": 3}, "--requests 3 are never 4 at once"),
         ({"requests": 0, "speed_only": True}, "--requests must be at least 1; got 0"),
         ({"input_tokens": 0}, "--input-tokens"),
         ({"output_tokens": 0}, "--output-tokens"),
@@ -332,7 +333,7 @@ def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(
     options = [
         "--speed-only",
         "--requests",
-        "8",
+        "64",
         "--input-tokens",
         "16",
         "--output-tokens",
@@ -342,7 +343,7 @@ def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(
     ]
     assert main(["eval", "throughput", address, *options]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("making 70 prompts of 16 tokens\n")
+    assert printed.startswith("making 462 prompts of 16 tokens\n")
     assert "NOT RUN  spot checks" in printed
     assert "speed sum" in printed
     assert "score:" not in printed
@@ -350,7 +351,7 @@ def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(
     result = read_result(folder)
     assert [gate.status for gate in result.gates] == ["PASS", "NOT RUN", "NOT RUN"]
     assert result.speed_sum is not None
-    assert {level.prompt_tokens for level in result.levels} == {8 * 16}
+    assert {level.prompt_tokens for level in result.levels} == {64 * 16}
     report = (folder / "report.html").read_text()
     assert "Speed sum" in report
     assert "NOT RUN" in report

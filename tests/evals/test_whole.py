@@ -1,25 +1,32 @@
 """The whole evaluation and its score: what makes one, what makes it zero, and what is no score at all."""
 
+import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from whole_server import ITEMS, TOKENIZER, WholeServer, write_items
 
+from meltcore.cli.ending import signals_as_ctrl_c
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.evals.score import score
+from meltcore.evals.server_process import accepts
+from meltcore.results.patience import undisturbed
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import Gate, LevelResult, RunResult, Verdict
 from meltcore.results.weights import WEIGHTS
 
 SERVER = Path(__file__).parent / "whole_server.py"
-QUICK = ["--requests", "4", "--input-tokens", "24", "--output-tokens", "64", "--tokenizer", TOKENIZER, "--seed", "1"]
+QUICK = ["--requests", "64", "--input-tokens", "24", "--output-tokens", "64", "--tokenizer", TOKENIZER, "--seed", "1"]
 
 
 @pytest.fixture
@@ -124,7 +131,8 @@ def test_the_gate_flips_the_score_between_174_and_175(
     assert [each.concurrency for each in result.levels] == list(WEIGHTS)
     assert result.eval_score is not None
     report = (folder / "report.html").read_text()
-    assert {path.name for path in folder.iterdir()} == {"prompts.jsonl", "requests.jsonl", "result.json", "report.html"}
+    files = {"gsm8k.jsonl", "prompts.jsonl", "requests.jsonl", "result.json", "report.html"}
+    assert {path.name for path in folder.iterdir()} == files
     if right == 175:
         expected = sum(WEIGHTS[each.concurrency] * each.output_tokens_per_s for each in result.levels)
         assert result.eval_score.output_tokens_per_s == pytest.approx(expected)
@@ -239,21 +247,171 @@ def test_a_baseline_that_does_not_come_up_is_ended_and_told(
     assert "/no/such/program cannot be started" in capsys.readouterr().err
 
 
-def test_a_baseline_told_to_end_leaves_no_server_behind(items: Path, tmp_path: Path) -> None:
-    child = tmp_path / "child"
-    words = baseline(items, tmp_path / "runs", "--never", "--child", str(child))
-    process = subprocess.Popen([sys.executable, "-m", "meltcore.cli.main", *words], stderr=subprocess.PIPE, text=True)
+TOOL = [sys.executable, "-m", "meltcore.cli.main"]
+# Stands in front of whole_server.py's words: a server that takes its time to end, or asks its key for /health too.
+SLOW_TO_END = """
+def slowly(number, frame):
+    print("told to end", flush=True)
+    time.sleep(3)
+    os._exit(0)
+signal.signal(signal.SIGTERM, slowly)
+"""
+PROTECTED = """
+sys.path.insert(0, str(Path(sys.argv[1]).parent))
+import fake_openai
+open_to_all = fake_openai._Handler.do_GET
+def do_GET(self):
+    known = self.headers.get("Authorization") == "Bearer a-key"
+    open_to_all(self) if known else self._json(401, {})
+fake_openai._Handler.do_GET = do_GET
+"""
+# Starts the server in a session of its own, is there until it answers and for --stay seconds more, and ends well.
+BACKGROUND = """
+stay, *words = sys.argv[1:]
+process = subprocess.Popen([sys.executable, *words], start_new_session=True)
+Path(os.environ["SERVER_PID"]).write_text(str(process.pid))
+while not accepts("127.0.0.1:" + words[words.index("--port") + 1]):
+    time.sleep(0.05)
+time.sleep(float(stay))
+sys.exit(0)
+"""
+IMPORTS = """
+import os, runpy, signal, subprocess, sys, time
+from pathlib import Path
+from meltcore.evals.server_process import accepts
+"""
+SERVE = """
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def through(words: list[str], script: Path, text: str, *arguments: str) -> list[str]:
+    """The words of a baseline, its server started by a script that is `text` and gets the server's own words."""
+    script.write_text(IMPORTS + text)
+    at = words.index("--command") + 1
+    program, *server = shlex.split(words[at])
+    return [*words[:at], shlex.join([program, str(script), *arguments, *server]), *words[at + 1 :]]
+
+
+@contextmanager
+def tool(words: list[str], child: Path) -> "Iterator[subprocess.Popen[str]]":
+    """`meltcore` as a process; what a failed test leaves of it and of the group of `child`, a file, is ended."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(words, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
     try:
-        deadline_s = time.monotonic() + 30
-        while not (child.exists() and child.read_text()) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        process.terminate()
-        _, error = process.communicate(timeout=20)
+        yield process
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, error) == (130, "meltcore eval: interrupted\n")
-    assert gone(int(child.read_text()))
+        with suppress(ValueError, ProcessLookupError):
+            os.killpg(os.getpgid(int(text_of(child))), signal.SIGKILL)
+
+
+def wait_until(look: Callable[[], object], process: "subprocess.Popen[str]", limit_s: float = 60.0) -> None:
+    """Until `look` finds something while `process` runs."""
+    deadline_s = time.monotonic() + limit_s
+    while not look():
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def measuring(out: Path) -> bool:
+    """Whether the run in `out` has come to its levels of load."""
+    return any(path.stat().st_size for path in out.glob("*/requests.jsonl"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_baseline_told_to_end_leaves_no_server_behind(items: Path, tmp_path: Path, number: signal.Signals) -> None:
+    child = tmp_path / "child"
+    words = baseline(items, tmp_path / "runs", "--never", "--child", str(child))
+    with tool([*TOOL, *words], child) as process:
+        wait_until(lambda: text_of(child), process)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=20)
+        assert (process.returncode, error) == (130, "meltcore eval: interrupted\n")
+        assert gone(int(child.read_text()))
+
+
+def test_a_dropped_session_ends_the_server_and_keeps_what_was_measured(items: Path, tmp_path: Path) -> None:
+    child, out = tmp_path / "child", tmp_path / "runs"
+    words = [*baseline(items, out, "--child", str(child)), "--requests", "2000"]
+    terminal, end = os.openpty()
+    os.set_blocking(terminal, False)
+    # The first terminal that the leader of a session opens is its own: SIGHUP comes when that goes.
+    script = (
+        "import os, sys; from meltcore.cli.main import main\n"
+        f"terminal = os.open({os.ttyname(end)!r}, os.O_RDWR)\n"
+        "for each in range(3): os.dup2(terminal, each)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+
+    def shown() -> bool:
+        with suppress(BlockingIOError):
+            os.read(terminal, 1 << 16)
+        return measuring(out)
+
+    with tool([sys.executable, "-c", script, *words], child) as process:
+        wait_until(shown, process)
+        os.close(terminal)
+        os.close(end)
+        process.wait(timeout=30)
+        assert process.returncode == 130
+        assert gone(int(child.read_text()))
+    _, result = only_run(out)
+    assert (result.status, result.verdict) == ("partial", "PARTIAL")
+    assert result.evaluation is not None
+
+
+def test_further_ctrl_c_costs_neither_the_result_nor_the_end_of_the_server(items: Path, tmp_path: Path) -> None:
+    child, out = tmp_path / "child", tmp_path / "runs"
+    words = [*baseline(items, out, "--child", str(child)), "--requests", "2000"]
+    with tool([*TOOL, *through(words, tmp_path / "slow.py", SLOW_TO_END + SERVE)], child) as process:
+        wait_until(lambda: measuring(out), process)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: any("told to end" in log.read_text() for log in out.glob("*/server.log")), process)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        process.communicate(timeout=20)
+        assert process.returncode == 130
+        assert gone(int(child.read_text()))
+    assert not accepts(words[2])
+    folder, result = only_run(out)
+    assert (result.status, result.verdict) == ("partial", "PARTIAL")
+    assert (folder / "report.html").exists()
+
+
+def test_a_hang_up_interrupts_once_and_not_where_it_is_ignored() -> None:
+    with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c():
+        signal.raise_signal(signal.SIGHUP)
+    with signals_as_ctrl_c():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)  # the shell's, after the kernel's
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_as_ctrl_c():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_program_that_must_ignore_ctrl_c_can_be_ended(number: signal.Signals) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c(), undisturbed():
+            signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_baseline_does_not_measure_a_server_that_is_there_already(
@@ -263,6 +421,65 @@ def test_a_baseline_does_not_measure_a_server_that_is_there_already(
     words[2] = whole(200).address
     assert main(words) == 2
     assert "answers at" in capsys.readouterr().err
+
+
+def test_a_baseline_does_not_measure_a_server_that_is_there_and_still_loads(
+    whole: Callable[[int], WholeServer], items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, server = baseline(items, tmp_path / "runs"), whole(200)
+    words[2], server.fault = server.address, "never-ready"
+    words[words.index("--command") + 1] = "sleep 30"
+    ready = threading.Timer(1.0, setattr, (server, "fault", "none"))
+    ready.start()
+    try:
+        assert main(words) == 2
+    finally:
+        ready.cancel()
+    assert "answers at" in capsys.readouterr().err
+    assert server.asked == []
+
+
+def test_a_baseline_whose_command_leaves_its_server_in_the_background_is_refused(
+    items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, out = tmp_path / "server", tmp_path / "runs"
+    monkeypatch.setenv("SERVER_PID", str(server))
+    try:
+        assert main(through(baseline(items, out), tmp_path / "start.py", BACKGROUND, "0.3")) == 2
+    finally:
+        os.killpg(int(server.read_text()), signal.SIGKILL)
+    printed = capsys.readouterr()
+    assert "start.py 0.3" in printed.err
+    assert "ended with code 0, and a server answers at" in printed.err
+    assert "still answers at" in printed.out
+    assert not list(out.glob("*/result.json"))
+
+
+def test_a_command_that_has_ended_well_before_its_server_is_ready_gets_a_hint(
+    items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*baseline(items, tmp_path / "runs"), "--command", "true"]) == 2
+    assert "ended with code 0 before it could become ready (what it may have left in the background" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_server_that_outlives_its_command_is_told(
+    items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, out = tmp_path / "server", tmp_path / "runs"
+    monkeypatch.setenv("SERVER_PID", str(server))
+    try:
+        assert main(through(baseline(items, out), tmp_path / "start.py", BACKGROUND, "600")) == 0
+    finally:
+        os.killpg(int(server.read_text()), signal.SIGKILL)
+    assert "end it yourself" in capsys.readouterr().out
+    assert any("still answers at" in note for note in only_run(out)[1].notes)
+
+
+def test_a_server_is_asked_for_its_health_with_the_key(items: Path, tmp_path: Path) -> None:
+    words = through(baseline(items, tmp_path / "runs"), tmp_path / "protected.py", PROTECTED + SERVE)
+    assert main([*words, "--api-key", "a-key"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from meltcore.results.runfolder import read_result
 from meltcore.results.schema import RunResult
 
 pytestmark = pytest.mark.slow
-QUICK = ["--requests", "4", "--input-tokens", "16", "--output-tokens", "12", "--tokenizer", TOKENIZER]
+QUICK = ["--requests", "64", "--input-tokens", "16", "--output-tokens", "12", "--tokenizer", TOKENIZER]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_speed_alone_gives_a_speed_sum_and_no_score(
     assert [gate.status for gate in result.gates] == ["NOT RUN", "PASS", "NOT RUN", "NOT RUN"]
     assert result.speed_sum is not None
     assert (result.eval_score, result.evaluation) == (None, None)
-    assert {level.output_tokens for level in result.levels} == {4 * 24}
+    assert {level.output_tokens for level in result.levels} == {64 * 24}
     printed = capsys.readouterr().out
     assert "NOT RUN  GSM8K" in printed
     assert "speed sum:" in printed

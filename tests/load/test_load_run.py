@@ -15,7 +15,8 @@ from tokenizers.pre_tokenizers import Digits, PreTokenizer, Sequence, Whitespace
 
 from meltcore.errors import ConfigError
 from meltcore.load import LoadConfig
-from meltcore.load.recount import Recounter
+from meltcore.load.connection import resolve_target
+from meltcore.load.recount import Recounter, open_tokenizer
 from meltcore.load.run import measure, overall_verdict
 
 Start = Callable[..., object]
@@ -102,9 +103,25 @@ def test_a_recount_that_disagrees_is_told(scripted: Start, tmp_path: Path) -> No
     assert any("server reports 128 output tokens, the tokenizer counts 304" in note for note in result.notes)
 
 
+def test_stored_truncation_and_padding_change_no_count(tmp_path: Path) -> None:
+    raw = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    raw.enable_truncation(256)
+    raw.enable_padding(length=128)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert [len(tokenizer.encode("word " * words).ids) for words in (3, 512)] == [3, 512]
+
+
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer"):
         Recounter(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["ä", "日本/v1", "a b"])
+def test_a_path_that_no_request_can_carry_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="not a server address"):
+        resolve_target(f"http://127.0.0.1:9/{path}")
 
 
 def test_a_run_without_levels_is_partial() -> None:

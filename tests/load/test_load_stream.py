@@ -55,7 +55,7 @@ def test_a_whole_answer_has_its_times_counts_and_text() -> None:
     assert record.tokens_so_far is not None
     assert record.tokens_so_far.tolist() == [1, 2]
     assert (record.prompt_tokens, record.output_tokens, record.finish_reason) == (5, 2, "stop")
-    assert exchange.text == "one two"
+    assert exchange.answer == "one two"
 
 
 def test_token_counts_on_only_some_chunks_are_not_used() -> None:
@@ -89,7 +89,7 @@ def test_an_end_token_alone_is_an_answer_where_that_is_allowed() -> None:
     assert play(*parts).record.failure == "empty answer"
     exchange = play(*parts, may_be_empty=True)
     record = exchange.record
-    assert (record.failure, exchange.text, record.output_tokens, record.first_text_s) == (None, "", 1, 3.0)
+    assert (record.failure, exchange.answer, record.output_tokens, record.first_text_s) == (None, "", 1, 3.0)
     assert record.times_s.tolist() == [3.0]
     body = whole(
         choices=[{"message": {"content": ""}, "finish_reason": "stop"}],
@@ -117,6 +117,25 @@ def test_text_is_text_where_an_answer_may_be_empty() -> None:
     assert (record.failure, record.times_s.tolist(), record.output_tokens) == (None, [3.0], 2)
 
 
+def thinks(**delta: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n"
+
+
+def test_thoughts_are_text_and_no_part_of_the_answer() -> None:
+    both = thinks(reasoning_content=" 7 more", content="It is")
+    streamed = play(
+        (2.0, thinks(reasoning="12 and", reasoning_content="12 and")),
+        (3.0, both),
+        (4.0, event(" 19") + event(finish="stop") + USAGE + DONE),
+    )
+    message = {"reasoning": "12 and 7 more", "content": "It is 19"}
+    body = whole(choices=[{"message": message, "finish_reason": "stop"}])
+    not_streamed = play((2.0, body), content_type="application/json", kind=WholeExchange)
+    assert streamed.record.times_s.tolist() == [2.0, 3.0, 4.0]
+    for exchange in (streamed, not_streamed):
+        assert (exchange.record.failure, exchange.thoughts, exchange.answer) == (None, "12 and 7 more", "It is 19")
+
+
 def test_an_error_status_keeps_the_servers_message() -> None:
     body = b'{"error": {"message": "queue full: 16384 of 16384", "type": "x", "code": 429}}'
     record = play((2.0, body[:20]), (2.1, body[20:]), status=429, content_type="application/json").record
@@ -137,11 +156,11 @@ def test_an_answer_not_streamed_is_one_chunk_at_its_end() -> None:
     body = whole()
     exchange = play((2.0, body[:30]), (3.0, body[30:]), content_type="application/json", kind=WholeExchange)
     record = exchange.record
-    assert (record.failure, exchange.text, record.ended_s) == (None, "one two", 3.0)
+    assert (record.failure, exchange.answer, record.ended_s) == (None, "one two", 3.0)
     assert (record.prompt_tokens, record.output_tokens, record.finish_reason) == (5, 2, "stop")
     assert record.times_s.tolist() == [3.0]
     text = whole(choices=[{"index": 0, "text": "plain", "finish_reason": "length"}])
-    assert play((2.0, text), content_type="application/json", kind=WholeExchange).text == "plain"
+    assert play((2.0, text), content_type="application/json", kind=WholeExchange).answer == "plain"
 
 
 @pytest.mark.parametrize(

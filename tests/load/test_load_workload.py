@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from meltcore.errors import ConfigError
@@ -64,6 +65,14 @@ def test_file_lines_become_requests_in_turn(tmp_path: Path) -> None:
     assert second.judge is not None
     assert second.judge("It is paris.")
     assert not workload.judged, "one line has no answer"
+
+
+def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
+    text = "a\x0b\x0c\x1c\x85\u2028\u2029 ä"  # every character at which str.splitlines() splits, and the locale's trap
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(msgspec.json.Encoder().encode_lines([{"prompt": text}, {"prompt": "b"}]))
+    workload = load(str(path))
+    assert [workload.prompt(at).fields["prompt"] for at in range(2)] == [text, "b"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import msgspec
 import pynvml
 import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 import meltcore
 from meltcore.results.fingerprint import clean_arguments, take_fingerprint
@@ -39,6 +41,57 @@ def test_secrets_and_folders_leave_the_arguments() -> None:
 
 def test_a_secret_that_looks_like_an_option_is_hidden_too() -> None:
     assert clean_arguments(["--api-key", "--key", "x"]) == ["--api-key", "***", "x"]
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("meltcore serve m --api-key SECRET --port {port}", "meltcore serve m --api-key *** --port {port}"),
+        ("vllm serve  'my model' --hf-token 'SEC RET'", "vllm serve  'my model' --hf-token ***"),
+        ("vllm --api-key=SECRET --x", "vllm --api-key=*** --x"),
+        ("HF_TOKEN=SECRET vllm serve m --port 1", "HF_TOKEN=*** vllm serve m --port 1"),
+        ("env hf_Token='SEC RET' OpenAI_API_KEY=SECRET vllm", "env hf_Token=*** OpenAI_API_KEY=*** vllm"),
+        ("bash -c 'HF_TOKEN=SECRET vllm --b'  -x", "bash -c 'HF_TOKEN=*** vllm --b'  -x"),
+        ("/usr/bin/env HF_TOKEN=SECRET serve.sh", ".../env HF_TOKEN=*** serve.sh"),
+        ("/opt/me/vllm serve /home/me/m --port 1", ".../vllm serve .../m --port 1"),
+        ("vllm --server http://me:SECRET@host --x", "vllm --server http://***@host --x"),
+        ("don't --api-key SECRET", "don't --api-key ***"),
+    ],
+)
+def test_a_command_line_in_one_argument_is_cleaned_word_by_word(given: str, shown: str) -> None:
+    assert clean_arguments(["--command", given, "--seed", "1"]) == ["--command", shown, "--seed", "1"]
+    assert clean_arguments([f"--command={given}"]) == [f"--command={shown}"]
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["env", "HF_TOKEN=SECRET", "vllm"], ["env", "HF_TOKEN=***", "vllm"]),
+        (["env", "MY_PASSWORD=SEC RET", "x"], ["env", "MY_PASSWORD=***", "x"]),
+        (["--api-key=SEC RET --b", "-token", "SECRET"], ["--api-key=***", "-token", "***"]),
+        (["--API-KEY", "SECRET", "--model.hf_token", "SECRET"], ["--API-KEY", "***", "--model.hf_token", "***"]),
+        (["--env=aws_secret_access_key=SECRET"], ["--env=aws_secret_access_key=***"]),
+        (["/home/me/my models/m"], [".../m"]),
+    ],
+)
+def test_every_way_to_give_a_secret_is_known(given: list[str], shown: list[str]) -> None:
+    assert clean_arguments(given) == shown
+
+
+def test_arguments_without_secrets_stay_as_they_are() -> None:
+    given = [
+        *("load", "random:in=128-1024,out=128", "--slo", "ttft:2000,tpot:99.5"),
+        *("--max-tokens=5", "--tokenizer", "x", ""),
+        'vllm  serve \'a b\' --override \'{"method": "mtp", "at": [1, 2]}\' --max-num-batched-tokens 8192\n',
+        'env TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=0,1 vllm --x="it\'s"',
+        *('{"a": "b c", "at": "/x y"}', "What is 12 / 4? It's ~20 \\ 7 - or 'so"),
+    ]
+    assert clean_arguments(given) == given
+
+
+@drawn(st.lists(st.text("ab =-'\"\\/~{\n")))
+def test_cleaning_ends_and_keeps_one_argument_for_each(given: list[str]) -> None:
+    assert len(clean_arguments(given)) == len(given)
 
 
 def test_taking_a_fingerprint_does_not_import_torch() -> None:

@@ -1,6 +1,7 @@
 """scripts/start_server.sh: a server that stays, what a second start says, and what is left of a failed one."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -63,12 +64,27 @@ def test_the_server_is_ready_stays_and_is_stopped(settings: dict[str, str]) -> N
 
 @pytest.mark.parametrize(
     ("gpus", "given", "asked"),
-    [(8, {}, "--tp 8"), (8, {"DP": "2"}, "--tp 4"), (6, {}, "--tp 4"), (8, {"TP": "2"}, "--tp 2"), (0, {}, "")],
+    [
+        (8, {}, "--tp 8"),
+        (8, {"DP": "2"}, "--tp 4"),
+        (6, {}, "--tp 4"),
+        (8, {"TP": "2"}, "--tp 2"),
+        (0, {}, ""),
+        (8, {"CUDA_VISIBLE_DEVICES": "0,1"}, "--tp 2"),
+        (8, {"CUDA_VISIBLE_DEVICES": "3, 4,5"}, "--tp 2"),
+        (8, {"CUDA_VISIBLE_DEVICES": "GPU-a1,GPU-b2,MIG-c3,GPU-d4"}, "--tp 4"),
+        (8, {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "DP": "2"}, "--tp 2"),
+        (8, {"CUDA_VISIBLE_DEVICES": "0,1", "TP": "8"}, "--tp 8"),
+        (8, {"CUDA_VISIBLE_DEVICES": "5"}, ""),
+        (8, {"CUDA_VISIBLE_DEVICES": ""}, ""),
+        (8, {"CUDA_VISIBLE_DEVICES": "-1"}, ""),
+        (8, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
+    ],
 )
-def test_all_gpus_are_used_unless_told_otherwise(
+def test_all_visible_gpus_are_used_unless_told_otherwise(
     settings: dict[str, str], tmp_path: Path, gpus: int, given: dict[str, str], asked: str
 ) -> None:
-    del settings["TP"]
+    del settings["TP"], settings["CUDA_VISIBLE_DEVICES"]
     for name, text in (
         ("nvidia-smi", "\n".join(f"echo 'GPU {at}: NVIDIA H200'" for at in range(gpus))),
         ("run-meltcore", 'echo "$@"'),
@@ -90,6 +106,31 @@ def test_a_server_that_is_not_ready_in_time_is_ended(settings: dict[str, str]) -
     assert done.returncode == 2
     assert "was not ready within 0.5 s" in done.stderr
     wait_until(lambda: not answers(settings), "the half-started server to be gone", 5)
+
+
+def test_who_is_ended_while_starting_a_server_leaves_none_behind(settings: dict[str, str]) -> None:
+    words = [
+        "serve",
+        BUNDLED_MODEL,
+        "--device",
+        "cpu",
+        "--port",
+        settings["PORT"],
+        "--daemon",
+        "--log",
+        settings["LOG"],
+    ]
+    starting = subprocess.Popen([*MELTCORE, *words], env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: of_log(settings), "a server that starts")
+    starting.send_signal(signal.SIGTERM)
+    assert starting.wait(30) != 0
+    wait_until(lambda: not of_log(settings), "its end")
+
+
+def of_log(settings: dict[str, str]) -> str:
+    """The processes whose command line names the log."""
+    found = subprocess.run(["pgrep", "-f", f"meltcore.server.daemon {settings['LOG']}"], capture_output=True, text=True)
+    return found.stdout
 
 
 def test_a_model_that_is_not_there_is_told(settings: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from meltcore.cli.ending import sigterm_as_ctrl_c
+    from meltcore.cli.ending import signals_as_ctrl_c
     from meltcore.errors import ConfigError
 
     if args.action == "list":
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"baseline {args.action} needs a NAME")
     if args.action == "show":
         return _show(args)
-    with sigterm_as_ctrl_c():
+    with signals_as_ctrl_c():
         return _save(args)
 
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.bench.run import BenchConfig, run_bench
-    from meltcore.cli.ending import sigterm_as_ctrl_c
+    from meltcore.cli.ending import signals_as_ctrl_c
     from meltcore.report.score_output import level_line, print_score
 
     console = Console(stderr=args.json, highlight=False)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         out=Path(args.out),
         arguments=tuple(sys.argv[1:]),
     )
-    with sigterm_as_ctrl_c():
+    with signals_as_ctrl_c():
         folder, result = run_bench(
             config,
             say=lambda text: console.print(text, soft_wrap=True, markup=False),

@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
     from pynvml import NVMLError
 
-    from meltcore.cli.ending import sigterm_as_ctrl_c
+    from meltcore.cli.ending import signals_as_ctrl_c
     from meltcore.errors import MeltcoreError
     from meltcore.hardware.nvml import GpuLostError
     from meltcore.results.certificate import EXIT_CODES
 
     try:
-        with sigterm_as_ctrl_c():
+        with signals_as_ctrl_c():
             return _certify(args)
     except GpuLostError as error:
         print(f"meltcore certify: FAIL: {error}", file=sys.stderr)

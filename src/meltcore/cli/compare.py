@@ -53,12 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from meltcore.cli.ending import sigterm_as_ctrl_c
+    from meltcore.cli.ending import signals_as_ctrl_c
     from meltcore.errors import ConfigError
 
     stored, fresh = len(args.stored), len(args.run or [])
     if (stored, fresh) in ((0, 2), (1, 1)):
-        with sigterm_as_ctrl_c():
+        with signals_as_ctrl_c():
             return _run_against_stored(args) if stored else _run_both(args)
     if (stored, fresh) == (2, 0):
         return _stored(args)

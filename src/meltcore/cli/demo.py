@@ -25,16 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import signal
     from pathlib import Path
 
     from rich.console import Console
 
+    from meltcore.cli.ending import signals_as_ctrl_c
     from meltcore.demo import DEFAULT_LEVELS, DemoConfig, run_demo
     from meltcore.demo.outcome import print_outcome
 
-    # A SIGTERM ends the run as Ctrl-C does: in order, with the server stopped.
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     config = DemoConfig(
         model=args.model,
         levels=args.levels or DEFAULT_LEVELS,
@@ -43,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
         arguments=tuple(sys.argv[1:]),
     )
     console = Console()
-    folder, result = run_demo(config, console)
+    with signals_as_ctrl_c():
+        folder, result = run_demo(config, console)
     return print_outcome(console, folder, result)
 
 

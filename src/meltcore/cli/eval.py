@@ -115,7 +115,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_command(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--command", required=True, metavar="CMD", help="starts the server that will be at URL")
+    parser.add_argument(
+        "--command", required=True, metavar="CMD", help="starts the server that will be at URL, and stays while it runs"
+    )
     parser.add_argument(
         "--start-limit", type=float, default=900.0, metavar="S", help="until it must be ready (default: 900)"
     )
@@ -128,13 +130,15 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from meltcore.cli.ending import signals_as_ctrl_c
     from meltcore.report import save
     from meltcore.results.runfolder import RunFolder
 
     _check(args)
     console = Console()
     measure = {"throughput": _throughput, "all": _whole, "baseline": _whole}.get(args.what, _short)
-    with RunFolder.kept_if_used(args.out, "eval") as folder:
+    # Ended by `timeout`, a job's end or a dropped session, no server and no harness may be left behind.
+    with signals_as_ctrl_c(), RunFolder.kept_if_used(args.out, "eval") as folder:
         result = measure(args, console, folder)
         save(folder, result)
     _print(console, result)
@@ -156,12 +160,12 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _short(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
-    """What writes nothing but its result."""
+    """What puts no load on a server."""
     if args.what == "score":
         from meltcore.evals import score_runs
 
         return score_runs(args.runs)
-    return _gsm8k(args, console) if args.what == "gsm8k" else _answers_or_forms(args, console)
+    return _gsm8k(args, console, folder) if args.what == "gsm8k" else _answers_or_forms(args, console)
 
 
 def _answers_or_forms(args: argparse.Namespace, console: "Console") -> "RunResult":
@@ -183,7 +187,7 @@ def _answers_or_forms(args: argparse.Namespace, console: "Console") -> "RunResul
         )
 
 
-def _gsm8k(args: argparse.Namespace, console: "Console") -> "RunResult":
+def _gsm8k(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
     from meltcore.evals import run_gsm8k
     from meltcore.results.progress import answers_bar
 
@@ -199,6 +203,7 @@ def _gsm8k(args: argparse.Namespace, console: "Console") -> "RunResult":
             concurrency=args.concurrency,
             arguments=sys.argv[1:],
             on_answer=on_answer,
+            folder=folder.path,
         )
 
 
@@ -238,8 +243,6 @@ def _throughput_config(args: argparse.Namespace, **settings: "tuple[int, ...]") 
 
 
 def _whole(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
-    import signal
-
     from meltcore.evals import WholeConfig, run_baseline, run_whole
 
     config = WholeConfig(
@@ -252,12 +255,7 @@ def _whole(args: argparse.Namespace, console: "Console", folder: "RunFolder") ->
     config.check()
     if args.what == "all":
         return run_whole(config, folder.path, console, sys.argv[1:])
-    # Ended by `timeout` or a job's end, we must not leave the server with its GPUs behind.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return run_baseline(config, args.command, folder.path, console, sys.argv[1:], args.start_limit)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return run_baseline(config, args.command, folder.path, console, sys.argv[1:], args.start_limit)
 
 
 def _print(console: "Console", result: "RunResult") -> None:

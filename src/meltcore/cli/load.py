@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
-    from meltcore.cli.ending import sigterm_as_ctrl_c
+    from meltcore.cli.ending import signals_as_ctrl_c
     from meltcore.errors import ConfigError
     from meltcore.report import save
     from meltcore.results.runfolder import RunFolder
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu is not None and not args.monitor:
         raise ConfigError("--gpu says which GPUs --monitor records: add --monitor")
     console = Console(stderr=args.json)
-    with sigterm_as_ctrl_c(), RunFolder.kept_if_used(args.out, "load") as folder:
+    with signals_as_ctrl_c(), RunFolder.kept_if_used(args.out, "load") as folder:
         result = _monitored(args, config, folder, console) if args.monitor else _measured(config, folder, console)
     save(folder, result)
     for reason in reasons_to_distrust(result):

@@ -118,7 +118,7 @@ def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    from meltcore.cli.ending import sigterm_as_ctrl_c
+    from meltcore.cli.ending import signals_as_ctrl_c
     from meltcore.errors import ConfigError
     from meltcore.evals.api import Api, Reply
     from meltcore.hardware.monitor import Monitor
@@ -136,7 +136,7 @@ def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":
             )
         return reply
 
-    with sigterm_as_ctrl_c(), ExitStack() as stack:
+    with signals_as_ctrl_c(), ExitStack() as stack:
         monitor = None
         if args.gpu is not None:
             folder = stack.enter_context(TemporaryDirectory())

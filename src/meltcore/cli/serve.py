@@ -233,9 +233,11 @@ def run(args: argparse.Namespace) -> int:
         profile_dir=args.profile_dir,
     )
     if args.daemon:
+        from meltcore.cli.ending import signals_as_ctrl_c
         from meltcore.server.daemon import start
 
-        return start(config, log=args.log, limit_s=args.start_timeout)
+        with signals_as_ctrl_c():  # or a server that is half started would be left, in a session of its own
+            return start(config, log=args.log, limit_s=args.start_timeout)
     if args.log is not None or args.start_timeout is not None:
         from meltcore.errors import ConfigError
 

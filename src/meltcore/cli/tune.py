@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
-    from meltcore.cli.ending import sigterm_as_ctrl_c
+    from meltcore.cli.ending import signals_as_ctrl_c
     from meltcore.report.tune_output import print_tuning
     from meltcore.results.runfolder import RunFolder
     from meltcore.tune.run import save_tuning
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     load = _load(args)
     seek = {"context": _context, "batching": _batching, "precision": _precision}[args.what]
-    with sigterm_as_ctrl_c(), RunFolder.kept_if_used(args.out, f"tune-{args.what}") as folder:
+    with signals_as_ctrl_c(), RunFolder.kept_if_used(args.out, f"tune-{args.what}") as folder:
         found = seek(args, _bench(args, console, folder), load)
     save_tuning(folder, found)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ BUNDLED = "meltcore/problems"
 NO_SHOTS = "none"
 SHOTS = 8
 TASK_FILE = Path("tasks", "gsm8k", "gsm8k-cot.yaml")
+TEST_FILE = "test.jsonl"  # of the data set's folder, as it is published
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,15 @@ OWN_SHOTS = (
 
 
 def read_items(source: str, limit: int) -> list[Item]:
-    """The first `limit` problems of a JSONL file, of the bundled problems, or of a data set of the hub.
+    """The first `limit` problems of a JSONL file, a folder's test.jsonl, the bundled ones, or a data set of the hub.
 
     Raises ConfigError where the source cannot be read or holds fewer.
     """
     if source == BUNDLED:
         items = [Item(each.question, f"{each.answer}\n#### {each.value}") for each in evaluation_set()]
-    elif Path(source).is_file() or source.endswith(".jsonl"):
+    elif os.path.isdir(source):
+        items = _read_lines(Path(source, TEST_FILE))
+    elif os.path.exists(source) or source.endswith((".json", ".jsonl")) or source.startswith(("/", ".", "~")):
         items = _read_lines(Path(source))
     else:
         items = _download(source)
@@ -135,8 +139,9 @@ def _user(item: Item) -> dict[str, str]:
 
 def _read_lines(path: Path) -> list[Item]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        # Not splitlines(): JSON leaves U+0085, U+2028 and U+2029 as they are inside its strings, and it splits there.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name that none can have
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return [_read_item(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -146,8 +151,12 @@ def _read_item(line: str, where: str) -> Item:
         entry = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
+    return _item(entry, where)
+
+
+def _item(entry: object, where: str) -> Item:
     answer = entry.get("answer", entry.get("target")) if isinstance(entry, dict) else None
-    if not isinstance(answer, str) or not isinstance(entry.get("question"), str):
+    if not isinstance(entry, dict) or not isinstance(answer, str) or not isinstance(entry.get("question"), str):
         raise ConfigError(f'{where}: needs the texts "question" and "answer" (or "target")')
     return Item(entry["question"], answer)
 
@@ -163,7 +172,7 @@ def _download(name: str) -> list[Item]:
         rows = load_dataset(name, "main", split="test")
     except Exception as error:  # network, hub and format errors share no base class
         raise ConfigError(f"the data set {name} cannot be loaded ({error}); give --data FILE.jsonl") from error
-    return [Item(row["question"], row["answer"]) for row in rows]
+    return [_item(row, f"{name} row {number}") for number, row in enumerate(rows, 1)]
 
 
 def _installed_harness() -> Path | None:

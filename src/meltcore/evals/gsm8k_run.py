@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from meltcore.errors import MeltcoreError
 from meltcore.evals import gsm8k
 from meltcore.evals.api import Api
 from meltcore.evals.ask import failures
-from meltcore.evals.gsm8k_data import DATASET, Shots, read_items, read_shots
-from meltcore.evals.harness import compare, find_package, run_harness
+from meltcore.evals.gsm8k_data import DATASET, Item, Shots, read_items, read_shots
+from meltcore.evals.harness import compare, find_package, not_compared, run_harness
 from meltcore.evals.problems import CONCURRENCY
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.schema import RunResult
 from meltcore.results.served import model_notes
+
+ANSWERS_FILE = "gsm8k.jsonl"
 
 
 def run_gsm8k(
@@ -30,10 +33,12 @@ def run_gsm8k(
     harness: str | None = None,
     arguments: Sequence[str] = (),
     on_answer: Callable[[int, int, int], None] | None = None,
+    folder: Path | None = None,
 ) -> RunResult:
     """Ask `limit` problems of `data`. FAILED where a gate fails or a request does.
 
-    `harness`: a Python that has lm-evaluation-harness, which then asks the same and is compared item by item.
+    `harness`: a Python that has lm-evaluation-harness, which then asks the same and is compared item by item; where it
+    fails, that is a failed gate and our own answers are kept. Every answer is written into `folder` as it comes.
 
     Raises ConfigError where data or examples cannot be read, or the server cannot be reached or names no model.
     """
@@ -42,15 +47,23 @@ def run_gsm8k(
     api = Api(url, api_key=api_key)
     model, facts = api.served(model)
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    marked = gsm8k.ask_items(api, model, items, examples, concurrency=concurrency, on_progress=on_answer)
+    keep = None if folder is None else gsm8k.written_to(folder / ANSWERS_FILE)
+    marked = gsm8k.ask_items(
+        api, model, items, examples, concurrency=concurrency, on_progress=on_answer, on_marked=keep
+    )
     evaluation = gsm8k.sum_up(marked)
     gates = [gsm8k.gate(evaluation)]
     if harness is not None:
-        theirs = run_harness(harness, api.chat_url, model, items, examples, api_key=api_key, concurrency=concurrency)
-        gates += compare(marked, theirs, examples)
+        try:
+            theirs = run_harness(
+                harness, api.chat_url, model, items, examples, api_key=api_key, concurrency=concurrency
+            )
+            gates += compare(marked, theirs, examples)
+        except MeltcoreError as error:  # the answers are there and marked: they are kept
+            gates.append(not_compared(error))
     reasons = [f"gate failed: {gate.name}: {gate.detail}" for gate in gates if gate.status == "FAIL"]
     reasons += failures(evaluation)
-    told = {"data": data if data == DATASET else Path(data).name, "limit": limit, "shots": examples.source}
+    told = {"data": data if data == DATASET else Path(data).resolve().name, "limit": limit, "shots": examples.source}
     return RunResult(
         command="eval",
         status="complete",
@@ -63,8 +76,14 @@ def run_gsm8k(
         gates=gates,
         verdict="FAILED" if reasons else "OK",
         reasons=reasons,
-        notes=[*_shots_notes(examples), *model_notes(facts)],
+        notes=[*_items_notes(items), *_shots_notes(examples), *model_notes(facts)],
     )
+
+
+def _items_notes(items: Sequence[Item]) -> list[str]:
+    if gsm8k.published(items):
+        return []
+    return [f"Not the first {gsm8k.LIMIT} problems of GSM8K's test split: it compares with no published result."]
 
 
 def _shots_notes(shots: Shots) -> list[str]:

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.evals.ask import Answer
 from meltcore.evals.gsm8k import Marked, mark
 from meltcore.evals.gsm8k_data import TASK_FILE, Item, Shots, conversation
+from meltcore.evals.server_process import end_group
+from meltcore.results.patience import undisturbed
 from meltcore.results.schema import Gate
 
 _TASK = "meltcore_gsm8k"
 _FIND = "import lm_eval, os; print(os.path.dirname(lm_eval.__file__))"
 _FIND_TIMEOUT_S = 120.0
+_LEAVE_S = 5.0  # for the harness's program, asked to end; it has nothing to put away
 _FILTERS = {"strict-match": "strict", "flexible-extract": "flexible"}
 
 
@@ -43,9 +46,7 @@ class HarnessItem:
 def find_package(python: str) -> Path:
     """The folder of lm_eval in the environment of `python`. Raises ConfigError where it has none."""
     try:
-        done = subprocess.run(
-            [python, "-c", _FIND], capture_output=True, text=True, timeout=_FIND_TIMEOUT_S, check=False
-        )
+        done = _run([python, "-c", _FIND], os.environ, _FIND_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"--harness {python} cannot be run: {error}") from error
     if done.returncode:
@@ -69,7 +70,6 @@ def run_harness(
     package = find_package(python)
     with tempfile.TemporaryDirectory(prefix="meltcore-lm-eval-") as name:
         folder = Path(name)
-        _write_task(folder, package, items, shots)
         arguments = f"model={model},base_url={chat_url},num_concurrent={concurrency},eos_string=<|im_end|>"
         command = [python, "-m", "lm_eval", "run", "--model", "local-chat-completions", "--model_args", arguments,
                    "--tasks", _TASK, "--include_path", name, "--apply_chat_template", "--log_samples",
@@ -77,14 +77,20 @@ def run_harness(
         offline = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         environment = {**os.environ, **offline, "OPENAI_API_KEY": api_key or "none"}
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
-            )
+            _write_task(folder, package, items, shots)
+            done = _run(command, environment, timeout_s)
+            if done.returncode:
+                raise HarnessError(f"lm-eval ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+            return _read_samples(folder / "out", len(items))
         except subprocess.TimeoutExpired as error:
             raise HarnessError(f"lm-eval did not end within {timeout_s:.0f} s") from error
-        if done.returncode:
-            raise HarnessError(f"lm-eval ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-        return _read_samples(folder / "out", len(items))
+        except OSError as error:  # a full disk, a Python that has gone: no reason to lose our own answers
+            raise HarnessError(f"lm-eval cannot be run: {error}") from error
+
+
+def not_compared(error: MeltcoreError) -> Gate:
+    """In place of the comparison where the harness did not come to its end."""
+    return Gate(name="compared with lm-evaluation-harness", status="FAIL", detail=str(error))
 
 
 def compare(marked: Sequence[Marked], theirs: Sequence[HarnessItem], shots: Shots) -> list[Gate]:
@@ -120,6 +126,28 @@ def _marks(marked: Marked) -> dict[str, bool]:
     return {"strict": marked.strict, "flexible": marked.flexible}
 
 
+def _run(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; whatever ends us, or its time, first ends it and all that it started.
+
+    Raises OSError where it cannot be started, TimeoutExpired past the limit.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
+        process: subprocess.Popen[bytes] | None = None
+        try:
+            with undisturbed():
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=told, env=environment, start_new_session=True
+                )
+            code = process.wait(limit_s)
+        finally:
+            if process is not None:
+                end_group(process, _LEAVE_S)
+        out.seek(0)
+        told.seek(0)
+        texts = (file.read().decode(errors="replace") for file in (out, told))
+        return subprocess.CompletedProcess(command, code, *texts)
+
+
 def _write_task(folder: Path, package: Path, items: Sequence[Item], shots: Shots) -> None:
     """A task file (JSON is YAML) that includes the harness's own and replaces what must be ours."""
     data = folder / "items.jsonl"
@@ -146,7 +174,8 @@ def _read_samples(folder: Path, asked: int) -> list[HarnessItem]:
         raise HarnessError(f"lm-eval wrote {len(files)} files of samples, not 1")
     found: dict[int, HarnessItem] = {}
     try:
-        for line in files[0].read_text(encoding="utf-8").splitlines():
+        # JSON leaves U+0085, U+2028 and U+2029 as they are inside its strings, and splitlines() would split there.
+        for line in files[0].read_text(encoding="utf-8").rstrip("\n").split("\n"):
             sample = json.loads(line)
             messages = json.loads(sample["arguments"]["gen_args_0"]["arg_0"][0])
             item = found.setdefault(sample["doc_id"], HarnessItem(_plain(messages), sample["resps"][0][0], {}))

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
-from meltcore.errors import MeltcoreError
+from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.evals.api import Api, ApiError
+from meltcore.results.fingerprint import clean_arguments
 from meltcore.results.patience import undisturbed
 
 STOP_LIMIT_S = 45.0  # above our own server's drain limit of 30 s
 _KILL_LIMIT_S = 10.0  # for the kernel to take memory back from a killed process
+_LOOK_S = 5.0  # for an answer to a look at the server
 _POLL_S = 0.1
 _LOG_LINES = 8
 _Found = TypeVar("_Found")
@@ -83,6 +89,11 @@ class ServerProcess:
         return self._process.pid
 
     @property
+    def code(self) -> int | None:
+        """How the server's own process ended; None: it runs, or was never started."""
+        return None if self._process is None else self._process.poll()
+
+    @property
     def log(self) -> str:
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
 
@@ -94,28 +105,43 @@ class ServerProcess:
             if found is not None:
                 return found
             if not self.running:
-                code = self._process.returncode if self._process else None
-                raise ServerError(f"the server ended with code {code} before it could {what}:\n{self.last_lines()}")
+                hint = " (what it may have left in the background is not ended with it)" if self.code == 0 else ""
+                raise ServerError(
+                    f"the server ended with code {self.code} before it could {what}{hint}:\n{self.last_lines()}"
+                )
             if time.monotonic() > deadline_s:
                 raise ServerError(f"the server did not {what} within {limit_s:g} s:\n{self.last_lines()}")
             time.sleep(_POLL_S)
 
-    def wait_healthy(self, address: str, limit_s: float) -> None:
-        """Until /health answers 200. Raises ServerError as `wait_for`."""
-        self.wait_for(lambda: healthy(address) or None, limit_s, "become ready")
+    def wait_healthy(self, address: str, limit_s: float, *, api_key: str | None = None, settle_s: float = 0.0) -> None:
+        """Until /health answers 200 and the process that we started has stayed for `settle_s` more.
+
+        Raises ServerError as `wait_for`, ConfigError where a server answers that is not the process that we started.
+        """
+        self.wait_for(lambda: healthy(address, api_key) or None, limit_s, "become ready")
+        if not self.ended_within(settle_s):
+            return
+        if not accepts(address):
+            raise ServerError(f"the server ended with code {self.code} once it was ready:\n{self.last_lines()}")
+        raise ConfigError(
+            f"{shlex.join(clean_arguments(self._command))} ended with code {self.code}, and a server answers at "
+            f"{address}: one in the background, which we could not end, or another's; give a command that stays as "
+            "long as its server does"
+        )
 
     def stop(self, limit_s: float = STOP_LIMIT_S) -> int | None:
         """SIGTERM to the group, a bounded wait, then SIGKILL, which is said aloud. The exit code; None: never started.
 
-        The whole group, because a server's worker that outlives it would keep its GPU's memory.
+        The whole group, because a server's worker that outlives it would keep its GPU's memory. Undisturbed.
         """
-        process = self._process
-        if process is None:
+        if self._process is None:
             return None
-        if not self._end_group(process, signal.SIGTERM, limit_s):
-            self._say(f"the server did not end within {limit_s:g} s of SIGTERM; killing it")
-            self._end_group(process, signal.SIGKILL, _KILL_LIMIT_S)
-        return process.poll()
+        end_group(
+            self._process,
+            limit_s,
+            late=lambda: self._say(f"the server did not end within {limit_s:g} s of SIGTERM; killing it"),
+        )
+        return self.code
 
     def ended_within(self, limit_s: float) -> bool:
         """Whether the server has ended, or does so within `limit_s`: its connections go before its exit is known."""
@@ -131,25 +157,53 @@ class ServerProcess:
         """The end of the server's log."""
         return "\n".join(line.rstrip() for line in self.log.splitlines()[-_LOG_LINES:]) or "(it printed nothing)"
 
-    def _end_group(self, process: subprocess.Popen[bytes], number: signal.Signals, limit_s: float) -> bool:
-        """Signal every process of the group; whether all are gone within `limit_s`."""
-        deadline_s = time.monotonic() + limit_s
-        signalled = False
-        while process.poll() is None or group_members(process.pid):
-            if not signalled:
+
+def end_group(process: subprocess.Popen[Any], limit_s: float, *, late: Callable[[], None] = lambda: None) -> None:
+    """SIGTERM to the group that `process` leads; SIGKILL, which `late` tells, where any of it is left after `limit_s`.
+
+    Undisturbed: what a second Ctrl-C cuts short would leave processes that nobody knows of, and this ends by itself.
+    """
+    with undisturbed():
+        if _gone_after(process, signal.SIGTERM, limit_s):
+            return
+        try:
+            late()
+        finally:
+            _gone_after(process, signal.SIGKILL, _KILL_LIMIT_S)
+
+
+def _gone_after(process: subprocess.Popen[Any], number: signal.Signals, limit_s: float) -> bool:
+    """Signal every process of the group; whether all are gone within `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    signalled = False
+    while process.poll() is None or group_members(process.pid):
+        if not signalled:
+            with suppress(ProcessLookupError):  # the last one has just gone
                 os.killpg(process.pid, number)
-                signalled = True
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(_POLL_S)
-        return True
+            signalled = True
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
-def healthy(address: str) -> bool:
+def healthy(address: str, api_key: str | None = None) -> bool:
     """Whether /health of `address` answers 200 now."""
     try:
-        return Api(address, timeout_s=5.0).get("/health").status == 200
+        return Api(address, api_key=api_key, timeout_s=_LOOK_S).get("/health").status == 200
     except ApiError:
+        return False
+
+
+def accepts(address: str) -> bool:
+    """Whether anything takes a connection at `address`, ready or not. Raises ConfigError for no address."""
+    Api(address)
+    parts = urlsplit(address if "://" in address else f"http://{address}")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        with socket.create_connection((parts.hostname, port), _LOOK_S):
+            return True
+    except OSError:
         return False
 
 

@@ -140,12 +140,12 @@ def _agrees(reported: int, counted: int, extra: int) -> bool:
 
 def _right(record: Record, planned: Sequence[Planned]) -> bool:
     check = planned[record.index].check
-    return check is not None and check.passes(record.text or "")
+    return check is not None and check.passes(record.answer)
 
 
 def _wrong_answers(whole: Sequence[Record], planned: Sequence[Planned]) -> list[str]:
     return [
-        f"spot check failed: {check.question} was answered {(record.text or '')[-80:]!r}, not {check.value}"
+        f"spot check failed: {check.question} was answered {record.answer[-80:]!r}, not {check.value}"
         for record in whole
-        if (check := planned[record.index].check) is not None and not check.passes(record.text or "")
+        if (check := planned[record.index].check) is not None and not check.passes(record.answer)
     ]

@@ -51,6 +51,8 @@ class ThroughputConfig:
         for name in ("requests", "input_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(self, name)}")
+        if self.requests < max(self.levels):
+            raise ConfigError(f"--requests {self.requests} are never {max(self.levels)} at once, as a level asks")
         if self.requests <= SPOT_CHECKS and not self.speed_only:
             raise ConfigError(f"--requests {self.requests} leaves none beside the {SPOT_CHECKS} spot checks of a level")
         if self.tokenizer is None and not self.speed_only:

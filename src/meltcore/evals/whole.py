@@ -156,13 +156,16 @@ def _run_parts(config: WholeConfig, folder: Path, console: Console, arguments: S
     )
     if not of.speed_only:
         with answers_bar(console, what="GSM8K") as on_answer:
-            yield _run_gsm8k(config, arguments, on_answer)
+            yield _run_gsm8k(config, folder, arguments, on_answer)
     with level_bars(load_config(of, "", folder).levels, console) as on_progress:
         yield run_throughput(of, folder, arguments, on_progress, quietly(console))
 
 
 def _run_gsm8k(
-    config: WholeConfig, arguments: Sequence[str], on_answer: Callable[[int, int, int], None] | None
+    config: WholeConfig,
+    folder: Path,
+    arguments: Sequence[str],
+    on_answer: Callable[[int, int, int], None] | None,
 ) -> RunResult:
     return run_gsm8k(
         config.throughput.url,
@@ -174,6 +177,7 @@ def _run_gsm8k(
         concurrency=config.concurrency,
         arguments=arguments,
         on_answer=on_answer,
+        folder=folder,
     )
 
 

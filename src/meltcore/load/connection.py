@@ -53,6 +53,8 @@ def resolve_target(url: str, api_key: str | None = None) -> Target:
         raise ConfigError(f"{url}: not a server address ({error})") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise ConfigError(f"{url}: not a server address; give one like http://127.0.0.1:8000")
+    if not (parts.path.isascii() and parts.path.isprintable()) or " " in parts.path:
+        raise ConfigError(f"{url}: not a server address: its path holds a space, or no ASCII")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError("the API key holds what is no ASCII character, or a line's end")
     try:

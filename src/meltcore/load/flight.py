@@ -100,9 +100,10 @@ class Flight:
         record = exchange.record
         if record.failure is None:
             if request.judge is not None:
-                record.correct = request.judge(exchange.text)
+                record.correct = request.judge(exchange.answer)
             if request.sampled:
-                record.text = exchange.text
+                thoughts = exchange.thoughts
+                record.text, record.thought_chars = thoughts + exchange.answer, len(thoughts)
         self._count_failure(record)
         self._on_record(record)
         if connection.reusable:

@@ -29,9 +29,15 @@ class Record(msgspec.Struct, array_like=True):
     failure: str | None = None  # None: the whole answer came
     detail: str | None = None
     correct: bool | None = None  # None: the workload has no answer for it
-    text: str | None = None  # only of the sample to be re-counted
+    text: str | None = None  # only of the sample to be re-counted: the thoughts told apart from the answer, and it
+    thought_chars: int = 0  # how much of `text` is thoughts
     chunk_times: bytes = b""
     chunk_tokens: bytes = b""
+
+    @property
+    def answer(self) -> str:
+        """The text without thoughts, which is what may be marked: a number in them is no answer."""
+        return (self.text or "")[self.thought_chars :]
 
     @property
     def times_s(self) -> np.ndarray:

@@ -17,15 +17,18 @@ END_TOKENS = 1
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json or its folder. Raises ConfigError where there is none."""
+    """The tokenizer of a tokenizer.json or its folder, to count texts whole. Raises ConfigError where there is none."""
     from tokenizers import Tokenizer  # 50 ms, and most runs do without
 
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for every cause
         raise ConfigError(f"tokenizer {file}: {error}") from error
+    tokenizer.no_truncation()  # the file may store either, left from training: counts would be of something else
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class Recounter:

@@ -18,7 +18,7 @@ MAX_DETAIL_CHARS = 300
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
+    reasoning: str | None = None  # its newer name; a server that sends both says the same in both
 
 
 class _Choice(msgspec.Struct):
@@ -62,8 +62,8 @@ class StreamExchange:
     """Reads one streamed answer of the chat or completions form into `record`, then calls `on_done` exactly once.
 
     An answer is whole when it had text, a finish reason, `[DONE]` and the usage. Anything less is a failure with its
-    reason. Text is content or reasoning content: both are tokens that a user waited for. `may_be_empty`: an end token
-    alone is an answer too, which came when its finish reason did.
+    reason. Text is content and reasoning: both are tokens that a user waited for; the content alone is the answer.
+    `may_be_empty`: an end token alone is an answer too, which came when its finish reason did.
     """
 
     __slots__ = (
@@ -76,6 +76,7 @@ class StreamExchange:
         "_parts",
         "_saw_done",
         "_saw_usage",
+        "_thoughts",
         "now_s",
         "record",
     )
@@ -96,6 +97,7 @@ class StreamExchange:
         self._on_done: Callable[[StreamExchange], None] | None = on_done
         self._events = EventParser()
         self._parts: list[str] | None = [] if keep_text else None
+        self._thoughts: list[str] = []
         self._chunk_times = array("d")
         self._chunk_tokens = array("I")
         self._may_be_empty = may_be_empty
@@ -104,8 +106,13 @@ class StreamExchange:
         self._saw_usage = False
 
     @property
-    def text(self) -> str:
+    def answer(self) -> str:
+        """What was said, without what a server tells apart from it as reasoning."""
         return "".join(self._parts or ())
+
+    @property
+    def thoughts(self) -> str:
+        return "".join(self._thoughts)
 
     @property
     def text_chunks(self) -> int:
@@ -139,7 +146,7 @@ class StreamExchange:
 
     def on_end(self) -> None:
         if self.record.status != 200:
-            self._end(f"http {self.record.status}", error_message(self.text))
+            self._end(f"http {self.record.status}", error_message(self.answer))
         else:
             self._end(*self._verdict())
 
@@ -161,14 +168,18 @@ class StreamExchange:
         if event.choices:
             choice = event.choices[0]
             delta = choice.delta or choice.message
-            text = choice.text if delta is None else delta.content or delta.reasoning_content or delta.reasoning
+            answer = choice.text if delta is None else delta.content
+            thought = None if delta is None else delta.reasoning_content or delta.reasoning
+            text = answer or thought
             self._empty = self._may_be_empty and choice.finish_reason == "stop" and not (text or self._chunk_times)
             if text or self._empty:
                 self._chunk_times.append(self.now_s)
                 if usage is not None:
                     self._chunk_tokens.append(usage.completion_tokens)
-            if text and self._parts is not None:
-                self._parts.append(text)
+            if answer and self._parts is not None:
+                self._parts.append(answer)
+            if thought and self._parts is not None:
+                self._thoughts.append(thought)
             if choice.finish_reason is not None:
                 self.record.finish_reason = choice.finish_reason
         elif event.error:

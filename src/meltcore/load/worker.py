@@ -148,6 +148,7 @@ async def _obey(reader: asyncio.StreamReader, share: LocalShare) -> None:
 
 def main() -> None:
     """The worker process: serve one share over the standard streams, then leave."""
-    # Ctrl-C reaches every process of the terminal; the parent alone decides, and tells us.
+    # Ctrl-C and a terminal's end reach every process of the terminal; the parent alone decides, and tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     uvloop.run(_work())

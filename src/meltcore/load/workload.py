@@ -110,7 +110,8 @@ def _draw(rng: random.Random, span: Span) -> int:
 def _file(path: Path, max_tokens: int | None) -> Workload:
     """One JSON object a line; when the run needs more requests than there are lines, it starts again at the first."""
     try:
-        lines = path.read_text().splitlines()
+        # Not splitlines(): JSON leaves U+0085, U+2028 and U+2029 as they are inside its strings, and it splits there.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"workload {path}: cannot be read ({error}); a workload is a JSONL file, problems:short|long|mixed, "

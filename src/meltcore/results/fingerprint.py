@@ -1,8 +1,10 @@
 """What a run ran on and with: hardware, driver, versions, arguments, seed, revision. No host name, path or secret."""
 
+import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -16,8 +18,17 @@ from meltcore.results.schema import Fingerprint, Gpu
 # Packages whose version can move a number or an answer. Read from their metadata: importing torch takes seconds.
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "starlette", "uvicorn", "uvloop", "httptools", "pyzmq",
              "msgspec", "numpy", "nvidia-ml-py")  # fmt: skip
-_SECRET_OPTION = re.compile(r"--[\w-]*(key|token|secret|password)$")
+_OPTION = re.compile(r"--?[a-z][\w.-]*", re.IGNORECASE)
+_SECRET_OPTION = re.compile(r"--?[\w.-]*(key|token|secret|password)", re.IGNORECASE)
+# NAME of a NAME=value; TOKENIZERS_PARALLELISM is what every other command sets.
+_SECRET_NAME = re.compile(r"[\w.-]*(key|token(?!iz)|secret|password)[\w.-]*", re.IGNORECASE)
+_FOLDERS = re.compile(r"(~[\w.-]*)?/+[^/]")
 _URL_LOGIN = re.compile(r"//[^/@]*@")
+_SPACE = re.compile(r"\s")
+_LATER_OPTION = re.compile(r"\s--?[a-z]", re.IGNORECASE)
+# A word of a command line with its quotes, as shlex delimits it; a quote without its partner is a letter.
+_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*"|['"\\])+""", re.DOTALL)
+_QUOTES = re.compile(r"['\"\\]")
 _GIT_TIMEOUT_S = 5.0
 _DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
 
@@ -42,23 +53,57 @@ def take_fingerprint(arguments: Sequence[str] = (), seed: int | None = None) -> 
 
 
 def clean_arguments(arguments: Sequence[str]) -> list[str]:
-    """Arguments fit to publish: the value of a secret option becomes "***", an absolute path its last name."""
+    """Arguments fit to publish: the value of a secret option or of a NAME_OF_KEY=value becomes "***", an absolute path
+    its last name. A command line in one argument stays one, its words cleaned in their places.
+    """
     cleaned: list[str] = []
     hide_next = False
     for argument in arguments:
-        option, equals, value = argument.partition("=")
-        if hide_next:
-            cleaned.append("***")
-        elif equals and option.startswith("--"):
-            cleaned.append(f"{option}=***" if _SECRET_OPTION.match(option) else f"{option}={_last_name(value)}")
-        else:
-            cleaned.append(_last_name(argument))
-        hide_next = not hide_next and not equals and bool(_SECRET_OPTION.match(argument))
+        cleaned.append("***" if hide_next else _clean(argument))
+        hide_next = not hide_next and bool(_SECRET_OPTION.fullmatch(argument))
     return cleaned
 
 
-def _last_name(value: str) -> str:
-    return f".../{Path(value).name}" if value.startswith(("/", "~")) else _URL_LOGIN.sub("//***@", value)
+def _clean(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    if equals and _OPTION.fullmatch(name):
+        return f"{name}=***" if _SECRET_OPTION.fullmatch(name) else f"{name}={_clean(value)}"
+    # A path or a secret may hold spaces itself: what begins with one is a command line only where an option follows.
+    if not _LATER_OPTION.search(argument):
+        if equals and _SECRET_NAME.fullmatch(name):
+            return f"{name}=***"
+        argument = f".../{Path(argument).name}" if _FOLDERS.match(argument) else argument
+        argument = _URL_LOGIN.sub("//***@", argument)
+    return _clean_line(argument) if _SPACE.search(argument) and not _is_json(argument) else argument
+
+
+def _clean_line(line: str) -> str:
+    """What needs no cleaning keeps its quotes and the spaces around it."""
+    found = list(_WORD.finditer(line))
+    words = [_unquoted(each[0]) for each in found]
+    parts, end = [], 0
+    for match, word, clean in zip(found, words, clean_arguments(words), strict=True):
+        parts += [line[end : match.start()], match[0] if clean == word else _quoted(clean)]
+        end = match.end()
+    return "".join([*parts, line[end:]])
+
+
+def _unquoted(word: str) -> str:
+    try:
+        return "".join(shlex.split(word))
+    except ValueError:  # a quote without its partner
+        return _QUOTES.sub("", word)
+
+
+def _quoted(word: str) -> str:
+    return shlex.quote(word) if _SPACE.search(word) or _QUOTES.search(word) else word
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict | list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _cpu_model() -> str:
