@@ -8,6 +8,9 @@ import engine_tools as tools
 import pytest
 import torch
 
+from meltcore.engine.messages import AddRequest
+from meltcore.engine.sampling_params import SamplingParams
+
 TOKENS = 150
 
 
@@ -48,3 +51,23 @@ def test_states_do_not_depend_on_how_tokens_come(
     whole = states_after(checkpoint, token_ids, TOKENS)
     for ours, expected in zip(states_after(checkpoint, token_ids, prefilled, budget), whole, strict=True):
         assert tools.relative_error(ours, expected) <= 1e-5
+
+
+def test_a_step_that_fails_lets_go_of_the_snapshots_it_was_to_take(checkpoint: Path) -> None:
+    """By an error in a caller's token mask, in the step that ends a prompt on a full page."""
+    seen = tools.open_engine(checkpoint)
+
+    def faulty(generated: object) -> None:
+        raise ValueError("not this time")
+
+    prompt = tools.random_prompt(64, 3)
+    for number in range(2):
+        message = AddRequest(f"{number}", prompt, SamplingParams(max_tokens=4))
+        seen.engine.add(message, faulty)
+        with pytest.raises(ValueError, match="not this time"):
+            seen.run()
+        seen.engine.abort([f"{number}"])
+        seen.run()  # ends with a look for leaks
+    seen.add("later", prompt, max_tokens=4)
+    assert len(seen.run()["later"]) == 4
+    assert seen.engine.stats().state_snapshots == 1

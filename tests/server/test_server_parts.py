@@ -18,7 +18,7 @@ import pytest
 
 from meltcore.cli import serve as serve_cli
 from meltcore.cli import stop as stop_cli
-from meltcore.config import EngineConfig
+from meltcore.config import EngineConfig, ServerConfig
 from meltcore.engine.messages import EngineFailed, EngineStats, FromEngine
 from meltcore.errors import ConfigError, RequestError
 from meltcore.server.admission import Admission
@@ -28,6 +28,7 @@ from meltcore.server.counts import Counts, columns
 from meltcore.server.health import Health
 from meltcore.server.log import BYTES_A_WRITE, MAX_LINES_WAITING, Log
 from meltcore.server.metrics import Metrics
+from meltcore.server.model import find_checkpoint, load_text
 from meltcore.server.prompts import encode_all
 from meltcore.server.protocol import ChatRequest, decode_request
 from meltcore.server.replica import Replica
@@ -174,10 +175,48 @@ def test_log_lines_say_the_time_in_utc() -> None:
         ({"temperature": 0.6, "top_k": 20, "do_sample": True}, {"temperature": 0.6, "top_k": 20}),
         ({"temperature": 0.6, "do_sample": False}, {"temperature": 0.0}),
         ({"top_p": 0.9}, {"top_p": 0.9}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"temperature": "0.6", "top_k": 20.0, "min_p": 0}, {"temperature": 0.6, "top_k": 20, "min_p": 0.0}),
+        ({"top_p": None, "do_sample": True}, {}),
     ],
 )
 def test_checkpoint_defaults(generation_config: dict[str, Any], expected: dict[str, Any]) -> None:
     assert checkpoint_defaults(generation_config) == expected
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "message"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number; got 'hot'"),
+        ({"temperature": True}, "temperature must be a number; got True"),
+        ({"temperature": 5}, r"temperature must be at least 0\.0 and at most 2\.0; got 5\.0"),
+        ({"temperature": 1.0, "top_p": 0}, r"top_p must be more than 0\.0 .*; got 0\.0"),
+        ({"top_p": float("nan")}, "top_p must be more than .*; got nan"),
+        ({"top_k": 2.5}, r"top_k must be a whole number; got 2\.5"),
+        ({"top_k": -2}, "top_k must be at least 0 .*; got -2"),
+        ({"top_k": 2**40}, "top_k must be at least 0 .*; got 1099511627776"),
+        ({"repetition_penalty": [1]}, r"repetition_penalty must be a number; got \[1\]"),
+        ({"temperature": 0.6, "do_sample": "false"}, "do_sample must be true or false; got 'false'"),
+    ],
+)
+def test_a_checkpoints_default_that_cannot_be_served_is_refused_at_the_start(
+    generation_config: dict[str, Any], message: str
+) -> None:
+    """Not when a request comes that does not name the field."""
+    with pytest.raises(ConfigError, match=f"^of/it.json: {message}; --generation-config greedy"):
+        checkpoint_defaults(generation_config, "of/it.json")
+
+
+def test_a_start_with_the_models_defaults_checks_them_and_one_without_does_not(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    (tmp_path / "generation_config.json").write_text('{"top_k": "many"}')
+    engine = EngineConfig(model=str(tmp_path), load_format="dummy")
+    greedy, model = (ServerConfig(engine=engine, generation_config=which) for which in ("greedy", "model"))
+    checkpoint = find_checkpoint(greedy)
+    assert load_text(greedy, checkpoint).sampling_defaults == {}
+    path = re.escape(str(tmp_path / "generation_config.json"))
+    with pytest.raises(ConfigError, match=f"^{path}: top_k must be a whole number; got 'many'"):
+        load_text(model, checkpoint)
 
 
 def test_a_request_overrides_the_checkpoints_defaults() -> None:

@@ -84,6 +84,12 @@ def test_templates_are_found_in_each_of_their_places(tmp_path: Path) -> None:
     assert _from(tmp_path) == "three"
 
 
+def test_a_template_that_is_no_utf_8_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read: .*utf-8"):
+        ChatTemplate.from_folder(tmp_path)
+
+
 def test_named_templates_need_a_default(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "rag", "template": "x"}]}))
     with pytest.raises(ConfigError, match="none is named 'default'"):

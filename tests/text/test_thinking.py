@@ -35,7 +35,8 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def marks(tokenizer: Tokenizer) -> ThoughtMarks:
     found = ThoughtMarks.of(tokenizer, HYBRID)
-    assert found == (300, 301)
+    assert found is not None
+    assert tuple(found) == (300, 301)
     return found
 
 
@@ -75,7 +76,12 @@ def test_only_the_family_s_thoughts_are_kept_apart(tokenizer: Tokenizer) -> None
     [
         ("user: hi<think>\n", True),
         ("user: hi<think>", True),
+        ("user: hi<think>\n\n  \n \t\n", True),
+        ("</think>\n<think>\n\n", True),
+        ("<think>", True),
         ("user: hi<think>\n\n</think>\n\n", False),
+        ("user: hi<think>\n\n.\n\n", False),
+        ("\n\n", False),
         ("user: what is <think>? assistant: ", False),
         ("", False),
     ],

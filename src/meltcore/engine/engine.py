@@ -177,7 +177,11 @@ class Engine:
             if chunk.request.scheduled_s == 0.0:
                 chunk.request.scheduled_s = started
                 self._prompt_tokens += chunk.request.prompt_length
-        launched = self.runner.launch(plan) if plan else None
+        try:
+            launched = self.runner.launch(plan) if plan else None
+        except BaseException:  # in a caller's token mask, or by Ctrl-C: the offline API goes on with other requests
+            self.scheduler.abandon(plan)
+            raise
         to_read, begun_s = (self._launched, self._launched_s) if self._overlap else (launched, started)
         self._launched, self._launched_s = (launched, started) if self._overlap else (None, 0.0)
         outputs, self._ended = self._ended, []

@@ -8,7 +8,7 @@ rank 0, which chooses and tells the others.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -44,6 +44,7 @@ class GroupRunner(ModelRunner):
         super().__init__(model, sampler, layout, cache_dtype)
         self._group = group
         self._ranks = ranks
+        self._failure: BaseException | None = None  # of the choice of the step under way
 
     def capture_graphs(self, progress: Progress, *, prompts: bool) -> None:
         if self._ranks is None:
@@ -54,10 +55,13 @@ class GroupRunner(ModelRunner):
             super().capture_graphs(progress, prompts=prompts)
 
     def launch(self, plan: list[Chunk]) -> LaunchedStep:
-        if self._ranks is None:
-            return super().launch(plan)
-        with self._ranks.together():
-            return super().launch(plan)
+        with nullcontext() if self._ranks is None else self._ranks.together():
+            launched = super().launch(plan)
+        # Raised within, it would be put down to a rank, and the group given up.
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return launched
 
     def forget_graphs(self) -> None:
         """Before the group is left: from 2.26 on, NCCL does not end before the last graph that it is part of."""
@@ -99,7 +103,8 @@ class GroupRunner(ModelRunner):
         drawn: list[int] = []
         full: list[int] = []
         for index, request in enumerate(requests):
-            if not request.plain_greedy:
+            # Whole rows are dear, so once an end token may come the candidates of each share do.
+            if not (request.plain_greedy or (request.takes_likeliest and not request.may_not_end)):
                 (drawn if _by_temperature_alone(request) else full).append(index)
         drawing = [requests[index] for index in drawn]
         return Choices(
@@ -125,9 +130,18 @@ class GroupRunner(ModelRunner):
         if whole is None:
             chosen = SampleResult(torch.empty_like(at), [], None)
         else:
-            chosen = self.sampler.sample(whole, [requests[index] for index in choices.full])
+            chosen = self._choose_alone(whole, [requests[index] for index in choices.full])
         token_ids[at] = self._last_token[rows] = self._group.as_first(chosen.token_ids)
         return SampleResult(token_ids, [choices.full[row] for row in chosen.logprob_rows], chosen.logprobs)
+
+    def _choose_alone(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
+        """Rank 0's choice from whole rows. Where it fails, in a caller's token mask or by Ctrl-C, tokens that stand for
+        it: the others wait for some, and after these all are ready for the next step. `launch` raises the failure."""
+        try:
+            return self.sampler.sample(logits, requests)
+        except BaseException as error:
+            self._failure = error
+            return SampleResult(torch.zeros(len(requests), dtype=torch.int64, device=self.device), [], None)
 
     def _draw(self, logits_at: LogitsAt, token_ids: torch.Tensor, choices: Choices) -> None:
         at, rows, seeds, positions = to_device_together(
@@ -161,6 +175,6 @@ def _by_temperature_alone(request: Request) -> bool:
         and (each.top_k, each.top_p, each.min_p) == (0, 1.0, 0.0)
         and not each.penalised
         and each.logprobs is None
-        and each.min_tokens == 0
+        and not request.may_not_end
         and request.token_mask is None
     )

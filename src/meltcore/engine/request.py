@@ -48,12 +48,14 @@ class Request:
         self.sent_pages = 0  # how many of them the device's page table holds
         self.state_slot = 0  # where its recurrent state is; 0, the null slot, while it is not running
         self.stops: list[int] = []  # positions at which its prompt is cut to take a snapshot of its state, ascending
+        self.goes_on_from: bytes | None = None  # the key of the page whose snapshot it began from
         self.row = -1
         self.penalised = message.sampling.penalised
         self.penalty_slot = -1  # where its tokens are counted while it runs; only where it is penalised
         self.counted = False  # that slot holds its tokens
         self.on_device = False  # its newest token is in its row of the device's table
-        self.plain_greedy = _is_plain_greedy(message.sampling) and token_mask is None
+        self.takes_likeliest = _takes_likeliest(message.sampling) and token_mask is None  # of those that may come next
+        self.plain_greedy = self.takes_likeliest and (message.sampling.min_tokens == 0 or not stop_ids)
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.arrived_s = message.arrived_s
@@ -70,6 +72,11 @@ class Request:
         return self.length - self.prompt_length
 
     @property
+    def may_not_end(self) -> bool:
+        """Whether end tokens are forbidden for the token being chosen, which is in flight."""
+        return bool(self.stop_ids) and self.generated <= self.sampling.min_tokens
+
+    @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.prompt_length :].tolist()
 
@@ -84,14 +91,9 @@ class Request:
         return self.token_mask is not None
 
 
-def _is_plain_greedy(sampling: SamplingParams) -> bool:
-    """Whether the likeliest token is all that a step has to find."""
-    return (
-        sampling.temperature == 0.0
-        and sampling.logprobs is None
-        and sampling.min_tokens == 0
-        and not sampling.penalised
-    )
+def _takes_likeliest(sampling: SamplingParams) -> bool:
+    """Whether the likeliest token, by the model's own logits, is all that a step has to find."""
+    return sampling.temperature == 0.0 and sampling.logprobs is None and not sampling.penalised
 
 
 class Sampled:

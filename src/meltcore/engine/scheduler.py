@@ -128,6 +128,13 @@ class Scheduler:
             chunk.request.in_flight += chunk.samples
         return plan
 
+    def abandon(self, plan: list[Chunk]) -> None:
+        """A step could not be launched: let go what only its end would have. Its sequences are to be aborted."""
+        for chunk in plan:
+            if chunk.snapshot:
+                assert self.snapshots is not None
+                self.snapshots.abandon(chunk.request, chunk.end, chunk.snapshot)
+
     def update(self, plan: list[Chunk], sampled: list[Sampled]) -> list[Finished]:
         """Take in what a step chose: one entry for each chunk that samples, in order. Returns what ended by it.
 

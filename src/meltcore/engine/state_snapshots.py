@@ -3,8 +3,9 @@
 A page of keys and values serves whoever has the same beginning. A recurrent state serves only at the very token that
 it was taken after, and is as large as thousands of tokens of pages. So states are kept at few places, all of them ends
 of full pages: the last one of each prompt, for the next turn of a conversation, and wherever a prompt leaves a text
-that was there before, for the third one that begins like it. A snapshot goes when its page is evicted. The other way
-round the page stays: it is no hit any more, but it shows where beginnings part, so where to take the next snapshot.
+that was there before, for the third one that begins like it. Which of them stay, where slots are few, the pool decides
+(state_pool.py). A snapshot goes when its page is evicted. The other way round the page stays: it is no hit any more,
+but it shows where beginnings part, so where to take the next snapshot.
 """
 
 from __future__ import annotations
@@ -47,13 +48,17 @@ class StateSnapshots:
         depth = len(pages)
         while depth and keys[depth - 1] not in self._slot_of:
             depth -= 1
+        request.goes_on_from = keys[depth - 1] if depth else None
         stops = sorted({count * PAGE_SIZE for count in (len(pages), len(keys)) if count > depth})
         return Beginning(pages[:depth], self._slot_of[keys[depth - 1]] if depth else 0, stops)
 
     def claim(self, request: Request, end: int) -> bool:
-        """Whether to keep the state after the first `end` tokens: nobody has, or is about to. `attach` must follow."""
+        """Whether to keep the state after the first `end` tokens: nobody has, or is about to, and there is room.
+
+        Where this is so, a slot is free for it, and `attach` or `abandon` must follow.
+        """
         key = self._key(request, end)
-        if key in self._slot_of or key in self._claimed:
+        if key in self._slot_of or key in self._claimed or not self._states.make_room(len(self._claimed)):
             return False
         self._claimed.add(key)
         return True
@@ -68,6 +73,14 @@ class StateSnapshots:
         self._slot_of[key] = slot
         self._key_of[slot] = key
         self._states.keep(slot)
+        begun_from = self._slot_of.get(request.goes_on_from) if request.goes_on_from else None
+        if begun_from is not None:
+            self._states.outgrow(begun_from)
+
+    def abandon(self, request: Request, end: int, slot: int) -> None:
+        """The step that was to take the claimed state has failed: let the held `slot` go."""
+        self._claimed.remove(self._key(request, end))
+        self._states.release(slot)
 
     def check(self) -> None:
         """Raise AssertionError where the books disagree; for tests and for an idle engine."""

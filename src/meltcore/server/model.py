@@ -57,7 +57,7 @@ def find_checkpoint(config: ServerConfig) -> Checkpoint:
 
 def load_text(config: ServerConfig, checkpoint: Checkpoint) -> TextSide:
     """Tokenizer, chat template and sampling defaults. Takes up to seconds. Raises ConfigError."""
-    greedy = config.generation_config == "greedy"
+    greedy, generation_path = config.generation_config == "greedy", checkpoint.folder / "generation_config.json"
     tokenizer = _load_tokenizer(checkpoint, may_be_missing=config.engine.load_format == "dummy")
     # Looked up now, all tokens' texts take their room (20 MB for 150,000) at once, not bit by bit while serving.
     for token_id in range(tokenizer.vocab_size):
@@ -66,7 +66,7 @@ def load_text(config: ServerConfig, checkpoint: Checkpoint) -> TextSide:
         tokenizer=tokenizer,
         template=ChatTemplate.from_folder(checkpoint.folder, template_defaults(checkpoint.config)),
         thought_marks=ThoughtMarks.of(tokenizer, checkpoint.config),
-        sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config),
+        sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config, str(generation_path)),
     )
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 
 from meltcore.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from meltcore.errors import RequestError
+from meltcore.errors import ConfigError, RequestError
 from meltcore.server.protocol import ChatRequest, CompletionRequest
 
 MAX_STOP_CHARS = 4096  # of one stop string: text as long as it may be held back
 MAX_STOP_TOKEN_IDS = 256
+_TOP_K_OFF = -1  # what several servers, clients and checkpoints write for it
+_DO_WITHOUT = "--generation-config greedy does without"
 
 _PLAIN_FIELDS = (
     "min_tokens",
@@ -27,14 +29,36 @@ _PLAIN_FIELDS = (
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
-_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_MODEL_DEFAULTS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 
 
-def checkpoint_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """The sampling defaults a checkpoint asks for. `do_sample: false` means greedy whatever the others say."""
-    defaults = {name: generation_config[name] for name in _MODEL_DEFAULTS if generation_config.get(name) is not None}
-    if not generation_config.get("do_sample", bool(defaults)):
+def checkpoint_defaults(generation_config: dict[str, Any], source: str = "generation_config.json") -> dict[str, Any]:
+    """The sampling defaults a checkpoint asks for. `do_sample: false` means greedy whatever the others say.
+
+    Numbers may be written as text. Raises ConfigError that names `source`, where they stand, with field and value where
+    one is no setting that we could serve: it would fail requests that do not name that field.
+    """
+    defaults: dict[str, Any] = {}
+    for name, kind in _MODEL_DEFAULTS.items():
+        value = generation_config.get(name)
+        if value is None:
+            continue
+        try:
+            defaults[name] = msgspec.convert(value, kind, strict=False)
+        except msgspec.ValidationError as error:
+            what = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{source}: {name} must be {what}; got {value!r}; {_DO_WITHOUT}") from error
+    if defaults.get("top_k") == _TOP_K_OFF:
+        defaults["top_k"] = 0
+    do_sample = generation_config.get("do_sample", bool(defaults))
+    if not isinstance(do_sample, bool | None):
+        raise ConfigError(f"{source}: do_sample must be true or false; got {do_sample!r}; {_DO_WITHOUT}")
+    if not do_sample:
         defaults["temperature"] = 0.0
+    try:
+        SamplingParams(**defaults).check(vocab_size=1)  # which the fields here do not depend on
+    except RequestError as error:
+        raise ConfigError(f"{source}: {error}; {_DO_WITHOUT}") from error
     return defaults
 
 
@@ -48,7 +72,7 @@ def sampling_params(
         value = getattr(request, name)
         if value is not None:
             fields[name] = value
-    if request.top_k == -1:  # what several servers and clients write for "off"
+    if request.top_k == _TOP_K_OFF:
         fields["top_k"] = 0
     fields["max_tokens"] = _max_tokens(request, prompt_tokens, max_model_len)
     fields["logprobs"] = _logprobs(request)

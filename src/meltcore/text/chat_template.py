@@ -48,7 +48,10 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
-        """Read chat_template.jinja, else tokenizer_config.json's `chat_template`; None where there is neither."""
+        """Read chat_template.jinja, else tokenizer_config.json's `chat_template`; None where there is neither.
+
+        Raises ConfigError, which names the file where one cannot be read.
+        """
         config_path = folder / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
         source = _find_source(folder, config)
@@ -103,7 +106,10 @@ class _GenerationBlock(Extension):
 def _find_source(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text()
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
     found = config.get("chat_template")
     if found is None or isinstance(found, str):
         return found
