@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meltcore.config import EngineConfig
+from meltcore.engine import memory
 from meltcore.engine.engine import Engine
 from meltcore.errors import ConfigError
 from meltcore.layers.group import Group
 from meltcore.models import room
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.loader import build_model, load_weights
+from meltcore.models.shard import Shard
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -33,6 +35,20 @@ CONFIG = {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
+}
+
+HYBRID = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
 }
 
 
@@ -123,6 +139,127 @@ def test_missing_shard_of_an_index_is_named(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({}, r"index\.json lacks weight_map"),
+        ([], r"index\.json must hold a JSON object; it begins with \[\]"),
+        ({"weight_map": ["a"]}, r'weight_map must be an object that names a file for each tensor; got \["a"\]'),
+        ({"weight_map": {"a": None}}, r'got {"a": null}'),
+        ({"weight_map": {"a": ["model.safetensors"]}}, "weight_map must be"),
+        ({"weight_map": {}}, "weight_map must be .*; got {}"),
+    ],
+)
+def test_an_index_that_names_no_files_is_refused(folder: Path, index: object, message: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_tensor_in_two_files_is_named_with_both(folder: Path, indexed: bool) -> None:
+    save_file({"model.norm.weight": torch.zeros(32)}, folder / "zz-old.safetensors")
+    if indexed:
+        files = {"model.norm.weight": "model.safetensors", "lm_head.weight": "zz-old.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    message = r"model\.norm\.weight of zz-old\.safetensors stands in model\.safetensors too$"
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_a_narrow_type_are_named_with_it(folder: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    change(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ConfigError, match=r"model\.safetensors: model\.layers\.1\.mlp\.up_proj\.weight is stored as"):
+        load(folder)
+
+
+def test_a_type_that_nobody_knows_is_no_error_where_nobody_reads_it(folder: Path) -> None:
+    write_config(folder, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.zeros(300, 32, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    content = (folder / "model.safetensors").read_bytes()
+    assert content.count(b'"U8"') == 1
+    (folder / "model.safetensors").write_bytes(content.replace(b'"U8"', b'"Q7"'))
+    checkpoint = open_checkpoint(str(folder), files="all")
+    load_weights(build_model(checkpoint, torch.float32, torch.device("cpu")), checkpoint, lambda *_: None)
+
+
+@pytest.mark.parametrize("text_part", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "method"), [({"quant_method": "fp8"}, "fp8"), ({"quant_method": "gptq", "bits": 4}, "gptq"), ({}, "")]
+)
+def test_a_quantised_checkpoint_is_refused_with_its_method(
+    tmp_path: Path, text_part: bool, settings: dict, method: str
+) -> None:
+    said = {"quantization_config": settings}
+    write_config(tmp_path, **({"text_config": said} if text_part else said))
+    message = rf"quantization_config says .*quant_method {method}.*an unquantised checkpoint .*--quantization fp8"
+    with pytest.raises(ConfigError, match=("text_config." if text_part else "json: ") + message):
+        build_model(open_checkpoint(str(tmp_path), files="text"), torch.float32, torch.device("cpu"))
+
+
+def refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> torch.Tensor:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(Shard, "read", read)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ({"model.extra.weight": torch.zeros(3)}, "1 unexpected tensors"),
+        ({}, "1 missing tensors"),
+        ({"lm_head.weight": torch.zeros(3)}, "has shape"),
+        ({"lm_head.weight": torch.zeros(300, 32, dtype=torch.int8)}, "is stored as I8"),
+        (None, "cannot be read"),
+    ],
+)
+def test_all_shards_are_checked_before_any_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, last: dict[str, torch.Tensor] | None, message: str
+) -> None:
+    change(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    if last is None:
+        (folder / "zz-last.safetensors").write_bytes(b"cut off")
+    else:
+        save_file(last, folder / "zz-last.safetensors")
+    refuse_to_read(monkeypatch)
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 257}, "--max-model-len must be from 2 to the model's 256; got 257"),
+        ({"memory_bytes": 1000}, r"Raise --memory\."),
+        ({"memory_bytes": None}, r"Raise --memory\."),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict, message: str
+) -> None:
+    refuse_to_read(monkeypatch)
+    monkeypatch.setattr(memory, "host_available_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match=message):
+        Engine(EngineConfig(**({"model": str(folder), "device": "cpu", "memory_bytes": 2**26} | settings)))
+
+
+def test_too_many_sequences_for_the_memory_are_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(tmp_path, **HYBRID)
+    model = build_model(open_checkpoint(str(tmp_path), files="text"), torch.float32, torch.device("cpu"))
+    tensors = {name: torch.randn(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    refuse_to_read(monkeypatch)
+    with pytest.raises(ConfigError, match=r"Set --max-num-seqs \d+ or less"):
+        Engine(EngineConfig(model=str(tmp_path), device="cpu", memory_bytes=2**24, max_num_seqs=10**6))
+
+
 def test_no_weights_at_all(tmp_path: Path) -> None:
     write_config(tmp_path)
     with pytest.raises(ConfigError, match="no \\*\\.safetensors"):
@@ -152,10 +289,19 @@ def test_rope_parameters_form_is_read(tmp_path: Path) -> None:
     assert model.config.rope_theta == 5e5
 
 
-@pytest.mark.parametrize("text", ["", "{", "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "\xff", "[" * 200_000, '{"hidden_size": ' + "1" * 5000 + "}"])
 def test_broken_config_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        open_checkpoint(str(tmp_path), files="text")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["[]", '["a", 1]', "null", '"text"', "7"])
+def test_a_json_file_that_holds_no_object_is_named(tmp_path: Path, file: str, content: str) -> None:
+    write_config(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ConfigError, match=f"{file} must hold a JSON object; it begins with ".replace(".", r"\.")):
         open_checkpoint(str(tmp_path), files="text")
 
 

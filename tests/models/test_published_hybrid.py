@@ -227,14 +227,19 @@ def test_other_tensors_are_unexpected(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_bias": True}, "attention_bias to True"),
-        ({"attn_output_gate": False}, "attn_output_gate to False"),
-        ({"linear_num_value_heads": None}, "lacks linear_num_value_heads"),
-        ({"full_attention_interval": None}, "lacks full_attention_interval"),
+        ({"attention_bias": True}, r"text_config\.attention_bias to true"),
+        ({"attn_output_gate": False}, "attn_output_gate to false"),
+        ({"linear_num_value_heads": None}, r"lacks text_config\.linear_num_value_heads"),
+        ({"full_attention_interval": None}, r"lacks text_config\.full_attention_interval"),
+        ({"full_attention_interval": 5}, "full_attention_interval must be from 1 to num_hidden_layers, 4; got 5"),
+        ({"shared_expert_intermediate_size": None}, r"lacks text_config\.shared_expert_intermediate_size"),
         ({"layer_types": ["linear_attention"] * 4}, "full_attention for one at least"),
-        ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "got sliding_attention"),
-        ({"linear_num_key_heads": 4}, "linear_num_value_heads is a multiple of 4; got 2"),
-        ({"shared_expert_intermediate_size": 48}, "moe_intermediate_size 24; got shared_expert_intermediate_size 48"),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2}, r'got \["sliding_attention", "full'),
+        ({"linear_num_key_heads": 4}, "linear_num_value_heads must be a multiple of linear_num_key_heads, 4; got 2"),
+        (
+            {"shared_expert_intermediate_size": 48},
+            "shared_expert_intermediate_size must be 0 or moe_intermediate_size, 24; got 48",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_with_its_value(tmp_path: Path, changes: dict, message: str) -> None:

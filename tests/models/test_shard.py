@@ -57,7 +57,7 @@ def test_a_part_is_what_slicing_gives(
 
 def test_entries_say_type_and_shape(path: Path) -> None:
     with Shard(path) as shard:
-        found = {name: (entry.dtype, torch.Size(entry.shape)) for name, entry in shard.entries.items()}
+        found = {name: (shard.dtype(name), torch.Size(entry.shape)) for name, entry in shard.entries.items()}
     assert found == {name: (tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()}
 
 
@@ -76,8 +76,13 @@ def header_of(fields: object) -> bytes:
         header_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}) + bytes(7),
         header_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + bytes(8),
         header_of({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}) + bytes(8),
-        header_of({"a": {"dtype": "Q7", "shape": [2], "data_offsets": [0, 8]}}) + bytes(8),
+        header_of({"a": {"dtype": "Q7", "shape": [2], "data_offsets": [0, 9]}}) + bytes(8),
+        header_of({"a": {"dtype": 7, "shape": [2], "data_offsets": [0, 8]}}) + bytes(8),
+        header_of({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}) + bytes(8),
+        header_of({"a": {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}}) + bytes(8),
+        header_of({"a": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}) + bytes(8),
         header_of({"a": {"shape": [2]}}),
+        (200_000).to_bytes(8, "little") + b"[" * 200_000,
     ],
 )
 def test_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
@@ -85,6 +90,14 @@ def test_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"broken\.safetensors cannot be read"):
         Shard(path)
+
+
+@pytest.mark.parametrize("kind", ["I8", "U8", "BOOL", "I64", "F8_E4M3", "F8_E5M2", "F4", "Q7"])
+def test_a_type_that_weights_cannot_have_is_named_when_it_is_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header_of({"a": {"dtype": kind, "shape": [2], "data_offsets": [0, 4]}}) + bytes(4))
+    with Shard(path) as shard, pytest.raises(ConfigError, match=rf"model\.safetensors: a is stored as {kind}; .*F16"):
+        shard.read("a")
 
 
 def test_missing_file_and_one_that_shrinks_are_named(tmp_path: Path) -> None:

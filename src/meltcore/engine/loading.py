@@ -31,17 +31,27 @@ class Loaded(NamedTuple):
 def load(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, progress: Progress, group: Group | None = None
 ) -> Loaded:
-    """The whole model, or with a group one rank's share. Raises ConfigError where a setting cannot work."""
+    """The whole model, or with a group one rank's share. Raises ConfigError where a setting cannot work, before any
+    weight is read wherever that is known."""
     dtype = _choose_dtype(checkpoint, config, device)
     model = build_model(checkpoint, dtype, device, config.quantization, group)
+    max_model_len = _context_limit(config, model)
+    cache_dtype = _cache_dtype(model, config, device)
+    # Loading and rotary table leave no more memory than there is now: what does not fit yet never will.
+    _plan(config, model, device, max_model_len, cache_dtype)
     if config.load_format == "dummy":
         fill_dummy_weights(model, config.seed)
     else:
         load_weights(model, checkpoint, progress)
-    max_model_len = _context_limit(config, model)
     model.prepare(max_model_len)
-    cache_dtype = _cache_dtype(model, config, device)
-    plan = plan_memory(
+    plan = _plan(config, model, device, max_model_len, cache_dtype)
+    return Loaded(model, device, max_model_len, cache_dtype, plan)
+
+
+def _plan(
+    config: EngineConfig, model: Decoder, device: torch.device, max_model_len: int, cache_dtype: torch.dtype
+) -> MemoryPlan:
+    return plan_memory(
         model,
         memory_bytes=_memory_bytes(config, device),
         max_model_len=max_model_len,
@@ -50,7 +60,6 @@ def load(
         cache_dtype=cache_dtype,
         snapshots="no-prefix-cache" not in config.debug,
     )
-    return Loaded(model, device, max_model_len, cache_dtype, plan)
 
 
 def check_shares(checkpoint: Checkpoint, ranks: int) -> None:
@@ -98,7 +107,7 @@ def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.de
     if device.type == "cpu":
         return torch.float32
     stored = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
-    if stored not in _DTYPES:
+    if not isinstance(stored, str) or stored not in _DTYPES:
         raise ConfigError(f"{checkpoint.name} is stored as {stored}; name one of {', '.join(_DTYPES)} with --dtype")
     return _DTYPES[stored]
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from meltcore.errors import ConfigError
+from meltcore.models.config_fields import Fields
 
 BUNDLED_MODEL = "meltcore/sums"
 BUNDLED_HYBRID = "meltcore/sums-hybrid"
@@ -44,23 +46,46 @@ class Checkpoint:
     @property
     def text_config(self) -> dict[str, Any]:
         """What config.json says of the language model: in one that sees as well, it stands in a part of its own."""
-        return {**self.config, **(self.config.get("text_config") or {})}
+        text = self.config.get("text_config") or {}
+        return {**self.config, **{name: value for name, value in text.items() if value is not None}}
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End ids: generation_config's (one or several) first, else the model config's."""
-        found = self.generation_config.get("eos_token_id", self.text_config.get("eos_token_id"))
-        if found is None:
-            return ()
-        return tuple(found) if isinstance(found, list) else (int(found),)
+        """End ids, some of which may be of a larger vocabulary than the model's: generation_config's, one or several,
+        or else the model config's; and that of the tokenizer's end token, with which chats end, since a published
+        config.json may name only the one with which texts do. Raises ConfigError where one is no token id."""
+        config = Fields(self.config)
+        places = (Fields(self.generation_config, "generation_config.json"), config.part("text_config"), config)
+        named = [place.optional("eos_token_id", []) for place in places]
+        ids = next((found if isinstance(found, list) else [found] for found in named if found != []), [])
+        own = self._end_id_of_tokenizer()
+        return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
+
+    def _end_id_of_tokenizer(self) -> int | None:
+        """The id of tokenizer_config.json's eos_token, where it is one of the tokens that are listed with their ids."""
+        path = self.folder / "tokenizer_config.json"
+        if not path.exists():
+            return None
+        settings = Fields(read_json(path), path.name)
+        token = settings.optional("eos_token")
+        if token is None:
+            return None
+        text = token if isinstance(token, str) else token["content"]
+        for token_id, added in settings.optional("added_tokens_decoder", {}).items():
+            if added["content"] == text:
+                return int(token_id)
+        path = self.folder / "tokenizer.json"
+        listed = Fields(read_json(path), path.name).optional("added_tokens", []) if path.exists() else []
+        return next((added["id"] for added in listed if added["content"] == text), None)
 
     @property
     def weight_files(self) -> list[Path]:
-        """Every safetensors shard, in name order. Raises ConfigError where the index names a file that is not there."""
+        """Every safetensors shard, in name order. Raises ConfigError where the index names a file that is not there,
+        or none at all."""
         index = self.folder / "model.safetensors.index.json"
         if not index.exists():
             return sorted(self.folder.glob("*.safetensors"))
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        names = sorted(set(Fields(read_json(index), index.name).required("weight_map")["weight_map"].values()))
         missing = [name for name in names if not (self.folder / name).exists()]
         if missing:
             raise ConfigError(f"{self.folder}: the index names {len(names)} shards, missing: {', '.join(missing)}")
@@ -73,27 +98,35 @@ def open_checkpoint(model: str, *, files: Files) -> Checkpoint:
     A hub id is downloaded first, with what `files` asks for: "all", "text" (everything but the weights), or "config",
     which takes the published configuration we carry where there is one.
 
-    Raises ConfigError where there is no such folder, hub repository or config.json.
+    Raises ConfigError where there is no such folder, hub repository or config.json, or what its JSON files say cannot
+    be.
     """
     folder = _find(model, files)
     config_path = folder / "config.json"
     if not config_path.exists():
         raise ConfigError(f"{folder} has no config.json, so it is no checkpoint folder")
     generation_path = folder / "generation_config.json"
-    return Checkpoint(
+    checkpoint = Checkpoint(
         name=model,
         folder=folder,
         config=read_json(config_path),
         generation_config=read_json(generation_path) if generation_path.exists() else {},
     )
+    # What is wrong is said now, not after minutes of loading weights, when these are first asked for.
+    Fields(checkpoint.config).optional("architectures")
+    _ = checkpoint.eos_token_ids
+    return checkpoint
 
 
-def read_json(path: Path) -> Any:
-    """Parse one JSON file; a broken one is a ConfigError naming it."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a broken one, or one that holds something else, is a ConfigError naming it."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, a number of 5,000 digits
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object; it begins with {json.dumps(content)[:40]}")
+    return content
 
 
 def _find(model: str, files: Files) -> Path:

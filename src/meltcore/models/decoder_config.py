@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meltcore.errors import ConfigError
 from meltcore.layers.norm import RMSNorm, ZeroCentredNorm
+from meltcore.models.config_fields import Fields
 
 # What DecoderConfig takes as it stands in config.json.
 _AS_PUBLISHED = (
     "hidden_size",
-    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
@@ -21,7 +19,6 @@ _AS_PUBLISHED = (
     "max_position_embeddings",
     "rms_norm_eps",
     "rope_theta",
-    "tie_word_embeddings",
 )
 
 
@@ -40,26 +37,27 @@ class ExpertsConfig:
     shared_expert: bool
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> ExpertsConfig:
-        """From a parsed config.json, whose number of experts has one of two names. Raises ConfigError for a missing
-        field, more experts to a token than there are, or a shared expert that is not as wide as the others."""
-        values = {"norm_topk_prob": False, **config}
-        values["num_experts"] = values.get("num_experts") or values.get("num_local_experts")
-        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-        _require(values, (*names, "num_hidden_layers"))
-        experts, choices = values["num_experts"], values["num_experts_per_tok"]
-        if not 1 <= choices <= experts:
-            raise ConfigError(f"config.json: num_experts_per_tok is from 1 to num_experts, {experts}; got {choices}")
-        width, shared_width = values["moe_intermediate_size"], values.get("shared_expert_intermediate_size") or 0
+    def read(cls, config: Fields) -> ExpertsConfig:
+        """From config.json, whose number of experts has one of two names. Raises ConfigError for a field that is
+        missing or wrong, more experts to a token than there are, or a shared expert that is not as wide as the others.
+        """
+        if not config.has("num_experts"):
+            config = config.replaced(num_experts=config.optional("num_local_experts"))
+        sizes = config.required("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        experts, width = sizes["num_experts"], sizes["moe_intermediate_size"]
+        if sizes["num_experts_per_tok"] > experts:
+            raise config.wrong("num_experts_per_tok", f"from 1 to num_experts, {experts}")
+        shared_width = config.optional("shared_expert_intermediate_size", 0)
         if shared_width not in (0, width):
-            raise ConfigError(
-                f"config.json: a shared expert is as wide as the others here, moe_intermediate_size {width}; "
-                f"got shared_expert_intermediate_size {shared_width}"
-            )
-        step, layers = values.get("decoder_sparse_step") or 1, range(values["num_hidden_layers"])
-        dense = {layer for layer in layers if (layer + 1) % step} | set(values.get("mlp_only_layers") or ())
+            raise config.wrong("shared_expert_intermediate_size", f"0 or moe_intermediate_size, {width}")
+        layers = range(config.required("num_hidden_layers")["num_hidden_layers"])
+        step = config.optional("decoder_sparse_step", 1)
+        dense = {layer for layer in layers if (layer + 1) % step} | set(config.optional("mlp_only_layers", ()))
         return cls(
-            **{name: values[name] for name in names}, dense_layers=frozenset(dense), shared_expert=shared_width > 0
+            **sizes,
+            norm_topk_prob=config.optional("norm_topk_prob", False),
+            dense_layers=frozenset(dense),
+            shared_expert=shared_width > 0,
         )
 
 
@@ -75,33 +73,35 @@ class RecurrentConfig:
     layers: frozenset[int]
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> RecurrentConfig:
-        """From a parsed config.json, which names every layer's kind or says how far layers of attention are apart.
-        Raises ConfigError for a missing field, a kind that we do not compute, or sizes that do not fit together."""
-        names = tuple(name for name in cls.__dataclass_fields__ if name != "layers")
-        _require(config, (*names, "num_hidden_layers"))
-        count, kinds = config["num_hidden_layers"], config.get("layer_types")
+    def read(cls, config: Fields) -> RecurrentConfig:
+        """From config.json, which names every layer's kind or says how far layers of attention are apart. Raises
+        ConfigError for a field that is missing or wrong, a kind that we do not compute, or sizes that do not fit
+        together."""
+        sizes = config.required(*(name for name in cls.__dataclass_fields__ if name != "layers"))
+        count = config.required("num_hidden_layers")["num_hidden_layers"]
+        kinds = config.optional("layer_types")
         if kinds is None:
-            _require(config, ("full_attention_interval",))
-            apart = config["full_attention_interval"]
+            apart = config.required("full_attention_interval")["full_attention_interval"]
+            if apart > count:
+                raise config.wrong("full_attention_interval", f"from 1 to num_hidden_layers, {count}")
             kinds = ["linear_attention" if (layer + 1) % apart else "full_attention" for layer in range(count)]
         if len(kinds) != count or not {"full_attention"} <= set(kinds) <= {"full_attention", "linear_attention"}:
-            raise ConfigError(
-                f"config.json: layer_types names linear_attention or full_attention for each of {count} layers, "
-                f"and full_attention for one at least; got {', '.join(map(str, kinds))}"
+            raise config.wrong(
+                "layer_types",
+                f"linear_attention or full_attention for each of {count} layers, and full_attention for one at least",
             )
-        heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+        heads, key_heads = sizes["linear_num_value_heads"], sizes["linear_num_key_heads"]
         if heads % key_heads:
-            raise ConfigError(f"config.json: linear_num_value_heads is a multiple of {key_heads}; got {heads}")
+            raise config.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {key_heads}")
         recurrent = (layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
-        return cls(**{name: config[name] for name in names}, layers=frozenset(recurrent))
+        return cls(**sizes, layers=frozenset(recurrent))
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """The fields of config.json that shape the network, and the switches of its family.
 
-    intermediate_size: of ordinary feed-forwards, None where there are none; rotary_dim: how many dimensions of a head
+    intermediate_size: of ordinary feed-forwards, None where all are routed; rotary_dim: how many dimensions of a head
     turn with its position, the first ones.
 
     qkv_bias: queries, keys and values have a bias; head_norms: each head's query and key are normalised; output_gate:
@@ -132,39 +132,37 @@ class DecoderConfig:
     @classmethod
     def read(
         cls,
-        config: Mapping[str, Any],
+        config: Fields,
         *,
         qkv_bias: bool,
         head_norms: bool,
         output_gate: bool = False,
         zero_centred_norms: bool = False,
+        turning: float = 1.0,
         experts: ExpertsConfig | None = None,
         recurrent: RecurrentConfig | None = None,
     ) -> DecoderConfig:
-        """From a parsed config.json. Raises ConfigError for a missing field or a variant that we do not compute."""
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        unsupported = {
-            "use_sliding_window": bool(config.get("use_sliding_window")),
-            "hidden_act": config.get("hidden_act", "silu") != "silu",
-            "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
-        }
-        for name, is_set in unsupported.items():
-            if is_set:
-                raise ConfigError(
-                    f"config.json sets {name} to {config.get(name, rope)}, which this decoder does not compute"
-                )
-        values: dict[str, Any] = {
-            "rope_theta": rope.get("rope_theta"),
-            "tie_word_embeddings": False,
-            "intermediate_size": None,
-        }
-        values |= {name: value for name, value in config.items() if value is not None}
+        """From config.json. turning: the share of a head that turns where nothing is said of it; a family in which
+        that is all has no other. Raises ConfigError for a field that is missing or wrong, or a variant that we do not
+        compute."""
+        rope = plain_rope(config)
+        if config.optional("use_sliding_window", False):
+            raise config.not_computed("use_sliding_window")
+        if config.not_null("hidden_act", "silu") != "silu":
+            raise config.not_computed("hidden_act")
+        if recurrent is None and set(config.optional("layer_types", ())) - {"full_attention"}:
+            raise config.not_computed("layer_types")
+        config = config.replaced(rope_theta=rope.optional("rope_theta", config.optional("rope_theta")))
         all_routed = experts is not None and not experts.dense_layers
-        _require(values, [name for name in _AS_PUBLISHED if not (all_routed and name == "intermediate_size")])
-        turning = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+        values: dict[str, Any] = {"intermediate_size": None}
+        values |= config.required(*_AS_PUBLISHED, *(() if all_routed else ("intermediate_size",)))
+        heads, key_heads, head_dim = (values[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        if heads % key_heads:
+            raise config.wrong("num_attention_heads", f"a multiple of num_key_value_heads, {key_heads}")
         return cls(
-            **{name: values[name] for name in _AS_PUBLISHED},
-            rotary_dim=int(values["head_dim"] * turning),
+            **values,
+            rotary_dim=_rotary_dim(config, rope, head_dim, turning),
+            tie_word_embeddings=config.optional("tie_word_embeddings", False),
             qkv_bias=qkv_bias,
             head_norms=head_norms,
             output_gate=output_gate,
@@ -178,7 +176,25 @@ class DecoderConfig:
         return kind(size, self.rms_norm_eps)
 
 
-def _require(config: Mapping[str, Any], names: Sequence[str]) -> None:
-    missing = [name for name in names if config.get(name) is None]
-    if missing:
-        raise ConfigError(f"config.json lacks {', '.join(missing)}")
+def plain_rope(config: Fields) -> Fields:
+    """What is said of rotary embeddings, in a field of its own that has one of two names: where there are both, that
+    which transformers takes. Raises ConfigError where either asks for other angles than the plain ones."""
+    for name in ("rope_scaling", "rope_parameters"):
+        said = config.optional(name, {})
+        for key, value in said.items():
+            of_a_kind_of_layer = isinstance(value, dict)
+            if of_a_kind_of_layer or (key in ("rope_type", "type") and value not in (None, "default")):
+                raise config.part(name).not_computed(key)
+    return config.part("rope_scaling" if config.optional("rope_scaling") else "rope_parameters")
+
+
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int, turning: float) -> int:
+    """How many dimensions of a head turn: an even number, since they turn in pairs."""
+    name = "partial_rotary_factor"
+    share = rope.not_null(name, config.not_null(name, turning))
+    if turning == 1.0 and share != 1.0:
+        raise (rope if rope.has(name) else config).not_computed(name)
+    rotary_dim = int(head_dim * share)
+    if head_dim % 2 or rotary_dim % 2 or rotary_dim == 0:
+        raise config.wrong("head_dim", f"even, and so must be as much of it as turns, {share:g} of it")
+    return rotary_dim

@@ -6,7 +6,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from meltcore.layers.destination import Destination
 from meltcore.layers.group import Group
 from meltcore.layers.pieces import Index, Pieces
 from meltcore.models.checkpoint import Checkpoint
+from meltcore.models.config_fields import Fields
 from meltcore.models.decoder import Decoder
 from meltcore.models.quantization import hold_in_fp8
 from meltcore.models.qwen2 import Qwen2
@@ -53,13 +55,16 @@ def build_model(
     """The network that config.json names, its weights allocated on `device` and not yet filled.
 
     With a group it is one rank's share of it. Raises ConfigError for an architecture that we do not have, or that
-    cannot be quantised or shared out as asked, and where `device` has too little memory.
+    cannot be quantised or shared out as asked, for a checkpoint that is quantised already, and where `device` has too
+    little memory.
     """
-    names = checkpoint.config.get("architectures") or []
+    config = Fields(checkpoint.config)
+    names = config.optional("architectures", [])
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
         asked = ", ".join(names) or "nothing"
         raise ConfigError(f"{checkpoint.name}: config.json names {asked}; we have {', '.join(ARCHITECTURES)}")
+    _refuse_quantised(config)
     with torch.device("meta"), _default_dtype(dtype):
         model = ARCHITECTURES[known[0]](checkpoint.config)
         if group is not None:
@@ -72,6 +77,18 @@ def build_model(
         checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, group.size if group else 1
     )
     return model.to_empty(device=device)
+
+
+def _refuse_quantised(config: Fields) -> None:
+    """Its weights mean nothing without their scales, which we do not read."""
+    for place in (config, config.part("text_config")):
+        if place.has("quantization_config"):
+            method = place.part("quantization_config").optional("quant_method", "that has no name")
+            raise place.refused(
+                "quantization_config",
+                f"says that weights are quantised, quant_method {method}; an unquantised checkpoint is needed here "
+                "(--quantization fp8 quantises it while loading)",
+            )
 
 
 @contextmanager
@@ -88,37 +105,58 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
     """Copy every tensor of the safetensors shards into the model, converting types on the way.
 
-    Of a tensor that is shared out among ranks only our part is read.
+    Of a tensor that is shared out among ranks only our part is read. All shards are opened and what they hold is
+    checked before anything is read, which may take minutes.
 
-    Raises ConfigError naming the missing, unexpected or mis-shaped tensors, or the unreadable shard.
+    Raises ConfigError naming the tensors that are missing, unexpected, given twice, or of another shape or type than
+    we can take, or the unreadable shard.
     """
     files = checkpoint.weight_files
     if not files:
         raise ConfigError(f"{checkpoint.folder} holds no *.safetensors files (--load-format dummy needs none)")
-    table, fused = model.checkpoint_tensors(), model.fused_tensors()
-    missing = set(table)
-    unexpected: list[str] = []
-    pinned = model.embedding.device.type == "cuda"  # what a GPU copies from by itself, without the driver's own buffer
-    buffers = [torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(_READERS + 1)]
-    for number, path in enumerate(files):
-        parts: list[_Part] = []
-        with Shard(path) as shard, ThreadPoolExecutor(_READERS) as pool:
-            for name, entry in shard.entries.items():
-                if name in table:
-                    parts += _parts(name, entry, table[name], path.name)
-                    missing.discard(name)
-                elif name in fused:
-                    parts += _parts(name, entry, fused[name].tensor, path.name)
-                    missing.difference_update(fused[name].stands_for)
-                elif not model.ignored_tensor(name):
-                    unexpected.append(name)
-            for part, values in _read_ahead(shard, parts, pool, buffers):
+    with ExitStack() as opened:
+        shards = [opened.enter_context(Shard(path)) for path in files]
+        parts = _plan(model, checkpoint.folder, shards)
+        pinned = model.embedding.device.type == "cuda"  # what a GPU copies from by itself, without the driver's buffer
+        buffers = [torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(_READERS + 1)]
+        pool = opened.enter_context(ThreadPoolExecutor(_READERS))
+        for number, (shard, own) in enumerate(zip(shards, parts, strict=True)):
+            for part, values in _read_ahead(shard, own, pool, buffers):
                 if not part.holds(values):
                     part.target.copy_(values)
-        progress("loading weights", (number + 1) / len(files))
-    problems = [_listed("missing", sorted(missing)), _listed("unexpected", sorted(unexpected))]
+            progress("loading weights", (number + 1) / len(files))
+
+
+def _plan(model: Decoder, folder: Path, shards: Sequence[Shard]) -> list[list[_Part]]:
+    """What is read of each shard. Raises ConfigError where they do not hold what the model has, all of it and once."""
+    table, fused = model.checkpoint_tensors(), model.fused_tensors()
+    given: dict[str, tuple[str, Path]] = {}  # ours, and the tensor and file that each is read from
+    unexpected: list[str] = []
+    parts: list[list[_Part]] = [[] for _ in shards]
+    stands_for: tuple[str, ...]
+    for shard, own in zip(shards, parts, strict=True):
+        for name, entry in shard.entries.items():
+            if name in table:
+                target, stands_for = table[name], (name,)
+            elif name in fused:
+                target, stands_for = fused[name]
+            else:
+                unexpected += [] if model.ignored_tensor(name) else [name]
+                continue
+            for each in stands_for:
+                if each in given:
+                    other, path = given[each]
+                    raise ConfigError(
+                        f"{folder}: {name} of {shard.path.name} stands in {path.name} too"
+                        + (f", as {other}" if other != name else "")
+                    )
+                given[each] = name, shard.path
+            own += _parts(name, entry, target, shard)
+    missing = sorted(table.keys() - given.keys())
+    problems = [_listed("missing", missing), _listed("unexpected", sorted(unexpected))]
     if any(problems):
-        raise ConfigError(f"{checkpoint.folder}: {'; '.join(filter(None, problems))}")
+        raise ConfigError(f"{folder}: {'; '.join(filter(None, problems))}")
+    return parts
 
 
 def fill_dummy_weights(model: Decoder, seed: int) -> None:
@@ -154,14 +192,15 @@ class _Part(NamedTuple):
         return isinstance(self.target, torch.Tensor) and self.target.data_ptr() == values.data_ptr()
 
 
-def _parts(name: str, entry: Entry, target: Destination, file: str) -> Iterator[_Part]:
+def _parts(name: str, entry: Entry, target: Destination, shard: Shard) -> Iterator[_Part]:
     """What we hold of a tensor, in parts of a bounded size where it goes into memory as it is."""
+    dtype = shard.dtype(name)
     if entry.shape != tuple(target.shape):
         shapes = f"{list(entry.shape)}; the configuration asks for {list(target.shape)}"
-        raise ConfigError(f"{file}: {name} has shape {shapes}")
+        raise ConfigError(f"{shard.path.name}: {name} has shape {shapes}")
     for index, place in target.pieces if isinstance(target, Pieces) else (((), target),):
         rows = place.shape[0] if place.shape else 1
-        at_once = max(1, _PART_BYTES // max(1, math.prod(entry.shape[1:]) * entry.dtype.itemsize))
+        at_once = max(1, _PART_BYTES // max(1, math.prod(entry.shape[1:]) * dtype.itemsize))
         if not isinstance(place, torch.Tensor) or rows <= at_once:
             yield _Part(name, index, place)
             continue
@@ -187,7 +226,7 @@ def _read_ahead(
             free.append(buffer)
         if part is not None:
             buffer = free.pop()
-            place = part.own_memory(shard.entries[part.name].dtype)
+            place = part.own_memory(shard.dtype(part.name))
             into = buffer if place is None else place
             pending.append((part, buffer, pool.submit(shard.read, part.name, part.within, into)))
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meltcore.models.config_fields import Fields
 from meltcore.models.decoder import Decoder
 from meltcore.models.decoder_config import DecoderConfig
 
 
 class Qwen2(Decoder):
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """From a parsed config.json. Raises ConfigError for a missing field or a variant that we do not compute."""
-        hidden_size, heads = config.get("hidden_size"), config.get("num_attention_heads")
-        if hidden_size and heads:
-            config = {"head_dim": hidden_size // heads, **config}
-        super().__init__(DecoderConfig.read(config, qkv_bias=True, head_norms=False))
+        """From a parsed config.json. Raises ConfigError for a field that is missing or wrong, or a variant that we do
+        not compute."""
+        fields = Fields(config)
+        if not fields.has("head_dim"):
+            sizes = fields.required("hidden_size", "num_attention_heads")
+            fields = fields.replaced(head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
+        super().__init__(DecoderConfig.read(fields, qkv_bias=True, head_norms=False))

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meltcore.errors import ConfigError
+from meltcore.models.config_fields import Fields
 from meltcore.models.decoder import Decoder
 from meltcore.models.decoder_config import DecoderConfig, ExpertsConfig
 
 
 class Qwen3Moe(Decoder):
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """From a parsed config.json. Raises ConfigError for a missing field or a variant that we do not compute."""
-        if config.get("attention_bias"):
-            raise ConfigError("config.json sets attention_bias, which qwen3_moe here does not compute")
-        experts = ExpertsConfig.read(config)
-        super().__init__(DecoderConfig.read(config, qkv_bias=False, head_norms=True, experts=experts))
+        """From a parsed config.json. Raises ConfigError for a field that is missing or wrong, or a variant that we do
+        not compute."""
+        fields = Fields(config)
+        if fields.optional("attention_bias", False):
+            raise fields.not_computed("attention_bias", "qwen3_moe here")
+        experts = ExpertsConfig.read(fields)
+        super().__init__(DecoderConfig.read(fields, qkv_bias=False, head_norms=True, experts=experts))

@@ -19,19 +19,9 @@ import torch
 
 from meltcore.errors import ConfigError
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+# What weights may be stored in. Narrower types and whole numbers are a quantised checkpoint's, and mean nothing without
+# the scales beside them.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 # Parts that lie apart are read one by one if they are at least this long; else all that lies between is read too.
 _LEAST_RUN_BYTES = 64 * 1024
@@ -40,9 +30,9 @@ Index = Sequence[slice]
 
 
 class Entry(NamedTuple):
-    """A tensor in a file: its type, its shape, and where its bytes begin."""
+    """A tensor in a file: its type as the file calls it, its shape, and where its bytes begin."""
 
-    dtype: torch.dtype
+    kind: str
     shape: tuple[int, ...]
     offset: int
 
@@ -52,14 +42,14 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError where the file cannot be read or is none of this format."""
-        self._path = path
+        self.path = path
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         try:
             self.entries = self._read_header()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             os.close(self._file)
             raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -71,13 +61,23 @@ class Shard:
     ) -> None:
         os.close(self._file)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor is read in. Raises ConfigError for one that weights cannot have here."""
+        kind = self.entries[name].kind
+        if kind not in _DTYPES:
+            raise ConfigError(
+                f"{self.path}: {name} is stored as {kind}; weights must be unquantised here: {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[kind]
+
     def read(self, name: str, index: Index = (), buffer: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor, or the part of it within `index` (slices without steps, of the first dimensions), on the host.
 
         It lies in `buffer` ([bytes] uint8) if it fits there, else in memory of its own. Raises ConfigError where the
-        file has become shorter.
+        file has become shorter, or for a type that weights cannot have.
         """
-        dtype, shape, offset = self.entries[name]
+        dtype = self.dtype(name)
+        _, shape, offset = self.entries[name]
         bounds = [each.indices(size)[:2] for each, size in zip(index, shape, strict=False)]
         bounds += [(0, size) for size in shape[len(bounds) :]]
         # Up to the last dimension that is cut, every combination of the ones before begins a run of its own.
@@ -108,10 +108,14 @@ class Shard:
         header.pop("__metadata__", None)
         entries = {}
         for name, fields in header.items():
-            dtype, shape, (begin, end) = _DTYPES[fields["dtype"]], tuple(fields["shape"]), fields["data_offsets"]
-            if end - begin != math.prod(shape) * dtype.itemsize or not 0 <= begin <= end <= size - 8 - length:
+            kind, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+            if not isinstance(kind, str) or any(type(number) is not int or number < 0 for number in (*shape, begin)):
+                raise ValueError(f"{name} has the type {kind!r} and the shape {list(shape)} from {begin!r} on")
+            # Of a type that we do not know, the file may hold tensors that nobody reads.
+            fits = kind not in _DTYPES or end - begin == math.prod(shape) * _DTYPES[kind].itemsize
+            if not fits or not begin <= end <= size - 8 - length:
                 raise ValueError(f"{name} stands from {begin} to {end} in a file of {size} bytes")
-            entries[name] = Entry(dtype, shape, 8 + length + begin)
+            entries[name] = Entry(kind, shape, 8 + length + begin)
         return entries
 
     def _read_into(self, buffer: memoryview, offset: int) -> None:
@@ -119,7 +123,7 @@ class Shard:
         while done < len(buffer):
             count = os.preadv(self._file, [buffer[done:]], offset + done)
             if count == 0:
-                raise ConfigError(f"{self._path} has become shorter while it is read")
+                raise ConfigError(f"{self.path} has become shorter while it is read")
             done += count
 
 
