@@ -26,7 +26,7 @@ from meltcore.results.schema import Gate, LevelResult, RunResult, Verdict
 from meltcore.results.weights import WEIGHTS
 
 SERVER = Path(__file__).parent / "whole_server.py"
-QUICK = ["--requests", "64", "--input-tokens", "24", "--output-tokens", "64", "--tokenizer", TOKENIZER, "--seed", "1"]
+QUICK = ["--requests", "64", "--input-tokens", "8", "--output-tokens", "20", "--tokenizer", TOKENIZER, "--seed", "1"]
 
 
 @pytest.fixture
