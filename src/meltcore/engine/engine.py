@@ -85,7 +85,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ended: list[SequenceOutput] = []
         # Some checkpoints name end tokens of a larger vocabulary, which nothing here can choose or mask.
-        self._eos = frozenset(id for id in self.checkpoint.eos_token_ids if 0 <= id < self.vocab_size)
+        self._eos = frozenset(each for each in self.checkpoint.eos_token_ids if each < self.vocab_size)
         self._added = 0
         self._steps = 0
         self._step_s = 0.0
