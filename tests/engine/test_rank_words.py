@@ -124,3 +124,13 @@ def test_a_rank_that_does_not_listen_is_named(ranks: Ranks, rank: Rank) -> None:
     time.sleep(ARRIVES_S)
     with pytest.raises(RankError, match=r"rank 1 .*does not listen"):
         ranks.capture_graphs()
+
+
+def test_a_rank_that_is_told_nothing_leaves_without_a_word(tmp_path: Path) -> None:
+    """Rank 0 was gone before it had settings to pass on."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    words = [sys.executable, "-m", "meltcore.engine.rank_process", str(folder), "1"]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not folder.exists()

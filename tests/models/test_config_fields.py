@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_config import SMALL
 
 from meltcore.config import EngineConfig
 from meltcore.engine.loading import _choose_dtype
@@ -17,20 +18,7 @@ from meltcore.models.config_fields import RULES
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import build_model
 
-DENSE: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-}
-ROUTED = DENSE | {
+ROUTED = SMALL | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -104,7 +92,7 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
     return text
 
 
-@pytest.mark.parametrize("config", [DENSE, ROUTED, HYBRID], ids=["dense", "routed", "hybrid"])
+@pytest.mark.parametrize("config", [SMALL, ROUTED, HYBRID], ids=["dense", "routed", "hybrid"])
 def test_the_configurations_that_are_spoilt_below_are_sound(tmp_path: Path, config: dict[str, Any]) -> None:
     build(tmp_path, config)
 
@@ -164,7 +152,7 @@ def test_a_field_of_a_part_is_named_with_the_way_to_it(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
-    assert message in refusal(tmp_path, DENSE | changes)
+    assert message in refusal(tmp_path, SMALL | changes)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2])
@@ -195,13 +183,13 @@ def test_angles_that_we_do_not_compute_are_refused_wherever_they_stand(
     spoilt = {name: said, other: beside}
     text = {name: value for name, value in HYBRID.items() if name != "architectures"}
     whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
-    assert f"sets {name}.{field} to " in refusal(tmp_path, DENSE | spoilt)
+    assert f"sets {name}.{field} to " in refusal(tmp_path, SMALL | spoilt)
     assert f"sets text_config.{name}.{field} to " in refusal(tmp_path, whole | {"text_config": text | spoilt})
     assert f"sets {name}.{field} to " in refusal(tmp_path, whole | spoilt)
 
 
 def test_qwen2_divides_its_hidden_size_where_no_head_dim_is_given(tmp_path: Path) -> None:
-    config = DENSE | {"architectures": ["Qwen2ForCausalLM"], "head_dim": None}
+    config = SMALL | {"architectures": ["Qwen2ForCausalLM"], "head_dim": None}
     assert build(tmp_path, config).config.head_dim == 16
     assert "num_attention_heads must be" in refusal(tmp_path, config | {"num_attention_heads": 0})
     assert "head_dim must be" in refusal(tmp_path, config | {"num_attention_heads": 64})
@@ -217,7 +205,7 @@ def test_a_hybrid_routes_every_layer_whatever_else_is_said(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dtype", [["bfloat16"], 16, {"torch": "float16"}, "int8"])
 def test_a_stored_type_that_is_none_is_refused(tmp_path: Path, dtype: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"dtype": dtype}))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"dtype": dtype}))
     checkpoint = open_checkpoint(str(tmp_path), files="text")
     with pytest.raises(ConfigError, match=r"name one of float32, bfloat16, float16 with --dtype"):
         _choose_dtype(checkpoint, EngineConfig(model=str(tmp_path)), torch.device("cuda"))

@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_config import SMALL
 
 from meltcore.config import EngineConfig
 from meltcore.engine import memory
@@ -20,18 +21,7 @@ from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.loader import build_model, load_weights
 from meltcore.models.shard import Shard
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
+CONFIG = SMALL | {
     "tie_word_embeddings": False,
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",

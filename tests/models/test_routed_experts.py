@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_config import SMALL
 
 from meltcore.config import DebugSwitch, EngineConfig, Quantization
 from meltcore.engine.engine import Engine
@@ -22,22 +23,14 @@ from meltcore.models.decoder import Decoder
 from meltcore.models.loader import build_model, load_weights
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 3, 4, 24, 32
-CONFIG = {
+CONFIG = SMALL | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_size": HIDDEN,
-    "intermediate_size": 48,
     "moe_intermediate_size": WIDTH,
     "num_experts": EXPERTS,
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
 }
 
 

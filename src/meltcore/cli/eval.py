@@ -73,7 +73,7 @@ def _add_gsm8k(parser: argparse.ArgumentParser) -> None:
         "--data",
         default="openai/gsm8k",
         metavar="JSONL",
-        help="GSM8K's problems: a file, meltcore/problems, or a data set of the hub (default: openai/gsm8k)",
+        help="GSM8K's problems: a file or its folder, meltcore/problems, or one of the hub (default: openai/gsm8k)",
     )
     parser.add_argument(
         "--shots", metavar="FILE", help="eight worked examples, or none (default: lm-eval's, else our own)"

@@ -123,9 +123,13 @@ class RankProcess:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when we leave
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    torch.set_num_threads(max(1, (len(os.sched_getaffinity(0)) - 1) // config.tp))
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    line = sys.stdin.buffer.readline()
+    if not line:  # rank 0 was gone before it had read its own settings
+        shutil.rmtree(folder, ignore_errors=True)
+        return 0
+    config = msgspec.json.decode(line, type=EngineConfig)
+    torch.set_num_threads(max(1, (len(os.sched_getaffinity(0)) - 1) // config.tp))
     threading.Thread(target=_leave_with_rank_0, args=(folder,), daemon=True).start()
     return RankProcess(folder, rank, config).serve()
 
