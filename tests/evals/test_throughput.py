@@ -128,6 +128,7 @@ def test_speed_only_sends_ids_and_no_text() -> None:
     plan = make_plan(config(speed_only=True, tokenizer=None), None)
     lines = [each.line for level in plan.levels for each in level]
     assert all(len(line["prompt_token_ids"]) == 40 and line["ignore_eos"] for line in lines)
+    assert not any(line["skip_special_tokens"] for line in lines)  # an answer of nothing else would have no text
     assert all(100 <= token < 30_000 for token in random_ids(random.Random(0), 2000))
 
 

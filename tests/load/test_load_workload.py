@@ -34,7 +34,9 @@ def test_random_ids_keep_to_their_lengths_and_differ_by_request_and_seed() -> No
     prompts = [workload.prompt(index) for index in range(200)]
     assert {len(prompt.fields["prompt"]) for prompt in prompts} == set(range(3, 10))
     assert {prompt.fields["max_tokens"] for prompt in prompts} == {5, 6}
-    assert all(prompt.fields["ignore_eos"] and prompt.path == COMPLETIONS_PATH for prompt in prompts)
+    # Special tokens shown: an answer of nothing else would have no text, and fail.
+    assert all(prompt.fields["ignore_eos"] and not prompt.fields["skip_special_tokens"] for prompt in prompts)
+    assert {prompt.path for prompt in prompts} == {COMPLETIONS_PATH}
     assert workload.prompt(5) == load("random:in=3-9,out=5-6").prompt(5)
     assert workload.prompt(5) != load("random:in=3-9,out=5-6", seed=1).prompt(5)
 
@@ -42,7 +44,7 @@ def test_random_ids_keep_to_their_lengths_and_differ_by_request_and_seed() -> No
 def test_random_ids_stay_inside_a_small_vocabulary_and_may_end_early() -> None:
     fields = load("random:in=500,vocab=40,eos=1").prompt(0).fields
     assert 0 < min(fields["prompt"]) <= max(fields["prompt"]) < 40
-    assert "ignore_eos" not in fields
+    assert set(fields) == {"prompt", "max_tokens"}
 
 
 def test_file_lines_become_requests_in_turn(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ workloads:
   problems:short|long|mixed      the bundled arithmetic problems; answers are marked
   random:in=128-1024,out=128     random token ids (vocab=N: ids below N; eos=1: let the model end early)
   FILE.jsonl                     one object a line: prompt, messages or prompt_token_ids; max_tokens, answer,
-                                 temperature, ignore_eos
+                                 temperature, ignore_eos, skip_special_tokens
 """
 
 EXIT_FAILED = 1

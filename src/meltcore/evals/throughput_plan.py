@@ -13,6 +13,7 @@ import msgspec
 from meltcore.errors import ConfigError
 from meltcore.evals.spot_checks import SpotCheck, draw
 from meltcore.evals.throughput_prompts import TextMaker, random_ids
+from meltcore.load.workload import WHOLE_LENGTH
 from meltcore.results.weights import WEIGHTS
 
 WARMUPS = 2
@@ -101,9 +102,7 @@ def make_plan(config: ThroughputConfig, maker: TextMaker | None) -> Plan:
 def _prompt_source(config: ThroughputConfig, maker: TextMaker | None, rng: random.Random) -> Callable[[], Planned]:
     common: dict[str, Any] = {"max_tokens": config.output_tokens, "temperature": 1.0}
     if config.fixed_output or config.speed_only:
-        common["ignore_eos"] = True
-    if config.fixed_output:
-        common["skip_special_tokens"] = False  # end tokens that are ignored have no text else, and cannot be counted
+        common |= WHOLE_LENGTH
     among = () if maker is None else (maker.ids,)
 
     def new() -> Planned:

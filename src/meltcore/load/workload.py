@@ -28,6 +28,9 @@ RANDOM_LOW_ID, RANDOM_HIGH_ID = 100, 30_000
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 # That a line of a file may set for its own request.
 _SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
+# An answer that goes on after its end. Special tokens are part of it then: without their text an answer of nothing else
+# is empty, one that begins with some has a late first text, and none can be counted again.
+WHOLE_LENGTH = {"ignore_eos": True, "skip_special_tokens": False}
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -97,7 +100,7 @@ def _random_ids(name: str, rest: str, seed: int, max_tokens: int | None) -> Work
         ids = [rng.randrange(low, high) for _ in range(_draw(rng, lengths))]
         fields: dict[str, Any] = {"prompt": ids, "max_tokens": _draw(rng, outputs)}
         if ignore_eos:
-            fields["ignore_eos"] = True
+            fields |= WHOLE_LENGTH
         return Prompt(COMPLETIONS_PATH, fields)
 
     return Workload(name, prompt, judged=False)
