@@ -15,12 +15,14 @@ MOST_PROCESSES = 4  # each may hold torch, transformers and an engine
 def pytest_configure() -> None:
     """One thread a process where all cores have theirs; before torch is imported, which asks once.
 
-    And Ctrl-C as ever: a shell that starts the tests in the background has it ignored, and some interrupt themselves.
+    And Ctrl-C and hang-up as ever: a shell that starts the tests in the background has the one ignored, nohup the
+    other, and some tests send them to themselves or to what they start.
     """
     if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -163,20 +163,10 @@ def _convolve_kernel(
         key_head = (tile * KEYS_AT_ONCE + tl.arange(0, KEYS_AT_ONCE))[:, None]
         key_dims = tl.arange(0, KEY_DIM)[None, :]
         _convolved_rows(
-            inputs,
-            ring,
-            conv,
-            outputs + (key_head * CHUNK + done) * KEY_DIM + key_dims,
-            key_head * KEY_DIM + key_dims,
-            key_head < 2 * KEY_HEADS,
+            *(inputs, ring, conv, outputs + (key_head * CHUNK + done) * KEY_DIM + key_dims),
+            *(key_head * KEY_DIM + key_dims, key_head < 2 * KEY_HEADS),
             tl.where(key_head < KEY_HEADS, KEY_DIM**-0.5, 1.0),
-            earlier,
-            start,
-            count,
-            projected_stride,
-            CHANNELS,
-            KERNEL,
-            ROWS,
+            *(earlier, start, count, projected_stride, CHANNELS, KERNEL, ROWS),
             UNIT=True,
             NATIVE=NATIVE,
         )
@@ -184,20 +174,9 @@ def _convolve_kernel(
         head = ((tile - KEY_TILES) * VALUES_AT_ONCE + tl.arange(0, VALUES_AT_ONCE))[:, None]
         value_dims = tl.arange(0, VALUE_DIM)[None, :]
         _convolved_rows(
-            inputs,
-            ring,
-            conv,
-            outputs + 2 * KEYS * CHUNK + (head * CHUNK + done) * VALUE_DIM + value_dims,
-            2 * KEYS + head * VALUE_DIM + value_dims,
-            head < HEADS,
-            1.0,
-            earlier,
-            start,
-            count,
-            projected_stride,
-            CHANNELS,
-            KERNEL,
-            ROWS,
+            *(inputs, ring, conv, outputs + 2 * KEYS * CHUNK + (head * CHUNK + done) * VALUE_DIM + value_dims),
+            *(2 * KEYS + head * VALUE_DIM + value_dims, head < HEADS, 1.0),
+            *(earlier, start, count, projected_stride, CHANNELS, KERNEL, ROWS),
             UNIT=False,
             NATIVE=NATIVE,
         )

@@ -135,6 +135,19 @@ def _convolved(total, new, newest_weight):
     return silu(total).to(new.dtype).to(tl.float32)
 
 
+@triton.jit
+def _delta_rule(state, query, key, value, a, b, log, bias):
+    """A token's output, [VALUE_DIM], and the state [KEY_DIM, VALUE_DIM] after it."""
+    g, beta = gates(a, b, log, bias)
+    stays = tl.exp(g)
+    # The query reads the old state and what is added to it, so that both sums over the state are one pass.
+    held = tl.sum(state * key[:, None], 0)
+    read = tl.sum(state * query[:, None], 0)
+    change = beta * (value - stays * held)
+    mixed = stays * read + tl.sum(query * key, 0) * change
+    return mixed, stays * state + key[:, None] * change[None, :]
+
+
 # Indices may lie at any address of a longer tensor.
 @triton.jit(do_not_specialize=["positions", "slots"])
 def _decode_kernel(
@@ -208,14 +221,8 @@ def _decode_kernel(
     value = tl.sum(_convolved(value, new_value, newest_value_weight), 0)
     query = tl.sum(tl.where(which == 0, both, 0.0), 0) * (KEY_DIM**-0.5)
     key = tl.sum(tl.where(which == 1, both, 0.0), 0)
-    g, beta = gates(a, b, log, bias)
-    stays = tl.exp(g)
-    # The query reads the old state and what is added to it, so that both sums over the state are one pass.
-    held = tl.sum(state * key[:, None], 0)
-    read = tl.sum(state * query[:, None], 0)
-    change = beta * (value - stays * held)
-    mixed = stays * read + tl.sum(query * key, 0) * change
-    tl.store(place, stays * state + key[:, None] * change[None, :])
+    mixed, state = _delta_rule(state, query, key, value, a, b, log, bias)
+    tl.store(place, state)
     mixed *= tl.rsqrt(tl.sum(mixed * mixed, 0) / VALUE_DIM + eps) * weight * silu(gate)
     tl.store(result, mixed.to(out.dtype.element_ty))
 

@@ -134,6 +134,14 @@ def _keep_inputs(inputs, ring, channels, start, count, stride, CHANNELS: tl.cons
         tl.store(entry + channels, kept, token >= 0)
 
 
+@triton.jit
+def _changed(held, key, value, change, stays):
+    """What a chunk's tokens change of the state that they began with, before it fades: [VALUES, CHUNK] float32."""
+    known = tl.dot(held, tl.trans(key), input_precision="ieee") * -stays
+    update = tl.dot(tl.trans(value), tl.trans(change), input_precision="ieee")
+    return tl.dot(known.to(held.dtype), tl.trans(change), update, input_precision="ieee")
+
+
 # Indices may lie at any address of a longer tensor.
 @triton.jit(do_not_specialize=["starts", "slots", "first_tokens", "decodes"])
 def _scan_kernel(
@@ -195,10 +203,7 @@ def _scan_kernel(
         to_end = tl.load(scales + of_head * (2 * CHUNK) + CHUNK + row)[None, :]
         stay = tl.load(scales + of_head * (2 * CHUNK) + CHUNK - 1)
         held = state.to(dtype)
-        known = tl.dot(held, tl.trans(key), input_precision="ieee") * -stays
-        update = tl.dot(tl.trans(value), tl.trans(change), input_precision="ieee")
-        update = tl.dot(known.to(dtype), tl.trans(change), update, input_precision="ieee")
-
+        update = _changed(held, key, value, change, stays)
         # Loaded as late as this where nothing runs ahead: least shared memory.
         query = tl.load(tiles + key_tile + keys_at)
         mixed = tl.dot(held, tl.trans(query), input_precision="ieee") * stays
