@@ -17,12 +17,10 @@ from typing import NamedTuple
 import torch
 
 from meltcore.kernels.attend import (
-    as_multiplied,
     attend_block,
     attend_torch,
     gather_pages,
     in_pairs,
-    in_parts,
     put_together,
     require_layout,
 )
@@ -35,6 +33,7 @@ from meltcore.kernels.decode_share import (
     block_keys_of,
     hand_in,
     least_rows,
+    no_queries,
     nothing_seen,
 )
 from meltcore.kernels.dispatch import use_triton
@@ -317,8 +316,7 @@ def _decode_kernel(
     keys_at, values_at = in_pairs(key_cache), in_pairs(value_cache)
     is_last = position < first + share
     if AHEAD:
-        queries = tl.zeros((ROWS, HEAD_DIM), qkv.dtype.element_ty)
-        queries = in_parts(as_multiplied(queries, key_cache), key_cache, ROWS, HEAD_DIM)
+        queries = no_queries(qkv, key_cache, ROWS, HEAD_DIM)
         mixed, total, highest = nothing_seen(value_cache, ROWS, HEAD_DIM)
     else:
         queries, mixed, total, highest = begin_share(

@@ -19,9 +19,17 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.attend import as_multiplied, attend_block, in_pairs, in_parts, put_together
+from meltcore.kernels.attend import attend_block, in_pairs, put_together
 from meltcore.kernels.capability import capability, processors, shared_bytes
-from meltcore.kernels.decode_share import arrivals_of, begin_share, block_keys_of, hand_in, least_rows, nothing_seen
+from meltcore.kernels.decode_share import (
+    arrivals_of,
+    begin_share,
+    block_keys_of,
+    hand_in,
+    least_rows,
+    no_queries,
+    nothing_seen,
+)
 from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps
@@ -116,6 +124,17 @@ def decode_in_lanes(
     )
 
 
+@triton.jit
+def _line(positions, rows, sequences, BLOCK_TOKENS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr):
+    """Of BLOCK_SEQUENCES places: their positions, their rows of the page table, and where each one's blocks end."""
+    index = tl.arange(0, BLOCK_SEQUENCES)
+    position = tl.load(positions + index, index < sequences, other=0).to(tl.int32)
+    row = tl.load(rows + index, index < sequences, other=0)
+    # Padding counts as a block, so that some program writes its zeros.
+    held = tl.where(index < sequences, tl.maximum(tl.cdiv(position + 1, BLOCK_TOKENS), 1), 0)
+    return position, row, tl.cumsum(held, 0), tl.sum(held, 0)
+
+
 @triton.jit(do_not_specialize=["sequences"])
 def _lanes_kernel(
     qkv,
@@ -157,13 +176,8 @@ def _lanes_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # No recent kernel wrote positions, rows, page numbers and what is cached: until a share begins, all is read before
     # the kernel in front has ended.
+    each, each_row, ends, total_blocks = _line(positions, rows, sequences, BLOCK_TOKENS, BLOCK_SEQUENCES)
     index = tl.arange(0, BLOCK_SEQUENCES)
-    each = tl.load(positions + index, index < sequences, other=0).to(tl.int32)
-    each_row = tl.load(rows + index, index < sequences, other=0)
-    # Padding counts as a block, so that some program writes its zeros.
-    held = tl.where(index < sequences, tl.maximum(tl.cdiv(each + 1, BLOCK_TOKENS), 1), 0)
-    ends = tl.cumsum(held, 0)
-    total_blocks = tl.sum(held, 0)
     # Every lane has a block, so that the shares of a sequence can be counted.
     lanes = tl.minimum(tl.num_programs(1), total_blocks)
     begin = tl.minimum(lane, lanes) * total_blocks // lanes
@@ -181,8 +195,7 @@ def _lanes_kernel(
     within += tl.arange(0, READ_DIM)[None, :]
     keys_at, values_at = in_pairs(key_cache), in_pairs(value_cache)
     row = tl.arange(0, ROWS)
-    queries = tl.zeros((ROWS, HEAD_DIM), qkv.dtype.element_ty)
-    queries = in_parts(as_multiplied(queries, key_cache), key_cache, ROWS, HEAD_DIM)
+    queries = no_queries(qkv, key_cache, ROWS, HEAD_DIM)
     mixed, total, highest = nothing_seen(value_cache, ROWS, HEAD_DIM)
     share_begin = begin
     for place in range(begin, end):

@@ -136,6 +136,13 @@ def nothing_seen(cache_ptr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def no_queries(qkv, cache_ptr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """What stands in `begin_share`'s place before a loop that begins its shares itself: queries in parts, all zeros."""
+    queries = tl.zeros((ROWS, HEAD_DIM), qkv.dtype.element_ty)
+    return in_parts(as_multiplied(queries, cache_ptr), cache_ptr, ROWS, HEAD_DIM)
+
+
+@triton.jit
 def begin_share(
     qkv,
     query_weight,

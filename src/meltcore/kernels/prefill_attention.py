@@ -192,6 +192,22 @@ def _queries(heads, turns, weight, eps, NORMED: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
+def _page_of(pages, position, end, PAGE_SIZE: tl.constexpr):
+    """Where the key at `position` is, before `end`; past it nowhere."""
+    return tl.load(pages + position // PAGE_SIZE, position < end, other=0)
+
+
+@triton.jit
+def _store(out, mixed, head, first_token, count, HEADS: tl.constexpr, PACKED: tl.constexpr):
+    """[ROWS, HEAD_DIM] of the tile's `count` tokens, a token's heads in neighbouring rows."""
+    HEAD_DIM: tl.constexpr = mixed.shape[1]
+    member, dims = tl.arange(0, mixed.shape[0]), tl.arange(0, HEAD_DIM)
+    column = (head + member % PACKED)[:, None] * HEAD_DIM + dims[None, :]
+    places = (first_token + member // PACKED)[:, None] * (HEADS * HEAD_DIM) + column
+    tl.store(out + places, mixed.to(out.dtype.element_ty), (member // PACKED < count)[:, None])
+
+
+@triton.jit
 def _prefill_kernel(
     qkv,
     query_weight,
@@ -251,9 +267,7 @@ def _prefill_kernel(
     seen = (start + 1) // BLOCK_KEYS * BLOCK_KEYS
     page = tl.load(pages)
     for position in range(0, seen, BLOCK_KEYS):
-        next_page = tl.load(
-            pages + (position + BLOCK_KEYS) // PAGE_SIZE, position + BLOCK_KEYS < start + count, other=0
-        )
+        next_page = _page_of(pages, position + BLOCK_KEYS, start + count, PAGE_SIZE)
         base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
         keys = tl.load(key_cache + base + within)
         values = tl.load(value_cache + base + within)
@@ -262,9 +276,7 @@ def _prefill_kernel(
         )
         page = next_page
     for position in range(seen, start + count, BLOCK_KEYS):
-        next_page = tl.load(
-            pages + (position + BLOCK_KEYS) // PAGE_SIZE, position + BLOCK_KEYS < start + count, other=0
-        )
+        next_page = _page_of(pages, position + BLOCK_KEYS, start + count, PAGE_SIZE)
         base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
         exists = (position + block < start + count)[:, None]
         keys = tl.load(key_cache + base + within, exists, other=0.0)
@@ -274,10 +286,7 @@ def _prefill_kernel(
             queries, keys, values, visible, mixed, total, highest, scale_log2, MASKED=True
         )
         page = next_page
-    column = (head + member % PACKED)[:, None] * HEAD_DIM + dims[None, :]
-    places = (first_token + member // PACKED)[:, None] * (HEADS * HEAD_DIM) + column
-    inside = (member // PACKED < count)[:, None]
-    tl.store(out + places, (mixed[0] / total[:, None]).to(out.dtype.element_ty), inside)
+    _store(out, mixed[0] / total[:, None], head, first_token, count, HEADS, PACKED)
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
