@@ -157,6 +157,20 @@ def test_why_requests_failed_is_told(start: Callable[..., FakeServer]) -> None:
     assert "no such model" in result.reasons[0]
 
 
+def test_a_server_that_ends_half_way_leaves_no_share_of_right_answers(start: Callable[..., FakeServer]) -> None:
+    server = start()
+
+    def end_half_way(done: int, right: int, asked: int) -> None:
+        if done == asked // 2:
+            server.shutdown()
+            server.server_close()
+
+    result = run_eval(server.address, "problems", at_least=0.9, on_answer=end_half_way)
+    assert (result.status, result.verdict) == ("partial", "SERVER_DIED")
+    assert (result.accuracy, result.evaluation) == (None, None)
+    assert result.reasons[0].startswith("the server ended after 1")
+
+
 def test_a_share_below_what_was_asked_for_fails_the_run(start: Callable[..., FakeServer]) -> None:
     address = start("wrong-answers").address
     assert run_eval(address, "problems").verdict == "OK"

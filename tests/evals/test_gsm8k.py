@@ -1,6 +1,7 @@
 """GSM8K: how answers are marked, what is asked, and the gate, against servers that answer in known ways."""
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +14,10 @@ from fake_openai import FakeServer
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
-from meltcore.evals import extraction, gsm8k, run_gsm8k
+from meltcore.evals import extraction, gsm8k, run_gsm8k, score_runs
 from meltcore.evals.gsm8k import gate
 from meltcore.evals.gsm8k_data import BUNDLED, OWN_SHOTS, Item, Shots, conversation, read_items, read_shots
-from meltcore.results.runfolder import read_result
+from meltcore.results.runfolder import RunFolder, read_result
 from meltcore.results.schema import Evaluation
 
 ITEMS = [Item(f"Problem {at}: how many?", f"Some work.\n#### {at * 37 + 5:,}") for at in range(200)]
@@ -234,6 +235,30 @@ def test_a_failed_request_is_not_right_and_fails_the_run(data: str) -> None:
     assert result.evaluation is not None
     assert (result.evaluation.right, result.evaluation.failed) == (0, 8)
     assert any("8 of 8 requests failed, the first one: status 404" in reason for reason in result.reasons)
+
+
+def test_a_server_that_ends_half_way_leaves_no_mark(
+    answering: Callable[[int, str], AnsweringServer], data: str, tmp_path: Path
+) -> None:
+    server = answering(200, next(iter(FORMS)))
+
+    def end_half_way(done: int, right: int, asked: int) -> None:
+        if done == 100:
+            server.close()
+
+    # A failed gate would say that its answers were wrong.
+    result = run_gsm8k(server.address, data=data, on_answer=end_half_way)
+    assert (result.status, result.verdict) == ("partial", "SERVER_DIED")
+    assert (result.accuracy, result.evaluation) == (None, None)
+    assert [gate.status for gate in result.gates] == ["NOT RUN"]
+    [reason] = result.reasons
+    found = re.fullmatch(r"the server ended after (\d+) of 200 answers", reason)
+    assert found is not None
+    assert 100 <= int(found[1]) <= 108
+    folder = RunFolder.create(tmp_path / "runs", "eval")
+    folder.write_result(result)
+    with pytest.raises(ConfigError, match="is a partial run: the server ended"):
+        score_runs([folder.path])
 
 
 def test_the_verb_prints_the_gate_and_exits_by_it(

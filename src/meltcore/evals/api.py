@@ -118,6 +118,14 @@ class Api:
             raise ConfigError(f"/v1/models of {self.address} names no model ({seen}); name one with --model")
         return name, model_facts(listing, name)
 
+    def is_there(self) -> bool:
+        """Whether anything at this address still answers."""
+        try:
+            self.get("/v1/models", limit_s=LISTING_LIMIT_S)
+        except ApiError:
+            return False
+        return True
+
     def first_model(self) -> str:
         """The first name that /v1/models gives. Raises ConfigError as `served`."""
         return self.served()[0]

@@ -79,5 +79,13 @@ def failures(evaluation: Evaluation) -> list[str]:
     return [f"{of} requests failed, the first one: {evaluation.first_failure}"]
 
 
+def server_died(api: Api, evaluation: Evaluation) -> str | None:
+    """One sentence where requests failed and the server is gone: of those its answers say nothing."""
+    if not evaluation.failed or api.is_there():
+        return None
+    whole = evaluation.asked - evaluation.failed
+    return f"the server ended after {whole} of {evaluation.asked} answers"
+
+
 def _failed(why: str) -> Answer:
     return Answer(f"{_FAILED}{why}", failed=True)

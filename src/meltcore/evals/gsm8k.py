@@ -142,6 +142,10 @@ def gate(evaluation: Evaluation) -> Gate:
     )
 
 
+def gate_not_run(asked: int, why: str) -> Gate:
+    return Gate(name=gate_name(asked), status="NOT RUN", detail=why)
+
+
 def gate_name(asked: int) -> str:
     return f"GSM8K: at least {needed(asked)} of {asked} right"
 

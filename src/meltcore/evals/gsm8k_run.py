@@ -10,7 +10,7 @@ from pathlib import Path
 from meltcore.errors import MeltcoreError
 from meltcore.evals import gsm8k
 from meltcore.evals.api import Api
-from meltcore.evals.ask import failures
+from meltcore.evals.ask import failures, server_died
 from meltcore.evals.gsm8k_data import DATASET, Item, Shots, read_items, read_shots
 from meltcore.evals.harness import compare, find_package, not_compared, run_harness
 from meltcore.evals.problems import CONCURRENCY
@@ -35,7 +35,8 @@ def run_gsm8k(
     on_answer: Callable[[int, int, int], None] | None = None,
     folder: Path | None = None,
 ) -> RunResult:
-    """Ask `limit` problems of `data`. FAILED where a gate fails or a request does.
+    """Ask `limit` problems of `data`. FAILED where a gate fails or a request does; a partial run, SERVER_DIED, where
+    the server does not live to the end.
 
     `harness`: a Python that has lm-evaluation-harness, which then asks the same and is compared item by item; where it
     fails, that is a failed gate and our own answers are kept. Every answer is written into `folder` as it comes.
@@ -52,8 +53,11 @@ def run_gsm8k(
         api, model, items, examples, concurrency=concurrency, on_progress=on_answer, on_marked=keep
     )
     evaluation = gsm8k.sum_up(marked)
+    death = server_died(api, evaluation)
     gates = [gsm8k.gate(evaluation)]
-    if harness is not None:
+    if death is not None:
+        gates = [gsm8k.gate_not_run(len(items), death)]
+    elif harness is not None:
         try:
             theirs = run_harness(
                 harness, api.chat_url, model, items, examples, api_key=api_key, concurrency=concurrency
@@ -62,19 +66,19 @@ def run_gsm8k(
         except MeltcoreError as error:  # the answers are there and marked: they are kept
             gates.append(not_compared(error))
     reasons = [f"gate failed: {gate.name}: {gate.detail}" for gate in gates if gate.status == "FAIL"]
-    reasons += failures(evaluation)
+    reasons += failures(evaluation) if death is None else [death]
     told = {"data": data if data == DATASET else Path(data).resolve().name, "limit": limit, "shots": examples.source}
     return RunResult(
         command="eval",
-        status="complete",
+        status="complete" if death is None else "partial",
         started=started,
         duration_s=time.monotonic() - clock,
         fingerprint=take_fingerprint(arguments),
         settings={"what": "gsm8k", "model": model, "concurrency": concurrency, **told, **facts},
-        accuracy=evaluation.share,
-        evaluation=evaluation,
+        accuracy=evaluation.share if death is None else None,
+        evaluation=evaluation if death is None else None,
         gates=gates,
-        verdict="FAILED" if reasons else "OK",
+        verdict="SERVER_DIED" if death else "FAILED" if reasons else "OK",
         reasons=reasons,
         notes=[*_items_notes(items), *_shots_notes(examples), *model_notes(facts)],
     )

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from meltcore.evals.api import Api
-from meltcore.evals.ask import failures
+from meltcore.evals.ask import failures, server_died
 from meltcore.evals.conformance import run_checks
 from meltcore.evals.problems import CONCURRENCY, evaluate
 from meltcore.results.fingerprint import take_fingerprint
@@ -31,7 +31,8 @@ def run_eval(
     on_answer: Callable[[int, int, int], None] | None = None,
     on_check: Callable[[CheckResult], None] | None = None,
 ) -> RunResult:
-    """Evaluate `url`. FAILED where a check fails, a request fails, or the share right is below `at_least`.
+    """Evaluate `url`. FAILED where a check fails, a request fails, or the share right is below `at_least`;
+    a partial run, SERVER_DIED, where the server does not live to the last problem.
 
     Raises ConfigError where the server cannot be reached or names no model.
     """
@@ -44,10 +45,13 @@ def run_eval(
         checks = run_checks(api, model, on_check)
     else:
         evaluation = evaluate(api, model, concurrency=concurrency, on_progress=on_answer)
-    reasons = _reasons(checks, evaluation, at_least)
+    death = None if evaluation is None else server_died(api, evaluation)
+    if death is not None:
+        evaluation = None  # the share right of what was answered is that of nothing
+    reasons = _reasons(checks, evaluation, at_least) if death is None else [death]
     return RunResult(
         command="eval",
-        status="complete",
+        status="complete" if death is None else "partial",
         started=started,
         duration_s=time.monotonic() - clock,
         fingerprint=take_fingerprint(arguments),
@@ -55,7 +59,7 @@ def run_eval(
         accuracy=evaluation.share if evaluation else None,
         evaluation=evaluation,
         checks=checks,
-        verdict="FAILED" if reasons else "OK",
+        verdict="SERVER_DIED" if death else "FAILED" if reasons else "OK",
         reasons=reasons,
         notes=model_notes(facts),
     )

@@ -26,7 +26,7 @@ from meltcore.load.console import level_bars
 from meltcore.load.run import gravest
 from meltcore.results.progress import answers_bar, print_check, quietly
 from meltcore.results.runfolder import read_result
-from meltcore.results.schema import Gate, RunResult, Verdict
+from meltcore.results.schema import RunResult, Verdict
 from meltcore.results.weights import WEIGHTS, missing_loads
 
 What = Literal["all", "baseline", "score"]
@@ -87,9 +87,9 @@ def run_whole(
         ended_by = ("FAILED", str(error))
     result = combine(what, parts)
     if config.throughput.speed_only:
-        result.gates.insert(0, Gate(name=gsm8k.gate_name(config.limit), status="NOT RUN", detail="--speed-only"))
+        result.gates.insert(0, gsm8k.gate_not_run(config.limit, "--speed-only"))
     if ended_by is not None:
-        result.status, result.verdict = "partial", ended_by[0]
+        result.status, result.verdict = "partial", gravest((result.verdict, ended_by[0]))
         result.reasons.append(ended_by[1])
     elif not config.throughput.speed_only and result.status == "complete":
         result.eval_score = score(result.gates, result.levels)
