@@ -7,8 +7,8 @@ import torch
 from test_attention_kernels import interpreter_of_loops_and_dots  # noqa: F401, applies here too
 from test_linear_kernel import TYPES, assert_near, assert_rounded_once, exact, exact_gated, random_product
 
-from meltcore.kernels import tiled_product as tiled_file
 from meltcore.kernels.capability import shared_bytes
+from meltcore.kernels.product_tiles import tile_arrivals
 from meltcore.kernels.tiled_product import TiledLaunch, suits_tiles, tiled_product
 
 SHAPES = pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_shares_add_up_and_leave_nothing_behind(rows: int, shares: int, device: 
     first, second = (tiled_product(hidden, weight, launch=launch) for _ in range(2))
     assert_rounded_once(first, exact(hidden.cpu(), weight.cpu()), torch.bfloat16)
     assert torch.equal(first, second)
-    assert not tiled_file._arrivals(device).any()
+    assert not tile_arrivals(device).any()
 
 
 def test_what_lies_behind_the_result_is_not_written(device: torch.device) -> None:

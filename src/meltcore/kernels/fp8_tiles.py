@@ -20,7 +20,7 @@ from meltcore.kernels.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.fp8_quantise import Fp8Rows
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps, prefetch
-from meltcore.kernels.tiled_product import _MOST_SPLIT_TILES, _arrivals, _gated, _source_of, _sum_of_shares
+from meltcore.kernels.product_tiles import gated_pairs, room_for_shares, source_of, sum_of_shares, tile_sums
 
 LEAST_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 # Divides a share of the columns, so that no load needs a mask on columns.
@@ -62,7 +62,7 @@ def _fp8_tiles_kernel(
     share = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    source = _source_of(row, OUTPUT, GATED)
+    source = source_of(row, OUTPUT, GATED)
     rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * INPUT + share * WIDTH
     scales = tl.load(scales_ptr + source)
     if OVERLAP:
@@ -79,28 +79,17 @@ def _fp8_tiles_kernel(
     inside = (token < tokens)[:, None] & (column < OUTPUT)[None, :]
     if ADDED:
         residual = tl.load(output, mask=inside, other=0.0)
-    # The tensor cores want the longer side first: 64 rows at least on Hopper.
-    if ROWS >= TOKENS:
-        totals = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
-    else:
-        totals = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
-    for start in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
-        weight = tl.load(rows_ptr + start + step)
-        values = tl.load(tokens_ptr + start + step)
-        if ROWS >= TOKENS:
-            totals = tl.dot(weight, tl.trans(values), totals)
-        else:
-            totals = tl.dot(values, tl.trans(weight), totals)
+    totals = tile_sums(rows_ptr, tokens_ptr, step, WIDTH, TOKENS, ROWS, COLUMNS, STAGES)
     if SHARES > 1:
         tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        last, totals = _sum_of_shares(totals, partial_ptr, arrivals_ptr, tile, share, SHARES)
+        last, totals = sum_of_shares(totals, partial_ptr, arrivals_ptr, tile, share, SHARES)
         if not last:
             return
     if ROWS >= TOKENS:
         totals = tl.trans(totals)
     totals = totals * token_scales[:, None] * scales[None, :]
     if GATED:
-        totals = _gated(totals)
+        totals = gated_pairs(totals)
     if ADDED:
         totals += residual.to(tl.float32)
     tl.store(output, totals, mask=inside)
@@ -162,11 +151,7 @@ def fp8_tiles(
     grid = (launch.shares, triton.cdiv(rows, launch.rows), triton.cdiv(count, launch.tokens))
     partial_sums = arrivals = output  # unused where there is nothing to add up
     if launch.shares > 1:
-        if grid[1] * grid[2] > _MOST_SPLIT_TILES:
-            raise ValueError(f"{grid[1] * grid[2]} tiles cannot be split")
-        places = grid[0] * grid[1] * grid[2] * launch.rows * launch.tokens
-        partial_sums = torch.empty(places, dtype=torch.float32, device=device)
-        arrivals = _arrivals(device)
+        partial_sums, arrivals = room_for_shares(grid, launch.rows * launch.tokens, device)
     overlap = overlaps(device)
     options = {"num_warps": launch.warps} | ({"launch_pdl": True} if overlap else {})
     _fp8_tiles_kernel[grid](

@@ -10,7 +10,6 @@ in front has ended (see overlap.py). Sums are float32; results do not depend on 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from meltcore.kernels.capability import processors, shared_bytes
 from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
 from meltcore.kernels.overlap import overlaps, prefetch
+from meltcore.kernels.product_tiles import gated_pairs, room_for_shares, source_of, sum_of_shares, tile_sums
 
 # Up to which tiles are measured to gain on cuBLAS, whose programs share their reads of the tokens; and the same for a
 # weight of so many numbers or more, of which 100 tokens' products of 2,048 columns took 28 to 52 us, cuBLAS 20 to 27.
@@ -27,7 +27,6 @@ _LARGE, _MAX_TOKENS_OF_LARGE = 2**23, 64
 COLUMN_MULTIPLE = 64
 # Of a weight that is not left to the library: an output head has programs enough for the library's tiles.
 MAX_ROWS = 2**14
-_MOST_SPLIT_TILES = 1024
 
 
 def suits_tiles(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -42,43 +41,6 @@ def suits_tiles(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
         and hidden.is_contiguous()
         and weight.is_contiguous()
     )
-
-
-@triton.jit
-def _source_of(row, OUTPUT: tl.constexpr, GATED: tl.constexpr):
-    """The row of the weight that stands at this one of a product: where they are gated, a gate's and what it gates in
-    turns; past the end the first ones again."""
-    if GATED:
-        source = row // 2 % OUTPUT + row % 2 * OUTPUT
-    else:
-        source = row % OUTPUT
-    return source
-
-
-@triton.jit
-def _gated(totals):
-    """[tokens, rows] of gates and what they gate in turns -> [tokens, rows // 2]: silu(gate) * up."""
-    gate, up = tl.split(tl.reshape(totals, (totals.shape[0], totals.shape[1] // 2, 2)))
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
-def _sum_of_shares(totals, partial_ptr, arrivals_ptr, tile, share, SHARES: tl.constexpr):
-    """Leave this program's share where the others find it. Returns whether it is the tile's last, and the whole sum."""
-    ROWS: tl.constexpr = totals.shape[0]
-    COLUMNS: tl.constexpr = totals.shape[1]
-    place = partial_ptr + tile.to(tl.int64) * (SHARES * ROWS * COLUMNS)
-    place += tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(place + share * (ROWS * COLUMNS), totals)
-    tl.debug_barrier()  # all of this program's share is written before it is counted
-    last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SHARES - 1
-    if last:
-        tl.store(arrivals_ptr + tile, 0)
-        # Other processors wrote them during this launch: past the L1 cache, which may hold older neighbours.
-        totals = tl.load(place, cache_modifier=".cg")
-        for other in tl.static_range(1, SHARES):
-            totals += tl.load(place + other * (ROWS * COLUMNS), cache_modifier=".cg")
-    return last, totals
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -110,7 +72,7 @@ def _tiled_product_kernel(
     share = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    source = _source_of(row, OUTPUT, GATED)
+    source = source_of(row, OUTPUT, GATED)
     rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * INPUT + share * WIDTH
     if OVERLAP:
         for start in tl.static_range(0, WIDTH, COLUMNS):
@@ -124,27 +86,16 @@ def _tiled_product_kernel(
     inside = (token < tokens)[:, None] & (column < OUTPUT)[None, :]
     if ADDED:
         residual = tl.load(output, mask=inside, other=0.0)
-    # The tensor cores want the longer side first: 64 rows at least on Hopper.
-    if ROWS >= TOKENS:
-        totals = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
-    else:
-        totals = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
-    for start in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
-        weight = tl.load(rows_ptr + start + step)
-        hidden = tl.load(tokens_ptr + start + step)
-        if ROWS >= TOKENS:
-            totals = tl.dot(weight, tl.trans(hidden), totals)
-        else:
-            totals = tl.dot(hidden, tl.trans(weight), totals)
+    totals = tile_sums(rows_ptr, tokens_ptr, step, WIDTH, TOKENS, ROWS, COLUMNS, STAGES)
     if SHARES > 1:
         tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        last, totals = _sum_of_shares(totals, partial_ptr, arrivals_ptr, tile, share, SHARES)
+        last, totals = sum_of_shares(totals, partial_ptr, arrivals_ptr, tile, share, SHARES)
         if not last:
             return
     if ROWS >= TOKENS:
         totals = tl.trans(totals)
     if GATED:
-        totals = _gated(totals)
+        totals = gated_pairs(totals)
     if ADDED:
         totals += residual.to(tl.float32)
     tl.store(output, totals, mask=inside)
@@ -209,11 +160,7 @@ def tiled_product(
     grid = (launch.shares, triton.cdiv(weight.shape[0], launch.rows), triton.cdiv(tokens, launch.tokens))
     partial = arrivals = output  # unused where there is nothing to add up
     if launch.shares > 1:
-        places = grid[0] * grid[1] * grid[2] * launch.rows * launch.tokens
-        if grid[1] * grid[2] > _MOST_SPLIT_TILES:
-            raise ValueError(f"{grid[1] * grid[2]} tiles cannot be split")
-        partial = torch.empty(places, dtype=torch.float32, device=hidden.device)
-        arrivals = _arrivals(hidden.device)
+        partial, arrivals = room_for_shares(grid, launch.rows * launch.tokens, hidden.device)
     overlap = overlaps(hidden.device)
     _tiled_product_kernel[grid](
         hidden,
@@ -236,15 +183,6 @@ def tiled_product(
         **({"launch_pdl": True} if overlap else {}),
     )
     return output
-
-
-@lru_cache
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many shares of each tile are done: zeros before and after every launch.
-
-    One for the device, since launches follow each other on one stream. Made once: captured graphs keep its address.
-    """
-    return torch.zeros(_MOST_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
