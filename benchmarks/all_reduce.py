@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.kernels import all_reduce
 from meltcore.kernels.all_reduce import (
@@ -195,6 +195,7 @@ def main() -> None:
     if args.rank is not None:
         work(args.rank, args.ranks, args.folder, ways=args.ways)
         return
+    need_gpu(max(2, args.ranks))
     os.environ["NCCL_GRAPH_MIXING_SUPPORT"] = "0"
     with tempfile.TemporaryDirectory() as folder:
         ways = ["--ways"] if args.ways else []

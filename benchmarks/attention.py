@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import triton
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.kernels import decode_attention as decode_file
 from meltcore.kernels import prefill_attention as prefill_file
@@ -317,8 +317,7 @@ def main() -> None:
     parser.add_argument("--sweep", choices=("decode", "prefill"), help="try other launch parameters instead")
     parser.add_argument("--fp8", action="store_true", help="decode over FP8 caches beside BF16's")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs an NVIDIA GPU")
+    need_gpu()
     torch.manual_seed(0)
     if arguments.sweep == "decode":
         sweep_decode()

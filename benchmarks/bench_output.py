@@ -36,6 +36,17 @@ class Row:
     invalid: str | None = None  # why the value does not count
 
 
+def need_gpu(count: int = 1, model: str = "") -> None:
+    """Leave with one line where there are fewer NVIDIA GPUs. A bundled model or a folder may do without."""
+    if model.startswith("meltcore/") or (model and Path(model).is_dir()):
+        return
+    import torch  # not every benchmark has it
+
+    there = torch.cuda.device_count()
+    if there < count:
+        raise SystemExit("needs an NVIDIA GPU" if count == 1 else f"needs {count} NVIDIA GPUs, torch sees {there}")
+
+
 def write_result(name: str, rows: Sequence[Row], versions: dict[str, str], notes: Sequence[str] = ()) -> None:
     """Write benchmarks/results/NAME.json and print the table. `versions`: of the packages that matter and the peers.
 

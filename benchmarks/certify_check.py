@@ -25,6 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from bench_output import need_gpu
+
 from meltcore.results.fingerprint import clean_arguments
 
 SOURCE = Path(__file__).with_name("certify_check.cu")
@@ -170,6 +172,7 @@ def main() -> int:
     parser.add_argument("--earlier", metavar="FILE", help="a result to go on from")
     parser.add_argument("--keep", metavar="DIR", help="copy the last certificate's JSON and HTML there")
     args = parser.parse_args()
+    need_gpu()
     ours, theirs, runs, gpus = go_on_from(args.earlier, args.tier) if args.earlier else ({}, {}, [], None)
     result: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/certify_check.py", *clean_arguments(sys.argv[1:])]),

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 from attention import matmul_flops_per_us, median_us
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.kernels.delta import CHUNK, DeltaShape, DeltaWeights
 from meltcore.kernels.delta_chunks import prepare_chunks
@@ -199,8 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="try other launch parameters instead")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs an NVIDIA GPU")
+    need_gpu()
     torch.manual_seed(0)
     if arguments.sweep:
         sweep()

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 import triton
 from attention import REPLAYS, matmul_flops_per_us, median_us, read_bytes_per_us
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.kernels import expert_launches
 from meltcore.kernels.capability import shared_bytes
@@ -311,8 +311,7 @@ def main() -> None:
     parser.add_argument("--widths", type=_widths, default=WIDTHS, help="to measure, with commas")
     parser.add_argument("--forms", action="store_true", help="only the ways of finding pairs: experts_forms.json")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs an NVIDIA GPU")
+    need_gpu()
     torch.manual_seed(0)
     if arguments.tune:
         tune(arguments.tune)

@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore import LLM, SamplingParams
 from meltcore.engine.request import Request
@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--levels", default="1,10,100,1000", help="requests that start together")
     parser.add_argument("--reps", type=int, default=3)
     args = parser.parse_args()
+    need_gpu(model=args.model)
 
     levels = [int(level) for level in args.levels.split(",")]
     wide = in_a_process(args.model, WIDE, levels, args.reps)

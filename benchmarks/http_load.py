@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.demo.server_process import OwnServer
 from meltcore.load.config import LoadConfig
@@ -191,6 +191,8 @@ def main() -> None:
     if args.offline:
         print(measure_offline(args.offline, args))
         return
+    if args.url is None:
+        need_gpu(model=args.model)
     flags = ["--load-format", "dummy", "--debug", "no-prefix-cache", "--max-model-len", str(MAX_MODEL_LEN)]
     flags += ["--fronts", str(args.fronts)] if args.fronts else []
     peer = read_peer(args.peer)

@@ -10,6 +10,7 @@ attention between them; its peer does the same with the library's products and o
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 from attention import CACHE_BYTES, check, median_us
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.kernels.linear import gated_linear, linear, linear_add
 from meltcore.kernels.norm import Norm, rms_norm
@@ -144,8 +145,8 @@ def measure_product(work: str, output_size: int, input_size: int) -> list[Row]:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("needs an NVIDIA GPU")
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    need_gpu()
     torch.manual_seed(0)
     rows = measure_layer()
     rows += [row for work, shape in SHAPES.items() for row in measure_product(work, *shape)]

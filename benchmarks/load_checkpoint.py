@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.layers.group import Group
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
@@ -241,6 +241,8 @@ def main() -> None:
     if args.load_only:
         print(json.dumps(load_once(args.folder, torch.device(args.device), args.tp)))
         return
+    if args.device.startswith("cuda"):
+        need_gpu()
     config = fit(open_checkpoint(args.model, files="config").config, args.size_gb * GB, args.fused)
     args.folder.mkdir(parents=True)  # never into a folder that holds something: it is removed afterwards
     try:

@@ -17,7 +17,7 @@ import time
 from importlib import metadata
 from typing import NamedTuple
 
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.config import EngineConfig
 from meltcore.engine.engine import Engine
@@ -90,6 +90,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--debug", default="", help="debug switches, with commas")
     args = parser.parse_args()
+    if args.device.startswith("cuda"):
+        need_gpu(args.tp)
     config = EngineConfig(
         model=args.model,
         device=args.device,

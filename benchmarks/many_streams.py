@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -25,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.demo.server_process import OwnServer
 from meltcore.hardware.nvml import NoDriverError, Nvml
@@ -189,6 +190,8 @@ def main() -> int:
     parser.add_argument("--check-only", action="store_true", help="leave the results file as it is")
     parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), help="of clients")
     args = parser.parse_args()
+    need_gpu(model=args.model)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is ended then, too
     command = [args.model, "--load-format", args.load_format, "--debug", "no-prefix-cache", "--max-model-len", "2048"]
     command += ["--fronts", str(args.fronts)] if args.fronts else []
     with tempfile.TemporaryDirectory() as folder:

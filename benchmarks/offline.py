@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 from floors import Limits, Needs, floor_s
 from offline_reach import RATE, REACH, START, SUM, speed_sums
 from offline_work import LONG, SHORT, Measured, Work, measure, parse_works, process_age_s
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="a peer's result of the same hour")
     parser.add_argument("--name", default="offline", help="of the result file")
     args = parser.parse_args()
+    need_gpu(args.tp, args.model)
 
     debug = ("no-prefix-cache", *filter(None, args.debug.split(",")))
     settings = {"load_format": "dummy", "tp": args.tp, "max_model_len": 4096, "max_num_seqs": args.seqs, "debug": debug}

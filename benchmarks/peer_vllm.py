@@ -20,8 +20,6 @@ from offline_work import LONG, SHORT, measure, parse_works, process_age_s
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="folder with a config.json")
     parser.add_argument("--works", default=f"{SHORT} {LONG}")
@@ -32,6 +30,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--name", default="offline_vllm", help="of the result file")
     args = parser.parse_args()
+    try:
+        import torch
+        from vllm import LLM, SamplingParams
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"needs vLLM on the path: {error}") from None
+    if torch.cuda.device_count() < args.tp:
+        raise SystemExit(f"needs NVIDIA GPUs: {args.tp}, torch sees {torch.cuda.device_count()}")
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(576, 2049, 64)]
     llm = LLM(
         model=args.model,

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from attention import median_us
+from bench_output import need_gpu
 from linear import LAYERS, Batch, Weights
 from triton.runtime.errors import OutOfResources
 
@@ -94,8 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", default="1,10,64")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs an NVIDIA GPU")
+    need_gpu()
     torch.manual_seed(0)
     of = Weights.draw()
     for tokens in map(int, arguments.tokens.split(",")):

@@ -8,12 +8,13 @@ is the median of CUDA graph replays, in which kernels start early as they do in 
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 
 import torch
 import triton
 from attention import median_us, read_bytes_per_us
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.router import router_logits, to_experts
@@ -35,8 +36,8 @@ def three_launches(residual: torch.Tensor, norm: Norm, router: torch.Tensor) -> 
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("needs an NVIDIA GPU")
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    need_gpu()
     torch.manual_seed(0)
     routers = torch.randn(COPIES, EXPERTS + 1, HIDDEN, device="cuda", dtype=TYPE) / HIDDEN**0.5
     norm = Norm(torch.ones(HIDDEN, device="cuda"), 1e-6)

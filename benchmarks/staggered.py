@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 from meltcore import LLM, SamplingParams
 from meltcore.engine.engine import Engine
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--debug", default="", help="debug switches, with commas")
     parser.add_argument("--name", default="staggered", help="of the result file")
     args = parser.parse_args()
+    need_gpu(model=args.model)
 
     levels = [int(level) for level in args.at_once.split(",")]
     debug = ("no-prefix-cache", *filter(None, args.debug.split(",")))

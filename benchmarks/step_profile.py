@@ -21,7 +21,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 import torch
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 from floors import Limits, Needs
 from kernel_chain import Chain, Kernel, chains_of
 from torch.profiler import ProfilerActivity, profile
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--name", default="step_profile", help="of the result file")
     args = parser.parse_args()
+    need_gpu(args.tp)
     sequences = [int(count) for count in args.sequences.split(",")]
     prompts = [tuple(map(int, step.split("x"))) for step in args.prompts.split(",")]
     most = max(*sequences, *(count for count, _ in prompts))

@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from bench_output import Row, write_result
+from bench_output import Row, need_gpu, write_result
 
 WORKER = Path(__file__).parent / "strategy_worker.py"
 OURS = "meltcore, all at once"
@@ -206,6 +206,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="strategies whose worker is one of these, with commas")
     parser.add_argument("--name", default="strategies", help="of the result file")
     args = parser.parse_args()
+    if args.device.startswith("cuda"):
+        need_gpu()
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is kept then, too
     only = set(filter(None, args.only.split(",")))
