@@ -316,7 +316,6 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool, penalised: bool
 
 @settings(
     max_examples=60,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )

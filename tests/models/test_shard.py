@@ -41,7 +41,7 @@ def parts(draw: st.DrawFn) -> tuple[str, tuple[slice, ...]]:
     return name, tuple(index)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(part=parts(), buffered=st.booleans(), run_bytes=st.sampled_from((1, 100, 2**20)))
 def test_a_part_is_what_slicing_gives(
     path: Path, part: tuple[str, tuple[slice, ...]], buffered: bool, run_bytes: int
