@@ -32,13 +32,13 @@ if [[ -z "$TP" ]]; then
     gpus="$(nvidia-smi --list-gpus 2> /dev/null | grep --count '^GPU' || true)"
   fi
   TP=1
-  while ((TP < 8 && 2 * TP * DP <= gpus)); do
+  while [[ "$DP" =~ ^[1-9][0-9]*$ ]] && ((TP < 8 && 2 * TP * DP <= gpus)); do # else it is for meltcore to refuse
     TP=$((2 * TP))
   done
 fi
 
 options=(--served-model-name "$NAME" --host "$HOST" --port "$PORT" --load-format "$LOAD_FORMAT" --dp "$DP")
-if ((TP > 1)); then
+if [[ "$TP" != 1 ]]; then
   options+=(--tp "$TP")
 fi
 if [[ -n "$LOG" ]]; then

@@ -19,7 +19,14 @@ MEASURE = ("demo", "tune", "trials", "bench", "report", "evals", "load", "hardwa
 GROUND = ("results", "problems", "errors", "config")
 ALLOWED = {
     "llm": ("engine", "models", "text"),
-    "server": ("text", "engine.messages", "engine.sampling_params", "engine.host_memory", "models.checkpoint"),
+    "server": (
+        "text",
+        "engine.messages",
+        "engine.sampling_params",
+        "engine.host_memory",
+        "engine.socket_folder",
+        "models.checkpoint",
+    ),
     "engine": ("models", "layers", "kernels", "text"),
     "models": ("layers", "kernels"),
     "layers": ("kernels",),

@@ -51,7 +51,7 @@ class ServerConfig:
     max_queue: int = 16_384  # requests waiting for a place in the engine; past it 429
     max_queue_tokens: int = 16_777_216  # their prompt tokens together
     request_timeout_s: float = 600.0  # from arrival to the last token
-    drain_timeout_s: float = 30.0  # after SIGTERM, before what is left is aborted
+    drain_timeout_s: float = 30.0  # after SIGTERM or SIGHUP, before what is left is aborted
     api_key: str | None = None
     max_body_bytes: int = 8 * 2**20
     cors_origins: tuple[str, ...] = ()

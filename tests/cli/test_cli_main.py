@@ -4,6 +4,7 @@ import importlib
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -137,3 +138,14 @@ def test_snapshot_prints_the_machine(capsys: pytest.CaptureFixture[str]) -> None
     assert f"meltcore {__version__}" in capsys.readouterr().out
     assert main(["snapshot", "--json"]) == 0
     assert '"cores"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_that_the_shell_closed_goes_nowhere(closed: str, tmp_path: Path) -> None:
+    """Or the next file that is opened gets its number, and what is printed would go there."""
+    code = (
+        "import os, sys; from meltcore.cli.main import main; code = main(['rank', 'nothing-here']); "
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); print(code, file.fileno() > 2, file=file); print('more')"
+    )
+    subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], check=True, timeout=60)
+    assert (tmp_path / "file").read_text() == "2 True\n"

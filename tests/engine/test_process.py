@@ -72,10 +72,7 @@ def test_leaves_when_the_front_is_gone(front: Front) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_start_up_failure_is_one_line_and_a_non_zero_exit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_start_up_failure_is_one_line_and_a_non_zero_exit(tmp_path: Path, temporary_folder: Path, ranks: int) -> None:
     front = Front(tmp_path, EngineConfig(model=str(tmp_path / "nothing"), device="cpu", tp=ranks))
     try:
         message = front.receive()
@@ -83,6 +80,6 @@ def test_start_up_failure_is_one_line_and_a_non_zero_exit(
         assert "no such folder" in message.message
         assert "\n" not in message.message
         assert front.process.wait(20) == 1
-        assert not list(tmp_path.glob("meltcore-ranks-*")), "ranks started ahead are ended"
+        assert not list(temporary_folder.glob("meltcore-group-*")), "ranks started ahead are ended"
     finally:
         front.close()

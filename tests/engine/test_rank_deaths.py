@@ -80,17 +80,31 @@ def test_serves_and_leaves_nothing_behind(start: StartFront) -> None:
     assert ends(rank)
 
 
-def test_a_rank_goes_when_the_engine_is_killed(
-    start: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_to_all_processes_of_a_service_is_for_the_front(number: signal.Signals, start: StartFront) -> None:
+    """As systemd sends SIGTERM: the front is to drain, for which it needs the engine."""
+    front = start()
+    front.ready()
+    front.send(AddRequest("a", tools.random_prompt(20, 0), SamplingParams(max_tokens=40, ignore_eos=True)))
+    first = front.receive()
+    for process in (front.process.pid, rank_of(front)):
+        os.kill(process, number)
+    assert isinstance(first, StepOutputs)
+    already = sum(len(output.token_ids) for output in first.outputs)
+    assert already + sum(len(output.token_ids) for output in front.outputs(1)["a"]) == 40
+    front.send(Shutdown())
+    assert front.process.wait(WITHIN_S) == 0
+
+
+def test_a_rank_goes_when_the_engine_is_killed(start: StartFront, temporary_folder: Path) -> None:
     front = start()
     front.ready()
     rank = rank_of(front)
+    assert list(temporary_folder.glob("meltcore-group-*"))
     front.process.kill()
     front.process.wait(WITHIN_S)
     assert ends(rank)
-    assert not list(tmp_path.glob("meltcore-ranks-*")), "what ranks share is removed by who is left"
+    assert not list(temporary_folder.glob("meltcore-group-*")), "what ranks share is removed by who is left"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import engine_tools as tools
 import pytest
 import torch
 
+from meltcore.engine import engine as engine_file
 from meltcore.engine.graphs import GraphPool
 from meltcore.engine.group_runner import GroupRunner
 from meltcore.engine.launch_watch import LaunchWatch
@@ -265,6 +266,23 @@ def test_what_cannot_be_shared_out_is_refused_before_a_rank_is_started(
     tools.make_reference(**changes).save_pretrained(tmp_path)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         tools.open_engine(tmp_path, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 1025}, "^--max-model-len must be from 2 to the model's 1024; got 1025$"),
+        ({"memory_bytes": 2**16}, "^0.1 MiB hold the weights .* Raise --memory.$"),
+        ({"quantization": "fp8"}, "^--quantization fp8 needs sizes that are multiples of 16"),
+    ],
+)
+def test_settings_that_no_rank_can_have_are_told_once_and_before_any_is_asked(
+    tmp_path: Path, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools.make_reference(intermediate_size=100).save_pretrained(tmp_path)
+    monkeypatch.setattr(engine_file, "Ranks", lambda *_: pytest.fail("a rank was asked"))
+    with pytest.raises(ConfigError, match=message):
+        tools.open_engine(tmp_path, tp=2, **settings)
 
 
 def test_more_ranks_than_gpus_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,12 @@ def wait_until(condition: Any, what: str, timeout_s: float = WAIT_S) -> None:
     raise AssertionError(f"waited {timeout_s:g} s in vain for: {what}")
 
 
+def serve_command(config: ServerConfig, *engine_options: str) -> list[str]:
+    """Starts a server over the scripted engine."""
+    serve = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
+    return [*serve, sys.executable, _ENGINE, *engine_options]
+
+
 @contextmanager
 def scripted_server(
     *engine_options: str, wait: bool = True, engine: dict[str, Any] | None = None, **settings: Any
@@ -196,9 +202,7 @@ def scripted_server(
         settings.setdefault("served_model_names", (MODEL,))
         settings.setdefault("port", 0)
         config = ServerConfig(engine=EngineConfig(**(fields | (engine or {}))), **settings)
-        command = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
-        command += [sys.executable, _ENGINE, *engine_options]
-        with running(command, Path(folder) / "stderr") as server:
+        with running(serve_command(config, *engine_options), Path(folder) / "stderr") as server:
             if wait:
                 server.wait_healthy()
             yield server

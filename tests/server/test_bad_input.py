@@ -95,6 +95,7 @@ def test_what_is_not_a_json_object_is_400(server: RunningServer, body: bytes) ->
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"bogus": 1}}, "stream_options.bogus"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "user", "content": "a", "reasoning_content": 1}]}, "messages[0].reasoning_content"),
         ({"n": 2}, "n"),
         ({"n": True}, "n"),
         ({"tools": [{"type": "function"}]}, "tools"),

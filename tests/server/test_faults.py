@@ -1,16 +1,34 @@
 """Faults of clients, of the engine and of time: only what is hit is hurt, and nothing is left behind."""
 
+import http.client
 import json
 import os
 import signal
 import socket
 import struct
+import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from server_harness import MODEL, RunningServer, chat_body, scripted_server, wait_until
+from server_harness import (
+    MODEL,
+    WAIT_S,
+    RunningServer,
+    chat_body,
+    make_model,
+    scripted_server,
+    serve_command,
+    wait_until,
+)
+
+from meltcore.config import EngineConfig, ServerConfig
 
 CHAT = "/v1/chat/completions"
 
@@ -267,6 +285,98 @@ def test_a_signal_sent_twice_at_once_still_drains() -> None:
         server.signal(signal.SIGTERM)
         assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
         assert server.wait_exit(5) == 0
+
+
+@contextmanager
+def on_sighup(action: signal.Handlers) -> Iterator[None]:
+    """What servers that are started meanwhile inherit; these tests themselves may run under nohup."""
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sighup_drains_as_sigterm_does_and_a_second_one_does_not_hurry(times: int) -> None:
+    """The kernel sends it to a server whose terminal is gone, and the shell does too."""
+    with on_sighup(signal.SIG_DFL), scripted_server("--step-s", "0.02") as server:
+        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=60))
+        read_until(stream, b"data: ")
+        server.signal(signal.SIGHUP)
+        wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
+        if times == 2:
+            time.sleep(0.3)
+            server.signal(signal.SIGHUP)
+        assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
+        assert server.wait_exit() == 0
+
+
+def test_under_nohup_sighup_stays_ignored() -> None:
+    with on_sighup(signal.SIG_IGN), scripted_server() as server:
+        server.signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert server.chat("x", max_tokens=3).status == 200
+        assert server.request("GET", "/health").status == 200
+        server.signal()
+        assert server.wait_exit() == 0
+
+
+def test_a_server_goes_on_when_nobody_reads_what_it_prints() -> None:
+    """As under `| head -1`, or a program that wants nothing but the port."""
+    with scripted_server("--load-s", "1", wait=False) as server:
+        assert server.process.stdout is not None
+        server.process.stdout.close()
+        server.wait_healthy()
+        assert server.chat("x", max_tokens=3).status == 200
+        server.signal()
+        assert server.wait_exit() == 0
+        assert "Traceback" not in server.stderr
+
+
+def test_a_server_goes_on_without_its_terminal(tmp_path: Path) -> None:
+    """Loading, being asked and leaving print to it."""
+    ours, theirs = os.openpty()
+    engine = EngineConfig(model=str(make_model(tmp_path / "model")), load_format="dummy")
+    command = serve_command(ServerConfig(engine=engine, port=0), "--load-s", "1")
+    with on_sighup(signal.SIG_DFL):
+        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        with open(ours, errors="replace") as terminal:
+            address = urlsplit(terminal.readline().split()[-1]).netloc
+        wait_until(lambda: status(address) == 200, "ready")
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(WAIT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def status(address: str) -> int:
+    """Of the health of a server that is up, well or not."""
+    connection = http.client.HTTPConnection(address, timeout=WAIT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_the_sockets_of_a_killed_server_are_removed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="m") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        with scripted_server() as server:
+            (left,) = Path(name).glob("meltcore-server-*")
+            server.process.kill()
+            server.process.wait()
+        assert left.exists()
+        with scripted_server() as server:
+            (own,) = Path(name).glob("meltcore-server-*")
+            assert own != left
+            server.signal()
+            assert server.wait_exit() == 0
+            assert not own.exists()
 
 
 def test_the_port_answers_503_while_loading() -> None:

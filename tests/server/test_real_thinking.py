@@ -54,6 +54,14 @@ def test_thoughts_are_streamed_before_the_answer(server: RunningServer) -> None:
     assert all("reasoning_content" not in delta for delta in deltas[first_words + 1 :])
 
 
+def test_an_answer_with_thoughts_can_be_sent_back_as_history(server: RunningServer) -> None:
+    message = ask(server, **THINKING).json["choices"][0]["message"]
+    turns = [{"role": "user", "content": STORY}, message, {"role": "user", "content": "What is 7 * 8?"}]
+    answer = ask(server, messages=turns)
+    assert answer.status == 200, answer.body
+    assert answer.json["choices"][0]["message"]["content"].startswith("The answer is ")
+
+
 def test_thoughts_that_are_cut_off_are_no_answer(server: RunningServer) -> None:
     choice = ask(server, max_tokens=5, **THINKING).json["choices"][0]
     assert choice["finish_reason"] == "length"

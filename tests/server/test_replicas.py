@@ -5,13 +5,21 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from server_harness import MODEL, RunningServer, chat_body, running, scripted_server, wait_until
 
 from meltcore.config import EngineConfig, ServerConfig
-from meltcore.engine.messages import AbortRequests, AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine
+from meltcore.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineReady,
+    EngineStats,
+    SequenceOutput,
+    StepOutputs,
+    ToEngine,
+)
 from meltcore.engine.sampling_params import SamplingParams
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import BUNDLED_MODEL
@@ -19,8 +27,10 @@ from meltcore.server.board import Board
 from meltcore.server.counts import Counts, columns
 from meltcore.server.generation import Generation
 from meltcore.server.gpus import place_replicas, visible_gpus
-from meltcore.server.health import Health
+from meltcore.server.health import STUCK_AFTER_S, Health
 from meltcore.server.open_requests import OpenRequests
+from meltcore.server.replica import Replica
+from meltcore.server.stuck import StuckWatch
 from meltcore.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -135,6 +145,8 @@ def test_replicas_get_neighbouring_gpus_of_those_visible(monkeypatch: pytest.Mon
     assert place_replicas(on_cpu) == [(on_cpu.engine, {})] * 2
     with pytest.raises(ConfigError, match=r"--dp 3 wants 6 GPUs \(2 a replica\); 4 are visible"):
         place_replicas(server_config(dp=3, tp=2))
+    with pytest.raises(ConfigError, match="--dp must be at most 64; got 65"):
+        place_replicas(server_config(dp=65, tp=1, device="cpu"))
     with pytest.raises(ConfigError, match="--device cuda:1 is one GPU"):
         place_replicas(server_config(dp=2, tp=1, device="cuda:1"))
 
@@ -199,6 +211,84 @@ def test_the_death_of_a_replica_fails_its_requests_alone_and_the_others_go_on(fr
         assert b"the engine has died" in rest(last)
         assert server.request("GET", "/health").status == 503
         assert server.wait_exit() == 1
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_a_stopped_replica_fails_its_requests_within_seconds_and_the_others_go_on(fronts: int) -> None:
+    with scripted_server("--step-s", "0.01", dp=2, fronts=fronts) as server:
+        streams = [stream(server, max_tokens=300) for _ in range(4)]
+        stopped = server.engine_pids()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            found = [rest(connection) for connection in streams]
+            assert sum(b"[DONE]" in data for data in found) == 2
+            assert sum(b"the replica that worked on this has died" in data for data in found) == 2
+            assert server.request("GET", "/health").json == {"status": "degraded", "replicas": "1 of 2"}
+            assert {server.chat("new", max_tokens=3).status for _ in range(3)} == {200}
+            assert "replica 0 has died: its process is stopped by a signal (killed by signal 9)" in server.stderr
+            server.check_no_leak()
+        finally:
+            if os.path.exists(f"/proc/{stopped}"):
+                os.kill(stopped, signal.SIGKILL)
+
+
+def test_an_engine_stopped_while_it_loads_ends_the_start() -> None:
+    with scripted_server("--load-s", "3600", wait=False) as server:
+        wait_until(lambda: "scripted" in server.request("GET", "/health").error["message"], "loading")
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        assert server.wait_exit() == 2
+        assert server.stderr.strip().splitlines()[-1] == "meltcore serve: its process is stopped by a signal"
+
+
+class Idler:
+    """A replica that does what the test says, and nothing by itself."""
+
+    def __init__(self, device: str) -> None:
+        self.loaded = EngineReady(device, "bfloat16", 64, 8, 300, 64, 64, "dummy", [], 0.0)
+        self.stopped = False
+        self.failed: list[str] = []
+
+    def is_stopped(self) -> bool:
+        return self.stopped
+
+    def fail(self, why: str) -> None:
+        self.failed.append(why)
+
+
+def test_a_replica_without_steps_is_given_up_on_a_gpu_alone_and_only_while_somebody_waits() -> None:
+    counts = Counts(replicas=3)
+    idlers = [Idler("NVIDIA H200"), Idler("2 x CPU"), Idler("NVIDIA H200")]
+    watch = StuckWatch(cast(list[Replica], idlers), counts)
+    now_s = time.monotonic()
+    for replica in (0, 1):  # the last one has nothing to do
+        counts.give(replica, 10)
+    for late_s in (1.0, STUCK_AFTER_S - 5, STUCK_AFTER_S + 5, STUCK_AFTER_S + 6):
+        watch.look(now_s + late_s)
+        assert not any(idler.failed for idler in idlers), "seen for a moment is not enough"
+    watch.look(now_s + STUCK_AFTER_S + 20)
+    watch.look(now_s + STUCK_AFTER_S + 30)
+    assert [len(idler.failed) for idler in idlers] == [1, 0, 0]
+    assert "no step has finished for 140 s" in idlers[0].failed[0]
+
+
+def test_a_replica_that_is_stopped_for_a_moment_or_has_nothing_to_do_is_left_alone() -> None:
+    counts = Counts(replicas=1)
+    idler = Idler("CPU")
+    watch = StuckWatch(cast(list[Replica], [idler]), counts)
+    now_s = time.monotonic()
+    idler.stopped = True
+    for late_s in (0.0, 20.0):
+        watch.look(now_s + late_s)
+    counts.give(0, 10)
+    watch.look(now_s + 21)
+    watch.look(now_s + 24)
+    idler.stopped = False
+    watch.look(now_s + 25)
+    idler.stopped = True
+    watch.look(now_s + 29)
+    assert not idler.failed
+    watch.look(now_s + 35)
+    assert idler.failed == ["its process is stopped by a signal"]
 
 
 def test_a_replica_that_cannot_load_keeps_the_server_from_starting() -> None:

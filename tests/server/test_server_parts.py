@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import io
+import json
 import os
 import re
 import sys
@@ -29,10 +30,12 @@ from meltcore.server.health import Health
 from meltcore.server.log import BYTES_A_WRITE, MAX_LINES_WAITING, Log
 from meltcore.server.metrics import Metrics
 from meltcore.server.model import find_checkpoint, load_text
-from meltcore.server.prompts import encode_all
+from meltcore.server.prompts import chat_prompt, encode_all
 from meltcore.server.protocol import ChatRequest, decode_request
 from meltcore.server.replica import Replica
 from meltcore.server.sampling import checkpoint_defaults, sampling_params
+from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.tokenizer import Tokenizer
 
 
 def test_admission_counts_what_waits_beyond_the_seats() -> None:
@@ -329,6 +332,19 @@ def test_a_message_that_cannot_be_read_is_an_engine_failure(tmp_path: Path) -> N
 
     asyncio.run(run())
     assert [type(message) for message in heard] == [EngineFailed]
+
+
+def test_a_template_is_given_earlier_thoughts_where_a_message_has_them() -> None:
+    template = ChatTemplate("{% for m in messages %}[{{ m.content }}|{{ m.reasoning_content }}]{% endfor %}")
+    tokenizer = Tokenizer.synthetic_bytes(300)
+    thinker = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "q"}, thinker, thinker | {"reasoning_content": None}],
+    }
+    request = decode_request(json.dumps(body).encode(), ChatRequest)
+    ids = asyncio.run(chat_prompt(tokenizer, template, request.messages, None))
+    assert tokenizer.decode(ids) == "[q|][a|hm][a|]"
 
 
 def test_long_text_of_few_tokens_is_tokenised_to_its_end() -> None:

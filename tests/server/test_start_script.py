@@ -101,6 +101,24 @@ def test_all_visible_gpus_are_used_unless_told_otherwise(
     assert ("--tp" in words) == bool(asked)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"TP": "x"}, "argument --tp: invalid int value: 'x'"),
+        ({"TP": "3"}, "argument --tp: invalid choice: 3"),
+        ({"TP": "", "DP": "x"}, "argument --dp: 'x' is not a whole number"),
+        ({"TP": "", "DP": "0"}, "argument --dp: '0' is not a whole number"),
+        ({"TP": "", "DP": "08x"}, "argument --dp: '08x' is not a whole number"),
+        ({"PORT": "x"}, "argument --port: 'x' is not a port"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_named(settings: dict[str, str], given: dict[str, str], said: str) -> None:
+    done = start(settings | given)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+
+
 def test_a_server_that_is_not_ready_in_time_is_ended(settings: dict[str, str]) -> None:
     done = start(settings | {"START_TIMEOUT": "0.5"}, "--device", "cpu")
     assert done.returncode == 2

@@ -5,6 +5,7 @@ Only the chosen verb's module is imported, and it imports its real work when run
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -52,8 +53,21 @@ examples:
 """
 
 
+def _fill_closed_streams() -> None:
+    """Where the shell closed a standard stream (`2>&-`): the next socket would get its number, and be printed into."""
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(number, True)
+        os.close(number)
+        sys.stdin, sys.stdout, sys.stderr = (
+            stream or open(number, mode, closefd=False)  # noqa: SIM115, for as long as the process lives
+            for number, (stream, mode) in enumerate(((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w")))
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code: 0 done, 1 done and the answer is no, 2 could not, 130 interrupted."""
+    _fill_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in VERBS:
         return _without_verb(arguments)

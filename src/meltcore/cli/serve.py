@@ -181,7 +181,7 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--request-timeout", type=positive_seconds, default=600.0, metavar="S", help="for one answer (600)"
     )
-    group.add_argument("--drain-timeout", type=seconds, default=30.0, metavar="S", help="after SIGTERM (30)")
+    group.add_argument("--drain-timeout", type=seconds, default=30.0, metavar="S", help="after SIGTERM or SIGHUP (30)")
     group.add_argument("--max-body", type=size_bytes, default=8 * 2**20, metavar="SIZE", help="of a request (8MiB)")
 
 

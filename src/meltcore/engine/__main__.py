@@ -19,8 +19,10 @@ from meltcore.engine.rank_start import StartedRanks
 
 
 def main() -> int:
-    # The front decides when we leave; a Ctrl-C in its terminal reaches the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The front decides when we leave: it may have answers to drain when systemd, or the end of a job, sends SIGTERM to
+    # all processes of a service at once.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_leave_with_front, daemon=True).start()
     ranks = StartedRanks(config.tp) if config.tp > 1 else None

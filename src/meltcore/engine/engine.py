@@ -67,7 +67,7 @@ class Engine:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # Triton launches, and graphs record, on this thread's current GPU
         if config.tp > 1:
-            check_shares(self.checkpoint, config.tp)
+            check_shares(config, self.checkpoint, device)
         self._ranks = Ranks(config, ranks) if config.tp > 1 else None
         if self._ranks is not None:
             atexit.register(_close, weakref.ref(self))  # NCCL must not be left to whoever tidies up first

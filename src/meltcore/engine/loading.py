@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 
 from meltcore.config import EngineConfig
-from meltcore.engine.memory import HOST_SHARE, MemoryPlan, plan_memory
+from meltcore.engine.memory import HOST_SHARE, MemoryPlan, free_bytes, plan_memory
 from meltcore.errors import ConfigError
 from meltcore.kernels.fp8 import FP8
 from meltcore.layers.group import Group
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.decoder import Decoder
-from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights
+from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights, outline_model
 from meltcore.models.quantization import require_fp8
 from meltcore.models.room import host_available_bytes
 
@@ -48,23 +48,29 @@ def load(
     return Loaded(model, device, max_model_len, cache_dtype, plan)
 
 
+def check_shares(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> None:
+    """Raise ConfigError where `load` would on every rank of a group, before any of them is told to load: the user is
+    told once, and not after all have met."""
+    dtype = _choose_dtype(checkpoint, config, device)
+    model = outline_model(checkpoint, dtype, device, config.quantization, Group(0, config.tp))
+    _plan(config, model, device, _context_limit(config, model), _cache_dtype(model, config, device))
+
+
 def _plan(
     config: EngineConfig, model: Decoder, device: torch.device, max_model_len: int, cache_dtype: torch.dtype
 ) -> MemoryPlan:
+    memory_bytes = _memory_bytes(config, device)
+    if memory_bytes is None and model.embedding.is_meta:
+        memory_bytes = free_bytes(device)  # the weights are not there yet: their room is part of it
     return plan_memory(
         model,
-        memory_bytes=_memory_bytes(config, device),
+        memory_bytes=memory_bytes,
         max_model_len=max_model_len,
         max_num_seqs=or_default(config.max_num_seqs, device, cuda=1024, cpu=256),
         may_run_fewer=config.max_num_seqs is None,
         cache_dtype=cache_dtype,
         snapshots="no-prefix-cache" not in config.debug,
     )
-
-
-def check_shares(checkpoint: Checkpoint, ranks: int) -> None:
-    """Raise ConfigError where the model cannot be shared out among so many, before any of them is started."""
-    build_model(checkpoint, torch.float32, torch.device("meta"), group=Group(0, ranks))
 
 
 def choose_device(name: str, *, ranks: int = 1, rank: int = 0) -> torch.device:

@@ -80,7 +80,7 @@ def plan_memory(
     """
     device = model.embedding.device
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    total = memory_bytes if memory_bytes is not None else weights + _free_bytes(device)
+    total = memory_bytes if memory_bytes is not None else weights + free_bytes(device)
     pages_of, states_of = split_groups(model.cache_groups())
     page_bytes = pages_of.page_bytes(PAGE_SIZE, cache_dtype.itemsize)
     slot_bytes = states_of.slot_bytes(model.embedding.element_size()) if states_of else 0
@@ -141,7 +141,8 @@ def _refusal(budget: _Budget, pages: int, slots: int, max_num_seqs: int, max_mod
     )
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """What may be taken of it where nobody says how much."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(host_available_bytes() * HOST_SHARE)

@@ -122,7 +122,8 @@ class RankProcess:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when we leave
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when we leave
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     line = sys.stdin.buffer.readline()
     if not line:  # rank 0 was gone before it had read its own settings

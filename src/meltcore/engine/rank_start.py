@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from meltcore.config import EngineConfig
+from meltcore.engine.socket_folder import SocketFolder
 
 _RANK_COMMAND = (sys.executable, "-m", "meltcore.engine.rank_process")
 _STDERR = 2
@@ -26,11 +25,12 @@ class StartedRanks:
     """
 
     def __init__(self, size: int) -> None:
-        """size: ranks in all, rank 0 among them."""
-        self.folder = Path(tempfile.mkdtemp(prefix="meltcore-ranks-"))
+        """size: ranks in all, rank 0 among them. Raises ConfigError where no folder can be made to share."""
+        shared = SocketFolder("group")
+        self.folder = shared.path
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         # Runs when we are collected or the interpreter ends, whichever is first.
-        self.end = weakref.finalize(self, _end, self.processes, self.folder)
+        self.end = weakref.finalize(self, _end, self.processes, shared)
         steps_file(self.folder).write_bytes(bytes(2 * 8 * size))
         for rank in range(1, size):
             self.processes[rank] = _start(self.folder, rank)
@@ -55,9 +55,9 @@ def _start(folder: Path, rank: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*_RANK_COMMAND, str(folder), str(rank)], stdin=subprocess.PIPE, stdout=_STDERR)
 
 
-def _end(processes: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:
+def _end(processes: Mapping[int, subprocess.Popen[bytes]], shared: SocketFolder) -> None:
     for process in processes.values():
         process.kill()  # one that is stopped, too
     for process in processes.values():
         process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    shared.remove()

@@ -54,9 +54,22 @@ def build_model(
 ) -> Decoder:
     """The network that config.json names, its weights allocated on `device` and not yet filled.
 
-    With a group it is one rank's share of it. Raises ConfigError for an architecture that we do not have, or that
-    cannot be quantised or shared out as asked, for a checkpoint that is quantised already, and where `device` has too
-    little memory.
+    With a group it is one rank's share of it. Raises ConfigError as `outline_model`.
+    """
+    return outline_model(checkpoint, dtype, device, quantization, group).to_empty(device=device)
+
+
+def outline_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization = "none",
+    group: Group | None = None,
+) -> Decoder:
+    """`build_model` for `device`, but on the meta device: every shape, and no memory.
+
+    Raises ConfigError for an architecture that we do not have, or that cannot be quantised or shared out as asked, for
+    a checkpoint that is quantised already, and where `device` has too little memory.
     """
     config = Fields(checkpoint.config)
     names = config.optional("architectures", [])
@@ -76,7 +89,7 @@ def build_model(
     require_room(
         checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, group.size if group else 1
     )
-    return model.to_empty(device=device)
+    return model
 
 
 def _refuse_quantised(config: Fields) -> None:

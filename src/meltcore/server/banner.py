@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +17,20 @@ from meltcore.server.model import Model
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
+def say(text: str, stream: TextIO, end: str = "\n") -> None:
+    """Print at once. Where nobody can read it any more, the server goes on and what it says goes nowhere: a terminal
+    may be gone, and a program may have read no more than our first line."""
+    try:
+        print(text, end=end, file=stream, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 def print_listening(url: str) -> None:
     """The first line on standard output, for people and for programs that started us with --port 0."""
-    print(f"meltcore: listening on {url}", flush=True)
+    say(f"meltcore: listening on {url}", sys.stdout)
 
 
 class Progress:
@@ -31,20 +45,27 @@ class Progress:
     def show(self, reason: str) -> None:
         stage = reason.split(" (")[0]
         if self._live:
-            print(f"\r\033[Kmeltcore: {reason}", end="", file=sys.stderr, flush=True)
+            say(f"\r\033[Kmeltcore: {reason}", sys.stderr, end="")
         elif stage != self._stage:
-            print(f"meltcore: {reason} after {time.monotonic() - self._started:.1f} s", file=sys.stderr, flush=True)
+            say(f"meltcore: {reason} after {time.monotonic() - self._started:.1f} s", sys.stderr)
         self._stage = stage
 
     def clear(self) -> None:
         if self._live and self._stage:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            say("\r\033[K", sys.stderr, end="")
 
 
 def print_ready(config: ServerConfig, model: Model, fronts: int) -> None:
     """What is served, its limits, and the memory table."""
+    # Rich would end the process where the reader of standard output is gone.
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=sys.stdout.isatty(), highlight=False, soft_wrap=True)
+    _show_ready(console, config, model, fronts)
+    say(shown.getvalue(), sys.stdout, end="")
+
+
+def _show_ready(console: Console, config: ServerConfig, model: Model, fronts: int) -> None:
     engine = model.engine
-    console = Console(highlight=False, soft_wrap=True)
     replicas = f"{config.dp} replicas, each with " if config.dp > 1 else ""
     marks = [f"{engine.weights} weights"] if engine.weights == "dummy" else []
     marks += ["synthetic tokenizer"] if model.text.tokenizer.synthetic else []

@@ -110,7 +110,7 @@ class FrontProcess:
 
 def main() -> int:
     # The first front decides when we leave; a signal to the whole group of processes is for it.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     raise_file_limit()
     end = socket.socket(fileno=sys.stdin.fileno())

@@ -11,6 +11,7 @@ from meltcore.config import EngineConfig, ServerConfig
 from meltcore.errors import ConfigError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+MOST_REPLICAS = 64  # on a CPU nothing else would stop a slip of the hand from starting thousands of processes
 _DEVICE_FILES = "nvidia[0-9]*"  # one a GPU; counting them needs neither torch nor the driver's library
 
 
@@ -24,11 +25,14 @@ class Place(NamedTuple):
 def place_replicas(config: ServerConfig) -> list[Place]:
     """A place for each replica. One alone finds its GPUs by itself, and on a CPU there is nothing to share out.
 
-    Raises ConfigError where there are too few GPUs, or --device names a single one for several replicas.
+    Raises ConfigError for more than MOST_REPLICAS, where there are too few GPUs, or --device names a single one for
+    several replicas.
     """
     engine, replicas, gpus_each = config.engine, config.dp, config.engine.tp
     if replicas == 1:
         return [Place(engine, {})]
+    if replicas > MOST_REPLICAS:
+        raise ConfigError(f"--dp must be at most {MOST_REPLICAS}; got {replicas}")
     if engine.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(
             f"--device {engine.device} is one GPU, and --dp {replicas} wants one or more for each replica"

@@ -128,4 +128,7 @@ def _plain(message: ChatMessage) -> dict[str, str]:
     """What a template sees. "developer" is OpenAI's newer word for "system", and the only one templates know."""
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    return {"role": "system" if message.role == "developer" else message.role, "content": text}
+    plain = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    return plain

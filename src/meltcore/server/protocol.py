@@ -29,10 +29,12 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One message. The fields after `content` come with answers sent back as history; they must be null or empty."""
+    """One message. The fields after `content` come with answers sent back as history: what the model thought is given
+    to the chat template, which has its own rule for it; the others must be null or empty."""
 
     role: Role
     content: str | list[TextPart]
+    reasoning_content: str | None = None
     name: Any = None
     refusal: Any = None
     annotations: Any = None

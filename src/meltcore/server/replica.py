@@ -97,7 +97,7 @@ class Replica:
             self._link.send(Shutdown())
             self._link.flush()
             try:
-                async with asyncio.timeout(_LEAVE_S if self._is_ready else 0):
+                async with asyncio.timeout(_LEAVE_S if self.loaded is not None else 0):
                     await self._process.wait()
             except TimeoutError:
                 self.kill()
@@ -120,8 +120,21 @@ class Replica:
         self._receive(EngineFailed(why))
 
     @property
-    def _is_ready(self) -> bool:
-        return self._ready is not None and self._ready.done() and self._ready.exception() is None
+    def loaded(self) -> EngineReady | None:
+        """What the engine said when it could serve; None until then."""
+        ready = self._ready
+        return ready.result() if ready is not None and ready.done() and ready.exception() is None else None
+
+    def is_stopped(self) -> bool:
+        """Whether the process is held by SIGSTOP or its like (proc(5), the third field of stat). A debugger is none of
+        these: who attaches one knows what it holds up."""
+        if self._process is None:
+            return False
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
 
     def _receive(self, message: FromEngine) -> None:
         if self._ready is not None and not self._ready.done():

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -20,8 +17,9 @@ import uvloop
 from meltcore.config import ServerConfig
 from meltcore.engine.host_memory import use_one_arena
 from meltcore.engine.messages import EngineReady, ForgetFront
+from meltcore.engine.socket_folder import SocketFolder
 from meltcore.errors import ConfigError, MeltcoreError, RequestError
-from meltcore.server.banner import Progress, print_listening, print_ready
+from meltcore.server.banner import Progress, print_listening, print_ready, say
 from meltcore.server.board import Board
 from meltcore.server.channel import Drain, EndRequests, ReplicaDied
 from meltcore.server.counts import Counts, columns
@@ -33,6 +31,7 @@ from meltcore.server.listener import Acceptor, bind, raise_file_limit
 from meltcore.server.model import Model, common_limits, find_checkpoint, load_text
 from meltcore.server.replica import ENGINE_COMMAND, Replica
 from meltcore.server.routes import build_app
+from meltcore.server.stuck import StuckWatch
 from meltcore.server.team import Team, board_rows, front_count
 
 DEAD_LINGER_S = 1.0  # the last engine's death is answered and seen at /health for this long before we exit
@@ -60,22 +59,22 @@ def serve(
     print_listening(_url(config.host, port))
     if on_bound is not None:
         on_bound(port)
-    directory = Path(tempfile.mkdtemp(prefix="meltcore-"))
+    folder = SocketFolder("server")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_live(config, engine_command, places, directory, listener))
+            return runner.run(_live(config, engine_command, places, folder, listener))
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        folder.remove()
 
 
 async def _live(
     config: ServerConfig,
     engine_command: Sequence[str],
     places: Sequence[Place],
-    directory: Path,
+    folder: SocketFolder,
     listener: socket.socket,
 ) -> int:
-    return await _Life(config, engine_command, places, directory).run(listener)
+    return await _Life(config, engine_command, places, folder).run(listener)
 
 
 class _Life:
@@ -86,12 +85,12 @@ class _Life:
         config: ServerConfig,
         engine_command: Sequence[str],
         places: Sequence[Place],
-        directory: Path,
+        folder: SocketFolder,
     ) -> None:
         rows = board_rows(front_count(config))
         counts = Counts(Board(columns(config.dp), rows), replicas=config.dp)
         self._config = config
-        self._directory = directory
+        self._folder = folder
         self._counts = counts
         self._front = Front(config, counts, lambda message, replica: self._replicas[replica].send(message))
         self._replicas = [
@@ -99,7 +98,7 @@ class _Life:
                 place.engine,
                 engine_command,
                 partial(self._front.on_message, replica=number),
-                directory=socket_folder(directory, number),
+                directory=socket_folder(folder.path, number),
                 fronts=rows,
                 environment=place.environment,
             )
@@ -109,7 +108,7 @@ class _Life:
         self._team = Team(
             config,
             counts,
-            directory,
+            folder.path,
             on_lost=self._on_front_lost,
             on_unreadable=lambda replica, why: self._replicas[replica].fail(why),
         )
@@ -120,11 +119,15 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            loop.add_signal_handler(signal.SIGHUP, self._on_sighup)
         acceptor = Acceptor(listener, self._on_connection)
         http = asyncio.create_task(self._http.serve())
+        looking = asyncio.create_task(StuckWatch(self._replicas, self._counts).run())
         try:
             return await self._load_and_serve()
         finally:
+            looking.cancel()
             await asyncio.gather(*(replica.stop() for replica in self._replicas))
             acceptor.close()
             self._http.stop()
@@ -140,7 +143,7 @@ class _Life:
         any_end: set[asyncio.Future[Any]] = {stop, died, front_failed}
         await asyncio.wait(any_end, return_when=asyncio.FIRST_COMPLETED)
         if front_failed.done():
-            print(f"meltcore serve: {front_failed.result()}", file=sys.stderr)
+            say(f"meltcore serve: {front_failed.result()}", sys.stderr)
         if not died.done():
             await self._drain(died)
         if died.done():
@@ -227,7 +230,12 @@ class _Life:
         if counts.replicas > 1:
             whose = f"replica {number}"
             rest = f"; {len(counts.living())} of {counts.replicas} replicas go on without it"
-        print(f"meltcore serve: {whose} has died: {why}; {lost} open requests failed{rest}", file=sys.stderr)
+        say(f"meltcore serve: {whose} has died: {why}; {lost} open requests failed{rest}", sys.stderr)
+
+    def _on_sighup(self) -> None:
+        """As SIGTERM, but never the second signal that means now: the kernel sends it, and the shell does too."""
+        if self._stopped_s is None:
+            self._on_signal()
 
     def _on_signal(self) -> None:
         """The first asks to drain; a second one, later, means now."""
@@ -240,7 +248,7 @@ class _Life:
         for replica in self._replicas:
             replica.kill()
         self._team.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.remove()
         os._exit(EXIT_FORCED)
 
     def _open_requests(self) -> int:
@@ -255,10 +263,8 @@ class _Life:
         for replica in self._counts.living():
             self._replicas[replica].send(ForgetFront(front))
         self._front.log.write("front_died", front=front, how=how, open_requests=open_requests)
-        print(
-            f"meltcore serve: front process {front} has died: {how}; {open_requests} open requests failed",
-            file=sys.stderr,
-        )
+        died = f"front process {front} has died: {how}; {open_requests} open requests failed"
+        say(f"meltcore serve: {died}", sys.stderr)
 
 
 def _url(host: str, port: int) -> str:
