@@ -271,6 +271,17 @@ def test_a_replica_without_steps_is_given_up_on_a_gpu_alone_and_only_while_someb
     assert "no step has finished for 140 s" in idlers[0].failed[0]
 
 
+def test_a_replica_that_may_be_writing_a_profile_is_not_given_up() -> None:
+    counts = Counts(replicas=1)
+    idler = Idler("NVIDIA H200")
+    watch = StuckWatch(cast(list[Replica], [idler]), counts, profiles=True)
+    now_s = time.monotonic()
+    counts.give(0, 10)
+    for late_s in (STUCK_AFTER_S + 1, STUCK_AFTER_S + 20):
+        watch.look(now_s + late_s)
+    assert not idler.failed
+
+
 def test_a_replica_that_is_stopped_for_a_moment_or_has_nothing_to_do_is_left_alone() -> None:
     counts = Counts(replicas=1)
     idler = Idler("CPU")

@@ -112,6 +112,7 @@ class _Life:
             on_lost=self._on_front_lost,
             on_unreadable=lambda replica, why: self._replicas[replica].fail(why),
         )
+        self._stuck = StuckWatch(self._replicas, counts, profiles=config.profile_dir is not None)
         self._stop = asyncio.Event()
         self._stopped_s: float | None = None  # when the first signal came
 
@@ -123,7 +124,7 @@ class _Life:
             loop.add_signal_handler(signal.SIGHUP, self._on_sighup)
         acceptor = Acceptor(listener, self._on_connection)
         http = asyncio.create_task(self._http.serve())
-        looking = asyncio.create_task(StuckWatch(self._replicas, self._counts).run())
+        looking = asyncio.create_task(self._stuck.run())
         try:
             return await self._load_and_serve()
         finally:

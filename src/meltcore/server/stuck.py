@@ -20,9 +20,11 @@ SEEN_FOR_S = 5.0
 class StuckWatch:
     """Looks after all replicas of a server, in its first front, which learns of their ends."""
 
-    def __init__(self, replicas: Sequence[Replica], counts: Counts) -> None:
+    def __init__(self, replicas: Sequence[Replica], counts: Counts, *, profiles: bool = False) -> None:
+        """profiles: they may be taken, and a long one takes minutes to be written, without a step meanwhile."""
         self._replicas = replicas
         self._counts = counts
+        self._profiles = profiles
         self._seen_s: dict[int, float] = {}  # since when, of replicas that look stuck
         self._given_up: set[int] = set()
 
@@ -49,7 +51,9 @@ class StuckWatch:
         if replica.is_stopped():
             return "its process is stopped by a signal"
         # A CPU may take very long for a step of a large model.
+        if self._profiles or replica.loaded is None or replica.loaded.device.endswith("CPU"):
+            return None
         age_s = now_s - self._counts.sign_s(number)
-        if replica.loaded is not None and not replica.loaded.device.endswith("CPU") and age_s > STUCK_AFTER_S:
+        if age_s > STUCK_AFTER_S:
             return f"no step has finished for {age_s:.0f} s while requests are open"
         return None
