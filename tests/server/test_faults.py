@@ -301,7 +301,7 @@ def on_sighup(action: signal.Handlers) -> Iterator[None]:
 def test_sighup_drains_as_sigterm_does_and_a_second_one_does_not_hurry(times: int) -> None:
     """The kernel sends it to a server whose terminal is gone, and the shell does too."""
     with on_sighup(signal.SIG_DFL), scripted_server("--step-s", "0.02") as server:
-        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=60))
+        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=250))
         read_until(stream, b"data: ")
         server.signal(signal.SIGHUP)
         wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
