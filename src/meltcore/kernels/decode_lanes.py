@@ -126,7 +126,7 @@ def decode_in_lanes(
 
 @triton.jit
 def _line(positions, rows, sequences, BLOCK_TOKENS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr):
-    """Of BLOCK_SEQUENCES places: their positions, their rows of the page table, and where each one's blocks end."""
+    """Of BLOCK_SEQUENCES places: positions, rows of the page table, where each one's blocks end; and all blocks."""
     index = tl.arange(0, BLOCK_SEQUENCES)
     position = tl.load(positions + index, index < sequences, other=0).to(tl.int32)
     row = tl.load(rows + index, index < sequences, other=0)

@@ -193,7 +193,7 @@ def _queries(heads, turns, weight, eps, NORMED: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _page_of(pages, position, end, PAGE_SIZE: tl.constexpr):
-    """Where the key at `position` is, before `end`; past it nowhere."""
+    """The page of the key at `position`; 0 from `end` on, where nobody reads it."""
     return tl.load(pages + position // PAGE_SIZE, position < end, other=0)
 
 
