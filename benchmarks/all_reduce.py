@@ -1,13 +1,14 @@
-"""The sum over ranks of a message, with the residual's addition and the norm after it: our one launch over peer memory
-beside NCCL's all-reduce and two kernels more; and the sum alone, of both.
+"""All-reduce with residual addition and norm: one launch over symmetric memory, against NCCL and two kernels.
 
-A process a GPU. Times are of one sum in a CUDA graph of many, as a decode step has them. NCCL is spared the events
-that it otherwise records between sums (NCCL_GRAPH_MIXING_SUPPORT=0): 12 us where nothing else is between them. Before
-anything is timed, sums are compared with those that rank 0 computes from everybody's shares: launched by themselves,
-in a graph, and again by themselves, since all share their inboxes.
+Both all-reduces are also measured alone.
+
+One process per GPU. Times are of one all-reduce in a CUDA graph of many, as in a decode step. NCCL runs
+without the events that it records between reductions by default (NCCL_GRAPH_MIXING_SUPPORT=0), which cost 12 us.
+Before anything is timed, results are compared with the reference: launched eagerly, in a graph, and eagerly again,
+since all use the same buffers.
 
     python benchmarks/all_reduce.py --ranks 2
-    python benchmarks/all_reduce.py --ways     # in one shot and in two: where is a second way worth it? Printed only
+    python benchmarks/all_reduce.py --ways     # one-shot and two-shot, to set _TWO_SHOT_SAVES_BYTES; printed only
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_output import Row, need_gpu, write_result
+from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.kernels import all_reduce
-from meltcore.kernels.all_reduce import (
-    normalised_sum_of_shares,
-    peer_sum,
-    peer_sum_normalised,
-    suits_rows,
+from meltcore.kernels.comm import all_reduce as all_reduce_file
+from meltcore.kernels.comm.all_reduce import (
+    all_reduce,
+    all_reduce_rms_norm,
+    all_reduce_rms_norm_reference,
+    can_fuse_norm,
 )
-from meltcore.kernels.inbox import Peers
+from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.layers.group import Group
+from meltcore.layers.tensor_parallel import TensorParallelGroup
 
-HIDDEN = 2048  # Qwen3.5-35B-A3B's: 4 KiB a token in bfloat16
+HIDDEN = 2048  # Qwen3.5-35B-A3B's: 4 KiB per token in bfloat16
 TOKENS = (1, 4, 16, 32, 64, 128, 256)
 REACH_US = {1: 8.0, 64: 16.0}  # on eight GPUs
 SUMS, REPLAYS, ROUNDS = 60, 10, 5
@@ -44,37 +45,37 @@ LIMIT_S = 60.0
 
 
 class Message:
-    """A share and a residual of `tokens` tokens, and what is done with them."""
+    """A partial_sum and a residual of `tokens` tokens, and what is done with them."""
 
-    def __init__(self, tokens: int, group: Group, device: torch.device) -> None:
+    def __init__(self, tokens: int, group: TensorParallelGroup, device: torch.device) -> None:
         torch.manual_seed(1000 * tokens)
         self.residual = torch.randn(tokens, HIDDEN, device=device).bfloat16()
         self.norm = Norm(torch.rand(HIDDEN, device=device).bfloat16(), 1e-6)
         torch.manual_seed(1000 * tokens + 1 + group.rank)
-        self.share = torch.randn(tokens, HIDDEN, device=device).bfloat16()
+        self.partial_sum = torch.randn(tokens, HIDDEN, device=device).bfloat16()
         self.group = group
 
     @property
     def size(self) -> str:
-        return f"{self.group.size} GPUs, {self.share.numel() * 2 // 1024} KiB"
+        return f"{self.group.size} GPUs, {self.partial_sum.numel() * 2 // 1024} KiB"
 
     @property
-    def peers(self) -> Peers:
-        assert self.group.peers is not None
-        return self.group.peers
+    def memory(self) -> SymmetricMemory:
+        assert self.group.symmetric_memory is not None
+        return self.group.symmetric_memory
 
     def all_in_one(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return peer_sum_normalised(self.share, self.peers, self.norm, self.residual)
+        return all_reduce_rms_norm(self.partial_sum, self.memory, self.norm, self.residual)
 
     def all_by_nccl(self) -> None:
-        dist.all_reduce(self.share)
-        rms_norm(self.residual.add_(self.share), *self.norm)
+        dist.all_reduce(self.partial_sum)
+        rms_norm(self.residual.add_(self.partial_sum), *self.norm)
 
     def sum_alone(self) -> None:
-        peer_sum(self.share, self.peers)
+        all_reduce(self.partial_sum, self.memory)
 
     def sum_by_nccl(self) -> None:
-        dist.all_reduce(self.share)
+        dist.all_reduce(self.partial_sum)
 
 
 def graph_of(once: Callable[[], object], times: int) -> torch.cuda.CUDAGraph:
@@ -87,11 +88,11 @@ def graph_of(once: Callable[[], object], times: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def check(tokens: int, group: Group, device: torch.device) -> float:
-    """The share of numbers that differ from torch's, by another order of sums; all ranks must have the same bits."""
+def check(tokens: int, group: TensorParallelGroup, device: torch.device) -> float:
+    """The fraction of numbers that differ from torch's by the order of the sum. All ranks must have the same bits."""
     message = Message(tokens, group, device)
-    shares = [torch.empty_like(message.share) for _ in range(group.size)]
-    dist.all_gather(shares, message.share)
+    partial_sums = [torch.empty_like(message.partial_sum) for _ in range(group.size)]
+    dist.all_gather(partial_sums, message.partial_sum)
     expected: tuple[torch.Tensor, ...] = (message.residual.clone(),)
     found: tuple[torch.Tensor, ...] = ()
 
@@ -103,7 +104,7 @@ def check(tokens: int, group: Group, device: torch.device) -> float:
     for launches, launch in ((1, lambda: None), (3, graph.replay), (3, graph.replay), (1, once)):
         launch()
         for _ in range(launches):
-            expected = normalised_sum_of_shares(shares, message.norm, expected[0])
+            expected = all_reduce_rms_norm_reference(partial_sums, message.norm, expected[0])
     for ours, theirs in zip(found, expected, strict=True):
         bits = [torch.empty_like(ours) for _ in range(group.size)]
         dist.all_gather(bits, ours.contiguous())
@@ -128,27 +129,30 @@ def microseconds(once: Callable[[], object]) -> float:
     return best
 
 
-def checked(tokens: int, group: Group, device: torch.device) -> tuple[Message, float]:
-    """A message to be timed, of zeros, which stay what they are however often they are added up; and `check`."""
+def checked(tokens: int, group: TensorParallelGroup, device: torch.device) -> tuple[Message, float]:
+    """A message of zeros to be timed, since a sum of zeros stays zero over all replays; and the result of `check`."""
     message = Message(tokens, group, device)
-    if not suits_rows(message.share, group.size):
+    if not can_fuse_norm(message.partial_sum, group.size):
         raise SystemExit(f"{tokens} tokens are too many for one launch")
     differing = check(tokens, group, device)
     message.residual.zero_()
-    message.share.zero_()
+    message.partial_sum.zero_()
     return message, differing
 
 
-def rows_of(tokens: int, group: Group, device: torch.device) -> list[Row]:
+def rows_of(tokens: int, group: TensorParallelGroup, device: torch.device) -> list[Row]:
     message, differing = checked(tokens, group, device)
     rows = []
     for what, peer, ours, theirs in (
-        ("sum, residual, norm", "NCCL, two kernels", message.all_in_one, message.all_by_nccl),
-        ("sum", "NCCL", message.sum_alone, message.sum_by_nccl),
+        ("all-reduce, residual, norm", "NCCL, two kernels", message.all_in_one, message.all_by_nccl),
+        ("all-reduce", "NCCL", message.sum_alone, message.sum_by_nccl),
     ):
         value, peer_value = microseconds(ours), microseconds(theirs)
         reach = REACH_US.get(tokens) if group.size == 8 and peer != "NCCL" else None
-        row = Row(work=f"{message.size}: {what}", unit="us", value=value, peer=peer, peer_value=peer_value, reach=reach)
+        target = Target(reach, better="lower") if reach else None
+        row = Row(
+            work=f"{message.size}: {what}", unit="us", value=value, peer=peer, peer_value=peer_value, target=target
+        )
         row.ratio = peer_value / value
         rows.append(row)
     if group.rank == 0:
@@ -157,10 +161,10 @@ def rows_of(tokens: int, group: Group, device: torch.device) -> list[Row]:
     return rows
 
 
-def compare_ways(tokens: int, group: Group, device: torch.device) -> None:
+def compare_ways(tokens: int, group: TensorParallelGroup, device: torch.device) -> None:
     times = {}
     for way, worth in (("one shot", sys.maxsize), ("two", 0)):
-        all_reduce._WORTH_A_SECOND_WAY = worth
+        all_reduce_file._TWO_SHOT_SAVES_BYTES = worth
         message, _ = checked(tokens, group, device)
         times[way] = microseconds(message.all_in_one)
     if group.rank == 0:
@@ -169,26 +173,26 @@ def compare_ways(tokens: int, group: Group, device: torch.device) -> None:
 
 def work(rank: int, ranks: int, folder: Path, *, ways: bool) -> None:
     device = torch.device("cuda", rank)
-    group = Group(rank, ranks)
+    group = TensorParallelGroup(rank, ranks)
     group.join(folder / "group", device, LIMIT_S)
-    if group.peers is None:
-        raise SystemExit("these GPUs cannot write to each other's memory")
+    if group.symmetric_memory is None:
+        raise SystemExit("these GPUs have no peer access")
     if ways:
         for tokens in TOKENS:
             compare_ways(tokens, group, device)
-        group.leave()
+        group.destroy()
         return
     rows = [row for tokens in TOKENS for row in rows_of(tokens, group, device)]
     if rank == 0:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        write_result(f"all_reduce_{ranks}", rows, {"torch": str(torch.__version__), "nccl": nccl})
-    group.leave()
+        write_result(rows, {"torch": str(torch.__version__), "nccl": nccl}, gpus=ranks, script="all_reduce")
+    group.destroy()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--ways", action="store_true", help="one shot beside two, and nothing else")
+    parser.add_argument("--ways", action="store_true", help="Compare only one-shot and two-shot all-reduces.")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Attention over pages against the device's limits: decode by measured read bandwidth, prefill by a matrix product.
+"""Attention over pages against the device's limits: decode by measured read bandwidth, prefill by a GEMM.
 
 Qwen3-0.6B's shapes (16 query heads, 8 key heads of 128), bf16, random data, pages in random order. Every number is the
-median of CUDA graph replays, with inputs larger than the L2 cache; every result is compared with the torch body first.
+median of CUDA graph replays, with inputs larger than the L2 cache; every result is compared with the reference first.
 
-    python benchmarks/attention.py             # the table and benchmarks/results/attention.json
-    python benchmarks/attention.py --fp8       # decode over FP8 caches beside BF16's: results/attention_fp8.json
+    python benchmarks/attention.py             # the table and benchmarks/results/attention/h200.json
+    python benchmarks/attention.py --fp8       # decode over FP8 caches beside BF16's: results/attention/h200.json
     python benchmarks/attention.py --sweep decode     # other launch parameters, printed only
 """
 
@@ -20,16 +20,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import triton
-from bench_output import Row, need_gpu, write_result
+from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.kernels import decode_attention as decode_file
-from meltcore.kernels import prefill_attention as prefill_file
-from meltcore.kernels.attention import decode_attention, prefill_attention, query_tiles
-from meltcore.kernels.decode_attention import DecodeLaunch
-from meltcore.kernels.dispatch import force_reference
-from meltcore.kernels.fp8 import FP8
-from meltcore.kernels.prefill_attention import PrefillLaunch
-from meltcore.kernels.qkv import HeadNorms
+from meltcore.kernels.attention.decode import DecodeLaunch, decode_attention
+from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms, make_query_tiles
+from meltcore.kernels.attention.prefill import PrefillLaunch, prefill_attention
+from meltcore.kernels.launch import force_implementation
+from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.rotary import rotary_table
 
 PAGE_SIZE = 64
@@ -38,17 +35,19 @@ MAX_PAGES = 640  # of Qwen3-0.6B's 40,960 positions: the table is as wide as in 
 REPLAYS = 15
 CACHE_BYTES = 2**28  # inputs of a graph's launches together: several times any L2
 DISTANCE = 1e-2  # of two bf16 bodies
-DECODE_REACH = 0.85
+DECODE_TARGET = Target(0.85, of="ratio")
 
 
 class Heads(NamedTuple):
+    """Heads of queries, heads of keys and values, and the elements of one."""
+
     query: int
     key: int
     dim: int
 
     @property
     def width(self) -> int:
-        """Of the fused product: queries, keys and values of a token."""
+        """Columns of the fused QKV projection: queries, keys and values of a token."""
         return (self.query + 2 * self.key) * self.dim
 
     @property
@@ -66,6 +65,8 @@ FP8_WORKS = (
 
 
 class Cache(NamedTuple):
+    """A paged KV cache: keys and values [pages, page_size, heads, dim], and the pages of each sequence."""
+
     keys: torch.Tensor
     values: torch.Tensor
     table: torch.Tensor
@@ -84,7 +85,7 @@ def make_cache(lengths: list[int], heads: Heads = HEADS, kind: torch.dtype = TYP
 
 
 def median_us(launches: list[Callable[[], object]], replays: int = REPLAYS) -> float:
-    """Microseconds a launch, from replays of one graph that holds them all."""
+    """Microseconds per launch, from replays of one graph that holds them all."""
     launches[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -115,9 +116,9 @@ def matmul_flops_per_us() -> float:
 
 def check(work: str, compute: Callable[[], torch.Tensor]) -> None:
     ours = compute().double()
-    force_reference(True)
+    force_implementation("reference")
     expected = compute().double()
-    force_reference(False)
+    force_implementation(None)
     distance = float((ours - expected).norm() / expected.norm())
     if not distance <= DISTANCE:
         raise SystemExit(f"{work}: relative distance {distance:.2e} from the reference")
@@ -134,15 +135,16 @@ class Decode:
         self.kept = copies if self.kv_bytes < CACHE_BYTES else 1
         self.cache = make_cache(lengths * self.kept, heads, kind)
         self.qkv = torch.randn(sequences, heads.width, dtype=TYPE, device="cuda")
-        self.norms = HeadNorms(*torch.randn(2, heads.dim, dtype=TYPE, device="cuda"), 1e-6)
-        self.rotary = rotary_table(heads.dim, max(lengths), 1e6, self.qkv.device)
+        norms = HeadNorms(*torch.randn(2, heads.dim, dtype=TYPE, device="cuda"), 1e-6)
+        rotary = rotary_table(heads.dim, max(lengths), 1e6, self.qkv.device)
+        self.params = AttentionParams(norms, rotary, self.cache.keys, self.cache.values, heads.scale)
         self.positions = torch.tensor(lengths, device="cuda") - 1
         self.rows = [torch.arange(sequences, device="cuda") + sequences * (i % self.kept) for i in range(copies)]
-        # Each key and value once, the new ones in the product and in the cache, and the outputs.
+        # Each key and value once, the new ones in the QKV output and in the cache, and the outputs.
         self.bytes = self.kv_bytes + self.qkv.nbytes + sequences * heads.query * heads.dim * TYPE.itemsize
 
     def call(self, rows: torch.Tensor) -> torch.Tensor:
-        return decode_attention(self.qkv, self.norms, self.rotary, self.positions, *self.cache, rows, self.heads.scale)
+        return decode_attention(self.qkv, self.params, self.positions, self.cache.table, rows)
 
     def measure_us(self) -> float:
         check(self.work, lambda: self.call(self.rows[0]))
@@ -152,11 +154,7 @@ class Decode:
         out = torch.empty(len(self.qkv), self.heads.query, self.heads.dim, dtype=TYPE, device="cuda")
 
         def call(rows: torch.Tensor) -> None:
-            decode_file._decode_triton(
-                *(self.qkv, self.norms, self.rotary, self.positions, *self.cache, rows, self.heads.scale, out),
-                launch.splits,
-                launch,
-            )
+            decode_attention(self.qkv, self.params, self.positions, self.cache.table, rows, out=out, launch=launch)
 
         return median_us([partial(call, rows) for rows in self.rows])
 
@@ -169,15 +167,16 @@ class Prefill:
         self.sequences, self.length = sequences, length
         self.cache = make_cache([length] * sequences)
         self.qkv = torch.randn(sequences * length, HEADS.width, dtype=TYPE, device="cuda")
-        self.norms = HeadNorms(*torch.randn(2, HEADS.dim, dtype=TYPE, device="cuda"), 1e-6)
-        self.rotary = rotary_table(HEADS.dim, length, 1e6, self.qkv.device)
+        norms = HeadNorms(*torch.randn(2, HEADS.dim, dtype=TYPE, device="cuda"), 1e-6)
+        rotary = rotary_table(HEADS.dim, length, 1e6, self.qkv.device)
+        self.params = AttentionParams(norms, rotary, self.cache.keys, self.cache.values, HEADS.scale)
         chunks = [(row, row * length, length, 0) for row in range(sequences)]
-        self.tiles = torch.from_numpy(query_tiles(chunks)).cuda()
-        # Two products of every visible pair of query and key.
+        self.tiles = torch.from_numpy(make_query_tiles(chunks)).cuda()
+        # Two dot products of every visible pair of query and key.
         self.flops = 4 * HEADS.query * HEADS.dim * sequences * length * (length + 1) // 2
 
     def call(self) -> torch.Tensor:
-        return prefill_attention(self.qkv, self.norms, self.rotary, *self.cache, self.tiles, HEADS.scale)
+        return prefill_attention(self.qkv, self.params, self.cache.table, self.tiles)
 
     def measure_us(self) -> float:
         check(self.work, self.call)
@@ -185,8 +184,8 @@ class Prefill:
 
     def measure_launch_us(self, launch: PrefillLaunch) -> float:
         out = torch.empty(len(self.qkv), HEADS.query, HEADS.dim, dtype=TYPE, device="cuda")
-        given = self.qkv, self.norms, self.rotary, *self.cache, self.tiles, HEADS.scale, out, launch
-        return median_us([lambda: prefill_file._prefill_triton(*given)] * 5)
+        given = self.qkv, self.params, self.cache.table, self.tiles
+        return median_us([partial(prefill_attention, *given, out=out, launch=launch)] * 5)
 
     def measure_torch_us(self) -> float:
         """torch's own attention on the same work: queries prepared, keys and values not in pages."""
@@ -225,7 +224,7 @@ def measure() -> list[Row]:
     bandwidth, rate = read_bytes_per_us(), matmul_flops_per_us()
     rows = [
         Row(work="read only: sum of 4 GiB of float32", unit="TB/s", value=bandwidth / 1e6),
-        Row(work="bf16 product of 8192^3", unit="TFLOP/s", value=rate / 1e6),
+        Row(work="bf16 GEMM of 8192^3", unit="TFLOP/s", value=rate / 1e6),
     ]
     for index, decode in enumerate(decode_works()):
         time_us = decode.measure_us()
@@ -238,7 +237,7 @@ def measure() -> list[Row]:
                 peer=f"{decode.bytes / 1e6:,.1f} MB at read bandwidth",
                 peer_value=floor_us,
                 ratio=floor_us / time_us,
-                reach=DECODE_REACH if index == 0 else None,
+                target=DECODE_TARGET if index == 0 else None,
                 limit_share=floor_us / time_us,
             )
         )
@@ -314,8 +313,8 @@ def sweep_prefill() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", choices=("decode", "prefill"), help="try other launch parameters instead")
-    parser.add_argument("--fp8", action="store_true", help="decode over FP8 caches beside BF16's")
+    parser.add_argument("--sweep", choices=("decode", "prefill"), help="Sweep launch parameters instead.")
+    parser.add_argument("--fp8", action="store_true", help="Measure decode over FP8 caches beside BF16 caches.")
     arguments = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
@@ -324,9 +323,9 @@ def main() -> None:
     elif arguments.sweep == "prefill":
         sweep_prefill()
     else:
-        name, rows = ("attention_fp8", measure_fp8()) if arguments.fp8 else ("attention", measure())
+        rows = measure_fp8() if arguments.fp8 else measure()
         versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-        write_result(name, rows, versions)
+        write_result(rows, versions, subject="FP8 caches" if arguments.fp8 else "")
 
 
 if __name__ == "__main__":

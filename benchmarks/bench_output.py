@@ -1,12 +1,19 @@
-"""The form of every benchmark's result: one table printed last, and the same as JSON under benchmarks/results/."""
+"""Result files of the benchmarks: one table printed last, and the same rows under benchmarks/results/SCRIPT/GPU.json.
+
+A file holds the newest rows of one script on one kind of machine. It is a list of runs; each names its subject (the
+model or server that was measured), machine, versions, command and date. A new row replaces the older row of the same
+subject, work and unit. Earlier values are in git's history.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -17,9 +24,20 @@ from meltcore.results.fingerprint import clean_arguments, take_fingerprint
 RESULTS = Path(__file__).parent / "results"
 
 
+class Target(NamedTuple):
+    """A goal that was set before the measurement: a bound on a row's value or on its ratio to the peer."""
+
+    reach: float
+    of: Literal["value", "ratio"] = "value"
+    better: Literal["higher", "lower"] = "higher"
+
+
 @dataclass(kw_only=True)
 class Row:
-    """One measured value. `ratio` is above 1 where we are better; `reach` is what was asked of it (or of the value)."""
+    """One measured value.
+
+    ratio: to the peer, above 1 where ours is better. limit_share: of the physical limit that the script names, 0 to 1.
+    """
 
     work: str
     unit: str
@@ -27,17 +45,36 @@ class Row:
     peer: str | None = None
     peer_value: float | None = None
     ratio: float | None = None
-    reach: float | None = None
+    target: Target | None = None
     limit_share: float | None = None
-    # Of --debug uniform-routing: tokens of a decode step, and the experts of a layer that it met.
+    # With --debug uniform-routing: tokens of a decode step, and experts per layer that it used.
     routed_tokens: int | None = None
-    experts_met: float | None = None
+    experts_used: float | None = None
     experts_expected: float | None = None
     invalid: str | None = None  # why the value does not count
 
+    @property
+    def met(self) -> bool | None:
+        """Whether the target was reached; None without a target, or where its ratio was not measured."""
+        if self.target is None:
+            return None
+        measured = self.value if self.target.of == "value" else self.ratio
+        if measured is None:
+            return None
+        return measured >= self.target.reach if self.target.better == "higher" else measured <= self.target.reach
+
+    def as_json(self) -> dict[str, Any]:
+        """The row's fields that have a value; a target as `reach`, `reach_of`, `better` and `met`."""
+        found = {key: value for key, value in asdict(self).items() if value is not None and key != "target"}
+        if self.target is not None:
+            found |= {"reach": self.target.reach, "reach_of": self.target.of, "better": self.target.better}
+            if self.met is not None:
+                found["met"] = self.met and not self.invalid
+        return found
+
 
 def need_gpu(count: int = 1, model: str = "") -> None:
-    """Leave with one line where there are fewer NVIDIA GPUs. A bundled model or a folder may do without."""
+    """Exits with one line where there are fewer NVIDIA GPUs. A bundled model or a local folder needs none."""
     if model.startswith("meltcore/") or (model and Path(model).is_dir()):
         return
     import torch  # not every benchmark has it
@@ -47,36 +84,90 @@ def need_gpu(count: int = 1, model: str = "") -> None:
         raise SystemExit("needs an NVIDIA GPU" if count == 1 else f"needs {count} NVIDIA GPUs, torch sees {there}")
 
 
-def write_result(name: str, rows: Sequence[Row], versions: dict[str, str], notes: Sequence[str] = ()) -> None:
-    """Write benchmarks/results/NAME.json and print the table. `versions`: of the packages that matter and the peers.
+def machine_name(gpus: Sequence[str], used: int = 1) -> str:
+    """The name of a result file: "h200", "h200-x8" for eight of them, "cpu" without a GPU."""
+    if not gpus or used == 0:
+        return "cpu"
+    name = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower().removeprefix("nvidia ")).strip("-")
+    return f"{name}-x{used}" if used > 1 else name
 
-    `notes`: what a reader must know beside the rows, such as what was skipped and why.
+
+def write_result(
+    rows: Sequence[Row],
+    versions: dict[str, str],
+    notes: Sequence[str] = (),
+    *,
+    subject: str = "",
+    gpus: int = 1,
+    script: str | None = None,
+) -> Path:
+    """Merges the rows into benchmarks/results/SCRIPT/GPU.json and prints them as a table. Returns the file's path.
+
+    versions: of the packages that matter and of the peers. notes: what a reader must know beside the rows, such as what
+    was skipped and why. subject: the model or server that was measured. gpus: how many of the machine's GPUs were used.
+    script: None for the running one.
     """
     fingerprint = take_fingerprint()
-    result = {
+    names = [gpu.name for gpu in fingerprint.gpus]
+    script = script or Path(sys.argv[0]).stem
+    run = {
+        "subject": subject,
         "machine": {
             "cpu": fingerprint.cpu,
             "cores": fingerprint.cores,
             "memory_bytes": fingerprint.memory_bytes,
-            "gpus": [gpu.name for gpu in fingerprint.gpus],
+            "gpus": names,
             "kernel": fingerprint.kernel,
         },
         "versions": {"python": fingerprint.python, "meltcore": fingerprint.versions["meltcore"], **versions},
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *clean_arguments(sys.argv[1:])]),
         "date": datetime.now(UTC).date().isoformat(),
         **({"notes": list(notes)} if notes else {}),
-        "rows": [{key: value for key, value in asdict(row).items() if value is not None} for row in rows],
+        "rows": [row.as_json() for row in rows],
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    table = Table(title=name, title_justify="left")
-    for column in ("work", "unit", "value", "peer", "peer value", "ratio", "reach", "of limit"):
+    path = RESULTS / script / f"{machine_name(names, gpus)}.json"
+    merge_run(path, run)
+    print_table(f"{script}: {subject}" if subject else script, rows, notes)
+    return path
+
+
+def merge_run(path: Path, run: dict[str, Any]) -> None:
+    """Adds a run to a result file; rows that it replaces leave the earlier runs, and empty runs leave the file."""
+    runs = msgspec.json.decode(path.read_bytes())["runs"] if path.exists() else []
+    new = {(row["work"], row["unit"]) for row in run["rows"]}
+    for earlier in runs:
+        if earlier["subject"] == run["subject"]:
+            earlier["rows"] = [row for row in earlier["rows"] if (row["work"], row["unit"]) not in new]
+    runs = [*(earlier for earlier in runs if earlier["rows"]), run]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode({"runs": runs}), indent=2) + b"\n")
+
+
+def read_runs(script: str, machine: str) -> list[dict[str, Any]]:
+    """The runs of a result file, oldest first. Raises FileNotFoundError where nothing has been measured."""
+    runs: list[dict[str, Any]] = msgspec.json.decode((RESULTS / script / f"{machine}.json").read_bytes())["runs"]
+    return runs
+
+
+def print_table(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
+    """Prints rows and notes, 140 columns wide."""
+    table = Table(title=title, title_justify="left")
+    for column in ("work", "unit", "value", "peer", "peer value", "ratio", "reach", "met", "of limit"):
         table.add_column(column, justify="left" if column in ("work", "unit", "peer") else "right")
     for row in rows:
-        numbers = (row.peer_value, row.ratio, row.reach, row.limit_share)
         work = f"{row.work} (INVALID: {row.invalid})" if row.invalid else row.work
-        table.add_row(work, row.unit, _number(row.value), row.peer or "", *map(_number, numbers))
+        met = "" if row.met is None else "yes" if row.met else "no"
+        table.add_row(
+            work,
+            row.unit,
+            _number(row.value),
+            row.peer or "",
+            _number(row.peer_value),
+            _number(row.ratio),
+            _number(row.target.reach if row.target else None),
+            met,
+            _number(row.limit_share),
+        )
     console = Console(width=140)
     console.print(table)
     for note in notes:

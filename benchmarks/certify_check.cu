@@ -1,5 +1,5 @@
-// The same figures as `meltcore certify`, by another road: CUDA runtime, cuBLAS and NCCL from C++, no line shared with it.
-// One JSON object a line: {"key": ..., "gpus": [...], "value": ...}, in the units of the certificate.
+// Measures the metrics of `meltcore certify` with the CUDA runtime, cuBLAS and NCCL from C++; shares no code with it.
+// Prints one JSON object per line: {"key": ..., "gpus": [...], "value": ...}, in the units of the certificate.
 //
 // nvcc -O2 -arch=native certify_check.cu -lcublas -lcurand [-DWITH_NCCL -I.../include -L.../lib -lnccl]
 
@@ -42,7 +42,7 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// Median seconds of one launch on `device`, over groups of `long_s`.
+// Returns the median seconds of one launch on `device`, over groups of `long_s`.
 double SecondsOf(int device, double warm_s, double long_s, const std::function<void()>& launch) {
   CHECK(cudaSetDevice(device));
   cudaEvent_t begin, end;
@@ -70,7 +70,7 @@ double SecondsOf(int device, double warm_s, double long_s, const std::function<v
   return Median(found);
 }
 
-// The same by the host's clock, for work on two devices: `launch` enqueues once, `wait` waits for all of it.
+// The same with the host's clock, for work on two devices: `launch` enqueues once, `wait` waits for all of it.
 double HostSecondsOf(double long_s, const std::function<void()>& launch, const std::function<void()>& wait) {
   auto group_s = [&](int count) {
     auto begin = std::chrono::steady_clock::now();
@@ -123,7 +123,7 @@ void Product(int device) {
   cublasHandle_t handle;
   CHECK(cublasCreate(&handle));
   void* workspace;
-  const size_t workspace_bytes = 32 << 20;  // what cuBLAS asks for on Hopper
+  const size_t workspace_bytes = 32 << 20;  // recommended by cuBLAS for Hopper
   CHECK(cudaMalloc(&workspace, workspace_bytes));
   CHECK(cublasSetWorkspace(handle, workspace, workspace_bytes));
   const float one = 1, zero = 0;
@@ -131,7 +131,7 @@ void Product(int device) {
     CHECK(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a, CUDA_R_16BF, n, b, CUDA_R_16BF, n, &zero, c,
                        CUDA_R_16BF, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
   });
-  Print("product/bf16/8192x8192x8192", {device}, 2.0 * n * n * n / s / 1e12);
+  Print("gemm/bf16/8192x8192x8192", {device}, 2.0 * n * n * n / s / 1e12);
   CHECK(cublasDestroy(handle));
   for (void* memory : {(void*)a, (void*)b, (void*)c, workspace}) CHECK(cudaFree(memory));
 }
@@ -149,7 +149,7 @@ void Memory(int device) {
   CHECK(cudaFree(to));
 }
 
-// Moves this thread to the processors of the GPU's socket, so that the host's buffer lies in its memory.
+// Moves this thread to the CPUs of the GPU's socket, so that host buffers are allocated in its memory.
 void StayNear(int device) {
   char bus_id[32], path[96], list[4096] = "";
   CHECK(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), device));
@@ -167,7 +167,7 @@ void StayNear(int device) {
     for (long cpu = first; cpu <= last && cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &near);
     if (*at == ',') ++at;
   }
-  sched_setaffinity(0, sizeof(near), &near);  // refused where the job may use none of them, and then nothing moves
+  sched_setaffinity(0, sizeof(near), &near);  // fails where the job may use none of them; the thread then stays where it is
 }
 
 void Host(int device) {
@@ -178,9 +178,9 @@ void Host(int device) {
   CHECK(cudaMalloc(&ours, size));
   CHECK(cudaHostAlloc(&host, size, cudaHostAllocDefault));
   double down = SecondsOf(device, 0.3, kGroupS, [&] { CHECK(cudaMemcpyAsync(ours, host, size, cudaMemcpyHostToDevice)); });
-  Print("host/to-device", {device}, size / down / 1e9);
+  Print("host/host-to-device", {device}, size / down / 1e9);
   double up = SecondsOf(device, 0.3, kGroupS, [&] { CHECK(cudaMemcpyAsync(host, ours, size, cudaMemcpyDeviceToHost)); });
-  Print("host/to-host", {device}, size / up / 1e9);
+  Print("host/device-to-host", {device}, size / up / 1e9);
   CHECK(cudaFree(ours));
   CHECK(cudaFreeHost(host));
 }
@@ -205,7 +205,7 @@ void Peer(int first, int second) {
   void *from = BufferOn(first, size), *to = BufferOn(second, size);
   Reach(first, second);
   double s = SecondsOf(first, 0.05, kPairGroupS, [&] { CHECK(cudaMemcpyPeerAsync(to, second, from, first, size)); });
-  Print("peers/one-way", {first, second}, size / s / 1e9);
+  Print("peers/unidirectional", {first, second}, size / s / 1e9);
   CHECK(cudaFree(from));
   CHECK(cudaFree(to));
 }
@@ -231,31 +231,31 @@ void PeerBothWays(int first, int second) {
         CHECK(cudaStreamSynchronize(there));
         CHECK(cudaStreamSynchronize(back));
       });
-  Print("peers/both-ways", {first, second}, 2 * size / s / 1e9);
+  Print("peers/bidirectional", {first, second}, 2 * size / s / 1e9);
   CHECK(cudaStreamDestroy(there));
   CHECK(cudaStreamDestroy(back));
   for (void* memory : {ours[0], ours[1], theirs[0], theirs[1]}) CHECK(cudaFree(memory));
 }
 
 #ifdef WITH_NCCL
-// One communicator a GPU, all of this thread, each with a stream and a buffer.
+// One communicator per GPU, all in this thread, each with a stream and a buffer.
 struct Ring {
   std::vector<int> devices;
   std::vector<ncclComm_t> comms;
   std::vector<cudaStream_t> streams;
   std::vector<void*> buffers;
-  std::vector<void*> shares;  // a GPU's part of what is gathered or scattered
+  std::vector<void*> shards;  // a GPU's shard in all-gather and reduce-scatter
 
-  Ring(int gpus, size_t most) : devices(gpus), comms(gpus), streams(gpus), buffers(gpus), shares(gpus) {
+  Ring(int gpus, size_t most) : devices(gpus), comms(gpus), streams(gpus), buffers(gpus), shards(gpus) {
     for (int i = 0; i < gpus; ++i) devices[i] = i;
     CHECK(ncclCommInitAll(comms.data(), gpus, devices.data()));
     for (int i = 0; i < gpus; ++i) {
       buffers[i] = BufferOn(i, most);
-      shares[i] = BufferOn(i, most / gpus);
-      // A blocking stream: events on the default stream, where the clock is read, wait for it.
+      shards[i] = BufferOn(i, most / gpus);
+      // A blocking stream: the timing events on the default stream wait for it.
       CHECK(cudaStreamCreate(&streams[i]));
       CHECK(cudaMemset(buffers[i], 0, most));
-      CHECK(cudaMemset(shares[i], 0, most / gpus));
+      CHECK(cudaMemset(shards[i], 0, most / gpus));
       CHECK(cudaDeviceSynchronize());
     }
   }
@@ -264,7 +264,7 @@ struct Ring {
     for (size_t i = 0; i < devices.size(); ++i) {
       CHECK(cudaSetDevice(devices[i]));
       CHECK(cudaFree(buffers[i]));
-      CHECK(cudaFree(shares[i]));
+      CHECK(cudaFree(shards[i]));
       CHECK(ncclCommDestroy(comms[i]));
       CHECK(cudaStreamDestroy(streams[i]));
     }
@@ -281,7 +281,7 @@ struct Ring {
     const size_t part = size / devices.size() / sizeof(float);
     CHECK(ncclGroupStart());
     for (size_t i = 0; i < devices.size(); ++i)
-      CHECK(ncclAllGather(shares[i], buffers[i], part, ncclFloat, comms[i], streams[i]));
+      CHECK(ncclAllGather(shards[i], buffers[i], part, ncclFloat, comms[i], streams[i]));
     CHECK(ncclGroupEnd());
   }
 
@@ -289,12 +289,12 @@ struct Ring {
     const size_t part = size / devices.size() / sizeof(float);
     CHECK(ncclGroupStart());
     for (size_t i = 0; i < devices.size(); ++i)
-      CHECK(ncclReduceScatter(buffers[i], shares[i], part, ncclFloat, ncclSum, comms[i], streams[i]));
+      CHECK(ncclReduceScatter(buffers[i], shards[i], part, ncclFloat, ncclSum, comms[i], streams[i]));
     CHECK(ncclGroupEnd());
   }
 };
 
-// Bus bandwidth: every byte of `size` crosses a link `passes` times, less the part that a GPU has already.
+// Bus bandwidth: every byte of `size` crosses a link `passes` times, except the shard that a GPU already has.
 void PrintRing(const Ring& ring, const char* operation, int passes, size_t size, const char* name, double s) {
   const int gpus = int(ring.devices.size());
   char key[64];
@@ -311,11 +311,11 @@ void GatherAndScatter(Ring& ring, size_t size, const char* name) {
   PrintRing(ring, "reduce_scatter", 1, size, name, SecondsOf(0, 0.3, kGroupS, [&] { ring.Scatter(size); }));
 }
 
-// Many in one graph a GPU: launching eight takes one thread longer than a small all-reduce.
+// Many collectives in one graph per GPU: launching eight takes one thread longer than a small all-reduce.
 void AllReduceInGraphs(Ring& ring, size_t size, const char* name) {
   const int many = 50;
   const size_t gpus = ring.devices.size();
-  ring.Reduce(size);  // connects, which a capture must not see
+  ring.Reduce(size);  // connects, which must not happen during a capture
   for (size_t i = 0; i < gpus; ++i) {
     CHECK(cudaSetDevice(ring.devices[i]));
     CHECK(cudaDeviceSynchronize());
@@ -324,7 +324,7 @@ void AllReduceInGraphs(Ring& ring, size_t size, const char* name) {
   for (int i = 0; i < many; ++i) ring.Reduce(size);
   std::vector<cudaGraph_t> graphs(gpus);
   std::vector<cudaGraphExec_t> ready(gpus);
-  // No graph is made ready before the last capture has ended: what this thread may do meanwhile is little.
+  // Graphs are instantiated after the last capture: a capturing thread may make few other calls.
   for (size_t i = 0; i < gpus; ++i) CHECK(cudaStreamEndCapture(ring.streams[i], &graphs[i]));
   for (size_t i = 0; i < gpus; ++i) {
     CHECK(cudaSetDevice(ring.devices[i]));

@@ -1,7 +1,7 @@
-"""Do our load generator and guidellm say the same of one server? Output tok/s, median TTFT and median ITL, within 3 %.
+"""Agreement of our load generator and guidellm on one server: output tok/s, median TTFT, median ITL, within 3 %.
 
-The server is the scripted one, with times like a real server's (TTFT 100 ms, ITL 20 ms, 64 tokens), so both can also
-be held against the truth. Clients take turns. guidellm lives in an environment of its own:
+The server is the scripted one, with times like a real server's (TTFT 100 ms, ITL 20 ms, 64 tokens), so both can
+also be compared with the true values. Clients take turns. guidellm lives in an environment of its own:
 
     python -m venv /tmp/peer && /tmp/peer/bin/pip install guidellm
     python benchmarks/client_agreement.py --guidellm /tmp/peer/bin/guidellm
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_output import Row, write_result
+from bench_output import Row, Target, write_result
 
 CONCURRENCY, REQUESTS = 10, 100
 TTFT_MS, ITL_MS, TOKENS = 100.0, 20.0, 64
@@ -31,9 +31,12 @@ TRUTH = {"output tokens/s": TRUE_TOKENS_PER_S, "median TTFT": TTFT_MS, "median I
 
 
 def run_ours(url: str) -> dict[str, float]:
-    from meltcore.load import LoadConfig, run_levels
+    from meltcore.load.config import LoadConfig
+    from meltcore.load.runner import run_levels
 
-    [level] = run_levels(LoadConfig(url=url, concurrency=(CONCURRENCY,), requests=REQUESTS, workload="problems:short"))
+    [level] = run_levels(
+        LoadConfig(url=url, concurrency=(CONCURRENCY,), num_prompts=(REQUESTS,), workload="problems:short")
+    )
     if level.failed or level.ttft_ms.p50 is None or level.itl_ms.p50 is None:
         raise SystemExit(f"ours failed: {level.failures}")
     return {
@@ -78,7 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     options = ["--ttft-ms", str(TTFT_MS), "--itl-ms", str(ITL_MS), "--tokens", str(TOKENS)]
     server = subprocess.Popen(
-        [sys.executable, "-m", "meltcore.load.scripted_server", *options], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "meltcore.testing.scripted_server", *options], stdout=subprocess.PIPE, text=True
     )
     try:
         assert server.stdout is not None
@@ -97,10 +100,18 @@ def main() -> None:
         agreement = min(mine, peer) / max(mine, peer)
         work = f"{name} of one server (truth {TRUTH[name]:.4g}; ratio: smaller over larger)"
         rows.append(
-            Row(work=work, unit=unit, value=mine, peer="guidellm", peer_value=peer, ratio=agreement, reach=1 - WITHIN)
+            Row(
+                work=work,
+                unit=unit,
+                value=mine,
+                peer="guidellm",
+                peer_value=peer,
+                ratio=agreement,
+                target=Target(1 - WITHIN, of="ratio"),
+            )
         )
     version = subprocess.run([args.guidellm, "--version"], capture_output=True, text=True, check=True, timeout=120)
-    write_result("client_agreement", rows, {"guidellm": version.stdout.split()[-1]})
+    write_result(rows, {"guidellm": version.stdout.split()[-1]})
 
 
 if __name__ == "__main__":

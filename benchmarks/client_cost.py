@@ -1,4 +1,4 @@
-"""CPU a load-generating client spends on one streamed event: ours against aiohttp, on the same server in the same run.
+"""CPU time of a load client per streamed event: ours against aiohttp, on the same server in the same run.
 
 The scripted server is pinned to one core and each client, in a process of its own, to another; all run on uvloop. Work
 per event is alike: receive, cut the event out, decode its JSON, look for text, note the time. CPU is user + system of
@@ -23,10 +23,10 @@ from importlib import metadata
 
 import msgspec
 import uvloop
-from bench_output import Row, write_result
+from bench_output import Row, Target, write_result
 
 SCENES = ((500, 100, 50.0), (10_000, 16, 1000.0))  # streams, tokens of each, ms between two: both 10,000 events/s
-REACH = 2.0
+TARGET = Target(2.0, of="ratio")
 TTFT_MS = 4000.0  # all streams are open before the first event
 
 
@@ -67,22 +67,22 @@ BODY = {
 def run_ours(url: str, streams: int) -> int:
     """Events received by the client itself: connections and streams, as `run_levels` uses them."""
     from meltcore.load.connection import connect, resolve_target
-    from meltcore.load.record import Record
-    from meltcore.load.stream import StreamExchange
+    from meltcore.load.record import RequestRecord
+    from meltcore.load.stream import StreamedResponse
 
     target = resolve_target(url)
     body = json.dumps(BODY).encode()
-    request = target.head("POST", "/v1/chat/completions", len(body)) + body
+    request = target.encode_head("POST", "/v1/chat/completions", len(body)) + body
 
     async def one() -> int:
         connection = await connect(target, 60.0)
-        done: asyncio.Future[StreamExchange] = asyncio.get_running_loop().create_future()
-        connection.send(request, StreamExchange(Record(0, 0.0), done.set_result, keep_text=False))
-        exchange = await done
+        done: asyncio.Future[StreamedResponse] = asyncio.get_running_loop().create_future()
+        connection.send(request, StreamedResponse(RequestRecord(0, 0.0), done.set_result, keep_text=False))
+        response = await done
         connection.close()
-        if exchange.record.failure is not None:
-            raise SystemExit(f"ours failed: {exchange.record.failure}")
-        return exchange.text_chunks
+        if response.record.failure is not None:
+            raise SystemExit(f"ours failed: {response.record.failure}")
+        return len(response.record.times_s)
 
     async def every() -> int:
         return sum(await asyncio.gather(*(one() for _ in range(streams))))
@@ -92,10 +92,16 @@ def run_ours(url: str, streams: int) -> int:
 
 def run_whole(url: str, streams: int) -> int:
     """Events received in a whole run of the load generator."""
-    from meltcore.load import LoadConfig, run_levels
+    from meltcore.load.config import LoadConfig
+    from meltcore.load.runner import run_levels
 
     config = LoadConfig(
-        url=url, concurrency=(streams,), requests=streams, warmup=0, workload="problems:short", continuous_usage=False
+        url=url,
+        concurrency=(streams,),
+        num_prompts=(streams,),
+        num_warmups=0,
+        workload="problems:short",
+        continuous_usage=False,
     )
     [result] = run_levels(config)
     if result.failed:
@@ -108,13 +114,13 @@ def run_aiohttp(url: str, streams: int, text_of: Callable[[bytes], str | None]) 
     import aiohttp
 
     async def one(session: aiohttp.ClientSession) -> list[float]:
-        times = []
         async with session.post(f"{url}/v1/chat/completions", json=BODY) as response:
             response.raise_for_status()
-            async for line in response.content:
-                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]") and text_of(line[6:]):
-                    times.append(time.monotonic())
-        return times
+            return [
+                time.monotonic()
+                async for line in response.content
+                if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]") and text_of(line[6:])
+            ]
 
     async def every() -> int:
         connector = aiohttp.TCPConnector(limit=0)
@@ -136,7 +142,7 @@ CLIENTS: dict[str, Callable[[str, int], int]] = {
 def measure_here(client: str, url: str, streams: int, core: int) -> None:
     """In a process of its own: print [events, CPU seconds]."""
     os.sched_setaffinity(0, {core})
-    __import__("aiohttp" if client.startswith("aiohttp") else "meltcore.load")
+    __import__("aiohttp" if client.startswith("aiohttp") else "meltcore.load.runner")
     before_s = time.process_time()
     events = CLIENTS[client](url, streams)
     print(json.dumps([events, time.process_time() - before_s]))
@@ -165,7 +171,7 @@ def measure(client: str, url: str, streams: int, tokens: int, core: int) -> floa
 def start_server(core: int, tokens: int, itl_ms: float) -> tuple[subprocess.Popen[str], str]:
     """The process and its address."""
     options = ["--ttft-ms", str(TTFT_MS), "--itl-ms", str(itl_ms), "--tokens", str(tokens)]
-    command = [sys.executable, "-m", "meltcore.load.scripted_server", *options]
+    command = [sys.executable, "-m", "meltcore.testing.scripted_server", *options]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     os.sched_setaffinity(server.pid, {core})
     assert server.stdout is not None
@@ -201,10 +207,10 @@ def main() -> None:
         for peer, costs in found.items():
             cost = statistics.median(costs)
             rows.append(
-                Row(work=work, unit="us", value=ours, peer=peer, peer_value=cost, ratio=cost / ours, reach=REACH)
+                Row(work=work, unit="us", value=ours, peer=peer, peer_value=cost, ratio=cost / ours, target=TARGET)
             )
     packages = {name: metadata.version(name) for name in ("aiohttp", "uvloop", "msgspec")}
-    write_result("client_cost", rows, packages)
+    write_result(rows, packages)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Products of routed experts against the device's limits, and the table of launches that kernels/experts.py takes.
+"""Grouped GEMM of experts against the device's limits, and the tuned configurations of kernels/moe/grouped_gemm.py.
 
-Qwen3.5-35B-A3B's experts (256 of which a token has 8, and one that all have; hidden size 2,048) at their width of 512
-and at 256, 128 and 64, what each of 2, 4 and 8 GPUs has of it; and Qwen3-30B-A3B's 128 of width 768, of which a token
-has 8. bf16, random data, uniform random routing, another one in every launch. Every number is the median of CUDA graph
-replays. Many tokens have launches of their own (kernels/expert_tiles.py), which are measured beside these.
+Qwen3.5-35B-A3B's experts (256, top_k 8, one shared; hidden size 2,048) at width 512 and at 256, 128 and 64, the shards
+of TP=2, 4 and 8; and Qwen3-30B-A3B's (128 of width 768, top_k 8). bf16, random data, a new uniform
+routing per launch. Every number is the median of CUDA graph replays. For many tokens the kernels of
+kernels/moe/grouped_gemm_tma.py are measured too.
 
-    python benchmarks/experts.py                   # the table and benchmarks/results/experts.json
-    python benchmarks/experts.py --tune 256,128    # tries launches for these widths and puts what it found into
-                                                   # src/meltcore/kernels/expert_launches.py, beside the others
+    python benchmarks/experts.py                   # the table and benchmarks/results/experts/h200.json
+    python benchmarks/experts.py --tune 256,128    # tries configurations for these widths and writes the best to
+                                                   # src/meltcore/kernels/moe/tuned_configs.py, beside the others
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ import triton
 from attention import REPLAYS, matmul_flops_per_us, median_us, read_bytes_per_us
 from bench_output import Row, need_gpu, write_result
 
-from meltcore.kernels import expert_launches
-from meltcore.kernels.capability import shared_bytes
-from meltcore.kernels.expert_product import ExpertsLaunch, Form, Pairs, expert_product, form_of
-from meltcore.kernels.expert_tiles import suits_tiles
-from meltcore.kernels.experts import _experts_add_triton
-from meltcore.kernels.routing import Routing
+from meltcore.kernels.capability import shared_memory_bytes
+from meltcore.kernels.gemm.split_k import GemmConfig
+from meltcore.kernels.moe import grouped_gemm_tma, tuned_configs
+from meltcore.kernels.moe.experts import add_experts
+from meltcore.kernels.moe.grouped_gemm import Dispatch, Mode, grouped_gemm, select_config, select_mode
+from meltcore.kernels.moe.routing import Routing
 
-HIDDEN, CHOICES = 2048, 8
+HIDDEN, TOP_K = 2048, 8
 TYPE = torch.bfloat16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-# Tokens, how pairs are found (None: as in the engine), and the peer: what it is called and how it finds them.
-FORMS: tuple[tuple[int, Form | None, str, Form], ...] = (
-    (1, None, "the general products", "alone"),
-    *((tokens, "found", "pairs placed first", "placed") for tokens in (3, 8, 16, 24, 32, 48, 64)),
-    *((tokens, None, "pairs looked up by the products", "placed") for tokens in (2048, 4096, 8064)),
+# Tokens, mode of the grouped GEMM (None: as in the engine), and the peer: its name and mode.
+MODES: tuple[tuple[int, Mode | None, str, Mode], ...] = (
+    (1, None, "grouped GEMM", "gemv"),
+    *((tokens, "indirect", "aligned pairs", "grouped") for tokens in (3, 8, 16, 24, 32, 48, 64)),
+    *((tokens, None, "grouped GEMM without TMA", "grouped") for tokens in (2048, 4096, 8064)),
 )
 WIDTHS = (768, 512, 256, 128, 64)
-CLOSE = 1.02  # a launch is kept for more tokens while it is at most this much slower than the best
+CLOSE = 1.02  # a config is kept for more tokens while it is at most this much slower than the best
 COMPILERS = 15
 ROUGH_REPLAYS, CONTENDERS = 3, 4  # of all that are tried; then the fastest of each size of tiles, with all replays
 TILES = (16, 32, 64, 128)  # pairs of one
-TABLE = Path(expert_launches.__file__)
+TABLE = Path(tuned_configs.__file__)
 
 
 class Experts(NamedTuple):
-    """How many a token chooses from, and whether it has one more, last of all, whatever it chooses."""
+    """Number of routed experts, and whether a shared expert, the last, serves every token too."""
 
-    chosen_from: int
+    selectable: int
     shared: bool
 
     @property
     def count(self) -> int:
-        return self.chosen_from + self.shared
+        return self.selectable + self.shared
 
     @property
     def pairs(self) -> int:
-        return CHOICES + self.shared
+        return TOP_K + self.shared
 
     def drawn(self, tokens: int) -> torch.Tensor:
-        chosen = torch.rand(tokens, self.chosen_from, device="cuda").topk(CHOICES).indices
-        everybody = torch.full_like(chosen[:, :1], self.chosen_from)
-        return (torch.cat([chosen, everybody], 1) if self.shared else chosen).int()
+        chosen = torch.rand(tokens, self.selectable, device="cuda").topk(TOP_K).indices
+        shared = torch.full_like(chosen[:, :1], self.selectable)
+        return (torch.cat([chosen, shared], 1) if self.shared else chosen).int()
 
 
 def experts_of(width: int) -> Experts:
     return Experts(128, shared=False) if width == 768 else Experts(256, shared=True)
 
 
-class Product(NamedTuple):
-    """The way up, with its gate, or the way down, of experts of one width."""
+class ExpertGemm(NamedTuple):
+    """gate_up_proj or down_proj of experts of one width."""
 
     width: int
     gated: bool
@@ -95,137 +95,139 @@ class Product(NamedTuple):
         return f"{'gate and up' if self.gated else 'down'}, width {self.width}"
 
 
-def products(widths: tuple[int, ...]) -> list[Product]:
-    return [Product(width, gated) for width in widths for gated in (True, False)]
+def gemms(widths: tuple[int, ...]) -> list[ExpertGemm]:
+    return [ExpertGemm(width, gated) for width in widths for gated in (True, False)]
 
 
 class Case:
-    """A product with its data."""
+    """A GEMM with its data."""
 
-    def __init__(self, product: Product) -> None:
-        self.product = product
-        self.weight = torch.randn(product.shape, device="cuda", dtype=TYPE) / product.shape[2] ** 0.5
+    def __init__(self, gemm: ExpertGemm) -> None:
+        self.gemm = gemm
+        self.weight = torch.randn(gemm.shape, device="cuda", dtype=TYPE) / gemm.shape[2] ** 0.5
 
     @property
     def down(self) -> torch.Tensor:
-        """The shape of the way down: by it the pairs are found."""
-        return torch.empty(self.product.experts.count, HIDDEN, self.product.width, dtype=TYPE, device="meta")
+        """The shape of down_proj, by which the mode is selected."""
+        return torch.empty(self.gemm.experts.count, HIDDEN, self.gemm.width, dtype=TYPE, device="meta")
 
     def drawn(self, tokens: int) -> list[torch.Tensor]:
-        """As many routings as read more than the L2 cache holds."""
-        return [self.product.experts.drawn(tokens) for _ in range(16 if tokens <= 4 else 4)]
+        """Enough routings to read more than the L2 cache holds."""
+        return [self.gemm.experts.drawn(tokens) for _ in range(16 if tokens <= 4 else 4)]
 
     def measure_us(
         self,
-        launch: ExpertsLaunch,
+        config: GemmConfig,
         drawn: list[torch.Tensor],
         *,
-        form: Form | None = None,
+        mode: Mode | None = None,
         replays: int = REPLAYS,
     ) -> float:
-        """One product, its pairs in their places where they have some."""
-        (pairs, choices), (_, rows, columns) = (drawn[0].numel(), drawn[0].shape[1]), self.product.shape
-        gated = self.product.gated
-        inputs = torch.randn(pairs // choices if gated else pairs, columns, device="cuda", dtype=TYPE)
+        """One GEMM, its pairs aligned if the mode needs it."""
+        (pairs, top_k), (_, rows, columns) = (drawn[0].numel(), drawn[0].shape[1]), self.gemm.shape
+        gated = self.gemm.gated
+        inputs = torch.randn(pairs // top_k if gated else pairs, columns, device="cuda", dtype=TYPE)
         output = torch.empty(pairs, rows // (2 if gated else 1), device="cuda", dtype=TYPE)
-        call = partial(expert_product, inputs, self.weight, output, launch=launch, gated=gated)
-        return median_us([partial(call, Pairs.of(each, self.down, launch.pairs, form)) for each in drawn], replays)
+        call = partial(grouped_gemm, inputs, self.weight, output, config=config, gated=gated)
+        return median_us([partial(call, Dispatch.of(each, self.down, config.block_m, mode)) for each in drawn], replays)
 
     def floor_us(self, tokens: int, drawn: list[torch.Tensor], bandwidth: float, rate: float) -> float:
         distinct = sum(len(experts.unique()) for experts in drawn) / len(drawn)
-        (_, rows, columns), pairs = self.product.shape, tokens * self.product.experts.pairs
+        (_, rows, columns), pairs = self.gemm.shape, tokens * self.gemm.experts.pairs
         moved = (distinct * rows * columns + tokens * columns + pairs * rows) * TYPE.itemsize
         return max(moved / bandwidth, 2 * pairs * rows * columns / rate)
 
 
-def candidates() -> Iterator[ExpertsLaunch]:
-    """What might suit some number of tokens. Wider steps, tiles of fewer rows and other counts of warps were tried for
-    widths of 512 and 64, and were the fastest for none. One stage: the whole of a narrow weight at once.
+def candidates() -> Iterator[GemmConfig]:
+    """Configurations that may be the fastest for some number of tokens.
+
+    Wider steps, tiles of fewer rows and other numbers of warps were tried for widths of 512 and 64, and were never the
+    fastest. One stage loads a whole narrow weight.
     """
     for pairs, rows, columns, stages in itertools.product((16, 32), (64, 128, 256), (64, 128), (1, 3, 4, 6)):
-        yield ExpertsLaunch(pairs, rows, columns, stages, 4)
+        yield GemmConfig(pairs, rows, columns, stages, 4)
     for rows, stages in itertools.product((128, 256), (1, 3, 4)):
         for columns in (64, 128) if stages == 1 else (64,):
-            yield ExpertsLaunch(64, rows, columns, stages, 4)
-            yield ExpertsLaunch(128, rows, columns, stages, 8)
+            yield GemmConfig(64, rows, columns, stages, 4)
+            yield GemmConfig(128, rows, columns, stages, 8)
 
 
-def suits(launch: ExpertsLaunch, product: Product) -> bool:
-    """Fits into shared memory, and has work for every column of a step."""
-    steps = product.shape[2] / launch.columns
-    if launch.stages == 1:
+def suits(config: GemmConfig, gemm: ExpertGemm) -> bool:
+    """Whether the config fits into shared memory and every column of a tile has work."""
+    steps = gemm.shape[2] / config.block_k
+    if config.num_stages == 1:
         return steps == 1
-    step = (launch.pairs + launch.rows) * launch.columns * TYPE.itemsize
-    enough = launch.stages * step + 1024 <= shared_bytes(torch.device("cuda", 0))
-    return enough and steps >= 1 and (launch.stages == 3 or launch.stages <= steps)
+    step = (config.block_m + config.block_n) * config.block_k * TYPE.itemsize
+    enough = config.num_stages * step + 1024 <= shared_memory_bytes(torch.device("cuda", 0))
+    return enough and steps >= 1 and (config.num_stages == 3 or config.num_stages <= steps)
 
 
-def launches_of(product: Product) -> list[ExpertsLaunch]:
-    return [launch for launch in candidates() if suits(launch, product)]
+def configs_of(gemm: ExpertGemm) -> list[GemmConfig]:
+    return [config for config in candidates() if suits(config, gemm)]
 
 
-def likely(launch: ExpertsLaunch, tokens: int, product: Product) -> bool:
-    """Tiles from what experts get on average to several times that."""
-    even = tokens * CHOICES / product.experts.chosen_from
-    return {16: even <= 16, 32: 2 <= even <= 64, 64: even >= 8, 128: even >= 16}[launch.pairs]
+def likely(config: GemmConfig, tokens: int, gemm: ExpertGemm) -> bool:
+    """Whether block_m is from the mean number of pairs per expert to several times that."""
+    even = tokens * TOP_K / gemm.experts.selectable
+    return {16: even <= 16, 32: 2 <= even <= 64, 64: even >= 8, 128: even >= 16}[config.block_m]
 
 
-def _compile(product: Product, launch: ExpertsLaunch) -> None:
-    case = Case(product)
-    for form in {form_of(tokens, case.down) for tokens in TOKENS if likely(launch, tokens, product)}:
-        case.measure_us(launch, [product.experts.drawn(1)], form=form, replays=1)
+def _compile(gemm: ExpertGemm, config: GemmConfig) -> None:
+    case = Case(gemm)
+    for mode in {select_mode(tokens, case.down) for tokens in TOKENS if likely(config, tokens, gemm)}:
+        case.measure_us(config, [gemm.experts.drawn(1)], mode=mode, replays=1)
 
 
-def contenders(case: Case, tokens: int, kept: ExpertsLaunch | None) -> dict[ExpertsLaunch, float]:
-    """Microseconds of the launches worth measuring well: of each size of tiles the fastest, and the one `kept`."""
+def contenders(case: Case, tokens: int, kept: GemmConfig | None) -> dict[GemmConfig, float]:
+    """Microseconds of the configurations to measure well: the fastest ones per tile size, and `kept`."""
     drawn = case.drawn(tokens)
-    tried = [launch for launch in launches_of(case.product) if likely(launch, tokens, case.product)]
-    rough = {launch: case.measure_us(launch, drawn, replays=ROUGH_REPLAYS) for launch in tried}
-    by_tile = groupby(sorted(tried, key=lambda launch: (launch.pairs, rough[launch])), lambda launch: launch.pairs)
-    chosen = {launch for _, alike in by_tile for launch in list(alike)[:CONTENDERS]}
+    tried = [config for config in configs_of(case.gemm) if likely(config, tokens, case.gemm)]
+    rough = {config: case.measure_us(config, drawn, replays=ROUGH_REPLAYS) for config in tried}
+    by_tile = groupby(sorted(tried, key=lambda config: (config.block_m, rough[config])), lambda config: config.block_m)
+    chosen = {config for _, alike in by_tile for config in list(alike)[:CONTENDERS]}
     if kept in tried:
         chosen.add(kept)
-    return {launch: case.measure_us(launch, drawn) for launch in chosen}
+    return {config: case.measure_us(config, drawn) for config in chosen}
 
 
-class Chosen:
-    """The launches of one product for more and more tokens."""
+class TunedGemm:
+    """The configurations of one GEMM for increasing numbers of tokens."""
 
-    def __init__(self, product: Product) -> None:
-        self.case, self.entries = Case(product), []
+    def __init__(self, gemm: ExpertGemm) -> None:
+        self.case, self.entries = Case(gemm), []
 
     @property
-    def last(self) -> ExpertsLaunch | None:
+    def last(self) -> GemmConfig | None:
         return self.entries[-1][1] if self.entries else None
 
     def measure(self, tokens: int) -> None:
         self.times = contenders(self.case, tokens, self.last)
 
     def best(self, tile: int) -> float:
-        """Microseconds; endless where no launch has such tiles."""
-        return min((time for launch, time in self.times.items() if launch.pairs == tile), default=math.inf)
+        """Microseconds; endless where no config has such tiles."""
+        return min((time for config, time in self.times.items() if config.block_m == tile), default=math.inf)
 
     def choose(self, tokens: int, tile: int) -> None:
-        alike = {launch: time for launch, time in self.times.items() if launch.pairs == tile}
-        best, most = min(alike, key=lambda launch: alike[launch]), tokens * self.case.product.experts.pairs
+        alike = {config: time for config, time in self.times.items() if config.block_m == tile}
+        best, most = min(alike, key=lambda config: alike[config]), tokens * self.case.gemm.experts.pairs
         if self.last in alike and alike[self.last] <= CLOSE * alike[best]:
             self.entries[-1] = (most, self.last)
         else:
             self.entries.append((most, best))
-        print(f"{self.case.product.name}, {tokens} tokens: {alike[self.last]:.1f} us {tuple(self.last)}", flush=True)
+        print(f"{self.case.gemm.name}, {tokens} tokens: {alike[self.last]:.1f} us {tuple(self.last)[:5]}", flush=True)
 
 
 def tune(widths: tuple[int, ...]) -> None:
-    """Both products have tiles of as many pairs, since pairs are placed once. Up to where other kernels take over."""
-    jobs = [(product, launch) for product in products(widths) for launch in launches_of(product)]
+    """Both GEMMs have the same block_m, since pairs are aligned once. Up to where other kernels take over."""
+    jobs = [(gemm, config) for gemm in gemms(widths) for config in configs_of(gemm)]
     with multiprocessing.get_context("spawn").Pool(COMPILERS) as pool:
         pool.starmap(_compile, jobs, chunksize=1)
-    table = dict(expert_launches.TABLE)
+    table = dict(tuned_configs.TABLE)
     for width in widths:
-        both, tile = [Chosen(product) for product in products((width,))], 0
+        both, tile = [TunedGemm(gemm) for gemm in gemms((width,))], 0
         for tokens in TOKENS:
             gate_up, down = (one.case.weight for one in both)
-            if suits_tiles(gate_up[0], both[0].case.drawn(tokens)[0], gate_up, down):
+            if grouped_gemm_tma.supports(gate_up[0], both[0].case.drawn(tokens)[0], gate_up, down):
                 break
             for one in both:
                 one.measure(tokens)
@@ -235,7 +237,7 @@ def tune(widths: tuple[int, ...]) -> None:
             for one in both:
                 one.choose(tokens, tile)
         for one in both:
-            table[one.case.product.shape] = tuple((most, tuple(launch)) for most, launch in one.entries)
+            table[one.case.gemm.shape] = tuple((most, tuple(config)[:5]) for most, config in one.entries)
     write_table(table)
 
 
@@ -244,7 +246,7 @@ def write_table(table: dict) -> None:
     lines = []
     for shape in sorted(table, key=lambda shape: (-min(shape[1] // 2, shape[2]), -shape[2])):
         lines.append(f"    {shape}: (")
-        lines += [f"        ({most}, {launch})," for most, launch in table[shape]]
+        lines += [f"        ({most}, {config})," for most, config in table[shape]]
         lines.append("    ),")
     head, _, _ = TABLE.read_text().partition(" = {")
     TABLE.write_text("\n".join([f"{head} = {{", *lines, "}\n"]))
@@ -253,18 +255,18 @@ def write_table(table: dict) -> None:
 def measure(widths: tuple[int, ...]) -> list[Row]:
     bandwidth, rate = read_bytes_per_us(), matmul_flops_per_us()
     rows = []
-    for product in products(widths):
-        case = Case(product)
+    for gemm in gemms(widths):
+        case = Case(gemm)
         for tokens in TOKENS:
             drawn = case.drawn(tokens)
-            time_us = case.measure_us(ExpertsLaunch.of(drawn[0].numel(), case.weight), drawn)
+            time_us = case.measure_us(select_config(drawn[0].numel(), case.weight), drawn)
             floor_us = case.floor_us(tokens, drawn, bandwidth, rate)
             rows.append(
                 Row(
-                    work=f"{product.name}, {tokens:,} tokens",
+                    work=f"{gemm.name}, {tokens:,} tokens",
                     unit="us",
                     value=time_us,
-                    peer="floor: weights of the experts met, or products",
+                    peer="floor: weights of the experts used, or FLOPs",
                     peer_value=floor_us,
                     ratio=floor_us / time_us,
                     limit_share=floor_us / time_us,
@@ -273,20 +275,20 @@ def measure(widths: tuple[int, ...]) -> list[Row]:
     return rows
 
 
-def measure_forms(widths: tuple[int, ...]) -> list[Row]:
-    """The whole feed-forward, by one way of finding pairs against another."""
+def measure_modes(widths: tuple[int, ...]) -> list[Row]:
+    """The whole feed-forward, in one mode against another."""
     rows = []
     for width in widths:
-        gate_up, down = (Case(product).weight for product in products((width,)))
+        gate_up, down = (Case(gemm).weight for gemm in gemms((width,)))
         experts = experts_of(width)
-        for tokens, form, peer, peer_form in FORMS:
+        for tokens, mode, peer, peer_mode in MODES:
             hidden = torch.randn(tokens, HIDDEN, device="cuda", dtype=TYPE)
             weights = torch.rand(tokens, experts.pairs, device="cuda") / experts.pairs
             routings = [Routing(experts.drawn(tokens), weights) for _ in range(4)]
-            call = partial(_experts_add_triton, None, hidden, gate_up=gate_up, down=down)
+            call = partial(add_experts, None, hidden, gate_up=gate_up, down=down)
             time_us, peer_us = (
-                median_us([partial(call, routing=routing, form=each) for routing in routings])
-                for each in (form, peer_form)
+                median_us([partial(call, routing=routing, mode=each) for routing in routings])
+                for each in (mode, peer_mode)
             )
             rows.append(
                 Row(
@@ -307,9 +309,11 @@ def _widths(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", type=_widths, help="widths, with commas, to try other launches for; writes the table")
-    parser.add_argument("--widths", type=_widths, default=WIDTHS, help="to measure, with commas")
-    parser.add_argument("--forms", action="store_true", help="only the ways of finding pairs: experts_forms.json")
+    parser.add_argument(
+        "--tune", type=_widths, help="Sweep configurations for these widths, separated by commas, and write the table."
+    )
+    parser.add_argument("--widths", type=_widths, default=WIDTHS, help="Expert widths to measure, separated by commas.")
+    parser.add_argument("--modes", action="store_true", help="Measure only the modes of the grouped GEMM.")
     arguments = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
@@ -317,10 +321,10 @@ def main() -> None:
         tune(arguments.tune)
         return
     versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-    if arguments.forms:
-        write_result("experts_forms", measure_forms(arguments.widths), versions)
+    if arguments.modes:
+        write_result(measure_modes(arguments.widths), versions)
         return
-    write_result("experts", measure(arguments.widths) + measure_forms(arguments.widths), versions)
+    write_result(measure(arguments.widths) + measure_modes(arguments.widths), versions)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 FP8 linear layers alone, and with keys and values in FP8 too.
 
 Output tokens per second as in offline.py, all in the same run and on the same dummy weights. Logits are those of the
-first token after some prompts: how much they differ, by their spread, and how often the likeliest token is the same.
+first token after some prompts: their difference in standard deviations, and how often the argmax is equal.
 
-    python benchmarks/fp8.py     # the table and benchmarks/results/fp8.json
+    python benchmarks/fp8.py     # the table and benchmarks/results/fp8/h200.json
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
-from bench_output import Row, need_gpu, write_result
+from bench_output import Row, Target, need_gpu, write_result
 
 from meltcore import LLM, SamplingParams
-from meltcore.engine.request import Request
-from meltcore.engine.runner import LogitsAt
-from meltcore.engine.sampler import SampleResult
-from meltcore.problems import evaluation_set, is_right
+from meltcore.engine.core.request import Request
+from meltcore.engine.worker.model_runner import LogitsAt
+from meltcore.engine.worker.sampler import SampleResult
+from meltcore.problems import evaluation_set, is_correct
 
 # quantization, kv_cache_dtype
 WIDE = ("none", "auto")
@@ -55,7 +55,7 @@ def measure(model: str, form: tuple[str, str], levels: list[int], repetitions: i
         load_format="dummy",
         max_model_len=4096,
         max_num_seqs=max(levels),
-        debug=("no-prefix-cache",),
+        enable_prefix_caching=False,
     )
     logits = first_logits(llm)
     tokens_per_s = {level: speed(llm, level, repetitions) for level in levels}
@@ -83,28 +83,28 @@ def speed(llm: LLM, level: int, repetitions: int) -> float:
 def first_logits(llm: LLM) -> torch.Tensor:
     """[LOGIT_PROMPTS, vocab] float32, in the order of the prompts."""
     runner = llm.engine.runner
-    choose = runner.choose
+    sample = runner.sample
     seen: dict[int, torch.Tensor] = {}
 
     def recording(logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
         logits = logits_at(torch.arange(len(requests), device=token_ids.device)).float().cpu()
-        seen.update((request.order, logits[row]) for row, request in enumerate(requests))
-        return choose(logits_at, token_ids, requests)
+        seen.update((request.arrival, logits[row]) for row, request in enumerate(requests))
+        return sample(logits_at, token_ids, requests)
 
-    runner.choose = recording  # type: ignore[method-assign]
+    runner.sample = recording  # type: ignore[method-assign]
     prompts = random_prompts(LOGIT_PROMPTS, LOGIT_PROMPT_TOKENS, LOGIT_PROMPT_TOKENS, 99)
     llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
-    runner.choose = choose  # type: ignore[method-assign]
+    runner.sample = sample  # type: ignore[method-assign]
     return torch.stack([seen[order] for order in sorted(seen)])
 
 
 def accuracy(form: tuple[str, str]) -> float:
-    """Share of the bundled model's 200 held-out problems that are answered right."""
+    """Fraction of the bundled model's 200 held-out problems that are answered correctly."""
     llm = LLM("meltcore/sums", dtype="bfloat16", quantization=form[0], kv_cache_dtype=form[1], memory_bytes=2**31)
     problems = evaluation_set()
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     answers = llm.chat(chats, SamplingParams(max_tokens=256))
-    return sum(is_right(problem, each.text) for problem, each in zip(problems, answers, strict=True)) / len(problems)
+    return sum(is_correct(problem, each.text) for problem, each in zip(problems, answers, strict=True)) / len(problems)
 
 
 def in_a_process(model: str, form: tuple[str, str], levels: list[int], repetitions: int) -> Measured:
@@ -115,7 +115,7 @@ def in_a_process(model: str, form: tuple[str, str], levels: list[int], repetitio
 def compare(name: str, ours: Measured, wide: Measured) -> list[Row]:
     rows = [
         Row(
-            work=f"{ours.device}: {level:,} requests, 128 to 1024 in / {OUT} out, {name}",
+            work=f"{ours.device}: {level:,} request{'s' * (level != 1)}, 128 to 1024 in / {OUT} out, {name}",
             unit="output tokens/s",
             value=value,
             peer="bfloat16",
@@ -128,15 +128,19 @@ def compare(name: str, ours: Measured, wide: Measured) -> list[Row]:
     same = float((ours.logits.argmax(-1) == wide.logits.argmax(-1)).double().mean())
     return [
         *rows,
-        Row(work=f"logits after {LOGIT_PROMPTS} prompts, {name} less bfloat16", unit="of spread", value=difference),
-        Row(work=f"the same likeliest token, dummy weights, {name}", unit="share", value=same),
+        Row(
+            work=f"logits after {LOGIT_PROMPTS} prompts, {name} less bfloat16",
+            unit="of standard deviation",
+            value=difference,
+        ),
+        Row(work=f"equal argmax, dummy weights, {name}", unit="ratio", value=same),
         Row(
             work=f"meltcore/sums, 200 held-out problems, {name}",
-            unit="share right",
+            unit="accuracy",
             value=ours.accuracy,
             peer="bfloat16",
             peer_value=wide.accuracy,
-            reach=0.95,
+            target=Target(0.95),
         ),
     ]
 
@@ -144,7 +148,9 @@ def compare(name: str, ours: Measured, wide: Measured) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--levels", default="1,10,100,1000", help="requests that start together")
+    parser.add_argument(
+        "--levels", default="1,10,100,1000", help="Levels: requests that start together, separated by commas."
+    )
     parser.add_argument("--reps", type=int, default=3)
     args = parser.parse_args()
     need_gpu(model=args.model)
@@ -155,7 +161,8 @@ def main() -> None:
     for name, form in FORMS.items():
         ours = in_a_process(args.model, form, levels, args.reps)
         rows += compare(name, ours, wide)
-    write_result("fp8", rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
+    versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
+    write_result(rows, versions, subject=args.model)
 
 
 if __name__ == "__main__":

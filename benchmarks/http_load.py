@@ -1,13 +1,13 @@
 """Output tokens per second over HTTP: streamed answers under a closed loop of users, one server at a time.
 
 Without --url it starts our own server (random weights, prefix cache off, prompts as token ids, greedy, EOS ignored).
-With --url it loads any server that speaks OpenAI's completions, with the same client and the same requests, and writes
-http_NAME.json; a later run of ours puts that beside its own numbers with --peer.
+With --url it loads any OpenAI-compatible server, with the same client and the same requests, and writes a run named
+NAME. A later run of ours compares with it by --peer.
 
     python benchmarks/http_load.py --url http://127.0.0.1:8000 --name vllm
-    python benchmarks/http_load.py --peer benchmarks/results/http_vllm.json
+    python benchmarks/http_load.py --peer benchmarks/results/http_load/h200.json --peer-subject vllm
 
-Two rates a level: in the steady window (the longest span with 90 % of the users in flight), and of the whole level,
+Two rates per level: in the steady window (the longest span with 90 % of the users in flight), and of the whole level,
 its ramp and its last answers included. The server's own count of generated tokens, where it has one (vLLM without
 --disable-log-stats), has to agree with the client's.
 """
@@ -28,27 +28,27 @@ from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 
-from bench_output import Row, need_gpu, write_result
+from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.demo.server_process import OwnServer
+from meltcore.demo.run import DemoServer
 from meltcore.load.config import LoadConfig
-from meltcore.load.probe import read_gauges
+from meltcore.load.probe import parse_gauges
 from meltcore.load.runner import run_levels
 from meltcore.results.schema import LevelResult
 
-# What is asked of us on one H200 with Qwen3-0.6B, by users.
-REACH = {400: 27_100.0, 1_000: 30_750.0, 10_000: 29_850.0}
-OFFLINE_REACH = 0.95
+# Targets on one H200 with Qwen3-0.6B, by users.
+TARGETS = {users: Target(rate) for users, rate in ((400, 27_100.0), (1_000, 30_750.0), (10_000, 29_850.0))}
+OFFLINE_TARGET = Target(0.95, of="ratio")
 CALIBRATION_REQUESTS = 1_000
-SPARE = 1.5  # requests beyond those that the short calibration asks for: --seconds is a floor
+SPARE = 1.5  # more requests than the short calibration predicts, since --seconds is a floor
 COUNTER, COUNTER_TOLERANCE = "generation_tokens_total", 0.005
-MOST_EMPTY = 0.001  # share of answers without text that a level may have
+MOST_EMPTY = 0.001  # fraction of answers without text that a level may have
 MAX_MODEL_LEN = 2048
 
 
 def metrics(url: str) -> dict[str, float]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
-        return read_gauges(reply.read().decode())
+        return parse_gauges(reply.read().decode())
 
 
 def load(url: str, users: int, requests: int, seed: int, args: argparse.Namespace, notes: list[str]) -> LevelResult:
@@ -56,15 +56,15 @@ def load(url: str, users: int, requests: int, seed: int, args: argparse.Namespac
         url=url,
         model=args.served,
         concurrency=(users,),
-        requests=requests,
-        warmup=0,
+        num_prompts=(requests,),
+        num_warmups=0,
         workload=f"random:in={args.inlen},out={args.out},vocab={args.vocab}",
         continuous_usage=False,
         processes=min(args.processes, users),
         seed=seed,
     )
     (level,) = run_levels(config)
-    # Random weights answer now and then with special tokens alone, which have no text.
+    # Random weights sometimes generate only special tokens, which have no text.
     empty = sum(count for reason, count in level.failures.items() if reason.startswith("empty answer"))
     answered = requests - empty
     if level.failed > empty or empty > MOST_EMPTY * requests or level.output_tokens != answered * args.out:
@@ -75,9 +75,9 @@ def load(url: str, users: int, requests: int, seed: int, args: argparse.Namespac
 
 
 def measure(url: str, users: int, args: argparse.Namespace, notes: list[str]) -> tuple[LevelResult, float]:
-    """One level of at least `args.seconds`, and the CPU microseconds that our front spent a token (0: not said).
+    """One level of at least `args.seconds`, and the CPU microseconds of our API servers per token (0: unknown).
 
-    What a reader must know of it is added to `notes`.
+    Adds remarks about the level to `notes`.
     """
     probe = load(url, min(users, CALIBRATION_REQUESTS), min(2 * users, CALIBRATION_REQUESTS), 1, args, [])
     rate = probe.output_tokens_per_s / args.out
@@ -94,11 +94,11 @@ def measure(url: str, users: int, args: argparse.Namespace, notes: list[str]) ->
             raise RuntimeError(f"the server counted {counted:,.0f} tokens, the client {level.output_tokens:,}")
     else:
         notes.append(f"{users:,} users: the server does not count its tokens; only the client did")
-    front_s = after.get("front_cpu_seconds_total", 0.0) - before.get("front_cpu_seconds_total", 0.0)
-    return level, front_s * 1e6 / level.output_tokens
+    cpu_s = after.get("api_server_cpu_seconds_total", 0.0) - before.get("api_server_cpu_seconds_total", 0.0)
+    return level, cpu_s * 1e6 / level.output_tokens
 
 
-def level_rows(users: int, level: LevelResult, front_us: float, peer: dict[str, float]) -> list[Row]:
+def level_rows(users: int, level: LevelResult, cpu_us: float, peer: dict[str, float]) -> list[Row]:
     work = f"{users:,} users, {level.requests:,} requests in {level.duration_s:.0f} s"
     steady = level.steady
     found = [("whole level", "output tokens/s", level.output_tokens_per_s)]
@@ -106,21 +106,21 @@ def level_rows(users: int, level: LevelResult, front_us: float, peer: dict[str, 
         found.insert(0, ("steady", "output tokens/s", steady.output_tokens_per_s))
     for name, value in (
         ("TTFT mean", level.ttft_ms.mean),
-        ("gap between events p50", level.itl_ms.p50),
-        ("gap between events p99", level.itl_ms.p99),
+        ("gap between events p50", level.event_gap_ms.p50),
+        ("gap between events p99", level.event_gap_ms.p99),
     ):
         if value is not None:
             found.append((name, "ms", value))
-    found.append(("events a token", "ratio", level.chunk_to_token_ratio or 0.0))
-    if front_us:
-        found.append(("front processes", "CPU us a token", front_us))
-    if level.client is not None:
-        found.append(("busiest client process", "share of a core", level.client.cpu_share))
+    found.append(("events per token", "ratio", level.events_per_token or 0.0))
+    if cpu_us:
+        found.append(("API server processes", "CPU us per token", cpu_us))
+    if level.client is not None and level.client.cpu_utilization is not None:
+        found.append(("busiest client process", "of a core", level.client.cpu_utilization))
     rows = []
     for name, unit, value in found:
         row = Row(work=f"{work}: {name} [{level.verdict}]", unit=unit, value=value)
         if name == "steady":
-            row.reach = REACH.get(users)
+            row.target = TARGETS.get(users)
         other = peer.get(f"{users:,} users: {name}")
         if other:
             row.peer, row.peer_value = "peer", other
@@ -131,15 +131,17 @@ def level_rows(users: int, level: LevelResult, front_us: float, peer: dict[str, 
     return rows
 
 
-def read_peer(path: Path | None) -> dict[str, float]:
-    """A peer's values by "USERS users: NAME"."""
-    if path is None:
-        return {}
-    found = {}
-    for row in json.loads(path.read_text())["rows"]:
-        users, _, rest = row["work"].partition(" users, ")
-        found[f"{users} users: {rest.partition(': ')[2].rpartition(' [')[0]}"] = row["value"]
-    return found
+def read_peer(path: Path | None, subject: str) -> dict[str, float]:
+    """A peer's values by "USERS users: NAME", from its run of `subject` in a result file."""
+    values: dict[str, float] = {}
+    for run in json.loads(path.read_text())["runs"] if path else []:
+        if run["subject"] == subject:
+            for row in run["rows"]:
+                users, _, rest = row["work"].partition(",")
+                values[f"{users}: {rest.partition(': ')[2].partition(' [')[0]}"] = row["value"]
+    if path and not values:
+        raise SystemExit(f"{path} has no run of {subject!r}; name one with --peer-subject")
+    return values
 
 
 def offline_tokens_per_s(requests: int, args: argparse.Namespace) -> float:
@@ -153,7 +155,7 @@ def offline_tokens_per_s(requests: int, args: argparse.Namespace) -> float:
 def measure_offline(requests: int, args: argparse.Namespace) -> float:
     from meltcore import LLM, SamplingParams
 
-    llm = LLM(args.model, load_format="dummy", max_model_len=MAX_MODEL_LEN, debug=("no-prefix-cache",))
+    llm = LLM(args.model, load_format="dummy", max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False)
     low, _, high = args.inlen.partition("-")
     draw = random.Random(0)
     prompts = [
@@ -171,21 +173,24 @@ def measure_offline(requests: int, args: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--url", help="of a running server, instead of our own")
-    parser.add_argument("--served", help="the model's name there; the first it lists")
-    parser.add_argument("--name", default="peer", help="with --url: the result is http_NAME.json")
-    parser.add_argument("--peer", type=Path, help="an earlier http_NAME.json to compare with")
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="for our own server")
+    parser.add_argument("--url", help="Address of a running server, instead of starting ours.")
+    parser.add_argument("--served", help="The model's name there (default: the first listed).")
+    parser.add_argument("--name", default="peer", help="Name of the server that --url gives, in the result file.")
+    parser.add_argument("--peer", type=Path, help="Result file with a run of a peer to compare with.")
+    parser.add_argument("--peer-subject", default="peer", help="The peer's --name in that file (default: peer).")
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="Model of our server.")
     parser.add_argument("--users", default="400,1000,10000")
-    parser.add_argument("--seconds", type=float, default=30.0, help="the least a level lasts")
-    parser.add_argument("--rounds", type=float, default=2.0, help="requests of a user, at the least, on average")
-    parser.add_argument("--inlen", default="576", help="prompt tokens: N or LOW-HIGH")
-    parser.add_argument("--out", type=int, default=128, help="output tokens")
-    parser.add_argument("--vocab", type=int, default=30_000, help="prompt ids stay below it")
-    parser.add_argument("--fronts", type=int, help="front processes of our server")
-    parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), help="of clients")
-    parser.add_argument("--no-offline", action="store_true", help="leave the offline API out")
-    parser.add_argument("--serve-flags", default="", help="more flags for our server, in one string")
+    parser.add_argument("--seconds", type=float, default=30.0, help="Shortest duration of a level in seconds.")
+    parser.add_argument("--rounds", type=float, default=2.0, help="Mean number of requests per user, at least.")
+    parser.add_argument("--inlen", default="576", help="Prompt tokens: N or LOW-HIGH.")
+    parser.add_argument("--out", type=int, default=128, help="Output tokens.")
+    parser.add_argument("--vocab", type=int, default=30_000, help="Vocabulary size: prompt token ids are below it.")
+    parser.add_argument("--api-server-count", type=int, help="API server processes of our server.")
+    parser.add_argument(
+        "--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), help="Client processes."
+    )
+    parser.add_argument("--no-offline", action="store_true", help="Skip the offline API.")
+    parser.add_argument("--serve-flags", default="", help="More flags for our server, in one string.")
     parser.add_argument("--offline", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.offline:
@@ -193,9 +198,9 @@ def main() -> None:
         return
     if args.url is None:
         need_gpu(model=args.model)
-    flags = ["--load-format", "dummy", "--debug", "no-prefix-cache", "--max-model-len", str(MAX_MODEL_LEN)]
-    flags += ["--fronts", str(args.fronts)] if args.fronts else []
-    peer = read_peer(args.peer)
+    flags = ["--load-format", "dummy", "--no-enable-prefix-caching", "--max-model-len", str(MAX_MODEL_LEN)]
+    flags += ["--api-server-count", str(args.api_server_count)] if args.api_server_count else []
+    peer = read_peer(args.peer, args.peer_subject)
     rows: list[Row] = []
     notes: list[str] = []
     thousand: LevelResult | None = None
@@ -207,10 +212,10 @@ def main() -> None:
             if url is None:
                 log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
                 command = [args.model, *flags, *args.serve_flags.split()]
-                url = stack.enter_context(OwnServer(command, log, say=print)).wait_ready()
+                url = stack.enter_context(DemoServer(command, log, report=print)).wait_ready()
             for users in map(int, args.users.split(",")):
-                level, front_us = measure(url, users, args, notes)
-                rows += level_rows(users, level, front_us, peer)
+                level, cpu_us = measure(url, users, args, notes)
+                rows += level_rows(users, level, cpu_us, peer)
                 thousand = level if users == 1_000 else thousand
     except (KeyboardInterrupt, RuntimeError) as error:
         early = error  # the levels before it count
@@ -226,12 +231,12 @@ def main() -> None:
                 peer="own offline API",
                 peer_value=alone,
                 ratio=http / alone,
-                reach=OFFLINE_REACH,
+                target=OFFLINE_TARGET,
             )
         )
     versions = {} if args.url else {name: metadata.version(name) for name in ("torch", "uvicorn", "uvloop")}
     if rows:
-        write_result("http" if args.url is None else f"http_{args.name}", rows, versions, notes)
+        write_result(rows, versions, notes, subject=args.model if args.url is None else args.name)
     if early is not None:
         raise SystemExit(notes[-1])
 

@@ -1,6 +1,7 @@
 """The kernels of a layer in the order in which they end, and how much later each ends than the one before it.
 
-That is what a kernel adds to a step: where kernels start early, or side by side, their own times say too much.
+That is what a kernel adds to a step. A kernel's own duration says too much where kernels overlap, by PDL or on two
+streams.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-# One a layer in our steps: attention of sequences that decode or of prompts, or what stands for it beside a recurrent
+# One per layer in our steps: attention of sequences that decode or of prompts, or what stands for it beside a recurrent
 # state.
-BEGINS = re.compile("_decode_kernel|_lanes_kernel|_prefill_kernel|_scan_kernel")
+BEGINS = re.compile("_decode_kernel|_decode_stream_k_kernel|_prefill_kernel|_scan_kernel")
 
 
 class Kernel(NamedTuple):
@@ -49,9 +50,9 @@ def chains_of(kernels: Iterable[Kernel], begins: re.Pattern[str] = BEGINS) -> li
     A layer goes from a kernel that `begins` matches to before the next; what comes after the last one is left out.
     """
     ended = sorted(kernels, key=lambda kernel: kernel.end_us)
-    firsts = [place for place, kernel in enumerate(ended) if begins.search(kernel.name)]
+    starts = [place for place, kernel in enumerate(ended) if begins.search(kernel.name)]
     alike: dict[tuple[str, ...], list[int]] = {}
-    for first, after in pairwise(firsts):
+    for first, after in pairwise(starts):
         if first > 0:  # the first kernel of all has none before it
             alike.setdefault(tuple(kernel.name for kernel in ended[first:after]), []).append(first)
     chains = []

@@ -1,11 +1,11 @@
-"""Products with Qwen3-0.6B's weights, bf16, against cuBLAS and cublasLt and against reading the weights once.
+"""Matmuls with Qwen3-0.6B's weights, bf16, against cuBLAS and cublasLt and against reading the weights once.
 
 Every number is the median of replays of one CUDA graph that holds 28 launches (or layers), each with weights of its
 own: together they miss the L2 cache, and kernels follow each other as in a decode step. Results are compared with the
-torch bodies first. "layer" is the four products of a block with their norms, activation and additions, without the
-attention between them; its peer does the same with the library's products and our kernels around them.
+torch references first. "layer" is the four matmuls of a block with their norms, activation and additions, without the
+attention between them; its peer does the same with the library's GEMMs and our kernels around them.
 
-    python benchmarks/linear.py     # the table and benchmarks/results/linear.json
+    python benchmarks/linear.py     # the table and benchmarks/results/linear/h200.json
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import triton
 from attention import CACHE_BYTES, check, median_us
 from bench_output import Row, need_gpu, write_result
 
-from meltcore.kernels.linear import gated_linear, linear, linear_add
+from meltcore.kernels.activation import swiglu
+from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.kernels.swiglu import swiglu
 
 TOKENS = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128, 256, 400, 512, 1000)
 HIDDEN, MIXED, GATED = 1024, 2048, 3072
@@ -38,8 +38,8 @@ READ_BYTES_PER_US = 4.3e6  # what an H200 reaches
 TYPE = torch.bfloat16
 LIBRARIES = {"cuBLAS": "cublas", "cublasLt": "cublaslt"}
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-plain_product: Product = torch.nn.functional.linear
+Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+plain_matmul: Matmul = torch.nn.functional.linear
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -81,15 +81,15 @@ class Batch(NamedTuple):
 
 def layer(of: Weights, index: int, batch: Batch) -> None:
     linear(batch.residual, of.qkv[index], of.norm)
-    linear_add(batch.residual, batch.mixed, of.output[index])
-    gated = gated_linear(batch.residual, of.gate_up[index], of.norm)
-    linear_add(batch.residual, gated, of.down[index])
+    linear(batch.mixed, of.output[index], residual=batch.residual)
+    gated = linear(batch.residual, of.gate_up[index], of.norm, gated=True)
+    linear(gated, of.down[index], residual=batch.residual)
 
 
 def library_layer(of: Weights, index: int, batch: Batch) -> None:
-    plain_product(rms_norm(batch.residual, *of.norm), of.qkv[index])
+    plain_matmul(rms_norm(batch.residual, *of.norm), of.qkv[index])
     batch.residual.addmm_(batch.mixed, of.output[index].t())
-    gated = swiglu(plain_product(rms_norm(batch.residual, *of.norm), of.gate_up[index]))
+    gated = swiglu(plain_matmul(rms_norm(batch.residual, *of.norm), of.gate_up[index]))
     batch.residual.addmm_(gated, of.down[index].t())
 
 
@@ -120,11 +120,14 @@ def measure_layer() -> list[Row]:
     rows = []
     for tokens in TOKENS:
         batch = Batch.draw(tokens)
-        check(f"norm and product, {tokens}", partial(linear, batch.residual, of.qkv[0], of.norm))
-        check(f"norm, product and gate, {tokens}", partial(gated_linear, batch.residual, of.gate_up[0], of.norm))
+        check(f"norm and matmul, {tokens}", partial(linear, batch.residual, of.qkv[0], of.norm))
         check(
-            f"product and addition, {tokens}",
-            lambda batch=batch: linear_add(batch.residual.clone(), batch.mixed, of.output[0]),
+            f"norm, matmul and activation, {tokens}",
+            partial(linear, batch.residual, of.gate_up[0], of.norm, gated=True),
+        )
+        check(
+            f"matmul and addition, {tokens}",
+            lambda batch=batch: linear(batch.mixed, of.output[0], residual=batch.residual.clone()),
         )
         ours_us = median_us([partial(layer, of, index, batch) for index in range(LAYERS)])
         library = fastest_library_us([partial(library_layer, of, index, batch) for index in range(LAYERS)])
@@ -132,14 +135,14 @@ def measure_layer() -> list[Row]:
     return rows
 
 
-def measure_product(work: str, output_size: int, input_size: int) -> list[Row]:
+def measure_matmul(work: str, output_size: int, input_size: int) -> list[Row]:
     nbytes = output_size * input_size * TYPE.itemsize
     matrices = weights(output_size, input_size, LAYERS if nbytes < CACHE_BYTES else 2)
     rows = []
     for tokens in TOKENS:
         hidden = random(tokens, input_size)
         ours_us = median_us([partial(linear, hidden, matrix) for matrix in matrices])
-        library = fastest_library_us([partial(plain_product, hidden, matrix) for matrix in matrices])
+        library = fastest_library_us([partial(plain_matmul, hidden, matrix) for matrix in matrices])
         rows.append(row(f"{work} {output_size:,} x {input_size:,}", tokens, nbytes, ours_us, library))
     return rows
 
@@ -149,9 +152,9 @@ def main() -> None:
     need_gpu()
     torch.manual_seed(0)
     rows = measure_layer()
-    rows += [row for work, shape in SHAPES.items() for row in measure_product(work, *shape)]
+    rows += [row for work, shape in SHAPES.items() for row in measure_matmul(work, *shape)]
     versions = {"torch": str(torch.__version__), "triton": str(triton.__version__), "cuda": str(torch.version.cuda)}
-    write_result("linear", rows, versions)
+    write_result(rows, versions)
 
 
 if __name__ == "__main__":

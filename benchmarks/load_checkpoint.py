@@ -1,11 +1,11 @@
-"""How fast weights are loaded, and in how much host memory: a synthetic sharded checkpoint of a published layout.
+"""Speed and host memory of loading weights: a synthetic sharded checkpoint of a published layout.
 
-The checkpoint has as many whole layers of the model as its size allows (of a hybrid, whole rounds of its kinds of
-layers), in shards as they are published, with random weights. Each load runs in a process of its own: first with the
+The checkpoint has as many whole layers of the model as its size allows (of a hybrid, whole periods of its layer
+types), in shards as published, with random weights. Each load runs in a process of its own: first with the
 files dropped from the page cache (the disk's speed), then with them in it (ours), each beside a plain read of the same
-files into one small buffer. Files in a file system of memory, such as /dev/shm, cannot be dropped and are read once.
+files into one small buffer. Files in a memory file system, such as /dev/shm, cannot be dropped and are read once.
 Host memory is anonymous memory beyond what the process held before; on a CPU the weights are part of it. Pages of the
-files are not: the kernel takes them back whenever it wants.
+files do not count: the kernel can reclaim them at any time.
 
     python benchmarks/load_checkpoint.py --folder /dev/shm/synthetic --model Qwen/Qwen3.5-35B-A3B --fused
     python benchmarks/load_checkpoint.py --folder /tmp/synthetic --model Qwen/Qwen3-0.6B --size-gb 1 --device cpu
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from bench_output import Row, need_gpu, write_result
 
-from meltcore.layers.group import Group
+from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
 from meltcore.models.loader import build_model, load_weights
 
@@ -55,12 +55,12 @@ def shorten(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def tensors_of(config: dict[str, Any], fused: bool) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, experts one by one or `fused` into two of a layer."""
+    """Name and shape of every tensor, experts one by one or `fused` into two per layer."""
     model = build_model(Checkpoint("synthetic", Path(), config, {}), torch.bfloat16, torch.device("meta"))
     shapes = {name: tuple(place.shape) for name, place in model.checkpoint_tensors().items()}
-    for name, (place, stands_for) in (model.fused_tensors() if fused else {}).items():
+    for name, (place, checkpoint_names) in (model.fused_tensors() if fused else {}).items():
         shapes[name] = tuple(place.shape)
-        for part in stands_for:
+        for part in checkpoint_names:
             del shapes[part]
     return shapes
 
@@ -70,7 +70,7 @@ def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def fit(config: dict[str, Any], size_bytes: float, fused: bool) -> dict[str, Any]:
-    """The configuration with as many layers, in whole rounds of their kinds, as `size_bytes` hold."""
+    """The configuration with as many layers, in whole periods of their types, as fit into `size_bytes`."""
     text = config.get("text_config", config)
     a_round = text.get("full_attention_interval") or 1
     one, two = (size_of(tensors_of(shorten(config, rounds * a_round), fused)) for rounds in (1, 2))
@@ -104,7 +104,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], fused: bool, shard_by
 
 
 def write_shard(path: Path, shapes: dict[str, tuple[int, ...]], block: bytes) -> None:
-    """A safetensors file (github.com/huggingface/safetensors, format), written piece by piece."""
+    """A safetensors file (github.com/huggingface/safetensors, format), written in slices of a fixed size."""
     header: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():
@@ -120,7 +120,7 @@ def write_shard(path: Path, shapes: dict[str, tuple[int, ...]], block: bytes) ->
 
 
 def read_s(folder: Path, buffer_bytes: int = BLOCK_BYTES) -> float:
-    """Seconds of a plain read of all shards: what no loader of the whole can beat."""
+    """Seconds of a plain read of all shards, the lower bound of every loader."""
     buffer = bytearray(buffer_bytes)
     started_s = time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
@@ -177,8 +177,8 @@ def load_once(folder: Path, device: torch.device, tp: int) -> dict[str, float]:
     checkpoint = open_checkpoint(str(folder), files="all")
     torch.zeros(1, device=device)  # the device's own start is not loading
     memory, started_s = PeakMemory(), time.perf_counter()
-    model = build_model(checkpoint, torch.bfloat16, device, group=Group(0, tp) if tp > 1 else None)
-    load_weights(model, checkpoint, lambda stage, share: None)
+    model = build_model(checkpoint, torch.bfloat16, device, group=TensorParallelGroup(0, tp) if tp > 1 else None)
+    load_weights(model, checkpoint, lambda _stage, _share: None)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     load_s = time.perf_counter() - started_s
@@ -218,21 +218,27 @@ def measure(args: argparse.Namespace, size: int) -> list[Row]:
                 ratio=rate / plain,
             ),
             Row(work=work, unit="s", value=found["load_s"]),
-            Row(work=work, unit="GB of host memory at the peak", value=found["peak_bytes"] / GB),
+            Row(work=work, unit="GB of peak host memory", value=found["peak_bytes"] / GB),
         ]
     return rows
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint is made; removed afterwards")
-    parser.add_argument("--model", default="Qwen/Qwen3-30B-A3B", help="whose layout; its configuration is enough")
-    parser.add_argument("--size-gb", type=float, default=10.0, help="at most (10)")
-    parser.add_argument("--shard-gb", type=float, default=4.0, help="at most, of a file (4)")
-    parser.add_argument("--fused", action="store_true", help="experts as two tensors a layer")
+    parser.add_argument("--folder", type=Path, required=True, help="New folder for the checkpoint; removed afterwards.")
+    parser.add_argument(
+        "--model",
+        default="Qwen/Qwen3-30B-A3B",
+        help="Model whose layout the checkpoint has; only its configuration is read.",
+    )
+    parser.add_argument("--size-gb", type=float, default=10.0, help="Largest size of the checkpoint (default: 10).")
+    parser.add_argument("--shard-gb", type=float, default=4.0, help="Largest size of a file (default: 4).")
+    parser.add_argument("--fused", action="store_true", help="Store the experts as two tensors per layer.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tp", type=int, default=1, help="load the first of so many ranks' shares (1)")
-    parser.add_argument("--load-only", action="store_true", help="load what is in the folder once, print JSON")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="Tensor-parallel size; the first rank's shard is loaded (default: 1)."
+    )
+    parser.add_argument("--load-only", action="store_true", help="Load the files in the folder once and print JSON.")
     return parser.parse_args()
 
 
@@ -255,7 +261,7 @@ def main() -> None:
     finally:
         shutil.rmtree(args.folder)
     versions = {name: metadata.version(name) for name in ("torch", "safetensors")}
-    write_result("load_checkpoint", rows, versions, [note])
+    write_result(rows, versions, [note], gpus=0 if args.device == "cpu" else max(args.tp, 1))
 
 
 if __name__ == "__main__":

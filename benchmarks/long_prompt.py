@@ -1,8 +1,8 @@
-"""What a very long prompt does to sequences that are decoding when it comes: p99 ITL before it and while it is read.
+"""The effect of a very long prompt on sequences that decode: p99 ITL before it and during its prefill.
 
-Dummy weights, and experts drawn at random with --debug uniform-routing. Once as the engine does it, in pieces
-(engine/pacing.py), and once with the prompt taking whatever a step has left, as ordinary prompts do. Pieces of a large
-model on one GPU take minutes: --seconds ends that part early, and its last row then says how far the prompt was read.
+Dummy weights, and experts drawn at random with --debug uniform-routing. The prompt is prefilled once as the engine does
+it, in chunks limited by engine/core/pacing.py, and once in whole steps, as ordinary prompts are. A large model on one
+GPU takes minutes in chunks: --seconds ends that part early, and its last row then says how many tokens were prefilled.
 
     python benchmarks/long_prompt.py --model Qwen/Qwen3.5-35B-A3B --length 200000 --load 8 --debug uniform-routing
 """
@@ -17,21 +17,23 @@ import time
 from importlib import metadata
 from typing import NamedTuple
 
-from bench_output import Row, need_gpu, write_result
+from bench_output import Row, Target, need_gpu, write_result
 
 from meltcore.config import EngineConfig
-from meltcore.engine.engine import Engine
-from meltcore.engine.messages import AddRequest
-from meltcore.engine.sampling_params import SamplingParams
+from meltcore.engine.core.engine import GenerationEngine
+from meltcore.protocol.generation import AddRequest
+from meltcore.protocol.sampling_params import SamplingParams
 
 REACH = 2.0  # the most that p99 ITL may grow
 PROMPT = 500  # tokens of each sequence of the load
 
 
 class Seen(NamedTuple):
+    """What other requests and the long prompt itself experienced in one run."""
+
     itl_ms: float  # p99
     longest_ms: float
-    read: int  # tokens of the long prompt, all of them unless the time was over
+    read: int  # tokens of the long prompt that were prefilled: all, unless time ran out
     took_s: float  # for those; up to the first token where all were read
 
 
@@ -39,7 +41,7 @@ class Load:
     """An engine under `size` sequences that decode."""
 
     def __init__(self, config: EngineConfig, size: int, tokens: int) -> None:
-        self.engine = Engine(config)
+        self.engine = GenerationEngine(config)
         self._random = random.Random(0)
         self._names = itertools.count()
         self._last_s: dict[str, float] = {}
@@ -52,7 +54,7 @@ class Load:
         return name
 
     def run(self, *, steps: int = 0, until: str = "", most_s: float = math.inf) -> list[float]:
-        """So many steps, or up to the first token of `until`: seconds between two tokens of the load, ascending."""
+        """Run `steps` steps, or until the first token of `until`. Returns the load's ITLs in seconds, ascending."""
         gaps: list[float] = []
         end_s = time.monotonic() + most_s
         while steps > 0 or (until and until not in self._last_s and time.monotonic() < end_s):
@@ -69,7 +71,7 @@ class Load:
         name = self.add(length, 2)
         gaps = self.run(until=name, most_s=most_s)
         running = self.engine.scheduler.running
-        read = length if name in self._last_s else sum(each.computed for each in running if each.id == name)
+        read = length if name in self._last_s else sum(each.num_computed_tokens for each in running if each.id == name)
         took_s = max(self._last_s.values()) - began_s
         self.engine.abort([name])
         return Seen(p99_ms(gaps), gaps[-1] * 1e3, read, took_s)
@@ -82,30 +84,31 @@ def p99_ms(gaps: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3.5-35B-A3B")
-    parser.add_argument("--length", type=int, default=200_000, help="tokens of the long prompt")
-    parser.add_argument("--load", type=int, default=8, help="sequences that decode meanwhile")
-    parser.add_argument("--tokens", type=int, default=40_000, help="at most, for each of them")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="that reading in pieces may take at most")
+    parser.add_argument("--length", type=int, default=200_000, help="Tokens of the long prompt.")
+    parser.add_argument("--load", type=int, default=8, help="Sequences that decode meanwhile.")
+    parser.add_argument("--tokens", type=int, default=40_000, help="Most output tokens of each of them.")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="Time limit of the prefill in chunks.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--debug", default="", help="debug switches, with commas")
+    parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
     args = parser.parse_args()
     if args.device.startswith("cuda"):
         need_gpu(args.tp)
     config = EngineConfig(
         model=args.model,
         device=args.device,
-        tp=args.tp,
+        tensor_parallel_size=args.tp,
         load_format="dummy",
         max_num_seqs=args.load + 1,
-        debug=("no-prefix-cache", *filter(None, args.debug.split(","))),
+        debug=tuple(filter(None, args.debug.split(","))),
+        enable_prefix_caching=False,
     )
     load = Load(config, args.load, args.tokens)
     load.run(steps=100)
     alone_ms = p99_ms(load.run(steps=300))
     print(f"alone: p99 ITL {alone_ms:.2f} ms", flush=True)
-    in_pieces = load.read(args.length, args.seconds)
-    print(f"in pieces: {in_pieces}", flush=True)
+    in_chunks = load.read(args.length, args.seconds)
+    print(f"in chunks: {in_chunks}", flush=True)
     load.run(steps=50)
     load.engine.scheduler.long_prompt = args.length
     whole = load.read(args.length)
@@ -113,19 +116,20 @@ def main() -> None:
 
     work = f"{args.length:,} tokens, {args.load} decoding"
     rows = [Row(work=f"{args.load} decoding alone, p99 ITL", unit="ms", value=alone_ms)]
-    for name, seen in (("in pieces", in_pieces), ("in whole steps", whole)):
+    for name, seen in (("in chunks", in_chunks), ("in whole steps", whole)):
         growth = seen.itl_ms / alone_ms
-        reach = REACH if seen is in_pieces else None
+        target = Target(REACH, better="lower") if seen is in_chunks else None
         rows += [
-            Row(work=f"{work}, {name}: p99 ITL over that alone", unit="x", value=growth, reach=reach),
+            Row(work=f"{work}, {name}: p99 ITL over that alone", unit="x", value=growth, target=target),
             Row(work=f"{work}, {name}: longest ITL", unit="ms", value=seen.longest_ms),
         ]
         if seen.read < args.length:
-            work_done = f"{work}, {name}: rate at which its first {seen.read:,} tokens were read"
+            work_done = f"{work}, {name}: prefill rate of its first {seen.read:,} tokens"
             rows.append(Row(work=work_done, unit="tokens/s", value=seen.read / seen.took_s))
         else:
             rows.append(Row(work=f"{work}, {name}: TTFT of the long prompt", unit="s", value=seen.took_s))
-    write_result("long_prompt", rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
+    versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
+    write_result(rows, versions, subject=args.model)
 
 
 if __name__ == "__main__":

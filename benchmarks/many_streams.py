@@ -1,13 +1,13 @@
-"""Ten thousand streamed requests at once: all in flight together, all finished, ready throughout, no memory kept.
+"""Ten thousand concurrent streams: all finish, the server stays ready, and its memory does not grow.
 
-Runs --before requests at once and then --streams, on one server, and fails unless
-- every request got all of its tokens, and client and server both saw all of them in flight at one time;
-- /health, asked all the while, always said ready;
+Runs --before concurrent requests and then --streams, on one server, and fails unless
+- every request got all of its tokens, and both client and server saw all of them in flight together;
+- every /health request meanwhile was answered "ready";
 - the memory of all server processes together, and of the GPU, is within --tolerance of what it was after the first.
 
     python benchmarks/many_streams.py                                                        one GPU
-    python benchmarks/many_streams.py --model meltcore/sums --load-format auto --fronts 2 --streams 200 --before 50 \\
-        --inlen 32 --out 64 --vocab 800
+    python benchmarks/many_streams.py --model meltcore/sums --load-format auto --api-server-count 2 --streams 200 \\
+        --before 50 --inlen 32 --out 64 --vocab 800
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bench_output import Row, need_gpu, write_result
+from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.demo.server_process import OwnServer
-from meltcore.hardware.nvml import NoDriverError, Nvml
+from meltcore.demo.run import DemoServer
+from meltcore.hardware.nvml.driver import NoDriverError, Nvml
 from meltcore.load.config import LoadConfig
-from meltcore.load.probe import read_gauges
+from meltcore.load.probe import parse_gauges
 from meltcore.load.runner import run_levels
 from meltcore.results.schema import LevelResult
 
 HEALTH_EVERY_S = 0.25
-SETTLE_S = 5.0  # after the last answer: processes give back memory when they have been idle for a moment
+SETTLE_S = 5.0  # after the last answer: idle processes return memory to the system after a moment
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ def gpu_bytes() -> int | None:
         nvml = Nvml()
     except NoDriverError:
         return None
-    used, _ = nvml.memory_bytes(nvml.boards()[0])
+    used, _ = nvml.memory_bytes(nvml.gpus()[0])
     nvml.close()
     return used
 
 
 def at_rest(url: str, pid: int) -> Memory:
-    """Wait until the server holds no request, and a little more; then read its memory. Raises RuntimeError."""
+    """Wait until the server holds no request and has been idle, then read its memory. Raises RuntimeError."""
     until_s = time.monotonic() + 30
     while gauges(url)["requests_in_flight"] or gauges(url)["num_requests_running"]:
         if time.monotonic() > until_s:
@@ -148,15 +148,15 @@ def at_rest(url: str, pid: int) -> Memory:
 
 def gauges(url: str) -> dict[str, float]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
-        return read_gauges(reply.read().decode())
+        return parse_gauges(reply.read().decode())
 
 
 def run(url: str, streams: int, args: argparse.Namespace) -> LevelResult:
     config = LoadConfig(
         url=url,
         concurrency=(streams,),
-        requests=streams,
-        warmup=0,
+        num_prompts=(streams,),
+        num_warmups=0,
         workload=f"random:in={args.inlen},out={args.out},vocab={args.vocab}",
         continuous_usage=False,
         processes=args.processes,
@@ -186,17 +186,19 @@ def main() -> int:
     parser.add_argument("--out", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=30_000)
     parser.add_argument("--tolerance", type=float, default=0.02)
-    parser.add_argument("--fronts", type=int)
-    parser.add_argument("--check-only", action="store_true", help="leave the results file as it is")
-    parser.add_argument("--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), help="of clients")
+    parser.add_argument("--api-server-count", type=int)
+    parser.add_argument("--check-only", action="store_true", help="Do not write the result file.")
+    parser.add_argument(
+        "--processes", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), help="Client processes."
+    )
     args = parser.parse_args()
     need_gpu(model=args.model)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is ended then, too
-    command = [args.model, "--load-format", args.load_format, "--debug", "no-prefix-cache", "--max-model-len", "2048"]
-    command += ["--fronts", str(args.fronts)] if args.fronts else []
+    command = [args.model, "--load-format", args.load_format, "--no-enable-prefix-caching", "--max-model-len", "2048"]
+    command += ["--api-server-count", str(args.api_server_count)] if args.api_server_count else []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with OwnServer(command, log, say=print) as server:
+        with DemoServer(command, log, report=print) as server:
             url = server.wait_ready()
             first = run(url, args.before, args)
             before = at_rest(url, server.pid)
@@ -206,9 +208,9 @@ def main() -> int:
             print_growth(before, after)
     problems = problems_of(first, args.before, args) + problems_of(level, args.streams, args)
     problems += [f"/health: {problem}" for problem in health.problems[:3]]
-    work = f"{args.streams:,} streams at once, {args.inlen} in / {args.out} out"
+    work = f"{args.streams:,} concurrent streams, {args.inlen} in / {args.out} out"
     rows = [
-        Row(work=f"{work}: finished", unit="requests", value=level.succeeded, reach=args.streams),
+        Row(work=f"{work}: finished", unit="requests", value=level.succeeded, target=Target(args.streams)),
         Row(work=f"{work}: most in flight, by the server", unit="requests", value=level.server_peak_in_flight or 0),
         Row(work=f"{work}: whole level [{level.verdict}]", unit="output tokens/s", value=level.output_tokens_per_s),
         Row(work=f"{work}: /health not ready", unit=f"of {health.asked}", value=len(health.problems)),
@@ -221,11 +223,11 @@ def main() -> int:
             continue
         print(f"{where} memory: {was >> 20:,} MiB after {args.before:,} streams, {now >> 20:,} MiB after all")
         name = f"{where} memory afterwards, against after {args.before:,}"
-        rows.append(Row(work=name, unit="growth", value=grown, reach=args.tolerance))
+        rows.append(Row(work=name, unit="growth", value=grown, target=Target(args.tolerance, better="lower")))
         if abs(grown) > args.tolerance:
             problems.append(f"{name}: {grown:+.1%}")
     if not args.check_only:
-        write_result("many_streams", rows, {name: metadata.version(name) for name in ("torch", "uvicorn", "uvloop")})
+        write_result(rows, {name: metadata.version(name) for name in ("torch", "uvicorn", "uvloop")})
     for problem in problems:
         print(f"FAIL: {problem}")
     return 1 if problems else 0

@@ -1,7 +1,7 @@
-"""The work that our engine and a peer are given alike: closed batches of requests on random token ids.
+"""The work that our engine and a peer both get: closed batches of requests on random token ids.
 
-c requests start together and end after equally many tokens; prefill is in the wall time, end tokens ignored, greedy,
-no prefix cache. Only the standard library, so that it imports beside any engine.
+All requests start together and have the same number of output tokens. Greedy, end tokens ignored, no prefix cache,
+prefill in the wall time. Only the standard library, so that it imports beside any engine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 LOWEST_ID, HIGHEST_ID = 1000, 140_000
 SHORT = "1,10,100,400,1000,2000@128:1024/128"
 LONG = "64,256@1024:1024/1024"
-MOST_WARM_UP = 2000  # requests: twice what the engines run at once, so every shape of a step is seen
+MOST_WARM_UP = 2000  # requests: twice the largest batch, so that every shape of a step occurs
 
-# Takes prompts and output tokens; returns when all are answered, and how many tokens came.
+# Takes prompts and output tokens per prompt; returns the number of generated tokens.
 Generate = Callable[[list[list[int]], int], int]
 
 
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
     def __str__(self) -> str:
         lengths = f"{self.low} to {self.high}" if self.low < self.high else str(self.low)
-        return f"{self.requests:,} requests, {lengths} in / {self.out} out"
+        return f"{self.requests:,} request{'s' * (self.requests != 1)}, {lengths} in / {self.out} out"
 
 
 class Measured(NamedTuple):
@@ -59,7 +59,7 @@ def parse_works(text: str) -> list[Work]:
 
 
 def measure(works: list[Work], generate: Generate, reps: int, seed: int) -> Iterator[Measured]:
-    """Each work after a short warm-up of its own. Equal seeds draw equal prompts, whoever asks."""
+    """Measure each work after its own short warm-up. Equal seeds draw equal prompts in every engine."""
     draw = random.Random(seed)
     for work in works:
         prompts = [

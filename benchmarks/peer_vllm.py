@@ -1,11 +1,11 @@
-"""vLLM's offline API on the work of offline.py, for the same machine and hour: writes results/NAME.json.
+"""vLLM's offline API on the work of offline.py, on the same machine: writes results/peer_vllm/h200.json.
 
 Run with vLLM on the path, FOLDER holding a config.json. Random weights, BF16, prefix cache off, CUDA graphs captured up
-to the batch. Experts are chosen at random where the environment says so, and the result says it.
+to the batch. The environment variable below selects experts at random; the result names the routing.
 
     python benchmarks/peer_vllm.py --model FOLDER
     VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random python benchmarks/peer_vllm.py --model FOLDER --seqs 64 \\
-        --works "1,8,64@1024:1024/256" --name offline_vllm_35b
+        --works "1,8,64@1024:1024/256" --subject Qwen/Qwen3.5-35B-A3B
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import json
 import os
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from offline_work import LONG, SHORT, measure, parse_works, process_age_s
+
+RESULTS = Path(__file__).parent / "results"  # bench_output.py needs Meltcore, which vLLM's environment may lack
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder with a config.json")
+    parser.add_argument("--model", required=True, help="Folder with a config.json.")
     parser.add_argument("--works", default=f"{SHORT} {LONG}")
     parser.add_argument("--seqs", type=int, default=1024)
-    parser.add_argument("--budget", type=int, default=16384, help="tokens a step")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--budget", type=int, default=16384, help="Tokens per step.")
+    parser.add_argument("--tp", type=int, default=1, help="Tensor-parallel size.")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--name", default="offline_vllm", help="of the result file")
+    parser.add_argument("--out", type=Path, default=RESULTS / "peer_vllm" / "h200.json", help="Result file.")
+    parser.add_argument("--subject", help="Subject of the run in the result file (default: --model).")
     args = parser.parse_args()
     try:
         import torch
@@ -60,20 +64,23 @@ def main() -> None:
         return sum(len(answer.outputs[0].token_ids) for answer in answers)
 
     generate([[1000] * 8], 1)
-    result = {
+    result: dict[str, Any] = {
+        "subject": args.subject or args.model,
         "versions": {"vllm": metadata.version("vllm"), "torch": metadata.version("torch")},
         "process_start_to_first_token_s": process_age_s(),
         "tp": args.tp,
         "routing": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
         "rows": [],
     }
-    path = Path(__file__).parent / "results" / f"{args.name}.json"
+    earlier = json.loads(args.out.read_text())["runs"] if args.out.exists() else []
+    runs = [*(run for run in earlier if run["subject"] != result["subject"]), result]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     for measured in measure(parse_works(args.works), generate, args.reps, args.seed):
         print(
             f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
         )
         result["rows"].append({"work": str(measured.work), "rates": measured.rates})
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        args.out.write_text(json.dumps({"runs": runs}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

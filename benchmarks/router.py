@@ -1,9 +1,9 @@
-"""Norm, router and choice of experts as the engine launches them, against the three as kernels of their own.
+"""Norm, router GEMM and expert selection as the engine launches them, against three separate kernels.
 
-Qwen3.5-35B-A3B's sizes. bf16, random data; launches take turns over routers enough to miss the L2 cache. Every number
-is the median of CUDA graph replays, in which kernels start early as they do in a step.
+Qwen3.5-35B-A3B's sizes. bf16, random data; launches take turns over enough routers to miss the L2 cache. Every number
+is the median of CUDA graph replays with programmatic dependent launch, as in a decode step.
 
-    python benchmarks/router.py    # the table and benchmarks/results/router.json
+    python benchmarks/router.py    # the table and benchmarks/results/router/h200.json
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import triton
 from attention import median_us, read_bytes_per_us
 from bench_output import Row, need_gpu, write_result
 
+from meltcore.kernels.moe.router import route_tokens, router_logits
+from meltcore.kernels.moe.routing import Routing, select_experts
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.kernels.router import router_logits, to_experts
-from meltcore.kernels.routing import Routing, route
 
-HIDDEN, EXPERTS, CHOICES = 2048, 256, 8
+HIDDEN, EXPERTS, TOP_K = 2048, 256, 8
 TYPE = torch.bfloat16
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 COPIES = 100  # of the router, a megabyte each
 
 
 def ours(residual: torch.Tensor, norm: Norm, router: torch.Tensor) -> tuple[torch.Tensor, Routing]:
-    return to_experts(residual, norm, router, CHOICES, renormalised=True, shared=True)
+    return route_tokens(residual, norm, router, TOP_K, norm_topk_prob=True, shared_expert=True)
 
 
 def three_launches(residual: torch.Tensor, norm: Norm, router: torch.Tensor) -> tuple[torch.Tensor, Routing]:
     hidden = rms_norm(residual, *norm)
-    return hidden, route(router_logits(hidden, router), CHOICES, renormalised=True, shared=True)
+    return hidden, select_experts(router_logits(hidden, router), TOP_K, norm_topk_prob=True, shared_expert=True)
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
             )
         )
     versions = {"torch": str(torch.__version__), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
-    write_result("router", rows, versions)
+    write_result(rows, versions)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Output tokens per second where requests come one by one: a closed loop on the engine itself, without HTTP.
+"""Output tokens per second where requests arrive one by one: a closed loop on the engine itself, without HTTP.
 
-So many requests are under way; whenever one ends the next begins. Prompts of 128 to 1,024 tokens and answers of 32 to
-224 end at unlike times, so most steps hold a prompt beside sequences that decode, as on a server. Random weights,
+A level keeps a constant number of requests in flight. Prompts of 128 to 1,024 tokens and answers of 32 to 224 end at
+different times, so most steps prefill a prompt beside sequences that decode, as on a server. Random weights,
 greedy, end tokens ignored, prefix cache off. The median of the repetitions is quoted.
 
     python benchmarks/staggered.py
-    python benchmarks/staggered.py --debug no-prompt-graphs --name staggered_launched
+    python benchmarks/staggered.py --debug no-prefill-graphs
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from importlib import metadata
 from bench_output import Row, need_gpu, write_result
 
 from meltcore import LLM, SamplingParams
-from meltcore.engine.engine import Engine
-from meltcore.engine.messages import AddRequest
+from meltcore.engine.core.engine import GenerationEngine
+from meltcore.protocol.generation import AddRequest
 
 PROMPT_TOKENS, ANSWER_TOKENS = (128, 1024), (32, 224)
-ROUNDS = 6  # requests of a level for each that is under way
+ROUNDS = 6  # requests of a level, as a multiple of its concurrency
 
 
 def requests(count: int, vocab_size: int, seed: int) -> Iterator[AddRequest]:
@@ -36,11 +36,11 @@ def requests(count: int, vocab_size: int, seed: int) -> Iterator[AddRequest]:
         yield AddRequest(f"{seed}.{number}", prompt, sampling)
 
 
-def rate(engine: Engine, at_once: int, seed: int) -> float:
-    """Output tokens a second, from the first request to the last token."""
-    left = iter(list(requests(ROUNDS * at_once, engine.vocab_size, seed)))
+def rate(engine: GenerationEngine, concurrency: int, seed: int) -> float:
+    """Output tokens per second, from the first request to the last token."""
+    left = iter(list(requests(ROUNDS * concurrency, engine.vocab_size, seed)))
     tokens, begun = 0, time.perf_counter()
-    for _, request in zip(range(at_once), left, strict=False):
+    for _, request in zip(range(concurrency), left, strict=False):
         engine.add(request)
     while engine.has_work:
         for output in engine.step().outputs:
@@ -54,27 +54,36 @@ def rate(engine: Engine, at_once: int, seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--at-once", default="1,10,100,400", help="requests under way, levels with commas")
+    parser.add_argument(
+        "--concurrency", default="1,10,100,400", help="Levels: requests in flight, separated by commas."
+    )
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--debug", default="", help="debug switches, with commas")
-    parser.add_argument("--name", default="staggered", help="of the result file")
+    parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
     args = parser.parse_args()
     need_gpu(model=args.model)
 
-    levels = [int(level) for level in args.at_once.split(",")]
-    debug = ("no-prefix-cache", *filter(None, args.debug.split(",")))
-    llm = LLM(args.model, load_format="dummy", max_model_len=2048, max_num_seqs=max(levels), debug=debug)
+    levels = [int(level) for level in args.concurrency.split(",")]
+    debug = tuple(filter(None, args.debug.split(",")))
+    llm = LLM(
+        args.model,
+        load_format="dummy",
+        max_model_len=2048,
+        max_num_seqs=max(levels),
+        enable_prefix_caching=False,
+        debug=debug,
+    )
     rows = []
     gc.disable()  # as the offline API does while it runs
     for level in levels:
-        rate(llm.engine, level, seed=0)  # graphs that are recorded when they are first met
+        rate(llm.engine, level, seed=0)  # captures the graphs of the shapes that occur
         rates = [rate(llm.engine, level, seed) for seed in range(1, 1 + args.reps)]
-        print(f"{level} at once: {[round(each) for each in rates]}", flush=True)
-        work = f"{level} at once, 128 to 1024 in / 32 to 224 out"
+        print(f"concurrency {level}: {[round(each) for each in rates]}", flush=True)
+        work = f"concurrency {level}, 128 to 1024 in / 32 to 224 out"
         rows.append(Row(work=work, unit="output tokens/s", value=statistics.median(rates)))
     llm.close()
     versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
-    write_result(args.name, rows, versions, [f"debug switches: {', '.join(debug)}"])
+    subject = " ".join((args.model, *debug))
+    write_result(rows, versions, [f"debug: {', '.join(llm.engine.config.debug_options)}"], subject=subject)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Where the time of a step goes: kernels of decode steps and of a prompt step, against the bytes and operations needed.
+"""Time of the kernels of decode and prefill steps, against the bytes and operations that they need.
 
 Dummy weights. A decode step is timed by replays of its graph, and its kernels by the profiler; the floor of a step is
-the larger of its bytes at read bandwidth and its operations at the rate of a large product (floors.py), both measured
+the larger of its bytes at read bandwidth and its operations at the rate of a large GEMM (floors.py), both measured
 in the same run. A layer's kernels are shown in their order too, each by how much later it ends than the one before
-(kernel_chain.py). Where several GPUs share the model, what is seen is rank 0's.
+(kernel_chain.py). With tensor parallelism the profile is that of rank 0.
 
     python benchmarks/step_profile.py --sequences 1,10,100,400 --context 600
     python benchmarks/step_profile.py --model Qwen/Qwen3.5-35B-A3B --debug uniform-routing --sequences 1,8,64 \\
-        --tp 4 --name step_profile_35b_tp4
+        --tp 4
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kernel_chain import Chain, Kernel, chains_of
 from torch.profiler import ProfilerActivity, profile
 
 from meltcore import LLM, SamplingParams
-from meltcore.engine.messages import AddRequest
+from meltcore.protocol.generation import AddRequest
 
 STEPS = 20
-SHOWN = 12  # kernels of a step, the longest first
-LAYERS_SHOWN = 2  # unlike ones of a step, in a hybrid model for one
+SHOWN = 12  # kernels per step, the longest first
+LAYERS_SHOWN = 2  # different layers per step; a hybrid model has two kinds
 
 
 def busy_us(events: list[tuple[float, float]]) -> float:
@@ -91,12 +91,20 @@ def show(work: str, seen: Seen, floor_us: float) -> Row:
 
 
 class Subject:
-    """An engine whose sequences can be brought to where only decode steps are left."""
+    """An engine that can be run until only decode steps are left."""
 
     def __init__(self, model: str, sequences: int, budget: int, debug: str, tp: int) -> None:
-        switches = ("no-prefix-cache", *filter(None, debug.split(",")))
-        settings = {"load_format": "dummy", "tp": tp, "max_model_len": 4096, "max_num_seqs": sequences}
-        self.engine = LLM(model, max_num_batched_tokens=budget, debug=switches, **settings).engine
+        switches = tuple(filter(None, debug.split(",")))
+        self.engine = LLM(
+            model,
+            load_format="dummy",
+            tensor_parallel_size=tp,
+            max_model_len=4096,
+            max_num_seqs=sequences,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=False,
+            debug=switches,
+        ).engine
         self._needs, self._limits = Needs.of(self.engine.runner.model), Limits.measure()
         self._names = (f"r{number}" for number in itertools.count())
 
@@ -128,7 +136,7 @@ class Subject:
         while self.engine.has_work:
             self.engine.step()
         floor_us = self._needs.decode_us(sequences, context + 16, self._limits)
-        work = f"decode step, {sequences:,} sequences of about {context + 16} tokens"
+        work = f"decode step, {sequences:,} sequence{'s' * (sequences != 1)} of about {context + 16} tokens"
         print(f"{work}: {statistics.median(times_us):,.0f} us with the host waiting for each")
         return show(work, seen, floor_us)
 
@@ -140,7 +148,7 @@ class Subject:
 
         run()
         seen = see(run, 3)
-        work = f"prompt step, {sequences} x {length} tokens"
+        work = f"prefill step, {sequences} x {length} tokens"
         return show(work, seen, self._needs.prompts_us(sequences, length, self._limits))
 
 
@@ -148,12 +156,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--sequences", default="1,10,100,256,400,1000")
-    parser.add_argument("--context", type=int, default=600, help="tokens of each sequence")
-    parser.add_argument("--prompts", default="14x576", help="steps of prompts: how many, and the tokens of each")
-    parser.add_argument("--budget", type=int, default=8192, help="tokens of a step at most")
-    parser.add_argument("--debug", default="", help="debug switches, with commas")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
-    parser.add_argument("--name", default="step_profile", help="of the result file")
+    parser.add_argument("--context", type=int, default=600, help="Tokens of each sequence.")
+    parser.add_argument("--prompts", default="14x576", help="Prefill steps as PROMPTSxTOKENS, separated by commas.")
+    parser.add_argument("--budget", type=int, default=8192, help="Most tokens per step.")
+    parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
+    parser.add_argument("--tp", type=int, default=1, help="Tensor-parallel size.")
     args = parser.parse_args()
     need_gpu(args.tp)
     sequences = [int(count) for count in args.sequences.split(",")]
@@ -163,7 +170,8 @@ def main() -> None:
     rows = [subject.decode(count, args.context) for count in sequences]
     rows += [subject.prompts(count, length) for count, length in prompts]
     subject.engine.close()
-    write_result(args.name, rows, {"torch": metadata.version("torch"), "triton": metadata.version("triton")})
+    versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
+    write_result(rows, versions, subject=args.model, gpus=args.tp)
 
 
 if __name__ == "__main__":

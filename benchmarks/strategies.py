@@ -1,11 +1,15 @@
-"""What people try with a small model on one GPU, on the same prompts (those of the GPU score): output tokens a second.
+"""Common ways to run a small model on one GPU, on the same prompts (those of the GPU score): output tokens per second.
 
-Batch 1 with transformers, its `generate` on batches, several processes of it, vLLM, and ours. Random weights, prompts
-of 128 to 1,024 tokens, 128 output tokens, greedy, end tokens ignored, prefill in the wall time. Each strategy has its
-own process and the GPU to itself, is warmed up with one batch, and gets whole batches until its time is over. How many
-requests a rate is of stands beside it: a slow strategy may not get beyond its first batch.
+transformers one request at a time, on batches, compiled, in INT8, in asynchronous tasks, CUDA streams and processes;
+ONNX Runtime; TensorRT-LLM, SGLang, vLLM, and ours. Random weights, prompts of 128 to 1,024 tokens, 128 output tokens,
+greedy, end tokens ignored, prefill in the wall time. Each strategy has its own processes and the GPU to itself, is
+warmed up with one batch, and gets whole batches until its time is over. The number of requests stands beside each rate:
+a slow strategy may not get beyond its first batch.
 
-    python benchmarks/strategies.py --vllm-site SITE     SITE: a folder that holds an installed vLLM
+    python benchmarks/strategies.py --site vllm=FOLDER     FOLDER: holds an installed vLLM
+    python benchmarks/strategies.py --list                 what can run here, and why the rest cannot
+
+A strategy whose package or device is missing is not run; the reason is printed and kept with the results.
 
 Exit status: 0, 1 where nothing could be measured, 130 where it was interrupted (what was measured is written).
 """
@@ -22,7 +26,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,15 +35,31 @@ from typing import TextIO
 from bench_output import Row, need_gpu, write_result
 
 WORKER = Path(__file__).parent / "strategy_worker.py"
-OURS = "meltcore, all at once"
+OURS = "meltcore, all concurrently"
 INTERRUPTED = "interrupted"
 EXIT_NOTHING, EXIT_INTERRUPTED = 1, 130
 WARM_LIMIT_S, WORK_LIMIT_S = 600.0, 300.0
 
 
+# What a worker imports that may be missing, beside torch: the module's name and its package's.
+PACKAGES = {
+    "transformers": {"transformers": "transformers"},
+    "compile": {"transformers": "transformers"},
+    "int8": {"transformers": "transformers", "bitsandbytes": "bitsandbytes", "accelerate": "accelerate"},
+    "async": {"transformers": "transformers"},
+    "streams": {"transformers": "transformers"},
+    "onnxruntime": {"transformers": "transformers", "onnxruntime": "onnxruntime-gpu", "onnx": "onnx"},
+    "tensorrt_llm": {"tensorrt_llm": "tensorrt-llm"},
+    "sglang": {"sglang": "sglang"},
+    "vllm": {"vllm": "vllm"},
+    "meltcore": {},
+}
+_NEED_GPU = {"streams": "only CUDA has streams", "tensorrt_llm": "TensorRT-LLM", "sglang": "SGLang", "vllm": "vLLM"}
+
+
 @dataclass(frozen=True)
 class Strategy:
-    """`batch` requests are given to each of `processes` at a time."""
+    """`batch` requests are given to each of `processes` at a time. site: a folder that goes first on its path."""
 
     name: str
     worker: str
@@ -58,30 +78,40 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return self.tokens / self.took_s
 
     def __str__(self) -> str:
         return f"{self.rate:,.0f} output tokens/s, of {self.requests:,} requests in {self.took_s:.1f} s"
 
 
-class Failed(Exception):
+class StrategyError(Exception):
     """A strategy did not work here; the reason stands in the table."""
 
 
 def strategies(args: argparse.Namespace) -> list[Strategy]:
-    many = args.processes
-    return [
+    """All of them. Processes share the GPU without MPS, by time slices."""
+    many, batch, tasks, requests = args.processes, args.batch, args.tasks, args.requests
+    listed = [
         Strategy("transformers, one request at a time", "transformers", 1),
-        Strategy(f"transformers, generate on batches of {args.batch}", "transformers", args.batch),
+        Strategy(f"transformers, generate on batches of {batch}", "transformers", batch),
+        Strategy(f"transformers, torch.compile and a static cache, batches of {batch}", "compile", batch),
+        Strategy(f"transformers, INT8 weights (bitsandbytes), batches of {batch}", "int8", batch),
+        Strategy(f"transformers, {tasks} asynchronous tasks, one request each", "async", tasks),
+        Strategy(f"transformers, {tasks} CUDA streams, one request each", "streams", tasks),
         Strategy(f"transformers, {many} processes, one request each", "transformers", 1, many),
-        Strategy(f"vLLM, {args.requests:,} requests at once", "vllm", args.requests, site=args.vllm_site),
-        Strategy(f"{OURS}, {args.requests:,} requests", "meltcore", args.requests),
+        Strategy(f"transformers, {many} processes, batches of {batch} each", "transformers", batch, many),
+        Strategy(f"ONNX Runtime, batches of {batch}", "onnxruntime", batch),
+        Strategy(f"TensorRT-LLM, {requests:,} concurrent requests", "tensorrt_llm", requests),
+        Strategy(f"SGLang, {requests:,} concurrent requests", "sglang", requests),
+        Strategy(f"vLLM, {requests:,} concurrent requests", "vllm", requests),
+        Strategy(f"{OURS}, {requests:,} requests", "meltcore", requests),
     ]
+    return [replace(each, site=args.sites.get(each.worker)) for each in listed]
 
 
 def measure(strategy: Strategy, args: argparse.Namespace) -> Measured:
-    """Start, warm up and time a strategy's workers, and end them whatever happens. Raises Failed."""
+    """Start, warm up and time a strategy's workers, and end them in every case. Raises StrategyError."""
     with tempfile.TemporaryFile("w+") as log:
         workers = [start(strategy, process, args, log) for process in range(strategy.processes)]
         try:
@@ -119,9 +149,9 @@ def start(strategy: Strategy, process: int, args: argparse.Namespace, log: TextI
 
 
 def expect(worker: subprocess.Popen[str], beginning: str, limit_s: float, log: TextIO) -> str:
-    """What follows `beginning` in the worker's next line that has it; libraries print others.
+    """The rest of the worker's next line that starts with `beginning`; libraries print other lines.
 
-    Raises Failed where it ends first, or is ended because it took longer than `limit_s`.
+    Raises StrategyError where it ends first, or is ended because it took longer than `limit_s`.
     """
     assert worker.stdout is not None
     watchdog = threading.Timer(limit_s, end, (worker,))
@@ -135,24 +165,28 @@ def expect(worker: subprocess.Popen[str], beginning: str, limit_s: float, log: T
         watchdog.cancel()
     log.seek(0)
     last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
-    raise Failed(f"ended with status {worker.wait()} within {limit_s:g} s: {last}")
+    raise StrategyError(f"ended with status {worker.wait()} within {limit_s:g} s: {last}")
 
 
 def end(worker: subprocess.Popen[str]) -> None:
-    """The worker and all it started."""
+    """End the worker and all processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
 
 
-def missing(strategy: Strategy) -> str | None:
-    """Why a strategy cannot even be tried here."""
-    if strategy.worker == "vllm":
-        if strategy.site is None and find_spec("vllm") is None:
-            return "vLLM is not installed; name a folder that holds it with --vllm-site"
-        if strategy.site is not None and not Path(strategy.site, "vllm").is_dir():
-            return f"{Path(strategy.site).name} holds no vllm package"
-    return None
+def missing(strategy: Strategy, device: str) -> str | None:
+    """Why a strategy cannot run on a device ("cuda", "cpu"), as far as that is known before it starts."""
+    if strategy.worker in _NEED_GPU and not device.startswith("cuda"):
+        return f"needs a GPU: {_NEED_GPU[strategy.worker]}"
+    packages = PACKAGES.get(strategy.worker, {})
+    in_site = {module for module in packages if strategy.site is not None and Path(strategy.site, module).is_dir()}
+    if strategy.site is not None and not in_site:
+        return f"{Path(strategy.site).name} holds none of {', '.join(packages)}"
+    absent = [package for module, package in packages.items() if module not in in_site and find_spec(module) is None]
+    if not absent:
+        return None
+    return f"not installed: {', '.join(absent)}; name a folder that holds it with --site {strategy.worker}=FOLDER"
 
 
 def site_version(package: str, site: str | None) -> str | None:
@@ -165,24 +199,24 @@ def run_all(wanted: Sequence[Strategy], args: argparse.Namespace) -> tuple[dict[
     found: dict[str, Measured] = {}
     reasons: dict[str, str] = {}
     for number, strategy in enumerate(wanted):
-        reason = missing(strategy)
+        reason = missing(strategy, args.device)
         if reason is None:
             try:
                 found[strategy.name] = measure(strategy, args)
                 print(f"{strategy.name}: {found[strategy.name]}", flush=True)
                 continue
-            except Failed as error:
+            except StrategyError as error:
                 reason = str(error)
             except KeyboardInterrupt:
                 reasons |= {left.name: INTERRUPTED for left in wanted[number:]}
                 break
         reasons[strategy.name] = reason
-        print(f"{strategy.name}: skipped: {reason}", flush=True)
+        print(f"{strategy.name}: not run: {reason}", flush=True)
     return found, reasons
 
 
 def table_rows(found: dict[str, Measured]) -> list[Row]:
-    """A row a strategy, ours beside each other's."""
+    """One row per strategy, with ours as its peer."""
     ours = next((each.rate for name, each in found.items() if name.startswith(OURS)), None)
     rows = []
     for name, each in found.items():
@@ -193,36 +227,84 @@ def table_rows(found: dict[str, Measured]) -> list[Row]:
     return rows
 
 
-def main() -> int:
+def package_versions(sites: dict[str, str]) -> dict[str, str]:
+    """Installed versions of torch, triton and what the strategies import."""
+    found = {name: site_version(name, None) for name in ("torch", "triton")}
+    for worker, packages in PACKAGES.items():
+        for name in packages.values():
+            found[name] = found.get(name) or site_version(name, sites.get(worker)) or site_version(name, None)
+    return {name: version for name, version in found.items() if version}
+
+
+def site_option(text: str) -> tuple[str, str]:
+    """WORKER=FOLDER as (worker, folder)."""
+    worker, _, folder = text.partition("=")
+    if worker not in PACKAGES:
+        raise argparse.ArgumentTypeError(f"{text}: no such worker; one of {', '.join(PACKAGES)}")
+    if not Path(folder).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: must name a folder")
+    return worker, folder
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each strategy, after its warm-up")
-    parser.add_argument("--batch", type=int, default=64, help="of transformers' generate")
+    parser.add_argument("--seconds", type=float, default=15.0, help="Duration of each strategy after its warm-up.")
+    parser.add_argument("--batch", type=int, default=64, help="Batch size of transformers' generate.")
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=1000, help="at once, for vLLM and ours")
-    parser.add_argument("--vllm-site", help="a folder with vLLM and what it needs, put first on the path")
-    parser.add_argument("--only", default="", help="strategies whose worker is one of these, with commas")
-    parser.add_argument("--name", default="strategies", help="of the result file")
+    parser.add_argument("--tasks", type=int, default=16, help="Asynchronous tasks, and CUDA streams, of one process.")
+    parser.add_argument("--requests", type=int, default=1000, help="Concurrent requests of serving engines.")
+    parser.add_argument(
+        "--site",
+        type=site_option,
+        action="append",
+        default=[],
+        metavar="WORKER=FOLDER",
+        help="Folder with a worker's packages, put first on its path; repeatable.",
+    )
+    parser.add_argument("--only", default="", help=f"Workers to run ({', '.join(PACKAGES)}), separated by commas.")
+    parser.add_argument("--list", action="store_true", help="List strategies and why some cannot run; run none.")
     args = parser.parse_args()
+    args.sites = dict(args.site)
+    return args
+
+
+def print_list(wanted: Sequence[Strategy], device: str) -> None:
+    if device.startswith("cuda"):
+        import torch
+
+        if torch.cuda.device_count() == 0:
+            print("torch sees no NVIDIA GPU: nothing runs with --device cuda")
+    for strategy in wanted:
+        reason = missing(strategy, device)
+        print(f"{strategy.worker:<13} {strategy.name}" + (f": cannot run: {reason}" if reason else ""))
+
+
+def main() -> int:
+    args = parse_arguments()
+    only = set(filter(None, args.only.split(",")))
+    if unknown := only - PACKAGES.keys():
+        raise SystemExit(f"--only {','.join(sorted(unknown))}: no such worker; one of {', '.join(PACKAGES)}")
+    wanted = [strategy for strategy in strategies(args) if not only or strategy.worker in only]
+    if args.list:
+        print_list(wanted, args.device)
+        return 0
     if args.device.startswith("cuda"):
         need_gpu()
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is kept then, too
-    only = set(filter(None, args.only.split(",")))
-    wanted = [strategy for strategy in strategies(args) if not only or strategy.worker in only]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interruption keeps what was measured
     found, reasons = run_all(wanted, args)
-    versions = {name: site_version(name, None) for name in ("torch", "triton", "transformers")}
-    versions["vllm"] = site_version("vllm", args.vllm_site)
     write_result(
-        args.name,
         table_rows(found),
-        {name: version for name, version in versions.items() if version},
+        package_versions(args.sites),
         notes=[
             *(f"{name}: {each}" for name, each in found.items()),
-            *(f"{name}: skipped: {reason}" for name, reason in reasons.items()),
+            *(f"{name}: not run: {reason}" for name, reason in reasons.items()),
         ],
+        subject=args.model,
+        gpus=0 if args.device == "cpu" else 1,
     )
     return EXIT_INTERRUPTED if INTERRUPTED in reasons.values() else 0 if found else EXIT_NOTHING
 

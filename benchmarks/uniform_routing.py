@@ -1,4 +1,4 @@
-"""What rows measured with --debug uniform-routing say of the experts met, and whether so many were to be met."""
+"""The experts that a decode step used with --debug uniform-routing, beside the expected number."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 from bench_output import Row
 
 from meltcore import LLM
-from meltcore.engine.graphs import padded_sizes
-from meltcore.layers.uniform_routing import experts_met
+from meltcore.engine.worker.cuda_graphs import capture_sizes
+from meltcore.layers.uniform_routing import mean_experts_used
 
-FURTHEST = 0.05  # from what is expected, as a share of it
+TOLERANCE = 0.05  # of the expected number
 
 
-class Met(NamedTuple):
-    """A decode step's experts: of so many tokens, padding included, mean over layers."""
+class ExpertsUsed(NamedTuple):
+    """Experts per layer of a decode step of `tokens` tokens, padding included; mean over layers."""
 
     tokens: int
     distinct: float
@@ -22,32 +22,32 @@ class Met(NamedTuple):
 
     @property
     def invalid(self) -> str | None:
-        if abs(self.distinct - self.expected) <= FURTHEST * self.expected:
+        if abs(self.distinct - self.expected) <= TOLERANCE * self.expected:
             return None
-        return f"{self.distinct:.1f} experts a layer for {self.tokens} tokens, {self.expected:.1f} expected"
+        return f"{self.distinct:.1f} experts per layer for {self.tokens} tokens, {self.expected:.1f} expected"
 
 
-def expected_experts(experts: int, choices: int, tokens: float) -> float:
-    """How many of a layer's experts tokens meet whose choices are all alike."""
-    return experts * (1 - (1 - choices / experts) ** tokens)
+def expected_experts(experts: int, top_k: int, tokens: float) -> float:
+    """Expected number of a layer's experts that `tokens` tokens select, each top_k uniformly."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
-def met_by(llm: LLM, sequences: int) -> Met | None:
-    """The decode step that held `sequences`, as many of them as run at once; None where none is on record."""
+def experts_used_by(llm: LLM, sequences: int) -> ExpertsUsed | None:
+    """The decode step of `sequences`, limited to the largest batch; None where none is on record."""
     configured = llm.engine.runner.model.config.experts
     assert configured is not None, "--debug uniform-routing without experts"
-    at_once = min(sequences, llm.engine.max_num_seqs)
-    tokens = min(size for size in padded_sizes(llm.engine.max_num_seqs) if size >= at_once)
-    found = experts_met().get(tokens)
+    batch = min(sequences, llm.engine.max_num_seqs)
+    tokens = min(size for size in capture_sizes(llm.engine.max_num_seqs) if size >= batch)
+    found = mean_experts_used().get(tokens)
     if found is None:
         return None
-    return Met(tokens, found, expected_experts(configured.num_experts, configured.num_experts_per_tok, tokens))
+    return ExpertsUsed(tokens, found, expected_experts(configured.num_experts, configured.num_experts_per_tok, tokens))
 
 
-def tell(row: Row, met: Met | None) -> None:
-    """Put it on record in a row."""
-    if met is None:
-        row.invalid = "the experts met are not on record"
+def record(row: Row, found: ExpertsUsed | None) -> None:
+    """Write the experts to `row`, which is invalid where they are unknown or too far from the expected number."""
+    if found is None:
+        row.invalid = "the number of experts is not on record"
     else:
-        row.routed_tokens, row.experts_met, row.experts_expected = met
-        row.invalid = met.invalid
+        row.routed_tokens, row.experts_used, row.experts_expected = found
+        row.invalid = found.invalid

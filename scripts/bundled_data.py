@@ -1,4 +1,4 @@
-"""Problems as packed tensors: conversations end to end in one row, each its own sequence."""
+"""Problems as packed tensors: conversations concatenated in one row, each a sequence of its own."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from bundled_tokenizer import BEGINNINGS, TURN_START, Beginning, conversation, thinks
+from bundled_tokenizer import REPLY_PREFIXES, TURN_START, ReplyPrefix, conversation, has_reasoning
 from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset, get_worker_info
 
 from meltcore.problems import Problem
-from meltcore.problems.pages import MOST_FACTS, page_problem
-from meltcore.problems.short import short_problem
+from meltcore.problems.pages import MAX_FACTS, page_problem
 from meltcore.problems.stories import story_problem
+from meltcore.problems.sums import short_problem
 
-# Shares of a training batch in tokens: pages are ten times longer than the rest, and the hardest to learn.
-_PAGE_SHARE, _STORY_SHARE = 0.55, 0.2
-# Pages grow from a few facts to full length over this first part of training: finding one fact among eight is
-# learnt in minutes, one among ninety from nothing is not.
+# Fractions of a training batch in tokens: pages are ten times longer than the rest, and the hardest to learn.
+_PAGE_FRACTION, _STORY_FRACTION = 0.55, 0.2
+# Pages grow from a few facts to full length over this first fraction of training: finding one fact among eight is
+# learned in minutes, one among ninety from scratch is not.
 _GROWING = 0.2
 _FULL_PAGES = 0.7
-# Of a model that thinks: how many of its answers come after thoughts.
-_THINKING_SHARE = 0.1
+# Fraction of the answers of a reasoning model that follow reasoning.
+_REASONING_FRACTION = 0.1
 
 
 @dataclass
 class Packed:
-    """Conversations of lengths n1, n2, ... in one row of T tokens, padded by nothing.
+    """Conversations of lengths n1, n2, ... in one row of T tokens, without padding.
 
     ids, positions: [T]; starts: [sequences + 1] int32, cumulative; lengths: of the sequences, on the host;
     sources: [answers] positions whose next token is part of an answer; targets: [answers] those tokens;
-    owners: [answers] the conversation each belongs to.
+    owners: [answers] their conversations.
     """
 
     ids: torch.Tensor
@@ -57,22 +57,22 @@ class Packed:
         return self.ids, self.positions, self.starts, self.lengths, self.sources, self.targets, self.owners
 
 
-def pack(tokenizer: Tokenizer, problems: list[Problem], beginnings: list[Beginning] | None = None) -> Packed:
-    """Encode and pack whole conversations; the loss is on the answer and its end token alone.
+def pack(tokenizer: Tokenizer, problems: list[Problem], prefixes: list[ReplyPrefix] | None = None) -> Packed:
+    """Encode and pack whole conversations; the loss covers only the answer and its end token.
 
-    beginnings: of each reply; without them, that of a model's answers at once.
+    prefixes: of each reply; by default that of a direct answer.
     """
-    if beginnings is None:
-        beginnings = ["answering" if thinks(tokenizer) else "plain"] * len(problems)
+    if prefixes is None:
+        prefixes = ["answering" if has_reasoning(tokenizer) else "plain"] * len(problems)
     turn_start = tokenizer.token_to_id(TURN_START)
-    headers = {beginning: len(tokenizer.encode(text).ids) for beginning, text in BEGINNINGS.items()}
-    texts = [conversation(*each) for each in zip(problems, beginnings, strict=True)]
+    headers = {prefix: len(tokenizer.encode(text).ids) for prefix, text in REPLY_PREFIXES.items()}
+    texts = [conversation(*each) for each in zip(problems, prefixes, strict=True)]
     rows = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
     lengths = np.array([len(row) for row in rows])
     starts = np.concatenate([[0], lengths.cumsum()])
     sources = []
-    for row, start, beginning in zip(rows, starts[:-1], beginnings, strict=True):
-        reply = len(row) - row[::-1].index(turn_start) - 1 + headers[beginning]
+    for row, start, prefix in zip(rows, starts[:-1], prefixes, strict=True):
+        reply = len(row) - row[::-1].index(turn_start) - 1 + headers[prefix]
         sources.append(np.arange(start + reply - 1, start + len(row) - 1))
     ids = np.concatenate(rows)
     where = np.concatenate(sources)
@@ -88,7 +88,7 @@ def pack(tokenizer: Tokenizer, problems: list[Problem], beginnings: list[Beginni
 
 
 class TrainingStream(IterableDataset[Packed]):
-    """Endless training batches of about `tokens` tokens; `progress`: [1] float, shared, the time spent."""
+    """Yield training batches of about `tokens` tokens forever. `progress`: [1] float, shared, the time spent."""
 
     def __init__(self, tokenizer: Tokenizer, *, tokens: int, seed: int, progress: torch.Tensor) -> None:
         self._tokenizer = tokenizer
@@ -104,15 +104,15 @@ class TrainingStream(IterableDataset[Packed]):
             yield pack(self._tokenizer, problems, _beginnings(rng, self._tokenizer, len(problems)))
 
 
-def _beginnings(rng: random.Random, tokenizer: Tokenizer, count: int) -> list[Beginning] | None:
-    if not thinks(tokenizer):
+def _beginnings(rng: random.Random, tokenizer: Tokenizer, count: int) -> list[ReplyPrefix] | None:
+    if not has_reasoning(tokenizer):
         return None
-    return ["thinking" if rng.random() < _THINKING_SHARE else "answering" for _ in range(count)]
+    return ["thinking" if rng.random() < _REASONING_FRACTION else "answering" for _ in range(count)]
 
 
 def _draw(rng: random.Random, tokens: int, progress: float) -> list[Problem]:
-    """About `tokens` tokens of problems, by shares; 3 characters a token is this tokenizer's mean on these texts."""
-    shares = (_PAGE_SHARE, _STORY_SHARE, 1 - _PAGE_SHARE - _STORY_SHARE)
+    """About `tokens` tokens of problems; 3 characters per token is this tokenizer's mean on these texts."""
+    shares = (_PAGE_FRACTION, _STORY_FRACTION, 1 - _PAGE_FRACTION - _STORY_FRACTION)
     makers = (lambda: _page(rng, progress), lambda: story_problem(rng, "train"), lambda: short_problem(rng, "train"))
     problems: list[Problem] = []
     for share, make in zip(shares, makers, strict=True):
@@ -125,7 +125,7 @@ def _draw(rng: random.Random, tokens: int, progress: float) -> list[Problem]:
 
 
 def _page(rng: random.Random, progress: float) -> Problem:
-    largest = max(8, int(MOST_FACTS * progress / _GROWING))
-    if largest > MOST_FACTS and rng.random() < _FULL_PAGES:
+    largest = max(8, int(MAX_FACTS * progress / _GROWING))
+    if largest > MAX_FACTS and rng.random() < _FULL_PAGES:
         return page_problem(rng, "train")
-    return page_problem(rng, "train", facts=rng.randint(3, min(largest, MOST_FACTS)))
+    return page_problem(rng, "train", num_facts=rng.randint(3, min(largest, MAX_FACTS)))

@@ -1,4 +1,4 @@
-"""Greedy accuracy of a written checkpoint, through transformers alone."""
+"""Greedy accuracy of a written checkpoint, by transformers only."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meltcore.problems import Problem, generate, is_right
+from meltcore.problems import Problem, generate, is_correct
 
 _BATCH = 100
 _LONGEST_ANSWER = 96
 
 
 def evaluate(folder: Path, *, short: int, long: int, seed: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Problems, right answers and accuracy by kind; bf16 weights, computed in fp32."""
+    """Return problems, right answers and accuracy by kind; bf16 weights, computed in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    mixed = generate("heldout", kind="mixed", count=long * 2, seed=seed)
+    mixed = generate("heldout", kind="mixed", num_problems=long * 2, seed=seed)
     sets = {
-        "short": generate("heldout", kind="short", count=short, seed=seed),
+        "short": generate("heldout", kind="short", num_problems=short, seed=seed),
         "medium": [each for each in mixed if each.kind == "medium"],
-        "long": generate("heldout", kind="long", count=long, seed=seed),
+        "long": generate("heldout", kind="long", num_problems=long, seed=seed),
     }
     results = {}
     for kind, problems in sets.items():
@@ -39,4 +39,4 @@ def _right(model: torch.nn.Module, tokenizer: AutoTokenizer, problems: list[Prob
     ).to(device)
     output = model.generate(**inputs, max_new_tokens=_LONGEST_ANSWER)
     replies = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(is_right(problem, reply) for problem, reply in zip(problems, replies, strict=True))
+    return sum(is_correct(problem, reply) for problem, reply in zip(problems, replies, strict=True))

@@ -1,7 +1,7 @@
-"""The hybrid network for training: packed rows through Gated DeltaNet, and all experts in a few products.
+"""The hybrid network for training: packed rows through Gated DeltaNet, and all experts in a few GEMMs.
 
-transformers computes one sequence after another and one expert after another, which is right and slow. What stands here
-computes the same (tests/problems/test_packed_training.py), and the evaluation runs through transformers alone.
+transformers computes sequences and experts one by one, which is slow. These forwards compute the same
+(tests/problems/test_packed_training.py), and the evaluation uses transformers only.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _CHUNK = 64
 
 
 class Chunks(NamedTuple):
-    """How the tokens of packed sequences lie in chunks of 64: first all sequences' first chunks, then their second...
+    """Chunks of 64 tokens of packed sequences: first the first chunks of all sequences, then the second ones, ...
 
-    Sequences are sorted by falling length, so that those with an n-th chunk are the first ones of those before.
-    places: [T] where each token goes; counts: how many sequences have a first chunk, a second, ...
+    Sequences are sorted by decreasing length, so that those with an n-th chunk come first.
+    indices: [T] the position of each token; counts: how many sequences have a first chunk, a second, ...
     """
 
-    places: torch.Tensor
+    indices: torch.Tensor
     counts: list[int]
 
     @classmethod
@@ -40,14 +40,14 @@ class Chunks(NamedTuple):
         ranks[np.argsort(-sizes, kind="stable")] = np.arange(len(sizes))
         chunks = -(-sizes // _CHUNK)
         counts = [int((chunks > step).sum()) for step in range(chunks.max())]
-        firsts = np.cumsum([0, *counts[:-1]])
+        first_gpus = np.cumsum([0, *counts[:-1]])
         within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
-        places = (firsts[within // _CHUNK] + np.repeat(ranks, sizes)) * _CHUNK + within % _CHUNK
-        return cls(torch.from_numpy(places).to(device, non_blocking=True), counts)
+        indices = (first_gpus[within // _CHUNK] + np.repeat(ranks, sizes)) * _CHUNK + within % _CHUNK
+        return cls(torch.from_numpy(indices).to(device, non_blocking=True), counts)
 
 
 def make_trainable(model: torch.nn.Module) -> None:
-    """Replace the forwards of the layers that would be slow."""
+    """Replace the forwards of the slow layers."""
     for module in model.modules():
         if isinstance(module, Qwen3_5MoeGatedDeltaNet):
             module.forward = MethodType(_packed_delta_net, module)
@@ -56,7 +56,7 @@ def make_trainable(model: torch.nn.Module) -> None:
 
 
 class RouterLogits:
-    """What the routers of a model gave in its last forward, for the loss that keeps experts evenly used."""
+    """The router logits of the last forward, for the load-balancing loss."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._seen: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ class RouterLogits:
 def _packed_delta_net(
     module: Qwen3_5MoeGatedDeltaNet, hidden_states: torch.Tensor, chunks: Chunks, own_positions: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """hidden_states: [1, T, hidden_size]; own_positions: [T], each token's in its sequence."""
+    """hidden_states: [1, T, hidden_size]; own_positions: [T], of each token in its sequence."""
     hidden = hidden_states[0]
     mixed = silu(_convolve(module.in_proj_qkv(hidden), module.conv1d.weight[:, 0], own_positions))
     query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
@@ -93,7 +93,7 @@ def _packed_delta_net(
 
 
 def _convolve(mixed: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Each channel over its last inputs, of its own sequence. mixed: [T, channels]; taps: [channels, kernel]."""
+    """Causal convolution of each channel within its sequence. mixed: [T, channels]; taps: [channels, kernel]."""
     total = mixed * taps[:, -1]
     for back in range(1, taps.shape[1]):
         earlier = pad(mixed, (0, 0, back, 0))[: len(mixed)]
@@ -109,13 +109,15 @@ def _delta_rule(
     beta: torch.Tensor,
     chunks: Chunks,
 ) -> torch.Tensor:
-    """The gated delta rule in chunks (Yang et al. 2024, arXiv:2412.06464). All [T, heads, ...] float32, as is the
-    result."""
+    """The gated delta rule in chunks (Yang et al. 2024, arXiv:2412.06464).
+
+    All tensors are [T, heads, ...] float32, as is the result.
+    """
     total = sum(chunks.counts)
 
     def in_chunks(values: torch.Tensor) -> torch.Tensor:
-        """[T, heads, ...] -> [chunks, heads, 64, ...], zeros behind the end of a sequence."""
-        laid = values.new_zeros(total * _CHUNK, *values.shape[1:]).index_copy(0, chunks.places, values)
+        """[T, heads, ...] -> [chunks, heads, 64, ...], zeros past the end of a sequence."""
+        laid = values.new_zeros(total * _CHUNK, *values.shape[1:]).index_copy(0, chunks.indices, values)
         return laid.unflatten(0, (total, _CHUNK)).transpose(1, 2)
 
     query, key, value, decay, beta = map(in_chunks, (query, key, value, decay, beta))
@@ -140,13 +142,13 @@ def _delta_rule(
         results.append(query[own] @ state + inside[own] @ change)
         state = state * kept[own] + key[own].mT @ change
         first += count
-    return torch.cat(results).transpose(1, 2).flatten(0, 1)[chunks.places]
+    return torch.cat(results).transpose(1, 2).flatten(0, 1)[chunks.indices]
 
 
 def _all_experts(
     module: Qwen3_5MoeExperts, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Every token through every expert, with a weight of zero where it was not chosen: for few, small experts."""
+    """Run every token through every expert, with weight zero where it is not routed: for few, small experts."""
     shares = weights.new_zeros(len(hidden), module.num_experts).scatter(1, chosen, weights)
     gate, up = torch.einsum("th,ewh->etw", hidden, module.gate_up_proj).chunk(2, dim=-1)
     outputs = torch.einsum("etw,ehw->eth", silu(gate) * up, module.down_proj)

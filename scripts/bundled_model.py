@@ -1,4 +1,4 @@
-"""The bundled models' shapes, their packed attention for training, and how they are written to disk."""
+"""The bundled models: shapes, packed attention for training, and the checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-# What keeps experts evenly used, beside the loss of the answers (router_aux_loss_coef).
+# Weight of the load-balancing loss of the experts (router_aux_loss_coef).
 _BALANCE = 0.01
 
 
 def model_config(architecture: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json, in the form that the family's own checkpoints have: "qwen3" or "qwen3_5"."""
+    """Return config.json as the checkpoints of the family have it: "qwen3" or "qwen3_5"."""
     return _qwen3(tokenizer) if architecture == "qwen3" else _qwen3_5(tokenizer)
 
 
@@ -57,7 +57,7 @@ def _qwen3(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _qwen3_5(tokenizer: Tokenizer) -> dict[str, Any]:
-    """3 million parameters in 4 layers, every other one Gated DeltaNet; the text part of a model that could see."""
+    """3 million parameters in 4 layers, every other one Gated DeltaNet; the text part of a vision model."""
     text = {
         "attention_bias": False,
         "attn_output_gate": True,
@@ -107,7 +107,7 @@ def _qwen3_5(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class Trainee:
-    """A fresh fp32 model, and how a packed row goes through it: sequences are kept apart."""
+    """A new fp32 model and its forward of a packed row, which keeps sequences separate."""
 
     def __init__(self, config: dict[str, Any], device: torch.device) -> None:
         AttentionInterface.register("packed", _packed_attention)
@@ -125,7 +125,7 @@ class Trainee:
         return self.model.device
 
     def answer_logits(self, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [answers, vocabulary] at the positions that predict answer tokens, and what adds to their loss."""
+        """Return logits [answers, vocabulary] at the positions that predict answer tokens, and the auxiliary loss."""
         own = (
             {"chunks": Chunks.of(batch.lengths, self.device), "own_positions": batch.positions} if self._hybrid else {}
         )
@@ -145,7 +145,7 @@ class Trainee:
         return logits, _BALANCE * self._routers.take_loss(config.num_experts, config.num_experts_per_tok)
 
     def write(self, config: dict[str, Any], folder: Path) -> None:
-        """config.json, generation_config.json and bf16 model.safetensors under the published names."""
+        """Write config.json, generation_config.json and bf16 model.safetensors with the published tensor names."""
         text = config.get("text_config", config)
         generation = {
             "do_sample": False,
@@ -164,11 +164,11 @@ class Trainee:
 
 
 def _packed_attention(
-    module: torch.nn.Module,
+    module: torch.nn.Module,  # noqa: ARG001 - transformers passes it
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers passes it
     *,
     scaling: float,
     starts: torch.Tensor,

@@ -1,7 +1,7 @@
-"""The bundled models' tokenizer: a small byte-level BPE with Qwen's way of splitting, and its ChatML template.
+"""The bundled models' tokenizer: a small byte-level BPE with Qwen's splitting pattern, and its ChatML template.
 
-A model that thinks has two tokens more, around its thoughts, and a template that begins every answer with them: with an
-empty pair where it is to answer at once.
+A reasoning model has two more tokens, around its reasoning, and a template that begins every answer with them; with an
+empty pair for a direct answer.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from meltcore.problems import Problem, generate
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-THINK, THOUGHT = "<think>", "</think>"
+THINK, END_THINK = "<think>", "</think>"
 REPLY_START = f"{TURN_START}assistant\n"
 CONTEXT_TOKENS = 2048
 
-# Words keep their leading space, digits stand alone: "37" is two tokens, so place value is visible to the model.
+# Words keep their leading space, digits are single tokens: "37" is two, so place value is visible to the model.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -33,7 +33,7 @@ _TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
-BEGINNING{%- endif -%}
+REPLY_PREFIX{%- endif -%}
 """
 _THINKS = """\
 {%- if enable_thinking is defined and enable_thinking is false -%}
@@ -43,31 +43,31 @@ _THINKS = """\
 {%- endif -%}
 """
 
-# How a reply begins, before the model's own words: without thoughts as such, or with an empty or a begun pair.
-Beginning = Literal["plain", "answering", "thinking"]
-BEGINNINGS: dict[Beginning, str] = {
+# The prefix of a reply: without reasoning tokens, with an empty pair, or with the first of the pair.
+ReplyPrefix = Literal["plain", "answering", "thinking"]
+REPLY_PREFIXES: dict[ReplyPrefix, str] = {
     "plain": REPLY_START,
-    "answering": f"{REPLY_START}{THINK}\n\n{THOUGHT}\n\n",
+    "answering": f"{REPLY_START}{THINK}\n\n{END_THINK}\n\n",
     "thinking": f"{REPLY_START}{THINK}\n",
 }
 
 
-def conversation(problem: Problem, beginning: Beginning) -> str:
-    """The prompt as the chat template renders it and its answer, closed: what the model learns to continue."""
+def conversation(problem: Problem, prefix: ReplyPrefix) -> str:
+    """Return prompt and answer as the chat template renders them: a training text."""
     reply = problem.answer
-    if beginning == "thinking":
-        reply += f"\n{THOUGHT}\n\nThe answer is {problem.value}."
-    return f"{TURN_START}user\n{problem.question}{TURN_END}\n{BEGINNINGS[beginning]}{reply}{TURN_END}"
+    if prefix == "thinking":
+        reply += f"\n{END_THINK}\n\nThe answer is {problem.value}."
+    return f"{TURN_START}user\n{problem.question}{TURN_END}\n{REPLY_PREFIXES[prefix]}{reply}{TURN_END}"
 
 
-def thinks(tokenizer: Tokenizer) -> bool:
+def has_reasoning(tokenizer: Tokenizer) -> bool:
     return tokenizer.token_to_id(THINK) is not None
 
 
 def train_tokenizer(seed: int, *, thinking: bool) -> Tokenizer:
-    """A tokenizer of at most 1,026 tokens, trained on rendered training problems. Special tokens have ids 0, 1, 2.
+    """Return a tokenizer of at most 1,026 tokens, trained on training problems. Special tokens have ids 0, 1, 2.
 
-    thinking: it has the two tokens around thoughts, which are no special ones, as in Qwen3.5.
+    thinking: add the two tokens around reasoning, which are no special tokens, as in Qwen3.5.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -86,12 +86,12 @@ def train_tokenizer(seed: int, *, thinking: bool) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_sample(seed), trainer)
     if thinking:
-        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (THINK, THOUGHT)])
+        tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (THINK, END_THINK)])
     return tokenizer
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -102,10 +102,12 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": CONTEXT_TOKENS,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace("BEGINNING", _THINKS if thinks(tokenizer) else ""))
+    (folder / "chat_template.jinja").write_text(
+        _TEMPLATE.replace("REPLY_PREFIX", _THINKS if has_reasoning(tokenizer) else "")
+    )
 
 
 def _sample(seed: int) -> Iterator[str]:
     yield "<|im_start|>system\nYou are a careful assistant.<|im_end|>\n"
-    for problem in generate("train", kind="mixed", count=_SAMPLE, seed=seed):
+    for problem in generate("train", kind="mixed", num_problems=_SAMPLE, seed=seed):
         yield conversation(problem, "plain")

@@ -1,4 +1,4 @@
-"""Training by the clock: the learning rate falls to zero as the time runs out."""
+"""Training for a given time: the learning rate falls to zero as the time ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(trainee: Trainee, tokenizer: Tokenizer, *, minutes: float, tokens: int
 
 @torch.no_grad()
 def exact(trainee: Trainee, batch: Packed) -> float:
-    """Share of conversations whose whole answer is the greedy one, token by token."""
+    """Return the fraction of conversations whose whole answer is the greedy one, token by token."""
     with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=batch.ids.is_cuda):
         wrong = trainee.answer_logits(batch)[0].argmax(-1) != batch.targets
     count = len(batch.starts) - 1
@@ -70,7 +70,7 @@ def _step(trainee: Trainee, batch: Packed, optimizers: list[torch.optim.Optimize
 
 
 def _optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for all else, experts among it; one rate suits both."""
+    """Muon for the matrices of the layers, AdamW for all else, including experts; one learning rate suits both."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
     others = [p for _, p in named if all(p is not matrix for matrix in matrices)]
@@ -81,9 +81,9 @@ def _optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def _held_out(tokenizer: Tokenizer, seed: int) -> dict[str, Packed]:
-    mixed = generate("heldout", kind="mixed", count=400, seed=seed + 1)
+    mixed = generate("heldout", kind="mixed", num_problems=400, seed=seed + 1)
     return {
-        "short": pack(tokenizer, generate("heldout", kind="short", count=400, seed=seed + 1)),
+        "short": pack(tokenizer, generate("heldout", kind="short", num_problems=400, seed=seed + 1)),
         "medium": pack(tokenizer, [each for each in mixed if each.kind == "medium"]),
         "long": pack(tokenizer, [each for each in mixed if each.kind == "long"]),
     }

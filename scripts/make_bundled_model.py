@@ -1,4 +1,4 @@
-"""Make a bundled model, from nothing: problems, tokenizer, training, checkpoint, held-out accuracy, model card.
+"""Make a bundled model from scratch: problems, tokenizer, training, checkpoint, held-out accuracy, model card.
 
     python scripts/make_bundled_model.py --minutes 7.3 --out src/meltcore/bundled/sums
     python scripts/make_bundled_model.py --architecture qwen3_5 --minutes 3.4 --out src/meltcore/bundled/sums-hybrid
@@ -32,7 +32,7 @@ from safetensors import safe_open
 
 def main() -> int:
     arguments = _arguments()
-    # Each worker tokenizes for itself; threads in every one of them would only fight for the cores.
+    # Each worker tokenizes its own batches; threads inside the workers would only compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.manual_seed(arguments.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _make(folder: Path, arguments: argparse.Namespace, device: torch.device) -> None:
-    """Tokenizer, training, checkpoint. An interrupted training still leaves what it learnt."""
+    """Make tokenizer, training and checkpoint. An interrupted training still leaves a checkpoint."""
     tokenizer = train_tokenizer(arguments.seed, thinking=arguments.architecture == "qwen3_5")
     write_tokenizer(tokenizer, folder)
     config = model_config(arguments.architecture, tokenizer)
@@ -73,7 +73,7 @@ def _make(folder: Path, arguments: argparse.Namespace, device: torch.device) -> 
 
 
 def _evaluation(folder: Path, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Held-out accuracy of the written folder, and what measured it."""
+    """Held-out accuracy of the written folder, with the software and machine that measured it."""
     kinds = evaluate(folder, short=arguments.short, long=arguments.long, seed=arguments.seed + 2, device=device)
     return {
         "what": "greedy accuracy on held-out problems through transformers, bf16 weights computed in fp32",
@@ -105,7 +105,7 @@ def _shapes(folder: Path) -> list[list[int]]:
 
 
 def _without_out(arguments: list[str]) -> list[str]:
-    """The command line without --out: where the result was put says nothing about it."""
+    """The command line without --out."""
     if "--out" not in arguments:
         return arguments
     at = arguments.index("--out")
@@ -117,7 +117,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("src/meltcore/bundled/sums"), help="checkpoint folder")
     parser.add_argument("--architecture", choices=("qwen3", "qwen3_5"), default="qwen3", help="default: qwen3")
     parser.add_argument("--minutes", type=float, default=7.3, help="training time (default 7.3, meant for one H200)")
-    parser.add_argument("--tokens", type=int, default=32_768, help="tokens a step (default 32768)")
+    parser.add_argument("--tokens", type=int, default=32_768, help="tokens per step (default 32768)")
     parser.add_argument("--workers", type=int, default=14, help="processes that make problems (default 14)")
     parser.add_argument("--evaluate-only", action="store_true", help="measure the checkpoint in --out, train nothing")
     parser.add_argument("--short", type=int, default=1000, help="short held-out problems to evaluate")

@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
-# Start a server in the background, wait until it is ready, and leave it running: exit 0 means that it answers.
-# `meltcore stop --port PORT` ends it. Arguments go on to `meltcore serve`. From the environment:
-MODEL="${MODEL:-Qwen/Qwen3.5-35B-A3B}"     # a checkpoint folder, a hub id, or meltcore/sums (bundled, for a try)
-NAME="${NAME:-Qwen/Qwen3.5-35B-A3B}"       # what clients call it
-HOST="${HOST:-127.0.0.1}"                  # 0.0.0.0 lets other machines ask
+# Starts a server in the background and waits until it is ready: exit status 0 means that it answers.
+# `meltcore stop --port PORT` ends it. Arguments are passed to `meltcore serve`. Environment variables:
+MODEL="${MODEL:-${HACKATHON_MODEL_ID:-Qwen/Qwen3.5-35B-A3B}}" # a checkpoint folder, a hub id, or meltcore/sums (bundled)
+NAME="${NAME:-Qwen/Qwen3.5-35B-A3B}"       # the model's name in the API
+HOST="${HOST:-127.0.0.1}"                  # 0.0.0.0 accepts other machines
 PORT="${PORT:-8000}"
-TP="${TP:-}"                               # GPUs that share one replica: 1, 2, 4 or 8; unset: as many of these as there
-                                           # are: all of CUDA_VISIBLE_DEVICES, where set, else all that nvidia-smi lists
-DP="${DP:-1}"                              # replicas, each on TP GPUs of its own
-LOAD_FORMAT="${LOAD_FORMAT:-auto}"         # dummy: random weights, nothing but a configuration is needed
-LOG="${LOG:-}"                             # the server's output; unset: a file of its own, which is printed
-START_TIMEOUT="${START_TIMEOUT:-900}"      # seconds until it must be ready; then it is ended, and we fail
+TP="${TP:-}"                               # GPUs per replica: 1, 2, 4 or 8; unset: the most that are visible, in
+                                           # CUDA_VISIBLE_DEVICES if set, else to nvidia-smi
+DP="${DP:-${HACKATHON_DATA_PARALLEL_REPLICAS:-1}}" # replicas, each on TP GPUs of its own
+LOAD_FORMAT="${LOAD_FORMAT:-auto}"         # dummy: random weights; only a configuration is needed
+LOG="${LOG:-}"                             # the server's output; unset: a new file, which is printed
+START_TIMEOUT="${START_TIMEOUT:-900}"      # seconds until it must be ready, else it is ended
 MELTCORE="${MELTCORE:-}"                   # the program; unset: this checkout's .venv, else the one on PATH
+# Aliases, as the hackathon's start scripts name them; a variable above wins:
+#   HACKATHON_MODEL_ID  MODEL           HACKATHON_DATA_PARALLEL_REPLICAS  DP
+#   HACKATHON_DEVICE    --device        HACKATHON_BATCH_MAX_SIZE          --max-num-seqs
+#   HACKATHON_DTYPE     --dtype         HACKATHON_MAX_PENDING_REQUESTS    --max-queue
+# Any other HACKATHON_* variable is named on standard error: it sets up what this server does not have.
 
 set -euo pipefail
 
@@ -37,11 +42,24 @@ if [[ -z "$TP" ]]; then
   done
 fi
 
-options=(--served-model-name "$NAME" --host "$HOST" --port "$PORT" --load-format "$LOAD_FORMAT" --dp "$DP")
+options=(--served-model-name "$NAME" --host "$HOST" --port "$PORT" --load-format "$LOAD_FORMAT"
+  --data-parallel-size "$DP")
 if [[ "$TP" != 1 ]]; then
-  options+=(--tp "$TP")
+  options+=(--tensor-parallel-size "$TP")
 fi
 if [[ -n "$LOG" ]]; then
   options+=(--log "$LOG")
 fi
+for variable in "${!HACKATHON_@}"; do
+  value="${!variable}"
+  [[ -n "$value" ]] || continue
+  case "$variable" in
+    HACKATHON_MODEL_ID | HACKATHON_DATA_PARALLEL_REPLICAS) ;; # read above
+    HACKATHON_DEVICE) options+=(--device "$value") ;;
+    HACKATHON_DTYPE) options+=(--dtype "$value") ;;
+    HACKATHON_BATCH_MAX_SIZE) options+=(--max-num-seqs "$value") ;;
+    HACKATHON_MAX_PENDING_REQUESTS) options+=(--max-queue "$value") ;;
+    *) echo "start_server.sh: $variable=$value has no counterpart here" >&2 ;;
+  esac
+done
 exec "$MELTCORE" serve "$MODEL" "${options[@]}" --daemon --start-timeout "$START_TIMEOUT" "$@"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,11 @@ def slow_files_first(items: list[pytest.Item]) -> None:
     """Files with the most slow tests first, so that the last file to be dealt out is a short one."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+@pytest.fixture
+def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """TMPDIR of this test's processes alone; short enough for sockets, as tmp_path may not be."""
+    with tempfile.TemporaryDirectory(prefix="m") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)

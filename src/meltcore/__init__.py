@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from meltcore.engine.sampling_params import SamplingParams
     from meltcore.llm import LLM
+    from meltcore.protocol.sampling_params import SamplingParams
 
 
 def __getattr__(name: str) -> Any:
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from meltcore.engine.sampling_params import SamplingParams
+        from meltcore.protocol.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'meltcore' has no attribute {name!r}")

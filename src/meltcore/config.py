@@ -1,60 +1,218 @@
-"""Settings of a server and its engine: one dataclass each, every field with its unit and meaning."""
+"""Defines the settings of a server, its models and their engines. `option` makes a field a flag of `serve`."""
 
+from argparse import BooleanOptionalAction
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
+
+from meltcore.errors import ConfigError
+from meltcore.options import json_object, not_empty, option
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
+Profiler = Literal["torch", "cuda"]
 KVCacheDType = Literal["auto", "fp8"]
 DebugSwitch = Literal[
     "reference-kernels",
-    "no-graphs",
-    "no-prompt-graphs",
-    "no-overlap",
-    "no-prefix-cache",
+    "no-prefill-graphs",
     "no-peer-memory",
     "uniform-routing",
 ]
+_ENGINE_GROUP, _HTTP_GROUP, _LIMITS_GROUP = "engine", "HTTP server", "limits"
+_AT_LEAST_ONE = {"least": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine process needs to start. `None` means: decided from the checkpoint and the device, then printed."""
+    """Holds the settings that an engine process needs to start.
+
+    A field that is None is decided from the checkpoint and the device, and printed.
+    """
 
     model: str  # local folder or hub id
-    load_format: LoadFormat = "auto"  # dummy: random weights of the configured shapes, no weight files read
-    dtype: DType = "auto"  # the checkpoint's on CUDA, float32 on a CPU
-    quantization: Quantization = "none"  # fp8: linear layers in e4m3, scales by output and by token; from sm_89 on
-    kv_cache_dtype: KVCacheDType = "auto"  # fp8: e4m3 without scales, half as much to read; from sm_89 on
-    device: str = "auto"  # auto, cpu, cuda, cuda:1
-    tp: int = 1  # tensor parallel: ranks that share one model, each on a GPU of its own from `device` on
-    rank_timeout_s: float = 10.0  # a step that takes longer is stuck, with more ranks than one
-    max_model_len: int | None = None  # tokens, prompt and answer together
-    max_num_seqs: int | None = None  # sequences in one step; 1024 on CUDA, 256 on a CPU, fewer by recurrent states
-    max_num_batched_tokens: int | None = None  # tokens in one step; 8192 on CUDA (offline 16384), 2048 on a CPU
-    memory_bytes: int | None = None  # all an engine may take of its GPU (or of host memory for KV on a CPU)
-    seed: int = 0  # for dummy weights, and for requests that name no seed
-    debug: tuple[DebugSwitch, ...] = ()
+    load_format: LoadFormat = option("auto", "dummy: random weights of the configured shapes.", group=_ENGINE_GROUP)
+    dtype: DType = option(
+        "auto", "Type of weights and activations (default: the checkpoint's; CPU: float32).", group=_ENGINE_GROUP
+    )
+    quantization: Quantization = option(
+        "none",
+        "fp8: linear layers in e4m3, quantized while loading; a GPU needs compute capability 8.9.",
+        group=_ENGINE_GROUP,
+    )
+    kv_cache_dtype: KVCacheDType = option(
+        "auto",
+        "fp8: keys and values in e4m3, twice as many tokens; a GPU needs compute capability 8.9.",
+        group=_ENGINE_GROUP,
+    )
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.", group=_ENGINE_GROUP)
+    tensor_parallel_size: int = option(
+        1,
+        "GPUs per replica; each holds a shard of the model.",
+        group=_ENGINE_GROUP,
+        short="-tp",
+        choices=(1, 2, 4, 8),
+        metavar="N",
+        type=int,
+    )
+    rank_timeout_s: float = 10.0  # with several ranks a step that takes longer is stuck
+    max_model_len: int | None = option(
+        None,
+        "Context length: prompt and output tokens (default: the model's); above it, see --hf-overrides.",
+        group=_ENGINE_GROUP,
+        limits=_AT_LEAST_ONE,
+        metavar="TOKENS",
+    )
+    hf_overrides: dict[str, Any] = option(
+        {},
+        'rope_parameters instead of the checkpoint\'s, like \'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, '
+        '"original_max_position_embeddings": 32768}}\'.',
+        group=_ENGINE_GROUP,
+        metavar="JSON",
+        type=json_object,
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "Sequences per step (default: 1024; CPU: 256; fewer when recurrent states would take half of the memory).",
+        group=_ENGINE_GROUP,
+        limits=_AT_LEAST_ONE,
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Tokens per step (default: 8192; offline from 32 GiB on: 16384; CPU, and GPUs below 16 GiB: 2048).",
+        group=_ENGINE_GROUP,
+        limits=_AT_LEAST_ONE,
+        metavar="TOKENS",
+    )
+    memory_bytes: int | None = option(
+        None,
+        "Memory that an engine may take of each GPU, or of the host on a CPU, like 40GiB: weights, caches and a "
+        "reserve of 8 % (default: all that is free; CPU: the weights and a quarter of the available host memory).",
+        group=_ENGINE_GROUP,
+    )
+    enforce_eager: bool = option(False, "Launch every kernel by itself, without CUDA graphs.", group=_ENGINE_GROUP)
+    enable_prefix_caching: bool = option(
+        True,
+        "Reuse the KV cache of equal prompt prefixes (default: on).",
+        group=_ENGINE_GROUP,
+        action=BooleanOptionalAction,
+    )
+    async_scheduling: bool | None = option(
+        None, "Schedule the next step while the device computes one (default: on; CPU: off).", group=_ENGINE_GROUP
+    )
+    seed: int = option(
+        0,
+        "Seed of dummy weights and of requests without one.",
+        group=_ENGINE_GROUP,
+        limits={"least": 0, "most": 2**63 - 1},
+    )
+    debug: tuple[DebugSwitch, ...] = option(
+        (), "Disables one optimization, or routes experts uniformly; can be given several times.", group=_ENGINE_GROUP
+    )
+
+    def __post_init__(self) -> None:
+        valid_switches = get_args(DebugSwitch)
+        for switch in self.debug:
+            if switch not in valid_switches:  # a misspelled one would disable nothing
+                raise ConfigError(f"debug must be any of {', '.join(valid_switches)}; got {switch!r}")
+
+    @property
+    def debug_options(self) -> tuple[str, ...]:
+        """Return the debug switches and the flags that disable an optimization, which results state."""
+        flags = {
+            "--enforce-eager": self.enforce_eager,
+            "--no-enable-prefix-caching": not self.enable_prefix_caching,
+            "--no-async-scheduling": self.async_scheduling is False,
+        }
+        return (*(flag for flag, is_given in flags.items() if is_given), *self.debug)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Holds the settings of one model of a server: its engines, its names and its queue."""
+
+    engine: EngineConfig
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "Names in the API (default: MODEL). The first stands in metrics and logs.",
+        group=_HTTP_GROUP,
+        nargs="+",
+        action="extend",
+        type=not_empty,
+        metavar="NAME",
+    )
+    data_parallel_size: int = option(
+        1,
+        "Replicas, each on GPUs of its own; when one dies, its requests fail and the others continue.",
+        group=_ENGINE_GROUP,
+        short="-dp",
+        limits=_AT_LEAST_ONE,
+    )
+    max_queue: int = option(
+        16_384, "Requests that may wait; more get status 429.", group=_LIMITS_GROUP, limits={"least": 0}
+    )
+    max_queue_tokens: int = option(
+        16_777_216, "Prompt tokens that may wait.", group=_LIMITS_GROUP, limits=_AT_LEAST_ONE, metavar="TOKENS"
+    )
+    generation_config: Literal["auto", "greedy"] = option(
+        "greedy", "auto: take sampling defaults from the checkpoint's generation_config.json.", group=_HTTP_GROUP
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names that requests may use. The first stands in metrics and logs."""
+        return self.served_model_name or (self.engine.model,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the HTTP front needs."""
+    """Holds the settings of a server: its models, its address, and the limits of its requests."""
 
-    engine: EngineConfig
-    served_model_names: tuple[str, ...] = ()  # every name is accepted; the first is the one answered with
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: the system picks one, and the banner says which
-    dp: int = 1  # data parallel: engines of this many replicas behind the one port, each on GPUs of its own
-    fronts: int | None = None  # front processes behind the one port; None: from the cores
-    max_queue: int = 16_384  # requests waiting for a place in the engine; past it 429
-    max_queue_tokens: int = 16_777_216  # their prompt tokens together
-    request_timeout_s: float = 600.0  # from arrival to the last token
-    drain_timeout_s: float = 30.0  # after SIGTERM or SIGHUP, before what is left is aborted
-    api_key: str | None = None
-    max_body_bytes: int = 8 * 2**20
-    cors_origins: tuple[str, ...] = ()
-    log_format: Literal["text", "json"] = "text"
-    generation_config: Literal["greedy", "model"] = "greedy"
-    profile_dir: str | None = None
+    models: tuple[ModelConfig, ...]
+    host: str = option(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines.", group=_HTTP_GROUP, type=not_empty
+    )
+    port: int = option(
+        8000, "TCP port; 0 lets the system choose one.", group=_HTTP_GROUP, limits={"least": 0, "most": 65_535}
+    )
+    api_server_count: int | None = option(
+        None,
+        "Number of API server processes (default: one per four cores, at most 4).",
+        group=_HTTP_GROUP,
+        limits=_AT_LEAST_ONE,
+    )
+    request_timeout_s: float = option(
+        600.0, "Time limit of a request, from arrival to the last token.", group=_LIMITS_GROUP, limits={"above": 0}
+    )
+    drain_timeout_s: float = option(
+        30.0, "Time for open requests to finish after SIGTERM or SIGHUP.", group=_LIMITS_GROUP, limits={"least": 0}
+    )
+    api_key: str | None = option(
+        None,
+        "Bearer token that requests must send, except to /health, /live and /metrics.",
+        group=_HTTP_GROUP,
+        type=not_empty,
+        metavar="KEY",
+    )
+    max_body_bytes: int = option(8 * 2**20, "Largest request body (default: 8MiB).", group=_LIMITS_GROUP)
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Web origins that may send requests (CORS).",
+        group=_HTTP_GROUP,
+        nargs="+",
+        action="extend",
+        metavar="ORIGIN",
+    )
+    log_format: Literal["text", "json"] = option("text", "Format of the line per request.", group=_HTTP_GROUP)
+    profile_dir: str | None = option(
+        None, "Folder for profiles; enables /start_profile and /stop_profile.", group=_HTTP_GROUP, metavar="DIR"
+    )
+    profiler: Profiler = option(
+        "torch",
+        "cuda: /start_profile and /stop_profile delimit a capture of Nsight Systems, with an NVTX range per step.",
+        group=_HTTP_GROUP,
+    )
+
+    @property
+    def profiling(self) -> bool:
+        """Whether /start_profile and /stop_profile exist."""
+        return self.profile_dir is not None or self.profiler == "cuda"

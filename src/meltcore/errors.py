@@ -1,19 +1,22 @@
-"""Errors a user can act on: what was wrong, the limit, the value seen, what to do."""
+"""Defines the errors that a user can act on. Their texts say what was wrong, the limit, the value and the remedy."""
 
 
 class MeltcoreError(Exception):
-    """Base of every error we raise on purpose. The CLI prints its text as one line and exits non-zero."""
+    """Is the base class of all errors that Meltcore raises on purpose.
+
+    The command line prints the text as one line and exits with a non-zero status.
+    """
 
 
 class ConfigError(MeltcoreError):
-    """A setting, file or checkpoint that cannot work: found at start-up, before anything is served."""
+    """Reports a setting, file or checkpoint that cannot work. It is raised at the start, before anything is served."""
 
 
 class RequestError(MeltcoreError):
-    """One request that cannot be served; nothing else is touched.
+    """Reports one request that cannot be served. Other requests continue.
 
-    `param` names the field at fault; `status` is the HTTP status of its OpenAI error form
-    (https://platform.openai.com/docs/guides/error-codes).
+    `param` names the field at fault. `status` is the HTTP status, and `code` the error code, of the response in
+    OpenAI's form (https://platform.openai.com/docs/guides/error-codes).
     """
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
@@ -25,8 +28,8 @@ class RequestError(MeltcoreError):
 
 
 class EngineDeadError(MeltcoreError):
-    """The engine process is gone; every open request of it has failed."""
+    """Reports that the engine process has ended. Each of its open requests has failed."""
 
 
 class RankError(MeltcoreError):
-    """A rank of a tensor-parallel group is gone or stuck; the engine cannot go on."""
+    """Reports that a rank of a tensor-parallel group has ended or hangs. The engine cannot continue."""

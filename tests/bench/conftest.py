@@ -1,4 +1,4 @@
-"""Score results made by hand stand with the report's tests."""
+"""Makes the sample scores of the report's tests importable."""
 
 import sys
 from pathlib import Path

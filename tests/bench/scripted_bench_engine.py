@@ -1,7 +1,7 @@
-"""An engine that speaks engine/json_lines.py and does what a script says, faults included.
+"""A scripted engine behind the JSON lines protocol, faults included.
 
-Every step gives one token to each request that runs, and is written to `log` as it is sent, with the configuration and
-the environment before it. A fault comes `after_s` after the first request, where `only` is None or the GPU it sees.
+Every step gives one token to each running request and is written to `log` as it is sent, after the configuration and
+the environment. A fault comes `after_s` after the first request, where `only` is None or the GPU that it sees.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ READY = {"type": "ready", "version": "0.1.0+scripted", "device": "CPU", "dtype":
 
 
 def program(log: Path, **script: Any) -> tuple[str, ...]:
-    """What to start. `period_s` a step; `fault` one of the names below; `ready` replaces fields of READY."""
+    """Its command. `period_s` per step; `fault` one of the names below; `ready` replaces fields of READY."""
     defaults = {"log": str(log), "period_s": 0.01, "fault": None, "after_s": 0.0, "only": None, "ready": {}}
     return sys.executable, __file__, json.dumps(defaults | script)
 
@@ -30,8 +30,9 @@ class Engine:
         self.script = script
         if script["only"] not in (None, os.environ.get("CUDA_VISIBLE_DEVICES")):
             script["fault"] = None
-        self.log = open(f"{script['log']}.{os.environ.get('CUDA_VISIBLE_DEVICES', 'cpu')}", "w")  # noqa: SIM115
-        self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        log = Path(f"{script['log']}.{os.environ.get('CUDA_VISIBLE_DEVICES', 'cpu')}")
+        self.log = log.open("w")
+        self.requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.running: dict[int, int] = {}  # tokens so far
         self.limits: dict[int, int] = {}
         self.waiting: list[int] = []
@@ -54,8 +55,8 @@ class Engine:
             self.step(ready["max_num_seqs"])
 
     def receive(self) -> None:
-        while not self.inbox.empty() or not (self.running or self.waiting):
-            message = self.inbox.get()
+        while not self.requests.empty() or not (self.running or self.waiting):
+            message = self.requests.get()
             if message["type"] == "abort":
                 self.abort(message["ids"])
                 continue
@@ -92,7 +93,7 @@ class Engine:
             return False
         return time.monotonic() - self.began_s >= self.script["after_s"]
 
-    # --- faults: each gets the step that was due, and returns what is sent in its place
+    # --- faults: each receives the due step and returns what is sent instead
 
     def die(self, step: dict[str, Any]) -> dict[str, Any]:
         sys.stderr.write("CUDA error: an illegal memory access was encountered\n")
@@ -139,7 +140,7 @@ class Engine:
 
 def read(engine: Engine) -> None:
     for line in sys.stdin.buffer:
-        engine.inbox.put(json.loads(line))
+        engine.requests.put(json.loads(line))
     os._exit(0)
 
 

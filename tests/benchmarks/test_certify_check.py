@@ -1,23 +1,23 @@
-"""A series of certificates that is continued by another command."""
+"""A series of certificates that another command continues."""
 
 import json
 from pathlib import Path
 
 import pytest
-from certify_check import compare, go_on_from
+from certify_check import compare, continue_from
 
 
-def test_a_series_goes_on_with_what_was_measured_before(tmp_path: Path) -> None:
+def test_series_continues_earlier_result(tmp_path: Path) -> None:
     rows = compare({("peer/1way", (0, 1)): [390.0, 391.0]}, {("peer/1way", (0, 1)): [392.0, 389.0], ("x", ()): [1.0]})
     machine = {"gpus": [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]}
     earlier = tmp_path / "earlier.json"
     earlier.write_text(
-        json.dumps({"tier": "standard", "runs": [{"verdict": "PASS"}], "figures": rows, "machine": machine})
+        json.dumps({"tier": "standard", "runs": [{"verdict": "PASS"}], "metrics": rows, "machine": machine})
     )
-    ours, theirs, runs, gpus = go_on_from(str(earlier), "standard")
-    assert ours == {("peer/1way", (0, 1)): [390.0, 391.0]}
-    assert theirs == {("peer/1way", (0, 1)): [392.0, 389.0], ("x", ()): [1.0]}
+    certify, independent, runs, gpus = continue_from(str(earlier), "standard")
+    assert certify == {("peer/1way", (0, 1)): [390.0, 391.0]}
+    assert independent == {("peer/1way", (0, 1)): [392.0, 389.0], ("x", ()): [1.0]}
     assert gpus == ["GPU-a", "GPU-b"]
     assert [run["verdict"] for run in runs] == ["PASS"]
-    with pytest.raises(SystemExit, match="is of the tier standard, not quick"):
-        go_on_from(str(earlier), "quick")
+    with pytest.raises(SystemExit, match="has the tier standard, not quick"):
+        continue_from(str(earlier), "quick")

@@ -1,4 +1,4 @@
-"""What stands beside our offline rates: the floor of bytes and products, the speed sum, the peer's file."""
+"""What stands beside our offline rates: the floor of bytes and operations, the weighted throughput, the peer's file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from floors import Limits, Needs, floor_s
 from offline import Peer
-from offline_reach import REACH, speed_sums
+from offline_reach import TARGETS, weighted_throughputs
 from offline_work import Work, parse_works
 
-from meltcore.layers.group import Group
+from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.loader import build_model
 
@@ -21,7 +21,7 @@ LIMITS = Limits(bytes_per_us=4.3e6, flops_per_us=700e6)  # an H200
 
 def needs_of(name: str, ranks: int = 1) -> Needs:
     checkpoint = open_checkpoint(name, files="config")
-    group = Group(0, ranks) if ranks > 1 else None
+    group = TensorParallelGroup(0, ranks) if ranks > 1 else None
     return Needs.of(build_model(checkpoint, torch.bfloat16, torch.device("meta"), group=group))
 
 
@@ -30,7 +30,7 @@ def hybrid() -> Needs:
     return needs_of("Qwen/Qwen3.5-35B-A3B")
 
 
-def test_a_step_reads_the_experts_that_uniform_choices_meet(hybrid: Needs) -> None:
+def test_a_step_reads_the_experts_that_uniform_routing_uses(hybrid: Needs) -> None:
     """2.946 billion weights for one token; all but an eighth of the experts for 64."""
     found = [hybrid.weight_bytes(tokens) / 1e9 for tokens in (1, 8, 64)]
     assert found == pytest.approx([5.89, 18.33, 59.86], abs=0.01)
@@ -55,7 +55,7 @@ def test_a_tied_table_is_read_as_the_head() -> None:
     assert dense.token_weights == 596_049_920 - 151_936 * 1024
 
 
-def test_bytes_bound_a_single_prompt_of_a_routed_model_and_products_bound_many(hybrid: Needs) -> None:
+def test_bytes_bound_a_single_prompt_of_a_routed_model_and_operations_bound_many(hybrid: Needs) -> None:
     assert hybrid.prompts_us(1, 1024, LIMITS) == pytest.approx(hybrid.weight_bytes(1024) / 4.3e6)
     many_us = 2 * 64 * (1024 * hybrid.token_weights + hybrid.head_weights) / 700e6
     assert hybrid.prompts_us(64, 1024, LIMITS) == many_us
@@ -68,25 +68,28 @@ def test_a_work_is_its_rounds_of_prompts_and_steps(hybrid: Needs) -> None:
     assert whole == pytest.approx((hybrid.prompts_us(30, 200, LIMITS) + steps_us) / 1e6)
 
 
-def test_the_speed_sum_is_the_one_that_was_measured_of_the_peer() -> None:
+def test_weighted_throughput_of_the_peer_is_the_one_that_was_measured() -> None:
     """vLLM 0.25.0 on eight H200s, 2026-11-20: 364,000."""
     rates = dict(zip((1, 2, 4, 8, 16, 32, 64), (248, 497, 925, 1_674, 2_547, 3_914, 5_705), strict=True))
     works = parse_works("1,2,4,8,16,32,64@1024:1024/277")
-    [(name, found)] = speed_sums(works, lambda work: rates[work.requests]).items()
+    [(name, found)] = weighted_throughputs(works, lambda work: rates[work.requests]).items()
     assert found == pytest.approx(364_000, rel=2e-3)
-    assert name in {work for work, _ in REACH["Qwen/Qwen3.5-35B-A3B", 8]}
+    assert name in {work for work, _ in TARGETS["Qwen/Qwen3.5-35B-A3B", 8]}
 
 
 @pytest.mark.parametrize("works", ["1,2,4,8,16,32@1024:1024/277", "1,2,4,8,16,32,64@128:1024/277"])
-def test_without_a_level_or_a_length_there_is_no_speed_sum(works: str) -> None:
+def test_without_a_level_or_a_length_there_is_no_weighted_throughput(works: str) -> None:
     asked = parse_works(works)
-    assert speed_sums(asked, lambda work: 1.0 if work in asked else None) == {}
+    assert weighted_throughputs(asked, lambda work: 1.0 if work in asked else None) == {}
 
 
 @pytest.mark.parametrize(("routing", "uniform"), [(None, True), ("uniform_random", False)])
 def test_a_peer_that_routed_otherwise_is_no_comparison(tmp_path: Path, routing: str | None, uniform: bool) -> None:
     path = tmp_path / "peer.json"
-    path.write_text(json.dumps({"versions": {"vllm": "0"}, "rows": [], "routing": routing}))
+    run = {"subject": "m", "versions": {"vllm": "0"}, "rows": [], "routing": routing}
+    path.write_text(json.dumps({"runs": [run]}))
+    with pytest.raises(SystemExit, match="no run of other"):
+        Peer(path, "other", uniform=uniform)
     with pytest.raises(SystemExit, match="routing"):
-        Peer(path, uniform)
-    assert Peer(path, not uniform).name == "vLLM 0"
+        Peer(path, "m", uniform=uniform)
+    assert Peer(path, "m", uniform=not uniform).name == "vLLM 0"

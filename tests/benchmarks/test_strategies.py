@@ -11,8 +11,11 @@ from typing import Any
 import bench_output
 import pytest
 import strategies
+import strategy_worker
 from strategies import Strategy
 
+RESULTS = bench_output.RESULTS  # before a test replaces it
+DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 # Speaks as strategy_worker.py does. Its first argument is the strategy: what it is to do.
 WORKER = """
 import json, os, sys, time
@@ -48,7 +51,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, *wanted: Strategy
     if wanted:
         monkeypatch.setattr(strategies, "strategies", lambda args: list(wanted))
     status = strategies.main()
-    return status, json.loads((bench_output.RESULTS / "strategies.json").read_text())
+    return status, json.loads((bench_output.RESULTS / "strategies" / "cpu.json").read_text())["runs"][-1]
 
 
 def gone(*names: str) -> bool:
@@ -56,20 +59,32 @@ def gone(*names: str) -> bool:
 
 
 def test_each_strategy_has_a_row_with_ours_beside_it(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "find_spec", lambda name: None)
+    monkeypatch.setattr(strategies, "find_spec", lambda name: name if name == "transformers" else None)
     status, result = run(arguments, monkeypatch)
     assert status == 0
     rates = {row["work"]: row["value"] for row in result["rows"]}
     assert rates == {
         "transformers, one request at a time": 320.0,
         "transformers, generate on batches of 64": 320.0,
+        "transformers, torch.compile and a static cache, batches of 64": 320.0,
+        "transformers, 16 asynchronous tasks, one request each": 320.0,
+        "transformers, 4 processes, batches of 64 each": pytest.approx(4 * 1280 / 7.0),
         "transformers, 4 processes, one request each": pytest.approx(4 * 1280 / 7.0),
-        "meltcore, all at once, 1,000 requests": 320.0,
+        "meltcore, all concurrently, 1,000 requests": 320.0,
     }
-    assert [row.get("ratio") for row in result["rows"]] == [1.0, 1.0, pytest.approx(7 / 16), None]
+    assert [row.get("ratio") for row in result["rows"]] == [1.0] * 4 + [pytest.approx(7 / 16)] * 2 + [None]
     notes = "\n".join(result["notes"])
     assert "transformers, 4 processes, one request each: 731 output tokens/s, of 40 requests in 7.0 s" in notes
-    assert "vLLM, 1,000 requests at once: skipped: vLLM is not installed" in notes
+    for name, reason in {
+        "transformers, INT8 weights (bitsandbytes), batches of 64": "not installed: bitsandbytes, accelerate; name a",
+        "transformers, 16 CUDA streams, one request each": "needs a GPU: only CUDA has streams",
+        "ONNX Runtime, batches of 64": "not installed: onnxruntime-gpu, onnx; name a folder",
+        "TensorRT-LLM, 1,000 concurrent requests": "needs a GPU: TensorRT-LLM",
+        "SGLang, 1,000 concurrent requests": "needs a GPU: SGLang",
+        "vLLM, 1,000 concurrent requests": "needs a GPU: vLLM",
+    }.items():
+        assert f"{name}: not run: {reason}" in notes
+    assert len(result["notes"]) == 13, "every strategy has a row or a reason"
     assert gone(*(f"transformers.{place}" for place in range(4)), "meltcore.0")
 
 
@@ -78,7 +93,7 @@ def test_a_worker_that_dies_is_a_reason_and_the_rest_goes_on(
 ) -> None:
     status, result = run(arguments, monkeypatch, Strategy("bad", "dies", 1), Strategy("good", "works", 1))
     assert (status, [row["work"] for row in result["rows"]]) == (0, ["good"])
-    assert "bad: skipped: ended with status 1 within 600 s: CUDA out of memory" in result["notes"]
+    assert "bad: not run: ended with status 1 within 600 s: CUDA out of memory" in result["notes"]
     status, result = run(arguments, monkeypatch, Strategy("bad", "dies", 1))
     assert (status, result["rows"]) == (1, [])
 
@@ -87,7 +102,7 @@ def test_a_worker_that_takes_too_long_is_ended(arguments: list[str], monkeypatch
     monkeypatch.setattr(strategies, "WORK_LIMIT_S", 0.5)
     (Path.cwd() / "worker.py").write_text(WORKER.replace("sys.stdin.readline()", "time.sleep(60)"))
     _, result = run(arguments, monkeypatch, Strategy("slow", "works", 1))
-    assert result["notes"] == ["slow: skipped: ended with status -9 within 0.5 s: it said nothing"]
+    assert result["notes"] == ["slow: not run: ended with status -9 within 0.5 s: it said nothing"]
     assert gone("works.0")
 
 
@@ -95,20 +110,83 @@ def test_an_interruption_keeps_what_was_measured(arguments: list[str], monkeypat
     wanted = (Strategy("first", "works", 1), Strategy("second", "interrupts", 1, 2), Strategy("third", "works", 1))
     status, result = run(arguments, monkeypatch, *wanted)
     assert (status, [row["work"] for row in result["rows"]]) == (130, ["first"])
-    assert result["notes"][1:] == ["second: skipped: interrupted", "third: skipped: interrupted"]
+    assert result["notes"][1:] == ["second: not run: interrupted", "third: not run: interrupted"]
     assert gone("interrupts.0", "interrupts.1")
 
 
-def test_a_folder_without_vllm_is_no_site(tmp_path: Path) -> None:
-    assert strategies.missing(Strategy("v", "vllm", 1, site=str(tmp_path))) == f"{tmp_path.name} holds no vllm package"
+def test_a_folder_without_vllm_is_no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "find_spec", lambda name: name)
+    strategy = Strategy("v", "vllm", 1, site=str(tmp_path))
+    assert strategies.missing(strategy, "cuda") == f"{tmp_path.name} holds none of vllm"
     (tmp_path / "vllm").mkdir()
-    assert strategies.missing(Strategy("v", "vllm", 1, site=str(tmp_path))) is None
+    monkeypatch.setattr(strategies, "find_spec", lambda name: None)
+    assert strategies.missing(strategy, "cuda") is None
+    assert strategies.missing(Strategy("v", "vllm", 1), "cuda") == (
+        "not installed: vllm; name a folder that holds it with --site vllm=FOLDER"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--site", "vlm=."], "vlm=.: no such worker; one of transformers, compile"),
+        (["--site", "vllm=absent"], "vllm=absent: must name a folder"),
+        (["--only", "compile,vlm"], "--only vlm: no such worker; one of transformers, compile"),
+    ],
+)
+def test_unknown_workers_and_folders_are_refused(
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", arguments + options)
+    with pytest.raises(SystemExit) as refused:
+        strategies.main()
+    assert message in f"{refused.value}{capsys.readouterr().err}"
+
+
+def test_the_list_names_every_worker_and_starts_none(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [*arguments, "--list"])
+    monkeypatch.setattr(strategies, "find_spec", lambda name: None)
+    assert strategies.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} == set(strategies.PACKAGES) == set(strategy_worker.STRATEGIES)
+    assert [line.split()[0] for line in lines if "cannot run" not in line] == ["meltcore"]
+    assert not list(Path.cwd().glob("*.pid"))
+
+
+def test_strategies_without_a_measured_row_are_named_in_the_docs(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", arguments)
+    runs = json.loads((RESULTS / "strategies" / "h200.json").read_text())["runs"]
+    measured = {row["work"] for run in runs for row in run["rows"]}
+    section = DOCUMENT.read_text().partition("### What people try first on one GPU")[2].partition("\n## ")[0]
+    unmeasured = section.partition("Not measured on a GPU yet")[2]
+    for strategy in strategies.strategies(strategies.parse_arguments()):
+        assert (f"- {strategy.name}" in unmeasured) is (strategy.name not in measured), strategy.name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", ["transformers", "meltcore"])
+@pytest.mark.parametrize("worker", ["transformers", "async", "compile", "int8", "onnxruntime", "meltcore"])
 def test_a_real_worker_answers_whole_batches(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that can run on a CPU. Compiling would take a minute: the compiled strategy runs with dynamo off."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    strategy = Strategy(worker, worker, 2)
+    if reason := strategies.missing(strategy, "cpu"):
+        pytest.skip(reason)
     args = argparse.Namespace(model="meltcore/sums", device="cpu", dtype="float32", seconds=0.01)
-    found = strategies.measure(Strategy(worker, worker, 2), args)
+    found = strategies.measure(strategy, args)
     assert (found.requests, found.tokens) == (2, 256)
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_the_reason_why_it_cannot_run() -> None:
+    args = argparse.Namespace(model="meltcore/sums", device="cpu", dtype="float32", seconds=0.01)
+    with pytest.raises(strategies.StrategyError, match=r"status 1 .*: needs a GPU: only CUDA has streams"):
+        strategies.measure(Strategy("streams", "streams", 2), args)

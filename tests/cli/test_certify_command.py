@@ -15,26 +15,25 @@ from sample_certificates import h200s, node
 
 from meltcore.cli.main import main
 from meltcore.errors import MeltcoreError
-from meltcore.hardware.fake import Change, FakeGpu
-from meltcore.hardware.fake_node import FakeNode
-from meltcore.hardware.node import Ran
-from meltcore.hardware.nvml import GpuLostError
-from meltcore.hardware.patient import PatientNvml
+from meltcore.hardware.nvml.driver import GpuLostError, NvmlWithTimeout
+from meltcore.process import CompletedRun
+from meltcore.testing.fake_gpu import FakeGpu, ReadingChange
+from meltcore.testing.fake_node import FakeNode
 
 
 def certify(monkeypatch: pytest.MonkeyPatch, scripted: FakeNode, *arguments: str) -> int:
     def node_of(nvml: object) -> FakeNode:
-        assert isinstance(nvml, PatientNvml), "no question to the driver may wait for ever"
+        assert isinstance(nvml, NvmlWithTimeout), "no call to the driver may wait forever"
         return scripted
 
-    monkeypatch.setattr("meltcore.hardware.nvml.Nvml", lambda: scripted.nvml)
+    monkeypatch.setattr("meltcore.hardware.nvml.driver.Nvml", lambda: scripted.nvml)
     monkeypatch.setattr("meltcore.hardware.node.Node", node_of)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return main(["certify", *arguments])
 
 
 def warm(gpus: list[FakeGpu]) -> list[FakeGpu]:
-    gpus[0].changes = [Change(1.0, "clock_reasons", 0x40)]
+    gpus[0].changes = [ReadingChange(1.0, "clock_reasons", 0x40)]
     return gpus
 
 
@@ -46,7 +45,7 @@ def warm(gpus: list[FakeGpu]) -> list[FakeGpu]:
         (node(h200s(2), slow=(1,)), 2, "FAIL"),
     ],
 )
-def test_each_verdict_has_its_exit_code_and_its_files(
+def test_each_verdict_has_its_exit_code_and_files(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -55,24 +54,24 @@ def test_each_verdict_has_its_exit_code_and_its_files(
     word: str,
 ) -> None:
     assert certify(monkeypatch, scripted, "--out", str(tmp_path)) == code
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{word}  quick, 2 GPUs")
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{word} quick, 2 GPUs")
     (folder,) = tmp_path.iterdir()
     assert {"certificate.json", "certificate.html"} <= {file.name for file in folder.iterdir()}
 
 
-def test_what_hangs_exits_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hang_exits_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = node(h200s(1))
     scripted.hung = {"memory"}
     assert certify(monkeypatch, scripted, "--out", str(tmp_path)) == 3
 
 
-def test_an_interruption_keeps_what_was_measured_and_is_unknown(
+def test_interruption_keeps_measurements_and_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scripted = node(h200s(1))
     run = scripted.run
 
-    def interrupted(command: Sequence[str], *rest: Any) -> Ran:
+    def interrupted(command: Sequence[str], *rest: Any) -> CompletedRun:
         if command[-1] == "memory":
             signal.raise_signal(signal.SIGTERM)
         return run(command, *rest)
@@ -81,16 +80,16 @@ def test_an_interruption_keeps_what_was_measured_and_is_unknown(
     assert certify(monkeypatch, scripted, "--json", "--out", str(tmp_path)) == 3
     found = json.loads(capsys.readouterr().out)
     verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
-    wanted = {"state": "PASS", "product": "PASS", "memory": "UNKNOWN", "host": "UNKNOWN", "collectives": "UNKNOWN"}
-    assert (found["verdict"], verdicts) == ("UNKNOWN", wanted)
-    assert "Memory bandwidth: not run to its end: interrupted" in found["unseen"]
+    requested = {"state": "PASS", "gemm": "PASS", "memory": "UNKNOWN", "host": "UNKNOWN", "collectives": "UNKNOWN"}
+    assert (found["verdict"], verdicts) == ("UNKNOWN", requested)
+    assert "Memory bandwidth: not finished: interrupted" in found["unverified"]
     [folder] = tmp_path.iterdir()
     assert (folder / "certificate.html").exists()
 
 
-def test_without_a_driver_nothing_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_driver_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pynvml")
-    from meltcore.hardware.nvml import NoDriverError, Nvml
+    from meltcore.hardware.nvml.driver import NoDriverError, Nvml
 
     try:
         Nvml().close()
@@ -102,20 +101,20 @@ def test_without_a_driver_nothing_is_known(tmp_path: Path, capsys: pytest.Captur
         pytest.skip("this machine has a driver")
 
 
-def test_a_gpu_that_was_lost_before_is_a_failure(
+def test_gpu_lost_before_start_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(self: object) -> None:
         raise GpuLostError("GPU 3 is lost")
 
-    monkeypatch.setattr("meltcore.hardware.fake.FakeNvml.boards", lost)
+    monkeypatch.setattr("meltcore.testing.fake_gpu.FakeNvml.gpus", lost)
     assert certify(monkeypatch, node(h200s(1)), "--out", str(tmp_path)) == 2
     assert "meltcore certify: FAIL: GPU 3 is lost" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("wrong", [["--tier", "best"], ["--hours", "x"], ["--nonsense"]])
-def test_wrong_usage_is_no_failure_of_the_node(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_unknown(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["certify", *wrong])
     assert ended.value.code == 3
@@ -123,44 +122,44 @@ def test_wrong_usage_is_no_failure_of_the_node(wrong: list[str], capsys: pytest.
 
 
 @pytest.mark.parametrize("wrong", [["--tier", "soak"], ["--hours", "2"]])
-def test_hours_without_a_soak_are_refused_before_the_driver_is_asked(
+def test_hours_without_soak_are_refused_before_driver_loads(
     wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["certify", *wrong]) == 3
     assert "UNKNOWN: a soak needs --hours" in capsys.readouterr().err
 
 
-def test_a_crash_of_its_own_is_unknown_too(
+def test_own_crash_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*arguments: object, **named: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("meltcore.hardware.certify.certify", broken)
+    monkeypatch.setattr("meltcore.hardware.certify.run.certify", broken)
     assert certify(monkeypatch, node(h200s(1)), "--out", str(tmp_path)) == 3
     assert "a bug" in capsys.readouterr().err
 
 
-def test_a_sampler_that_cannot_be_ended_does_not_lose_the_certificate(
+def test_sampler_that_cannot_be_ended_does_not_lose_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def hangs(self: object) -> None:
         raise MeltcoreError("the sampler hangs in the driver")
 
-    monkeypatch.setattr("meltcore.hardware.fake_node._FakeTelemetry.close", hangs)
+    monkeypatch.setattr("meltcore.testing.fake_node.FakeTelemetry.close", hangs)
     assert certify(monkeypatch, node(h200s(1)), "--json", "--out", str(tmp_path)) == 0
     assert "the sampler hangs in the driver" in json.loads(capsys.readouterr().out)["notes"]
 
 
-def test_json_alone_goes_to_the_output(
+def test_json_is_the_only_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     certify(monkeypatch, node(h200s(1)), "--json", "--out", str(tmp_path))
     found = json.loads(capsys.readouterr().out)
-    assert (found["verdict"], found["tier"], found["schema_version"]) == ("PASS", "quick", 1)
+    assert (found["verdict"], found["tier"], found["schema_version"]) == ("PASS", "quick", 2)
 
 
-def test_an_earlier_certificate_is_a_baseline_unless_it_failed(
+def test_earlier_certificate_is_a_baseline_unless_it_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert certify(monkeypatch, node(h200s(2)), "--out", str(tmp_path / "good")) == 0
@@ -171,4 +170,4 @@ def test_an_earlier_certificate_is_a_baseline_unless_it_failed(
     assert certify(monkeypatch, node(h200s(2)), *again, str(good)) == 0
     capsys.readouterr()
     assert certify(monkeypatch, node(h200s(2)), *again, str(bad)) == 3
-    assert "makes no baseline" in capsys.readouterr().err
+    assert "cannot be a baseline" in capsys.readouterr().err

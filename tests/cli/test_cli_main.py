@@ -1,4 +1,4 @@
-"""The frame of the command: fast help, examples, errors as one line, exit codes."""
+"""The `meltcore` program: fast help, examples, errors as one line, exit codes."""
 
 import importlib
 import resource
@@ -10,20 +10,20 @@ from types import SimpleNamespace
 import pytest
 
 from meltcore import __version__
-from meltcore.cli.main import VERBS, main
+from meltcore.cli.main import COMMANDS, Command, main
 from meltcore.errors import ConfigError
 
 HELP_LIMIT_S = 0.3
 
 
 def children_cpu_s() -> float:
-    """Of all processes started here that have ended."""
+    """Processor time of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def test_help_answers_within_300_ms_and_names_every_verb() -> None:
-    """In processor time, which other work on the machine does not lengthen; it waits for nothing but its own files."""
+def test_help_takes_300_ms_and_names_every_command() -> None:
+    """In processor time, which other work on the machine does not lengthen."""
     times = []
     for _ in range(5):
         before_s = children_cpu_s()
@@ -36,56 +36,56 @@ def test_help_answers_within_300_ms_and_names_every_verb() -> None:
         )
         times.append(children_cpu_s() - before_s)
     assert min(times) < HELP_LIMIT_S
-    assert all(f"  {verb}" in done.stdout for verb in VERBS)
+    assert all(f"  {name}" in done.stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_its_parts_and_shows_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = importlib.import_module(VERBS[verb].module)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(Command.module(name))
     assert module.HELP
     assert module.EXAMPLES
     with pytest.raises(SystemExit) as left:
-        main([verb, "--help"])
+        main([name, "--help"])
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    assert f"meltcore {verb}" in shown.split("examples:")[1]
+    assert f"meltcore {name}" in shown.split("examples:")[1]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verbs_help_imports_no_torch_and_answers_soon(verb: str) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_imports_nothing_heavy(name: str) -> None:
     code = (
         "import sys\nfrom meltcore.cli.main import main\n"
-        f"try: main([{verb!r}, '--help'])\nexcept SystemExit: pass\n"
+        f"try: main([{name!r}, '--help'])\nexcept SystemExit: pass\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=30, check=False)
     assert done.returncode == 0
 
 
-def test_help_defines_the_metrics_a_verb_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_defines_the_metrics_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     assert "TTFT (ms): Time to first token: from the intended start" in capsys.readouterr().out
 
 
-def test_an_unknown_verb_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lod"]) == 2
-    assert "no verb 'lod'; there are serve, stop, demo, load" in capsys.readouterr().err
+    assert "unknown command 'lod'; commands are serve, stop, demo, load" in capsys.readouterr().err
 
 
-def test_no_verb_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "verbs:" in capsys.readouterr().out
+    assert "Measure a server:" in capsys.readouterr().out
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"meltcore {__version__}\n"
 
 
-def verb_that(monkeypatch: pytest.MonkeyPatch, verb: str, outcome: object) -> None:
-    """Make `verb` raise `outcome`, or return it."""
+def fake_command(monkeypatch: pytest.MonkeyPatch, name: str, outcome: object) -> None:
+    """Make a command raise `outcome`, or return it."""
 
     def run(args: object) -> int:
         if isinstance(outcome, BaseException):
@@ -94,43 +94,41 @@ def verb_that(monkeypatch: pytest.MonkeyPatch, verb: str, outcome: object) -> No
         return outcome
 
     module = SimpleNamespace(HELP="h", EXAMPLES="e", add_arguments=lambda parser: None, run=run)
-    monkeypatch.setitem(sys.modules, VERBS[verb].module, module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, Command.module(name), module)  # type: ignore[arg-type]
     monkeypatch.setattr(importlib, "import_module", lambda name: sys.modules[name])
 
 
-def test_an_error_of_ours_is_one_line_and_exit_code_2(
+def test_meltcore_error_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verb_that(monkeypatch, "load", ConfigError("rate must be more than 0"))
+    fake_command(monkeypatch, "load", ConfigError("rate must be more than 0"))
     assert main(["load"]) == 2
     assert capsys.readouterr().err == "meltcore load: rate must be more than 0\n"
 
 
-def test_an_interruption_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    verb_that(monkeypatch, "load", KeyboardInterrupt())
+def test_interruption_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, "load", KeyboardInterrupt())
     assert main(["load"]) == 130
 
 
-def test_the_verbs_own_exit_code_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    verb_that(monkeypatch, "load", 1)
+def test_exit_code_of_the_command_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, "load", 1)
     assert main(["load"]) == 1
 
 
-def test_a_missing_engine_says_what_to_install(
+def test_missing_engine_names_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verb_that(monkeypatch, "serve", ModuleNotFoundError("No module named 'torch'", name="torch"))
+    fake_command(monkeypatch, "serve", ModuleNotFoundError("No module named 'torch'", name="torch"))
     assert main(["serve"]) == 2
     assert "torch is not installed: pip install 'meltcore[engine]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("verb", "name"), [("serve", "meltcore.server.missing"), ("load", "numpy")])
-def test_a_missing_module_that_the_extra_would_not_bring_is_a_bug_and_shows(
-    monkeypatch: pytest.MonkeyPatch, verb: str, name: str
-) -> None:
-    verb_that(monkeypatch, verb, ModuleNotFoundError(f"No module named {name!r}", name=name))
+@pytest.mark.parametrize(("command", "module"), [("serve", "meltcore.fleet.missing"), ("load", "numpy")])
+def test_missing_module_outside_the_extra_is_raised(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
+    fake_command(monkeypatch, command, ModuleNotFoundError(f"No module named {module!r}", name=module))
     with pytest.raises(ModuleNotFoundError):
-        main([verb])
+        main([command])
 
 
 def test_snapshot_prints_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,8 +139,8 @@ def test_snapshot_prints_the_machine(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
-def test_a_standard_stream_that_the_shell_closed_goes_nowhere(closed: str, tmp_path: Path) -> None:
-    """Or the next file that is opened gets its number, and what is printed would go there."""
+def test_closed_standard_stream_is_discarded(closed: str, tmp_path: Path) -> None:
+    """Otherwise the next opened file gets its number and the output."""
     code = (
         "import os, sys; from meltcore.cli.main import main; code = main(['rank', 'nothing-here']); "
         f"file = open({str(tmp_path / 'file')!r}, 'w'); print(code, file.fileno() > 2, file=file); print('more')"

@@ -1,10 +1,10 @@
-"""What lets a demo pass, gate by gate."""
+"""The gates of the demo, one by one."""
 
 import pytest
 
 from meltcore.cli.main import main
-from meltcore.demo import DemoConfig
-from meltcore.demo.gates import judge, passed
+from meltcore.demo.config import DemoConfig
+from meltcore.demo.verdict import judge, passed
 from meltcore.errors import ConfigError
 from meltcore.results.schema import CheckResult, Evaluation, LevelResult
 
@@ -12,7 +12,7 @@ GOOD_CHECKS = [CheckResult(name="health", status="PASS")]
 
 
 def evaluation(right: int = 199, failed: int = 0) -> Evaluation:
-    return Evaluation(asked=200, right=right, failed=failed, low=0.0, high=1.0)
+    return Evaluation(total=200, correct=right, failed=failed, ci_low=0.0, ci_high=1.0)
 
 
 def level(**changes: object) -> LevelResult:
@@ -32,12 +32,12 @@ def level(**changes: object) -> LevelResult:
     return LevelResult(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_a_clean_run_passes_without_a_reason() -> None:
+def test_clean_run_passes_without_reasons() -> None:
     assert judge(GOOD_CHECKS, evaluation(), [level()], [100]) == ("OK", [])
 
 
 @pytest.mark.parametrize("accuracy", [0.985, 1.0])
-def test_exactly_one_point_from_unloaded_still_passes(accuracy: float) -> None:
+def test_difference_of_exactly_one_point_passes(accuracy: float) -> None:
     verdict, _ = judge(GOOD_CHECKS, evaluation(), [level(accuracy=accuracy)], [100])
     assert verdict == "OK"
 
@@ -45,14 +45,14 @@ def test_exactly_one_point_from_unloaded_still_passes(accuracy: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"succeeded": 199, "failed": 1}, "199 of 200 requests got their whole answer"),
+        ({"succeeded": 199, "failed": 1}, "199 of 200 requests got their complete answer"),
         ({"accuracy": 0.9849}, "more than one point from the unloaded 99.50 %"),
         ({"accuracy": None}, "accuracy was not measured"),
         ({"peak_in_flight": 99}, "only 99 were in flight together"),
         ({"verdict": "FAILED", "reasons": ["odd"]}, "FAILED: odd"),
     ],
 )
-def test_a_level_fails_with_its_reason(changes: dict[str, object], reason: str) -> None:
+def test_level_fails_with_its_reason(changes: dict[str, object], reason: str) -> None:
     verdict, reasons = judge(GOOD_CHECKS, evaluation(), [level(**changes)], [100])
     assert verdict == "FAILED"
     assert any(reason in line for line in reasons), reasons
@@ -62,30 +62,30 @@ def test_a_level_fails_with_its_reason(changes: dict[str, object], reason: str) 
     ("found", "reason"),
     [(evaluation(right=189), "unloaded accuracy is 94.50 %; the limit is 95 %"), (evaluation(failed=1), "1 of 200")],
 )
-def test_the_unloaded_answers_must_be_right_and_there(found: Evaluation, reason: str) -> None:
-    verdict, reasons = judge(GOOD_CHECKS, found, [level(accuracy=found.share)], [100])
+def test_unloaded_answers_must_be_complete_and_right(found: Evaluation, reason: str) -> None:
+    verdict, reasons = judge(GOOD_CHECKS, found, [level(accuracy=found.accuracy)], [100])
     assert verdict == "FAILED"
     assert reason in reasons[0]
 
 
-def test_a_failed_api_check_fails_the_run() -> None:
+def test_failed_api_check_fails_the_run() -> None:
     broken = CheckResult(name="health", status="FAIL", detail="status is 500")
     verdict, reasons = judge([broken], evaluation(), [level()], [100])
     assert (verdict, reasons) == ("FAILED", ["API check failed: health: status is 500"])
 
 
-def test_a_level_that_was_not_run_fails_the_run() -> None:
+def test_missing_level_fails_the_run() -> None:
     verdict, reasons = judge(GOOD_CHECKS, evaluation(), [level()], [100, 10_000])
     assert (verdict, reasons) == ("FAILED", ["levels not run: 10,000"])
 
 
-def test_a_client_at_its_limit_passes_and_says_so() -> None:
+def test_client_at_its_limit_passes_as_client_bound() -> None:
     verdict, reasons = judge(GOOD_CHECKS, evaluation(), [level(verdict="CLIENT_BOUND", reasons=["late"])], [100])
     assert (verdict, reasons) == ("CLIENT_BOUND", [])
     assert passed(verdict)
 
 
-def test_a_dead_server_is_told_as_that() -> None:
+def test_dead_server_has_its_own_verdict() -> None:
     dead = level(verdict="SERVER_DIED", reasons=["gone at 3 s"], succeeded=10, failed=190)
     verdict, _ = judge(GOOD_CHECKS, evaluation(), [dead], [100])
     assert verdict == "SERVER_DIED"
@@ -93,12 +93,12 @@ def test_a_dead_server_is_told_as_that() -> None:
 
 
 @pytest.mark.parametrize("levels", [(), (0,), (10, -1), (10, 10)])
-def test_levels_that_make_no_sense_are_refused_before_anything_starts(levels: tuple[int, ...]) -> None:
+def test_invalid_levels_are_refused(levels: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="levels"):
         DemoConfig(levels=levels)
 
 
-def test_levels_that_are_no_numbers_are_refused_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_levels_other_than_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["demo", "--levels", "ten"])
-    assert "'ten' is not a list of numbers such as 10,100" in capsys.readouterr().err
+    assert "'ten' is not a whole number" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The main job with nothing replaced: our server, our engine, the bundled model, our load generator."""
+"""The demo with nothing replaced: our server, engine, bundled model and load generator."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_the_demo_serves_loads_and_reports_on_this_machine(tmp_path: Path) -> None:
+def test_demo_serves_loads_and_reports(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "meltcore.cli.main", "demo", "--levels", "10,50", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,6 @@
-"""The demo against a server that knows the answers, and against ones that fail it in each way."""
+"""The demo against a scripted server that knows the answers, and against each of its faults."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from meltcore import problems
-from meltcore.demo import DemoConfig, run_demo
-from meltcore.demo.outcome import print_outcome
-from meltcore.demo.server_process import OwnServer
-from meltcore.evals.server_process import ServerError
-from meltcore.load import LoadConfig
+from meltcore.demo import run as demo_run
+from meltcore.demo.config import DemoConfig
+from meltcore.demo.run import DemoServer, print_outcome, run_demo
+from meltcore.load.config import LoadConfig
+from meltcore.process import ProcessError
 from meltcore.results.runfolder import read_result
 
 FAKE = Path(__file__).parent.parent / "evals" / "fake_openai.py"
@@ -26,17 +25,28 @@ LEVEL = 12
 @pytest.fixture(scope="module")
 def answers_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Question and value of every problem that a demo at LEVEL asks, warm-up included."""
-    config = LoadConfig(url="http://x", concurrency=(LEVEL,), requests=200, seed=LEVEL)
-    count = 200 + config.warmup_of(config.levels[0])
-    asked = problems.evaluation_set() + problems.generate("heldout", kind="mixed", count=count, seed=LEVEL)
+    config = LoadConfig(url="http://x", concurrency=(LEVEL,), num_prompts=(200,), seed=LEVEL)
+    count = 200 + config.num_warmups_for(config.levels[0])
+    asked = problems.evaluation_set() + problems.generate("heldout", kind="mixed", num_problems=count, seed=LEVEL)
     path = tmp_path_factory.mktemp("answers") / "answers.json"
     path.write_text(json.dumps({problem.question: problem.value for problem in asked}))
     return path
 
 
+@pytest.fixture(autouse=True)
+def _restore_server_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_run, "SERVER_COMMAND", demo_run.SERVER_COMMAND)
+
+
+def fake_server(*options: str) -> tuple[str, ...]:
+    """Replace our server by the fake one; return its command."""
+    demo_run.SERVER_COMMAND = (sys.executable, str(FAKE), *options)
+    return demo_run.SERVER_COMMAND
+
+
 def demo_config(out: Path, answers: Path, fault: str = "none") -> DemoConfig:
-    program = (sys.executable, str(FAKE), "--fault", fault, "--answers", str(answers))
-    return DemoConfig(levels=(LEVEL,), out=out, server_program=program)
+    fake_server("--fault", fault, "--answers", str(answers))
+    return DemoConfig(levels=(LEVEL,), out=str(out))
 
 
 def run(config: DemoConfig) -> tuple[int, dict[str, object]]:
@@ -48,7 +58,7 @@ def run(config: DemoConfig) -> tuple[int, dict[str, object]]:
     return print_outcome(console, folder, result), json.loads(folder.result_path.read_text())
 
 
-def test_demo_passes_where_every_answer_is_whole_and_right(tmp_path: Path, answers_file: Path) -> None:
+def test_demo_passes_with_whole_and_right_answers(tmp_path: Path, answers_file: Path) -> None:
     code, result = run(demo_config(tmp_path, answers_file))
     assert code == 0
     assert result["accuracy"] == 1.0
@@ -69,7 +79,7 @@ def test_demo_passes_where_every_answer_is_whole_and_right(tmp_path: Path, answe
         ("wrong-answers", "FAILED", "unloaded accuracy is 0 %"),
         ("streams-wrong", "FAILED", "more than one point from the unloaded 100 %"),
         ("bare-errors", "FAILED", "API check failed"),
-        ("dies", "SERVER_DIED", f"the server ended at {LEVEL} at once"),
+        ("dies", "SERVER_DIED", f"the server ended at concurrency {LEVEL}"),
     ],
 )
 def test_demo_fails_with_the_reason(tmp_path: Path, answers_file: Path, fault: str, verdict: str, reason: str) -> None:
@@ -79,40 +89,38 @@ def test_demo_fails_with_the_reason(tmp_path: Path, answers_file: Path, fault: s
     assert any(reason in line for line in result["reasons"]), result["reasons"]
 
 
-def test_a_server_that_cannot_start_is_told_with_its_own_words(tmp_path: Path, answers_file: Path) -> None:
-    with pytest.raises(ServerError, match="ended with code 1") as caught:
+def test_failed_start_shows_the_servers_log(tmp_path: Path, answers_file: Path) -> None:
+    with pytest.raises(ProcessError, match="ended with code 1") as caught:
         run_demo(demo_config(tmp_path, answers_file, "crashes"), Console(quiet=True))
     assert "cannot open the model" in str(caught.value)
 
 
 @pytest.mark.parametrize(("fault", "what"), [("silent", "print its address"), ("never-ready", "become ready")])
-def test_waiting_for_a_server_has_a_limit_and_leaves_none_behind(tmp_path: Path, fault: str, what: str) -> None:
-    program = (sys.executable, str(FAKE), "--fault", fault)
-    server = OwnServer(["m"], tmp_path / "log", say=lambda text: None, program=program)
-    with server, pytest.raises(ServerError, match=what):
+def test_wait_for_a_server_has_a_limit_and_ends_it(tmp_path: Path, fault: str, what: str) -> None:
+    fake_server("--fault", fault)
+    server = DemoServer(["m"], tmp_path / "log", report=lambda text: None)
+    with server, pytest.raises(ProcessError, match=what):
         server.wait_ready(listen_limit_s=1.5, ready_limit_s=0.5)
     assert not server.running
 
 
-def test_a_server_deaf_to_sigterm_is_killed_and_that_is_said(tmp_path: Path) -> None:
-    said: list[str] = []
-    program = (sys.executable, str(FAKE), "--fault", "deaf")
-    with OwnServer(["m"], tmp_path / "log", say=said.append, program=program) as server:
+def test_server_that_ignores_sigterm_is_killed_and_reported(tmp_path: Path) -> None:
+    lines: list[str] = []
+    fake_server("--fault", "deaf")
+    with DemoServer(["m"], tmp_path / "log", report=lines.append) as server:
         server.wait_ready()
         assert server.stop(limit_s=0.5) == -signal.SIGKILL
-    assert "killing it" in said[0]
+    assert "killing it" in lines[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_demo_stops_its_server_and_leaves_a_partial_run(
+def test_interrupted_demo_ends_its_server_and_leaves_a_partial_run(
     tmp_path: Path, answers_file: Path, number: signal.Signals
 ) -> None:
-    config = demo_config(tmp_path, answers_file, "slow")
+    command = fake_server("--fault", "slow", "--answers", str(answers_file))
     script = (
-        "import sys; from pathlib import Path; import meltcore.demo as d; from meltcore.cli import main\n"
-        f"program = {config.server_program!r}\n"
-        "original = d.DemoConfig\n"
-        "d.DemoConfig = lambda **given: original(**{**given, 'server_program': program})\n"
+        "import sys; from meltcore.demo import run; from meltcore.cli import main\n"
+        f"run.SERVER_COMMAND = {command!r}\n"
         f"sys.exit(main.main(['demo', '--levels', '{LEVEL}', '--out', {str(tmp_path)!r}]))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -150,7 +158,7 @@ def _has_streams(pid: int) -> bool:
 def _target(link: Path) -> str:
     """What a descriptor refers to; nothing where it was closed since it was listed."""
     try:
-        return os.readlink(link)
+        return str(link.readlink())
     except FileNotFoundError:
         return ""
 

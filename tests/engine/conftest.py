@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,11 +29,3 @@ def checkpoint(reference: PreTrainedModel, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("checkpoint")
     reference.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """That of processes that the test starts, and of nobody else; short enough for sockets, as tmp_path may not be."""
-    with tempfile.TemporaryDirectory(prefix="m") as name:
-        monkeypatch.setenv("TMPDIR", name)
-        yield Path(name)

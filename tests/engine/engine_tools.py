@@ -13,15 +13,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meltcore.config import EngineConfig
-from meltcore.engine.engine import Engine
-from meltcore.engine.memory import MemoryPlan, plan_memory
-from meltcore.engine.messages import AddRequest, SequenceOutput
-from meltcore.engine.request import Request
-from meltcore.engine.runner import LogitsAt
-from meltcore.engine.sampler import SampleResult
-from meltcore.engine.sampling_params import SamplingParams
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.loader import build_model
+from meltcore.engine.core.engine import GenerationEngine
+from meltcore.engine.core.memory_plan import MemoryPlan, ModelShape, plan_memory
+from meltcore.engine.core.request import Request
+from meltcore.engine.worker.model_runner import LogitsAt
+from meltcore.engine.worker.sampler import SampleResult
+from meltcore.models.kv_cache_specs import FullAttentionSpec, group_layers
+from meltcore.protocol.generation import AddRequest, SequenceOutput
+from meltcore.protocol.sampling_params import SamplingParams
 
 VOCAB = 320
 
@@ -91,22 +90,22 @@ def make_reference(seed: int = 0, family: str = "qwen3", **overrides: object) ->
 def randomise(model: PreTrainedModel, seed: int) -> None:
     """Weights that keep the size of what they multiply, and scores of a spread of 4, of which softmax keeps a few.
 
-    Recurrent states forget half in one to a hundred tokens. Zero-centred norms get the scales that others have.
+    Recurrent states forget half in one to a hundred tokens. Zero-centered norms get the scales that others have.
     """
     torch.manual_seed(seed)
     names = [name for name, _ in model.named_parameters()]
     heads_normed = any(name.endswith("q_norm.weight") for name in names)
     is_hybrid = any(name.endswith("A_log") for name in names)
     for name, parameter in model.named_parameters():
-        centre = 1.0 if is_hybrid and "linear_attn" not in name else 0.0
+        center = 1.0 if is_hybrid and "linear_attn" not in name else 0.0
         if name.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.uniform_(1.5 - centre, 2.5 - centre)
+            parameter.uniform_(1.5 - center, 2.5 - center)
         elif name.endswith(("A_log", "dt_bias")):
             parameter.uniform_(-4.0, 0.0)
         elif name.endswith("bias"):
             parameter.normal_()
         elif parameter.dim() == 1:
-            parameter.uniform_(0.5 - centre, 1.5 - centre)
+            parameter.uniform_(0.5 - center, 1.5 - center)
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
         if not heads_normed and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -117,21 +116,21 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 class SeenEngine:
     """An engine that records the logits each token was chosen from, and runs requests to their end."""
 
-    engine: Engine
+    engine: GenerationEngine
     logits: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     steps: int = 0
 
     def __post_init__(self) -> None:
         runner = self.engine.runner
-        choose = runner.choose
+        sample = runner.sample
 
         def recording(logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
             logits = logits_at(torch.arange(len(requests), device=token_ids.device))
             for row, request in enumerate(requests):
                 self.logits.setdefault(request.id, []).append(logits[row].float().clone())
-            return choose(logits_at, token_ids, requests)
+            return sample(logits_at, token_ids, requests)
 
-        runner.choose = recording  # type: ignore[method-assign]
+        runner.sample = recording  # type: ignore[method-assign]
 
     def add(self, request_id: str, prompt: list[int], **sampling: object) -> None:
         settings = {"max_tokens": 8, "ignore_eos": True} | sampling
@@ -159,7 +158,7 @@ def open_engine(
     *,
     overlap: bool = False,
     pages: int | None = None,
-    state_slots: int | None = None,
+    recurrent_slots: int | None = None,
     debug: tuple = (),
     **settings: object,
 ) -> SeenEngine:
@@ -169,9 +168,10 @@ def open_engine(
         "max_num_seqs": 8,
         "max_num_batched_tokens": 2048,
         "memory_bytes": 256 * 2**20,
+        "async_scheduling": overlap,
     }
     config = EngineConfig(model=str(folder), debug=debug, **(defaults | settings))  # type: ignore[arg-type]
-    return SeenEngine(Engine(config, overlap=overlap, pages=pages, state_slots=state_slots))
+    return SeenEngine(GenerationEngine(config, pages=pages, recurrent_slots=recurrent_slots))
 
 
 def random_prompt(length: int, seed: int, vocab: int = VOCAB) -> list[int]:
@@ -203,13 +203,13 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def plan_of_qwen(memory_bytes: int, max_num_seqs: int = 1024) -> MemoryPlan:
-    """Of Qwen3-0.6B in bfloat16: 1.1 GiB of weights, 152 thousand tokens to choose from."""
-    model = build_model(open_checkpoint("Qwen/Qwen3-0.6B", files="config"), torch.bfloat16, torch.device("meta"))
+    """The plan of Qwen3-0.6B in bfloat16: 1.1 GiB of weights, a vocabulary of 152 thousand tokens."""
+    caches = group_layers([FullAttentionSpec(kv_heads=8, head_dim=128)] * 28)
     return plan_memory(
-        model,
+        ModelShape(1_192_099_840, 151_936, caches, element_size=2, cache_element_size=2),
         memory_bytes=memory_bytes,
         max_model_len=4096,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8192,
         may_run_fewer=True,
-        cache_dtype=torch.bfloat16,
     )

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meltcore.models.checkpoint import open_checkpoint
 
-# Router logits of two experts closer than this may change places by float32's rounding: another expert is as right.
+# Router logits of two experts closer than this may be swapped by float32's rounding: either expert is correct.
 ROUTE_GAP = 1e-5
 
 
@@ -36,11 +36,11 @@ def write_checkpoint(folder: Path, published: str, **changes: object) -> None:
 
 @torch.no_grad()
 def _calm(model: PreTrainedModel) -> None:
-    """Make a deep random network keep its input in sight, as a trained one does.
+    """Scale a deep random network so that its input stays visible in the output, as in a trained one.
 
     Left alone, 28 blocks that each outweigh what came before blow bfloat16's rounding up to the size of the logits
     themselves, and nothing could be told from it. So all blocks together add as much as the embedding holds. A tied
-    head would then always answer with the token it just read: the last norm's signs keep it from recognising it.
+    head would then always answer with the token it just read: the last norm's signs keep it from recognizing it.
     """
     embedding = model.get_input_embeddings().weight
     blocks_share = (2 * model.config.num_hidden_layers) ** -0.5 * embedding.shape[1] ** -0.5
@@ -71,7 +71,7 @@ class Subject:
         return cls(folder, device, answer_tokens, exact, rounded)
 
     def prompts(self) -> dict[str, list[int]]:
-        """Sixteen of unlike lengths, around and across the edges of pages and tiles."""
+        """Sixteen prompts of different lengths, around the edges of pages and tiles."""
         lengths = [1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 200, 255, 300, 384, 500, 641]
         return {f"r{length}": tools.random_prompt(length, length, self.exact.config.vocab_size) for length in lengths}
 
@@ -86,7 +86,7 @@ class Subject:
         return tools.open_engine(self.folder, device=self.device, dtype=dtype, **(defaults | settings))  # type: ignore[arg-type]
 
     def compare(self, seen: tools.SeenEngine, prompts: dict[str, list[int]]) -> Comparison:
-        """Run what was added; then the same tokens through transformers, each answer in one whole pass."""
+        """Run the added requests; then the same tokens through transformers, each answer in one pass."""
         tokens = seen.run()
         exact, rounded, routed = [], [], []
         # The plain form of attention: float32 inside in either precision, so the noise is no larger than it must be.
@@ -106,7 +106,7 @@ class Subject:
 
 
 class RouteGaps:
-    """How far the last expert that a router takes is above the first one it leaves, of a model's last pass."""
+    """The margin between the last selected and the first unselected expert, in a model's last pass."""
 
     def __init__(self) -> None:
         self._layers: list[torch.Tensor] = []
@@ -120,7 +120,7 @@ class RouteGaps:
         self._layers.append(best[:, -2] - best[:, -1])
 
     def settled(self, tokens: int) -> torch.Tensor:
-        """[tokens] bool: whether a token's experts, and those of every token before it, are beyond doubt."""
+        """[tokens] bool: whether the experts of a token and of all tokens before it are unambiguous."""
         if not self._layers:
             return torch.ones(tokens, dtype=torch.bool)
         return (torch.stack(self._layers).amin(0) > ROUTE_GAP).cummin(0).values.cpu()
@@ -153,7 +153,7 @@ class Comparison:
     routed: torch.Tensor
 
     def relative_error(self) -> float:
-        """Our largest difference against the largest logit, of the tokens whose experts are not in doubt."""
+        """The largest error relative to the largest logit, over tokens with unambiguous experts."""
         return tools.relative_error(self.ours[self.routed], self.exact[self.routed])
 
     def error(self) -> tuple[float, float]:
@@ -161,14 +161,14 @@ class Comparison:
         return _size(self.ours - self.exact)
 
     def noise(self) -> tuple[float, float]:
-        """The same of transformers in bfloat16: what this precision costs on this input."""
+        """The same errors of transformers in bfloat16: the cost of this precision on this input."""
         return _size(self.rounded - self.exact)
 
     def expected(self) -> torch.Tensor:
         return self.exact.argmax(-1)
 
     def gaps(self) -> torch.Tensor:
-        """How far the likeliest token's logit is above the next one's: [tokens]."""
+        """The difference of the two largest logits per token: [tokens]."""
         first, second = self.exact.topk(2, dim=-1).values.unbind(-1)
         return first - second
 

@@ -1,4 +1,4 @@
-"""A small network with recurrent and attention layers, of which the engine knows no more than a model tells it."""
+"""A small network with recurrent and attention layers, known to the engine only by the Model interface."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from meltcore.kernels.delta_net import DeltaWeights, delta_net
-from meltcore.kernels.paged_attention import Segments
-from meltcore.layers.residual import Residual
-from meltcore.models import loader
-from meltcore.models.cache import CacheGroup, StateGroup
+from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.kernels.gated_delta.common import GatedDeltaParams
+from meltcore.kernels.gated_delta.layer import gated_delta_net
+from meltcore.models import registry
+from meltcore.models.kv_cache_specs import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec
 from meltcore.models.qwen3 import Qwen3
 
 RECURRENT = frozenset({0, 2})
@@ -39,7 +39,7 @@ CONFIG: dict[str, object] = {
 
 
 class Hybrid(Qwen3):
-    """Qwen3 whose attention gives way to a delta rule in the layers RECURRENT."""
+    """Qwen3 with a delta rule instead of attention in the layers RECURRENT."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -48,46 +48,41 @@ class Hybrid(Qwen3):
         self.conv = nn.Parameter(torch.empty(layers, CHANNELS, KERNEL))
         self.output = nn.Parameter(torch.empty(layers, hidden, HEADS * VALUE_DIM))
 
-    def cache_groups(self) -> list[CacheGroup | StateGroup]:
-        config = self.config
-        attending = config.num_hidden_layers - len(RECURRENT)
-        return [
-            CacheGroup(attending, config.num_key_value_heads, config.head_dim),
-            StateGroup(len(RECURRENT), CHANNELS, KERNEL, HEADS, KEY_DIM, VALUE_DIM),
-        ]
-
-    def recurrent_layers(self) -> frozenset[int]:
-        return RECURRENT
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        attention = FullAttentionSpec(self.config.num_key_value_heads, self.config.head_dim)
+        recurrent = RecurrentStateSpec(CHANNELS, KERNEL, HEADS, KEY_DIM, VALUE_DIM)
+        return [recurrent if layer in RECURRENT else attention for layer in range(self.config.num_hidden_layers)]
 
     def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         caches: list[tuple[torch.Tensor, torch.Tensor]],
-        segments: Segments,
+        metadata: list[AttentionMetadata],
     ) -> torch.Tensor:
-        residual = Residual(self.embedding[token_ids])
-        for layer, (block, cache) in enumerate(zip(self.blocks, caches, strict=True)):
+        residual = self.embedding(token_ids)
+        for layer, (block, cache, of_layer) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
             if layer in RECURRENT:
-                self._recurrent(sorted(RECURRENT).index(layer), residual.values, cache, segments)
+                self._recurrent(sorted(RECURRENT).index(layer), residual.values, cache, of_layer)
             else:
-                block(residual, positions, self.rotary, cache, segments)
-        return residual.normalised(self.norm)
+                block(residual, positions, self.rotary, cache, of_layer)
+        return residual.normalized(self.norm)
 
     def _recurrent(
-        self, index: int, residual: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], segments: Segments
+        self, index: int, residual: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
     ) -> None:
         """Add to `residual` in place."""
         # A decay of about 0.98 a token: what was read a hundred tokens ago still shows.
         decay = torch.full((HEADS,), -4.0)
-        weights = DeltaWeights(self.conv[index], decay, torch.zeros(HEADS), torch.ones(VALUE_DIM), 1e-6)
-        mixed = delta_net(residual @ self.project[index].T, weights, *cache, segments, KEY_HEADS)
+        weights = self.conv[index], decay, torch.zeros(HEADS), torch.ones(VALUE_DIM), 1e-6
+        params = GatedDeltaParams(*weights, KEY_HEADS, *cache)
+        mixed = gated_delta_net(residual @ self.project[index].T, params, metadata)
         residual += mixed @ self.output[index].T
 
 
 def open_hybrid(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> tools.SeenEngine:
     """An engine on a Hybrid whose weights are the same every time."""
-    monkeypatch.setitem(loader.ARCHITECTURES, "Hybrid", Hybrid)
+    monkeypatch.setitem(registry.ARCHITECTURES, "Hybrid", Hybrid)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     seen = tools.open_engine(folder, load_format="dummy", **settings)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(5)

@@ -1,4 +1,4 @@
-"""The bundled models through our engine: the right answers, and the same ones as through transformers."""
+"""The bundled models in the engine: correct answers, equal to those of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from meltcore import LLM, SamplingParams
 from meltcore.models.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
-from meltcore.problems import evaluation_set, is_right
+from meltcore.problems import evaluation_set, is_correct
 
 GREEDY = SamplingParams(max_tokens=256)
 ACCURACY = 0.95
@@ -22,19 +22,19 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
 def accuracy(llm: LLM) -> float:
     problems = evaluation_set()
     answers = llm.chat(conversations(len(problems)), GREEDY)
-    right = [is_right(problem, answer.text) for problem, answer in zip(problems, answers, strict=True)]
+    right = [is_correct(problem, answer.text) for problem, answer in zip(problems, answers, strict=True)]
     return sum(right) / len(right)
 
 
 @pytest.mark.slow
 @each_model
 def test_held_out_accuracy(model: str) -> None:
-    """All 200 at once, and a budget that cuts the long prompts into chunks."""
+    """All 200 concurrently, with a budget that cuts the long prompts into chunks."""
     assert accuracy(LLM(model, device="cpu", max_num_batched_tokens=500, memory_bytes=2**29)) >= ACCURACY
 
 
 @each_model
-def test_same_tokens_as_transformers(model: str) -> None:
+def test_tokens_equal_transformers(model: str) -> None:
     llm = LLM(model, device="cpu", memory_bytes=2**28)
     answers = llm.chat(conversations(16), GREEDY)
     folder = open_checkpoint(model, files="text").folder
@@ -48,13 +48,13 @@ def test_same_tokens_as_transformers(model: str) -> None:
         assert whole[0, prompt.shape[1] :].tolist() == answer.token_ids
 
 
-def test_thoughts_are_no_part_of_the_answer() -> None:
+def test_reasoning_is_separate_from_the_answer() -> None:
     (answer,) = LLM(BUNDLED_HYBRID, device="cpu", memory_bytes=2**28).chat(
         conversations(1), GREEDY, chat_template_kwargs={"enable_thinking": True}
     )
-    assert answer.thoughts
-    assert "think>" not in answer.thoughts + answer.text
-    assert is_right(evaluation_set()[0], answer.text)
+    assert answer.reasoning
+    assert "think>" not in answer.reasoning + answer.text
+    assert is_correct(evaluation_set()[0], answer.text)
 
 
 @pytest.mark.gpu

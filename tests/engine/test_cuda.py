@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import engine_tools as tools
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from meltcore.engine.scheduler import Chunk
+from meltcore.engine.core.scheduler import Chunk
 
 pytestmark = pytest.mark.gpu
+
+EAGER: dict[str, Any] = {"enforce_eager": True}
+NO_PREFILL_GRAPHS: dict[str, Any] = {"debug": ("no-prefill-graphs",)}
 
 # One request for each path through the sampler.
 EVERY_PATH: tuple[dict[str, object], ...] = (
@@ -24,18 +28,18 @@ EVERY_PATH: tuple[dict[str, object], ...] = (
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pages", [None, 8])
-@pytest.mark.parametrize("debug", [(), ("no-prompt-graphs",), ("no-graphs",), ("reference-kernels",)])
+@pytest.mark.parametrize("settings", [{}, NO_PREFILL_GRAPHS, EAGER, {"debug": ("reference-kernels",)}])
 def test_parity_on_cuda(
-    reference: PreTrainedModel, checkpoint: Path, overlap: bool, pages: int | None, debug: tuple[str, ...]
+    reference: PreTrainedModel, checkpoint: Path, overlap: bool, pages: int | None, settings: dict[str, Any]
 ) -> None:
     seen = tools.open_engine(
         checkpoint,
         device="cuda",
         overlap=overlap,
         pages=pages,
-        debug=debug,
         max_model_len=300,
         max_num_batched_tokens=160,
+        **settings,
     )
     prompts = {f"r{index}": tools.random_prompt(100, 50 + index) for index in range(4)}
     for request_id, prompt in prompts.items():
@@ -49,7 +53,7 @@ def test_parity_on_cuda(
         assert seen.engine.stats().preemptions_total > 0
 
 
-def test_a_gpu_that_is_not_the_first_gives_the_same_tokens(checkpoint: Path) -> None:
+def test_second_gpu_gives_the_same_tokens(checkpoint: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
 
@@ -71,9 +75,9 @@ def recurrent_reference() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("debug", [(), ("no-prompt-graphs",), ("no-graphs",)])
+@pytest.mark.parametrize("settings", [{}, NO_PREFILL_GRAPHS, EAGER])
 def test_recurrent_states_on_cuda(
-    recurrent_reference: PreTrainedModel, tmp_path: Path, overlap: bool, debug: tuple[str, ...]
+    recurrent_reference: PreTrainedModel, tmp_path: Path, overlap: bool, settings: dict[str, Any]
 ) -> None:
     """Three sequences at a time in graphs padded to four, on slots that snapshots are copied to and from."""
     recurrent_reference.save_pretrained(tmp_path)
@@ -81,11 +85,11 @@ def test_recurrent_states_on_cuda(
         tmp_path,
         device="cuda",
         overlap=overlap,
-        debug=debug,
         max_num_seqs=4,
-        state_slots=6,
+        recurrent_slots=6,
         max_model_len=300,
         max_num_batched_tokens=160,
+        **settings,
     )
     beginnings = [tools.random_prompt(130, index) for index in range(2)]
     prompts = {f"r{index}": beginnings[index % 2] + tools.random_prompt(5 * index, 9) for index in range(9)}
@@ -101,11 +105,11 @@ def test_recurrent_states_on_cuda(
     assert seen.engine.stats().prefix_hit_tokens_total >= 3 * 128
 
 
-def test_graph_and_eager_give_the_same_bits_at_the_same_padded_batch(checkpoint: Path) -> None:
+def test_graphs_give_the_bits_of_eager_steps_at_the_same_batch(checkpoint: Path) -> None:
     """Four sequences fill a captured size, so that eager steps compute on the very same shapes."""
     logits = []
-    for debug in (("no-prompt-graphs",), ("no-graphs",)):
-        seen = tools.open_engine(checkpoint, device="cuda", dtype="bfloat16", overlap=True, debug=debug)
+    for settings in (NO_PREFILL_GRAPHS, EAGER):
+        seen = tools.open_engine(checkpoint, device="cuda", dtype="bfloat16", overlap=True, **settings)
         for index in range(4):
             seen.add(f"r{index}", tools.random_prompt(50 + 30 * index, index), max_tokens=40)
         seen.run()
@@ -114,7 +118,7 @@ def test_graph_and_eager_give_the_same_bits_at_the_same_padded_batch(checkpoint:
         assert torch.equal(with_graphs, logits[1][name]), name
 
 
-def test_a_step_is_launched_without_waiting_for_the_device(checkpoint: Path) -> None:
+def test_launch_does_not_wait_for_the_device(checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint, device="cuda", overlap=True)
     launch = seen.engine.runner.launch
 
@@ -134,20 +138,20 @@ def test_a_step_is_launched_without_waiting_for_the_device(checkpoint: Path) -> 
     assert len(seen.run()) == 4
 
 
-@pytest.mark.parametrize("recorded", [0, 64])
-def test_steps_of_prompts_beside_others_are_recorded_at_the_start_or_when_first_met(
-    recorded: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("captured_decodes", [0, 64])
+def test_mixed_buckets_are_captured_at_start_or_first_use(
+    captured_decodes: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second wave is of the sizes of the first, and computes what launching kernel by kernel does."""
-    monkeypatch.setattr("meltcore.engine.prompt_graphs.RECORDED_DECODES", recorded)
+    """The second wave has the buckets of the first, and the logits of launching kernel by kernel."""
+    monkeypatch.setattr("meltcore.engine.worker.prefill_graphs.CAPTURED_DECODES", captured_decodes)
     answers = []
-    for debug in ((), ("no-prompt-graphs",)):
+    for debug in ((), ("no-prefill-graphs",)):
         seen = tools.open_engine(checkpoint, device="cuda", overlap=True, debug=debug, max_num_batched_tokens=200)
         for wave in range(2):
             for index in range(6):
                 seen.add(f"{wave}.{index}", tools.random_prompt(40 + 20 * index, index), max_tokens=3 + 5 * index)
             seen.run()
-        graphs = seen.engine.runner._prompt_graphs
+        graphs = seen.engine.runner._prefill_graphs
         assert (graphs is not None and any(size.decodes for size in graphs._captured)) == (debug == ())
         answers.append({name: torch.stack(each) for name, each in seen.logits.items()})
     for name, padded in answers[0].items():

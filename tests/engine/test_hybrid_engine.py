@@ -1,4 +1,4 @@
-"""Recurrent state in the engine: every way of running a sequence gives what it gives alone and in one piece."""
+"""Recurrent states in the engine: every way of running a sequence gives the logits of running it alone and whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hybrid_tools
 import pytest
 import torch
 
-from meltcore.engine.warm_up import warm_up
+from meltcore.engine.worker.warm_up import StepLimits, warm_up
 
 TOLERANCE = 1e-4
 
@@ -25,7 +25,7 @@ def assert_as_alone(
     """Run what was added, and compare the logits of every generated token with those of a prompt that is computed in
     one piece, by itself, from position 0."""
     seen.run()
-    plain = hybrid_tools.open_hybrid(folder, monkeypatch, debug=("no-prefix-cache",))
+    plain = hybrid_tools.open_hybrid(folder, monkeypatch, enable_prefix_caching=False)
     for request_id, prompt in prompts.items():
         ours = torch.stack(seen.logits[request_id])
         plain.add(request_id, prompt, max_tokens=len(ours))
@@ -34,8 +34,8 @@ def assert_as_alone(
         assert tools.relative_error(ours, theirs) <= TOLERANCE, request_id
 
 
-def test_the_state_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that loses the state half way gives other logits: the comparisons of this file can fail."""
+def test_losing_the_recurrent_state_changes_the_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that loses the state gives different logits: the comparisons of this file can fail."""
     seen = hybrid_tools.open_hybrid(folder, monkeypatch, max_num_batched_tokens=64)
     seen.add("one", tools.random_prompt(100, 1), max_tokens=1)
     seen.engine.step()
@@ -47,7 +47,9 @@ def test_the_state_matters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("budget", [1, 7, 100])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_in_pieces_and_in_company(folder: Path, monkeypatch: pytest.MonkeyPatch, budget: int, overlap: bool) -> None:
+def test_chunked_and_batched_prompts_give_the_same_logits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, budget: int, overlap: bool
+) -> None:
     seen = hybrid_tools.open_hybrid(folder, monkeypatch, max_num_batched_tokens=budget, overlap=overlap)
     prompts = {f"r{index}": tools.random_prompt(1 + 37 * index, index) for index in range(4)}
     for request_id, prompt in prompts.items():
@@ -56,8 +58,8 @@ def test_in_pieces_and_in_company(folder: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_slot_passes_on_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
-    """More sequences than slots, some aborted half way: who comes next begins from nothing."""
+def test_reused_slot_starts_from_zero(folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """More sequences than slots, some aborted: the next sequence of a slot starts from zeros."""
     seen = hybrid_tools.open_hybrid(folder, monkeypatch, max_num_seqs=2, overlap=overlap)
     for index in range(3):
         seen.add(f"gone {index}", tools.random_prompt(70, 10 + index), max_tokens=50)
@@ -70,11 +72,9 @@ def test_a_slot_passes_on_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch,
     assert_as_alone(seen, folder, monkeypatch, prompts)
 
 
-def test_a_warm_up_writes_to_the_padding_page_and_the_null_slot_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_up_writes_only_the_padding_page_and_the_null_slot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = hybrid_tools.open_hybrid(folder, monkeypatch, max_model_len=300)
-    warm_up(seen.engine.runner, 4, 300, 600)
+    warm_up(seen.engine.runner, StepLimits(4, 300, 600))
     for pair in seen.engine.runner.caches:
         for cache in pair:
             assert cache[0].any()
@@ -94,10 +94,8 @@ def test_preempted_sequences_resume_with_same_logits(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_third_prompt_with_a_common_beginning_hits(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
-) -> None:
-    """The first leaves its pages, the second finds them without a state and has one kept, the third goes on from it."""
+def test_third_prompt_with_a_common_prefix_hits(folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """The first leaves its pages, the second finds them without a state and keeps one, the third continues from it."""
     seen = hybrid_tools.open_hybrid(folder, monkeypatch, overlap=overlap)
     shared = tools.random_prompt(130, 3)
     hits = []
@@ -112,7 +110,7 @@ def test_the_third_prompt_with_a_common_beginning_hits(
 
 
 @pytest.mark.parametrize("length", [70, 128, 200])
-def test_the_next_turn_of_a_conversation_hits(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+def test_next_turn_of_a_conversation_hits(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     seen = hybrid_tools.open_hybrid(folder, monkeypatch)
     first = tools.random_prompt(length, 4)
     seen.add("first", first)
@@ -124,15 +122,15 @@ def test_the_next_turn_of_a_conversation_hits(folder: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_few_slots_under_a_crowd_of_common_beginnings(
+def test_few_slots_with_many_common_prefixes_give_the_same_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     """Snapshots are taken, restored and evicted among running and aborted sequences."""
     seen = hybrid_tools.open_hybrid(
-        folder, monkeypatch, overlap=overlap, max_num_seqs=3, state_slots=5, pages=8, max_model_len=300
+        folder, monkeypatch, overlap=overlap, max_num_seqs=3, recurrent_slots=5, pages=8, max_model_len=300
     )
-    beginnings = [tools.random_prompt(130, index) for index in range(2)]
-    prompts = {f"r{index}": beginnings[index % 2] + tools.random_prompt(index, index) for index in range(16)}
+    prefixes = [tools.random_prompt(130, index) for index in range(2)]
+    prompts = {f"r{index}": prefixes[index % 2] + tools.random_prompt(index, index) for index in range(16)}
     for index, (request_id, prompt) in enumerate(prompts.items()):
         seen.add(request_id, prompt, max_tokens=5 + 7 * (index % 3))
         seen.engine.step()
@@ -143,7 +141,7 @@ def test_few_slots_under_a_crowd_of_common_beginnings(
     assert seen.engine.stats().prefix_hit_tokens_total > 0
 
 
-def test_what_ends_gives_its_slot_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_sequences_release_their_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = hybrid_tools.open_hybrid(folder, monkeypatch, overlap=True, max_num_seqs=2)
     states = seen.engine.states
     assert states is not None
@@ -153,8 +151,8 @@ def test_what_ends_gives_its_slot_back(folder: Path, monkeypatch: pytest.MonkeyP
     seen.engine.abort(["r0"])
     with pytest.raises(AssertionError, match="still"):
         seen.engine.check_idle()
-    assert seen.engine.stats().state_slots_used == states.used > 0
+    assert seen.engine.stats().recurrent_state_slots_used == states.used > 0
     seen.run()
     stats = seen.engine.stats()
-    assert (stats.state_slots_used, stats.state_slots) == (0, states.total)
-    assert stats.state_snapshots == len(states.snapshots) > 0
+    assert (stats.recurrent_state_slots_used, stats.recurrent_state_slots) == (0, states.total)
+    assert stats.recurrent_state_snapshots == len(states.snapshots) > 0

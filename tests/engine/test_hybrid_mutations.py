@@ -1,4 +1,4 @@
-"""What sets Qwen3.5 apart, broken one thing at a time: parity must notice each, so its tests can fail."""
+"""Mutations of Qwen3.5's own features, each of which must fail parity, so that its tests can fail."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 import engine_tools as tools
 import pytest
 import torch
-from test_mutations import NOTICED, error_of, router_not_renormalised
+from test_mutations import NOTICED, error_of, topk_prob_not_normalized
 from transformers import PreTrainedModel
 
-from meltcore.kernels import router as router_kernel
-from meltcore.kernels.delta_net import DeltaWeights
-from meltcore.kernels.paged_attention import Segments
-from meltcore.kernels.routing import Routing
+from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams
+from meltcore.kernels.gated_delta.common import GatedDeltaParams
+from meltcore.kernels.moe import router as router_kernel
+from meltcore.kernels.moe.routing import Routing
 from meltcore.layers import attention as attention_layer
-from meltcore.layers import delta_net as delta_layer
+from meltcore.layers import gated_delta_net as delta_layer
 from meltcore.layers import norm as norm_layer
 from meltcore.models import tensor_names
 
@@ -35,10 +35,10 @@ def hybrid_checkpoint(hybrid_reference: PreTrainedModel, tmp_path_factory: pytes
     return folder
 
 
-def of_weights(monkeypatch: pytest.MonkeyPatch, change: Callable[[DeltaWeights], DeltaWeights]) -> None:
-    whole: Delta = delta_layer.delta_net
+def of_weights(monkeypatch: pytest.MonkeyPatch, change: Callable[[GatedDeltaParams], GatedDeltaParams]) -> None:
+    whole: Delta = delta_layer.gated_delta_net
     monkeypatch.setattr(
-        delta_layer, "delta_net", lambda projected, weights, *rest: whole(projected, change(weights), *rest)
+        delta_layer, "gated_delta_net", lambda projected, params, metadata: whole(projected, change(params), metadata)
     )
 
 
@@ -55,18 +55,17 @@ def step_size_without_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_as_before(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    """What a step leaves in one of the two tensors is thrown away."""
-    whole: Delta = delta_layer.delta_net
+    """The update of one of the two state tensors is lost."""
+    whole: Delta = delta_layer.gated_delta_net
 
-    def forgetting(projected: torch.Tensor, weights: DeltaWeights, *rest: object) -> torch.Tensor:
-        kept = rest[which]
-        assert isinstance(kept, torch.Tensor)
+    def forgetting(projected: torch.Tensor, params: GatedDeltaParams, metadata: AttentionMetadata) -> torch.Tensor:
+        kept = (params.conv_states, params.recurrent_states)[which]
         before = kept.clone()
-        mixed = whole(projected, weights, *rest)
+        output = whole(projected, params, metadata)
         kept.copy_(before)
-        return mixed
+        return output
 
-    monkeypatch.setattr(delta_layer, "delta_net", forgetting)
+    monkeypatch.setattr(delta_layer, "gated_delta_net", forgetting)
 
 
 def convolution_window_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,20 +76,20 @@ def state_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     kept_as_before(monkeypatch, 1)
 
 
-def norms_not_zero_centred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_layer._OneMore, "copy_", lambda self, source: self._scale.copy_(source))
+def norms_not_zero_centered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_layer.ZeroCenteredRMSNorm, "loader", norm_layer.RMSNorm.loader)
 
 
 def output_gate_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_layer, "gate_output", lambda mixed, gates: mixed)
+    monkeypatch.setattr(attention_layer, "apply_sigmoid_gate", lambda mixed, gates: mixed)
 
 
 def gates_and_queries_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken as all queries and then all gates, as no checkpoint has them."""
+    """The rows are read as all queries and then all gates, an order that no checkpoint has."""
     monkeypatch.setattr(
         tensor_names,
         "_query_order",
-        lambda attention, dims: torch.arange(2 * attention.heads * len(dims)).roll(attention.heads * len(dims)),
+        lambda attention, dims: torch.arange(2 * attention.num_heads * len(dims)).roll(attention.num_heads * len(dims)),
     )
 
 
@@ -98,24 +97,25 @@ def whole_heads_turned(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attention_layer.paged_attention
 
     def turning(
-        qkv: torch.Tensor, norms: object, rotary: torch.Tensor, positions: torch.Tensor, *rest: object
+        qkv: torch.Tensor, params: AttentionParams, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        cos, sin = rotary.chunk(2, dim=1)
-        return whole(qkv, norms, torch.cat([cos.roll(1, 1), sin.roll(1, 1)], 1), positions, *rest)  # type: ignore[arg-type]
+        cos, sin = params.rotary_table.chunk(2, dim=1)
+        table = torch.cat([cos.roll(1, 1), sin.roll(1, 1)], 1)
+        return whole(qkv, params._replace(rotary_table=table), positions, metadata)
 
     monkeypatch.setattr(attention_layer, "paged_attention", turning)
 
 
 def of_routing(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """`change` the weights of the shared expert."""
-    whole = router_kernel.route
+    whole = router_kernel.select_experts
 
     def changed(*given: object, **how: bool) -> Routing:
         routing = whole(*given, **how)  # type: ignore[arg-type]
-        weights = torch.cat([routing.weights[:, :-1], change(routing.weights[:, -1:])], 1)
-        return routing._replace(weights=weights)
+        weights = torch.cat([routing.topk_weights[:, :-1], change(routing.topk_weights[:, -1:])], 1)
+        return routing._replace(topk_weights=weights)
 
-    monkeypatch.setattr(router_kernel, "route", changed)
+    monkeypatch.setattr(router_kernel, "select_experts", changed)
 
 
 def shared_expert_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,16 +134,16 @@ def shared_expert_not_gated(monkeypatch: pytest.MonkeyPatch) -> None:
         step_size_without_its_bias,
         convolution_window_stale,
         state_stale,
-        norms_not_zero_centred,
+        norms_not_zero_centered,
         output_gate_left_out,
         gates_and_queries_mixed_up,
         whole_heads_turned,
-        router_not_renormalised,
+        topk_prob_not_normalized,
         shared_expert_left_out,
         shared_expert_not_gated,
     ],
 )
-def test_a_mutation_of_the_hybrid_fails_parity(
+def test_mutation_of_the_hybrid_fails_parity(
     hybrid_reference: PreTrainedModel,
     hybrid_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,26 +155,20 @@ def test_a_mutation_of_the_hybrid_fails_parity(
 
 
 @pytest.mark.parametrize("begins_anew", [True, False])
-def test_a_sequence_begins_with_nothing_of_the_one_before(
+def test_sequence_does_not_start_from_the_previous_state_of_its_slot(
     hybrid_reference: PreTrainedModel, hybrid_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, begins_anew: bool
 ) -> None:
-    """Its slot holds another's state. Were its start told as any other, parity would notice."""
+    """A reused slot with the state of another sequence: without a reset at the start, parity fails."""
     seen = tools.open_engine(hybrid_checkpoint, max_num_seqs=1)
     seen.add("before", tools.random_prompt(90, 2), max_tokens=2)
     seen.run()
-    whole: Delta = delta_layer.delta_net
+    whole: Delta = delta_layer.gated_delta_net
 
-    def going_on(
-        projected: torch.Tensor,
-        weights: DeltaWeights,
-        conv: torch.Tensor,
-        states: torch.Tensor,
-        segments: Segments,
-        *rest: int,
-    ) -> torch.Tensor:
-        return whole(projected, weights, conv, states, segments._replace(starts=segments.starts.clamp(min=64)), *rest)
+    def going_on(projected: torch.Tensor, params: GatedDeltaParams, metadata: AttentionMetadata) -> torch.Tensor:
+        later = metadata._replace(context_lens=metadata.context_lens.clamp(min=64))
+        return whole(projected, params, later)
 
     if not begins_anew:
-        monkeypatch.setattr(delta_layer, "delta_net", going_on)
+        monkeypatch.setattr(delta_layer, "gated_delta_net", going_on)
     error = error_of(hybrid_reference, seen)
     assert error < NOTICED / 10 if begins_anew else error > NOTICED

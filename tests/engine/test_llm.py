@@ -25,14 +25,14 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, ignore_eos=True)
 
 
-def test_answers_come_in_the_order_of_prompts_that_fill_many_steps(llm: LLM) -> None:
+def test_answers_have_the_order_of_the_prompts(llm: LLM) -> None:
     together = llm.generate(PROMPTS, [greedy(1 + number % 6) for number in range(len(PROMPTS))])
     alone = [llm.generate(prompt, greedy(1 + number % 6))[0] for number, prompt in enumerate(PROMPTS)]
     assert [answer.prompt_token_ids for answer in together] == PROMPTS
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
 
 
-def test_the_first_step_runs_before_the_last_prompt_is_queued(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_runs_before_the_last_prompt_is_queued(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     queued: list[int] = []
     step = llm.engine.step
 
@@ -47,7 +47,7 @@ def test_the_first_step_runs_before_the_last_prompt_is_queued(llm: LLM, monkeypa
 
 
 @pytest.mark.parametrize("wrong", [[-1], [2**33], [10**6], []])
-def test_a_prompt_that_cannot_be_served_is_refused_and_leaves_nothing_behind(llm: LLM, wrong: list[int]) -> None:
+def test_refused_prompt_leaves_an_idle_engine(llm: LLM, wrong: list[int]) -> None:
     with pytest.raises(RequestError, match="prompt"):
         llm.generate([*PROMPTS, wrong, *PROMPTS], greedy(4))
     if llm.engine.scheduler.cache is not None:
@@ -57,9 +57,9 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_leaves_nothing_behind(llm
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_no_full_round_of_the_collector_interrupts(llm: LLM, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_runs_no_full_garbage_collection(llm: LLM, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With objects frozen at the interpreter's start, as Python 3.12 has some, too."""
-    monkeypatch.setattr("meltcore.llm._STEPS_A_ROUND", 16)
+    monkeypatch.setattr("meltcore.llm._STEPS_PER_COLLECTION", 16)
     rounds: list[int] = []
     running = [False]
 

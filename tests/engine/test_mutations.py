@@ -1,4 +1,4 @@
-"""Each of these breaks one thing; parity must notice every one. It proves that the parity tests can fail."""
+"""Mutations of the engine, each of which must fail parity: this proves that the parity tests can fail."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from meltcore.engine import runner as runner_module
-from meltcore.kernels import paged_attention as attention_kernel
-from meltcore.kernels import qkv as qkv_kernel
-from meltcore.kernels import router as router_kernel
-from meltcore.kernels.routing import Routing
+from meltcore.engine.worker import model_runner as runner_module
+from meltcore.kernels.attention import kv_cache as kv_cache_kernel
+from meltcore.kernels.attention import paged as attention_kernel
+from meltcore.kernels.moe import router as router_kernel
+from meltcore.kernels.moe.routing import Routing
 from meltcore.layers import attention as attention_layer
-from meltcore.layers import moe as moe_layer
+from meltcore.layers import feed_forward as moe_layer
 
 # A correct engine stays below 1e-4; a mutation that changes less than ten times that would be lost in the noise.
 NOTICED = 1e-3
@@ -29,18 +29,18 @@ def error_of(reference: PreTrainedModel, seen: tools.SeenEngine) -> float:
     return tools.relative_error(torch.stack(seen.logits["one"]), theirs)
 
 
-def test_nothing_broken_is_below_the_threshold(reference: PreTrainedModel, checkpoint: Path) -> None:
+def test_unmutated_engine_is_below_the_threshold(reference: PreTrainedModel, checkpoint: Path) -> None:
     assert error_of(reference, tools.open_engine(checkpoint, max_num_batched_tokens=64)) < NOTICED / 10
 
 
 def rotary_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the keys: a shift of both would be a relative position and rightly change nothing."""
-    whole = qkv_kernel.apply_rotary
+    whole = kv_cache_kernel.apply_rope
 
     def shifted(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return whole(heads, table, positions + (heads.shape[1] == 2))
 
-    monkeypatch.setattr(qkv_kernel, "apply_rotary", shifted)
+    monkeypatch.setattr(kv_cache_kernel, "apply_rope", shifted)
 
 
 def mask_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,13 +54,13 @@ def mask_sees_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def query_norm_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = qkv_kernel.rms_norm
+    whole = kv_cache_kernel.rms_norm_reference
 
     def skipping(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         is_query = heads.shape[1] == 4
         return heads if is_query else whole(heads, weight, eps)
 
-    monkeypatch.setattr(qkv_kernel, "rms_norm", skipping)
+    monkeypatch.setattr(kv_cache_kernel, "rms_norm_reference", skipping)
 
 
 def scale_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,12 +68,12 @@ def scale_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attention_layer,
         "paged_attention",
-        lambda *given: whole(*given[:-1], given[-1] * 0.9),
+        lambda qkv, params, *rest: whole(qkv, params._replace(scale=params.scale * 0.9), *rest),
     )
 
 
 def one_page_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full page and the one being written change places. (Two full pages could: keys carry their own position.)"""
+    """A full page and the one being written are swapped. (Two full pages may be: keys carry their own position.)"""
     whole = runner_module.ModelRunner._forward
 
     def swapping(self: runner_module.ModelRunner, batch: object) -> torch.Tensor:
@@ -96,12 +96,12 @@ def test_mutation_fails_parity(
     assert error_of(reference, tools.open_engine(checkpoint, max_num_batched_tokens=64)) > NOTICED
 
 
-def test_a_dropped_bias_fails_parity(tmp_path: Path) -> None:
+def test_dropped_bias_fails_parity(tmp_path: Path) -> None:
     """Qwen2's, of one layer: its parity tests say that the whole engine is below the threshold."""
     reference = tools.make_reference(family="qwen2")
     reference.save_pretrained(tmp_path)
     seen = tools.open_engine(tmp_path)
-    seen.engine.runner.model.blocks[1].attention.qkv.bias.zero_()
+    seen.engine.runner.model.blocks[1].attention.qkv_proj.bias.zero_()
     assert error_of(reference, seen) > NOTICED
 
 
@@ -117,54 +117,58 @@ def routed_checkpoint(routed_reference: PreTrainedModel, tmp_path_factory: pytes
     return folder
 
 
-def router_not_renormalised(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = router_kernel.route
+def topk_prob_not_normalized(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = router_kernel.select_experts
     monkeypatch.setattr(
-        router_kernel, "route", lambda *given, shared, **_: whole(*given, renormalised=False, shared=shared)
+        router_kernel,
+        "select_experts",
+        lambda *given, shared_expert, **_: whole(*given, norm_topk_prob=False, shared_expert=shared_expert),
     )
 
 
 def experts_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = router_kernel.route
+    whole = router_kernel.select_experts
 
-    def rotated(logits: torch.Tensor, choices: int, **how: bool) -> Routing:
-        routing = whole(logits, choices, **how)
-        return routing._replace(experts=(routing.experts + 1) % logits.shape[1])
+    def rotated(logits: torch.Tensor, top_k: int, **how: bool) -> Routing:
+        routing = whole(logits, top_k, **how)
+        return routing._replace(topk_ids=(routing.topk_ids + 1) % logits.shape[1])
 
-    monkeypatch.setattr(router_kernel, "route", rotated)
-
-
-def weights_of_choices_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = router_kernel.route
-
-    def swapped(logits: torch.Tensor, choices: int, **how: bool) -> Routing:
-        routing = whole(logits, choices, **how)
-        return routing._replace(weights=routing.weights.flip(-1))
-
-    monkeypatch.setattr(router_kernel, "route", swapped)
+    monkeypatch.setattr(router_kernel, "select_experts", rotated)
 
 
-def last_choice_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = router_kernel.route
-    monkeypatch.setattr(router_kernel, "route", lambda logits, choices, **how: whole(logits, choices - 1, **how))
+def topk_weights_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = router_kernel.select_experts
+
+    def swapped(logits: torch.Tensor, top_k: int, **how: bool) -> Routing:
+        routing = whole(logits, top_k, **how)
+        return routing._replace(topk_weights=routing.topk_weights.flip(-1))
+
+    monkeypatch.setattr(router_kernel, "select_experts", swapped)
+
+
+def last_expert_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = router_kernel.select_experts
+    monkeypatch.setattr(router_kernel, "select_experts", lambda logits, top_k, **how: whole(logits, top_k - 1, **how))
 
 
 def norm_before_the_experts_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = moe_layer.to_experts
-    monkeypatch.setattr(moe_layer, "to_experts", lambda tokens, norm, *given, **how: whole(tokens, None, *given, **how))
+    whole = moe_layer.route_tokens
+    monkeypatch.setattr(
+        moe_layer, "route_tokens", lambda tokens, norm, *given, **how: whole(tokens, None, *given, **how)
+    )
 
 
 @pytest.mark.parametrize(
     "mutation",
     [
-        router_not_renormalised,
+        topk_prob_not_normalized,
         experts_rotated,
-        weights_of_choices_swapped,
-        last_choice_left_out,
+        topk_weights_swapped,
+        last_expert_left_out,
         norm_before_the_experts_dropped,
     ],
 )
-def test_a_mutation_of_routed_experts_fails_parity(
+def test_mutation_of_routed_experts_fails_parity(
     routed_reference: PreTrainedModel, routed_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mutation: object
 ) -> None:
     """Their parity tests say that the whole engine is below the threshold."""

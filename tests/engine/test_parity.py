@@ -36,7 +36,10 @@ def assert_parity(seen: tools.SeenEngine, reference: PreTrainedModel, prompts: d
         theirs = tools.reference_logits(reference, prompt, tokens[request_id])
         error = tools.relative_error(ours, theirs)
         assert error <= TOLERANCE, f"{request_id}: relative error {error:.2e}"
-        assert tokens[request_id] == theirs.argmax(-1).tolist()
+        assert tokens[request_id] == ours.argmax(-1).tolist()
+        # The reference may choose the other one of two tokens whose logits differ by less than rounding.
+        chosen = theirs.gather(-1, torch.tensor(tokens[request_id])[:, None])[:, 0]
+        assert (theirs.amax(-1) - chosen).max() <= TOLERANCE * theirs.abs().max()
 
 
 def test_attention_of_the_test_checkpoint_is_peaked(reference: PreTrainedModel) -> None:
@@ -45,7 +48,7 @@ def test_attention_of_the_test_checkpoint_is_peaked(reference: PreTrainedModel) 
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
-def test_whole_prefill_then_decode(reference: PreTrainedModel, checkpoint: Path, length: int) -> None:
+def test_prefill_then_decode_equals_transformers(reference: PreTrainedModel, checkpoint: Path, length: int) -> None:
     seen = tools.open_engine(checkpoint)
     prompt = tools.random_prompt(length, length)
     seen.add("one", prompt, max_tokens=70)
@@ -53,7 +56,7 @@ def test_whole_prefill_then_decode(reference: PreTrainedModel, checkpoint: Path,
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64, 100])
-def test_chunked_prefill(reference: PreTrainedModel, checkpoint: Path, budget: int) -> None:
+def test_chunked_prefill_equals_transformers(reference: PreTrainedModel, checkpoint: Path, budget: int) -> None:
     seen = tools.open_engine(checkpoint, max_num_batched_tokens=budget)
     prompts = {"a": tools.random_prompt(150, 1), "b": tools.random_prompt(90, 2)}
     for request_id, prompt in prompts.items():
@@ -62,7 +65,7 @@ def test_chunked_prefill(reference: PreTrainedModel, checkpoint: Path, budget: i
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_many_sequences_of_unlike_lengths(reference: PreTrainedModel, checkpoint: Path, overlap: bool) -> None:
+def test_many_sequences_of_different_lengths(reference: PreTrainedModel, checkpoint: Path, overlap: bool) -> None:
     seen = tools.open_engine(checkpoint, overlap=overlap, max_num_batched_tokens=96)
     prompts = {f"r{index}": tools.random_prompt(1 + 37 * index, index) for index in range(12)}
     for index, (request_id, prompt) in enumerate(prompts.items()):
@@ -70,7 +73,7 @@ def test_many_sequences_of_unlike_lengths(reference: PreTrainedModel, checkpoint
     assert_parity(seen, reference, prompts)
 
 
-def test_cached_prefix(family: str, reference: PreTrainedModel, checkpoint: Path) -> None:
+def test_cached_prefix_equals_transformers(family: str, reference: PreTrainedModel, checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint)
     shared = tools.random_prompt(130, 3)
     seen.add("first", [*shared, 5, 6, 7])
@@ -97,7 +100,7 @@ def test_preempted_request_resumes_with_same_logits(
     assert seen.engine.stats().preemptions_total > 0
 
 
-def test_tied_embeddings(family: str, tmp_path: Path) -> None:
+def test_tied_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
     tied = tools.make_reference(seed=9, family=family, tie_word_embeddings=True)
     tied.save_pretrained(tmp_path)
     seen = tools.open_engine(tmp_path)
@@ -106,7 +109,7 @@ def test_tied_embeddings(family: str, tmp_path: Path) -> None:
     assert_parity(seen, tied, {"one": prompt})
 
 
-def test_sharded_checkpoint(reference: PreTrainedModel, tmp_path: Path) -> None:
+def test_sharded_checkpoint_equals_transformers(reference: PreTrainedModel, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     seen = tools.open_engine(tmp_path)

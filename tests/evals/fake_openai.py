@@ -1,7 +1,7 @@
-"""A small server that speaks OpenAI's forms and knows the arithmetic problems' answers, for tests of eval and demo.
+"""Fake servers with OpenAI's API, for tests of eval, demo and tune. A token is a word, or a token of a real tokenizer.
 
 Run as a program it takes the place of `meltcore`: `fake_openai.py [--fault F] [--answers FILE] serve MODEL --port 0`.
-A token is a word.
+With `--items FILE --right N --port P` it is the server of a baseline.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+import meltcore
+from meltcore.evals.gsm8k_data import Item, read_items
 
 FAULTS = (
     "none",
     "wrong-answers",  # every answer is off by one
     "streams-wrong",  # only streamed answers are off by one: what a bug under load looks like
     "dies",  # the process ends during the streamed requests
-    "crashes",  # ends at once with a line on stderr
+    "crashes",  # ends immediately with a line on stderr
     "silent",  # never prints its address
     "never-ready",  # /health stays 503
     "deaf",  # ignores SIGTERM
@@ -38,7 +45,7 @@ FAULTS = (
 _MODEL = "fake"
 
 
-class BadRequest(Exception):
+class BadRequestError(Exception):
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.status = param, status
@@ -92,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
             entry = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "test", "weights": "real"}
             self._json(200, {"object": "list", "data": [entry]})
         else:
-            self._error(BadRequest(f"no path {self.path}", status=404))
+            self._error(BadRequestError(f"no path {self.path}", status=404))
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -102,13 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
             if self.server.fault == "stuck":
                 time.sleep(60)
             if self.server.fault == "strict" and "continuous_usage_stats" in fields.get("stream_options", {}):
-                raise BadRequest("unknown field continuous_usage_stats", "stream_options")
+                raise BadRequestError("unknown field continuous_usage_stats", "stream_options")
             if self.path == "/v1/chat/completions":
                 self._chat(fields)
             else:
                 text = self.server.answer(fields["prompt"], False)
                 self._json(200, {"object": "text_completion", "choices": [{"index": 0, "text": text}]})
-        except BadRequest as error:
+        except BadRequestError as error:
             self._error(error)
 
     def _chat(self, fields: dict[str, Any]) -> None:
@@ -164,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, status: int, content: object) -> None:
         self._send(status, json.dumps(content).encode(), "application/json")
 
-    def _error(self, error: BadRequest) -> None:
+    def _error(self, error: BadRequestError) -> None:
         if self.server.fault == "bare-errors":
             self._send(error.status, str(error).encode(), "text/plain")
             return
@@ -189,26 +196,154 @@ def _delta(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
 
 def _checked(body: bytes) -> dict[str, Any]:
     def refuse(constant: str) -> None:
-        raise BadRequest(f"{constant} is no JSON")
+        raise BadRequestError(f"{constant} is no JSON")
 
     try:
         fields = json.loads(body, parse_constant=refuse)
     except json.JSONDecodeError as error:
-        raise BadRequest("the body is no JSON") from error
+        raise BadRequestError("the body is no JSON") from error
     if fields["model"] != _MODEL:
-        raise BadRequest("no such model", "model", 404)
+        raise BadRequestError("no such model", "model", 404)
     if "messages" in fields:
         if not fields["messages"]:
-            raise BadRequest("messages is empty", "messages")
+            raise BadRequestError("messages is empty", "messages")
         if any(message["role"] not in ("system", "user", "assistant") for message in fields["messages"]):
-            raise BadRequest("unknown role", "messages")
+            raise BadRequestError("unknown role", "messages")
     limit = fields.get("max_tokens", 1)
     if not isinstance(limit, int) or limit < 1:
-        raise BadRequest("max_tokens must be a whole number of at least 1", "max_tokens")
+        raise BadRequestError("max_tokens must be a whole number of at least 1", "max_tokens")
     return fields
 
 
-def main() -> None:
+Lie = Literal[
+    "none",
+    "wrong-sums",
+    "one-wrong-sum",
+    "prompt-cut",
+    "prompt-stretched",
+    "output-halved",
+    "echo",
+    "mute",
+    "once-mute",
+    "strict",
+    "stops",
+    "remembers",
+]
+TEMPLATE_TOKENS = 12
+CHATTER = " it is a sum of many parts" * 4
+
+
+class CountingServer(FakeServer):
+    """Answers "What is a + b?" correctly and anything else with `CHATTER`."""
+
+    def __init__(self, tokenizer: str, lie: Lie = "none", port: int = 0) -> None:
+        super().__init__("strict" if lie == "strict" else "none", port=port)
+        self._tokenizer = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
+        self._lie = lie
+        if lie != "stops":
+            self.end_token = "<|im_end|>"
+        if lie == "remembers":
+            self.seen = set()
+        self.asked: list[str] = []
+        self.sums = 0
+        self.chats = 0
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def answer(self, question: str, streamed: bool) -> str:
+        self.asked.append(question)
+        found = re.fullmatch(r"What is (\d+) ([+-]) (\d+)\?", question)
+        if found is None:
+            self.chats += 1
+            return "" if self._lie == "mute" or (self._lie == "once-mute" and self.chats % 8 == 5) else CHATTER
+        self.sums += 1
+        a, b = int(found[1]), int(found[3])
+        value = a + b if found[2] == "+" else a - b
+        if self._lie == "wrong-sums" or (self._lie == "one-wrong-sum" and self.sums == 1):
+            value += 1000
+        return f"You ask {a} and {b}." if self._lie == "echo" else f"{a} {found[2]} {b} = {value}."
+
+    def tokens(self, text: str) -> list[str]:
+        ends = [end for _, end in self._tokenizer.encode(text, add_special_tokens=False).offsets]
+        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def usage(self, question: str, used: int, reason: str) -> tuple[int, int]:
+        """An answer that stops by itself has an end token, which has no text."""
+        prompt = len(self._tokenizer.encode(question, add_special_tokens=False).ids)
+        if self._lie == "prompt-cut":
+            prompt //= 2
+        elif self._lie == "prompt-stretched":  # by more than a template would
+            prompt += prompt // 20 + 46
+        else:
+            prompt += TEMPLATE_TOKENS
+        return prompt, used // 2 if self._lie == "output-halved" else used + (reason == "stop")
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+TOKENIZER = str(Path(meltcore.__file__).parent / "bundled" / "sums")
+ITEMS = [Item(f"Problem {at}: how many?", f"Some work.\n#### {at * 37 + 5}") for at in range(200)]
+
+
+def write_items(path: Path) -> Path:
+    path.write_text("".join(json.dumps({"question": item.question, "answer": item.answer}) + "\n" for item in ITEMS))
+    return path
+
+
+class EvaluationServer(CountingServer):
+    """Answers the first `right` of `items` correctly, the others one too high; all else as a CountingServer."""
+
+    def __init__(self, items: list[Item], right: int, port: int = 0) -> None:
+        self._values = {item.question: int(item.reference) + (at >= right) for at, item in enumerate(items)}
+        super().__init__(TOKENIZER, port=port)
+
+    def answer(self, question: str, streamed: bool) -> str:
+        found = re.fullmatch(r"Q: (.*)\nA:", question, re.DOTALL)
+        if found is None:
+            return super().answer(question, streamed)
+        return f"The answer is {self._values[found[1]]}."
+
+
+# How models end an answer; each takes the number as text with and without thousands commas.
+FORMS: dict[str, Callable[[int], str]] = {
+    "sentence": lambda value: f"First 2 + 3 = 5. The answer is {value}.",
+    "sentence-commas": lambda value: f"First 2 + 3 = 5. The answer is {value:,}.",
+    "sentence-dollars": lambda value: f"First 2 + 3 = 5 dollars. The answer is ${value:,}.",
+    "hashes": lambda value: f"2 + 3 = 5\n#### {value:,}",
+    "bold": lambda value: f"First 2 + 3 = 5.\n\n**{value}**",
+    "boxed": lambda value: f"First 2 + 3 = 5. So \\boxed{{{value}}}",
+    "unit": lambda value: f"They pay ${value:,} together",
+    "number": lambda value: str(value),
+}
+# Those that also have the words and characters which strict extraction asks for.
+STRICT_FORMS = ("sentence", "sentence-commas")
+
+
+class AnsweringServer(FakeServer):
+    """Answers the first `right` of `items` correctly in `form` and the others one too high."""
+
+    def __init__(self, items: list[Item], right: int, form: str) -> None:
+        super().__init__()
+        self._form = FORMS[form]
+        self._values = {
+            item.question: int(item.reference.replace(",", "")) + (at >= right) for at, item in enumerate(items)
+        }
+        self.asked: list[str] = []
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def answer(self, question: str, streamed: bool) -> str:
+        self.asked.append(question)
+        found = re.fullmatch(r"(?:Q: )?(.*?)(?:\nA:)?", question, re.DOTALL)
+        assert found is not None
+        return self._form(self._values[found[1]])
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+def serve_as_meltcore() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--answers", type=Path)
@@ -229,5 +364,22 @@ def main() -> None:
         time.sleep(1)
 
 
+def serve_as_peer() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--items", required=True)
+    parser.add_argument("--right", type=int, default=200)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--child", help="write the id of a child of ours, which outlives us, into this file")
+    parser.add_argument("--never", action="store_true", help="do not become ready")
+    options = parser.parse_args()
+    if options.child:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(options.child).write_text(str(child.pid))
+    if not options.never:
+        EvaluationServer(read_items(options.items, 200), options.right, options.port)
+    while True:
+        time.sleep(1)
+
+
 if __name__ == "__main__":
-    main()
+    serve_as_peer() if "--items" in sys.argv else serve_as_meltcore()

@@ -1,4 +1,4 @@
-"""GSM8K: how answers are marked, what is asked, and the gate, against servers that answer in known ways."""
+"""GSM8K: grading, prompts and the gate, against servers with known answers."""
 
 import json
 import re
@@ -9,14 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from answer_forms import FORMS, STRICT_FORMS, AnsweringServer
-from fake_openai import FakeServer
+from fake_openai import FORMS, STRICT_FORMS, AnsweringServer, FakeServer
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
-from meltcore.evals import extraction, gsm8k, run_gsm8k, score_runs
-from meltcore.evals.gsm8k import gate
-from meltcore.evals.gsm8k_data import BUNDLED, OWN_SHOTS, Item, Shots, conversation, read_items, read_shots
+from meltcore.evals import gsm8k
+from meltcore.evals.config import Gsm8kConfig
+from meltcore.evals.evaluation import score_runs
+from meltcore.evals.gsm8k import gate, run_gsm8k
+from meltcore.evals.gsm8k_data import BUNDLED_SHOTS, BUNDLED_SOURCE, Item, Shots, conversation, read_items, read_shots
+from meltcore.evals.gsm8k_grading import INVALID, exact_match, extract_flexible, extract_strict
 from meltcore.results.runfolder import RunFolder, read_result
 from meltcore.results.schema import Evaluation
 
@@ -46,20 +48,20 @@ def answering() -> Iterator[Callable[[int, str], AnsweringServer]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("right", [0, 174, 175, 200])
-def test_right_answers_are_counted_exactly_in_every_form(
+def test_correct_answers_are_counted_exactly_in_every_format(
     answering: Callable[[int, str], AnsweringServer], data: str, right: int, form: str
 ) -> None:
-    result = run_gsm8k(answering(right, form).address, data=data)
+    result = run_gsm8k(answering(right, form).address, Gsm8kConfig(data=data))
     assert result.evaluation is not None
-    assert (result.evaluation.right, result.evaluation.asked, result.evaluation.failed) == (right, 200, 0)
-    assert result.evaluation.strict_right == (right if form in STRICT_FORMS else 0)
+    assert (result.evaluation.correct, result.evaluation.total, result.evaluation.failed) == (right, 200, 0)
+    assert result.evaluation.strict_correct == (right if form in STRICT_FORMS else 0)
     assert (result.verdict, result.gates[0].status) == (("OK", "PASS") if right >= 175 else ("FAILED", "FAIL"))
 
 
 @pytest.mark.parametrize(("asked", "needed"), [(200, 175), (100, 88), (8, 7), (1, 1), (1319, 1155)])
-def test_the_gate_is_the_least_whole_number_of_at_least_seven_eighths(asked: int, needed: int) -> None:
+def test_gate_is_the_least_count_of_at_least_seven_eighths(asked: int, needed: int) -> None:
     for right, status in ((needed, "PASS"), (needed - 1, "FAIL")):
-        evaluation = Evaluation(asked=asked, right=right, strict_right=0, failed=0, low=0.0, high=1.0)
+        evaluation = Evaluation(total=asked, correct=right, strict_correct=0, failed=0, ci_low=0.0, ci_high=1.0)
         assert gate(evaluation).status == status
     assert (needed - 1) / asked < 0.875 <= needed / asked
 
@@ -70,52 +72,52 @@ def test_the_gate_is_the_least_whole_number_of_at_least_seven_eighths(asked: int
         ("The answer is 18.", "18", "18."),
         ("The answer is 18", "1", "18"),  # strict asks for a character after the number
         ("The answer is -1,234.50.", "-1,234.50", "-1,234.50."),
-        ("The answer is $18.", extraction.NOTHING, "$18."),
+        ("The answer is $18.", INVALID, "$18."),
         ("The answer is 7. No, the answer is 9.", "7.", "9."),
-        ("It is 7 of 9 ...", extraction.NOTHING, "..."),
-        ("none", extraction.NOTHING, extraction.NOTHING),
+        ("It is 7 of 9 ...", INVALID, "..."),
+        ("none", INVALID, INVALID),
     ],
 )
-def test_numbers_are_taken_as_the_public_harness_takes_them(text: str, strict: str, flexible: str) -> None:
-    assert (extraction.strict(text), extraction.flexible(text)) == (strict, flexible)
+def test_numbers_are_extracted_as_in_the_public_harness(text: str, strict: str, flexible: str) -> None:
+    assert (extract_strict(text), extract_flexible(text)) == (strict, flexible)
 
 
 @pytest.mark.parametrize("text", ["1234", "1,234", "$1,234.", "work #### 1,234"])
-def test_commas_dollars_and_a_final_stop_do_not_matter(text: str) -> None:
-    assert extraction.exact_match(text, "1234")
-    assert not extraction.exact_match(text, "1235")
-    assert not extraction.exact_match("1234.00", "1234")  # the harness compares text, not numbers
+def test_commas_dollars_and_a_final_full_stop_are_ignored(text: str) -> None:
+    assert exact_match(text, "1234")
+    assert not exact_match(text, "1235")
+    assert not exact_match("1234.00", "1234")  # the harness compares text, not numbers
 
 
 def test_examples_come_as_turns_before_the_question() -> None:
-    messages = conversation(OWN_SHOTS, ITEMS[0])
+    messages = conversation(BUNDLED_SHOTS, ITEMS[0])
     assert [message["role"] for message in messages] == ["user", "assistant"] * 8 + ["user"]
-    assert messages[0]["content"] == f"Q: {OWN_SHOTS[0].question}\nA:"
-    assert messages[1]["content"] == OWN_SHOTS[0].answer
+    assert messages[0]["content"] == f"Q: {BUNDLED_SHOTS[0].question}\nA:"
+    assert messages[1]["content"] == BUNDLED_SHOTS[0].answer
     assert messages[-1]["content"] == "Q: Problem 0: how many?\nA:"
     assert conversation((), ITEMS[0]) == [{"role": "user", "content": ITEMS[0].question}]
 
 
-def test_our_own_examples_are_right_in_form_and_said_to_be_not_comparable(
+def test_own_examples_have_the_format_and_a_not_comparable_note(
     answering: Callable[[int, str], AnsweringServer], data: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert read_shots(None) == Shots(OWN_SHOTS, "own", comparable=False)
+    assert read_shots(None) == Shots(BUNDLED_SHOTS, "own", is_comparable=False)
     address = answering(200, "sentence").address
-    own = run_gsm8k(address, data=data, limit=8)
+    own = run_gsm8k(address, Gsm8kConfig(data=data, limit=8))
     assert any("not comparable" in note for note in own.notes)
     file = tmp_path / "shots.jsonl"
     file.write_text(
-        "".join(json.dumps({"question": each.question, "target": each.answer}) + "\n" for each in OWN_SHOTS)
+        "".join(json.dumps({"question": each.question, "target": each.answer}) + "\n" for each in BUNDLED_SHOTS)
     )
-    given = run_gsm8k(address, data=data, limit=8, shots=str(file))
+    given = run_gsm8k(address, Gsm8kConfig(data=data, limit=8, shots=str(file)))
     assert not any("not comparable" in note for note in given.notes)
     assert (own.settings["shots"], given.settings["shots"]) == ("own", "file")
 
 
-def test_our_own_examples_work_out() -> None:
-    assert len({shot.question for shot in OWN_SHOTS}) == 8
-    assert [extraction.strict(shot.answer) for shot in OWN_SHOTS] == ["23", "13", "1500", "41", "22", "20", "9", "88"]
+def test_own_examples_are_correct() -> None:
+    assert len({shot.question for shot in BUNDLED_SHOTS}) == 8
+    assert [extract_strict(shot.answer) for shot in BUNDLED_SHOTS] == ["23", "13", "1500", "41", "22", "20", "9", "88"]
 
 
 def test_examples_of_an_installed_harness_are_read_from_its_task(
@@ -128,7 +130,7 @@ def test_examples_of_an_installed_harness_are_read_from_its_task(
     task.write_text(f"fewshot_config:\n  sampler: first_n\n  samples:\n{samples}")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = read_shots(None)
-    assert (found.source, found.comparable) == ("lm-eval", True)
+    assert (found.source, found.is_comparable) == ("lm-eval", True)
     assert found.examples[7] == Item("q7", "The answer is 7.")
     task.write_text("fewshot_config: {}\n")
     with pytest.raises(ConfigError, match="lm-eval"):
@@ -145,7 +147,7 @@ def test_examples_of_an_installed_harness_are_read_from_its_task(
         ("x\n", "not JSON"),
     ],
 )
-def test_data_that_cannot_serve_is_refused(tmp_path: Path, text: str, match: str) -> None:
+def test_unusable_data_is_refused(tmp_path: Path, text: str, match: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=match):
@@ -156,7 +158,7 @@ def test_data_that_cannot_serve_is_refused(tmp_path: Path, text: str, match: str
         read_shots(str(path))
 
 
-def test_a_folder_means_its_test_file(data: str, tmp_path: Path) -> None:
+def test_folder_stands_for_its_test_file(data: str, tmp_path: Path) -> None:
     Path(data).rename(tmp_path / "test.jsonl")
     assert read_items(str(tmp_path), 200) == ITEMS
     (tmp_path / "test.jsonl").unlink()
@@ -165,7 +167,7 @@ def test_a_folder_means_its_test_file(data: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["x.json", "x.jsonl", "/no/such", "./x", "../x", "~/x", "/proc/version/x"])
-def test_what_is_written_as_a_path_is_no_data_set_of_the_hub(source: str) -> None:
+def test_path_is_not_a_hub_data_set(source: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: .*(No such file|Not a directory)"):
         read_items(source, 1)
 
@@ -178,7 +180,7 @@ def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [{"question": "q"}, {"answer": "a"}, {"question": "q", "answer": 3}])
-def test_a_data_set_of_the_hub_in_another_form_is_refused(monkeypatch: pytest.MonkeyPatch, row: dict) -> None:
+def test_hub_data_set_of_another_format_is_refused(monkeypatch: pytest.MonkeyPatch, row: dict) -> None:
     rows = [{"question": "q", "answer": "a"}, row]
     hub = SimpleNamespace(load_dataset=lambda name, part, split: rows)
     monkeypatch.setitem(sys.modules, "datasets", hub)  # type: ignore[arg-type]
@@ -186,8 +188,8 @@ def test_a_data_set_of_the_hub_in_another_form_is_refused(monkeypatch: pytest.Mo
         read_items("someone/sums", 1)
 
 
-def test_bundled_problems_come_in_the_same_form() -> None:
-    items = read_items(BUNDLED, 200)
+def test_bundled_problems_have_the_same_format() -> None:
+    items = read_items(BUNDLED_SOURCE, 200)
     assert all(item.reference.lstrip("-").isdigit() for item in items)
 
 
@@ -195,49 +197,47 @@ def test_bundled_problems_come_in_the_same_form() -> None:
 def test_the_published_test_set_is_read_whole() -> None:
     items = read_items(str(PUBLISHED), 1319)
     assert items[0].reference == "18"
-    assert all(extraction.flexible(item.answer).strip("$.") for item in items)
-    assert all(extraction.exact_match(item.answer, item.reference) for item in items)
+    assert all(extract_flexible(item.answer).strip("$.") for item in items)
+    assert all(exact_match(item.answer, item.reference) for item in items)
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="no copy of the GSM8K test set beside this checkout")
-def test_the_published_problems_are_known_from_others() -> None:
+def test_published_problems_are_recognized() -> None:
     items = read_items(str(PUBLISHED), 200)
-    assert gsm8k.published(items)
-    assert not gsm8k.published(items[:199])
-    assert not gsm8k.published([*items[:-1], Item(items[-1].question, "#### 1")])
+    assert gsm8k.is_published(items)
+    assert not gsm8k.is_published(items[:199])
+    assert not gsm8k.is_published([*items[:-1], Item(items[-1].question, "#### 1")])
 
 
-def test_other_problems_than_published_are_said_to_be_not_comparable(
-    answering: Callable[[int, str], AnsweringServer], data: str
-) -> None:
-    result = run_gsm8k(answering(200, next(iter(FORMS))).address, data=data)
+def test_other_problems_than_published_have_a_note(answering: Callable[[int, str], AnsweringServer], data: str) -> None:
+    result = run_gsm8k(answering(200, next(iter(FORMS))).address, Gsm8kConfig(data=data))
     assert any(note.startswith("Not the first 200 problems of GSM8K's test split") for note in result.notes)
 
 
-def test_every_answer_is_kept_as_it_comes(
+def test_every_answer_is_written_as_it_arrives(
     answering: Callable[[int, str], AnsweringServer], data: str, tmp_path: Path
 ) -> None:
-    result = run_gsm8k(answering(175, next(iter(FORMS))).address, data=data, folder=tmp_path)
+    result = run_gsm8k(answering(175, next(iter(FORMS))).address, Gsm8kConfig(data=data), folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "gsm8k.jsonl").read_text().split("\n")[:-1]]
     assert sorted(line["item"] for line in lines) == list(range(200))
-    assert sum(line["flexible"] for line in lines) == result.evaluation.right == 175  # type: ignore[union-attr]
+    assert sum(line["flexible"] for line in lines) == result.evaluation.correct == 175  # type: ignore[union-attr]
     assert all(line["reference"] == ITEMS[line["item"]].reference for line in lines)
 
 
-def test_a_failed_request_is_not_right_and_fails_the_run(data: str) -> None:
+def test_failed_request_is_not_correct_and_fails_the_run(data: str) -> None:
     server = FakeServer("no-usage")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        result = run_gsm8k(server.address, data=data, limit=8, model="unknown")
+        result = run_gsm8k(server.address, Gsm8kConfig(data=data, limit=8), model="unknown")
     finally:
         server.shutdown()
         server.server_close()
     assert result.evaluation is not None
-    assert (result.evaluation.right, result.evaluation.failed) == (0, 8)
+    assert (result.evaluation.correct, result.evaluation.failed) == (0, 8)
     assert any("8 of 8 requests failed, the first one: status 404" in reason for reason in result.reasons)
 
 
-def test_a_server_that_ends_half_way_leaves_no_mark(
+def test_server_that_dies_leaves_no_accuracy_of_gsm8k(
     answering: Callable[[int, str], AnsweringServer], data: str, tmp_path: Path
 ) -> None:
     server = answering(200, next(iter(FORMS)))
@@ -247,7 +247,7 @@ def test_a_server_that_ends_half_way_leaves_no_mark(
             server.close()
 
     # A failed gate would say that its answers were wrong.
-    result = run_gsm8k(server.address, data=data, on_answer=end_half_way)
+    result = run_gsm8k(server.address, Gsm8kConfig(data=data), on_answer=end_half_way)
     assert (result.status, result.verdict) == ("partial", "SERVER_DIED")
     assert (result.accuracy, result.evaluation) == (None, None)
     assert [gate.status for gate in result.gates] == ["NOT RUN"]
@@ -261,14 +261,14 @@ def test_a_server_that_ends_half_way_leaves_no_mark(
         score_runs([folder.path])
 
 
-def test_the_verb_prints_the_gate_and_exits_by_it(
+def test_command_prints_the_gate_and_exits_by_it(
     answering: Callable[[int, str], AnsweringServer], data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for right, code, word in ((174, 1, "FAIL"), (175, 0, "PASS")):
         out = tmp_path / word
         address = answering(right, "sentence").address
         assert main(["eval", "gsm8k", address, "--data", data, "--out", str(out)]) == code
-        assert f"{word}  GSM8K: at least 175 of 200 right" in capsys.readouterr().out
+        assert f"{word}  GSM8K: at least 175 of 200 correct" in capsys.readouterr().out
         [folder] = out.iterdir()
         assert read_result(folder).gates[0].status == word
-        assert "at least 175 of 200 right" in (folder / "report.html").read_text()
+        assert "at least 175 of 200 correct" in (folder / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness beside our own marks: the comparison itself, and the real thing where it is installed."""
+"""Comparison with lm-evaluation-harness, which runs where it is installed."""
 
 import importlib.util
 import json
@@ -9,60 +9,60 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from answer_forms import FORMS, AnsweringServer
+from fake_openai import FORMS, AnsweringServer
 
 from meltcore.cli.main import main
-from meltcore.demo.server_process import OwnServer
+from meltcore.demo.run import DemoServer
 from meltcore.errors import ConfigError
-from meltcore.evals import Api, run_gsm8k
-from meltcore.evals.ask import Answer
-from meltcore.evals.gsm8k import mark
-from meltcore.evals.gsm8k_data import BUNDLED, OWN_SHOTS, Item, Shots, conversation, read_items
+from meltcore.evals.api import Answer, Api
+from meltcore.evals.config import Gsm8kConfig
+from meltcore.evals.gsm8k import run_gsm8k
+from meltcore.evals.gsm8k_data import BUNDLED_SHOTS, BUNDLED_SOURCE, Item, Shots, conversation, read_items
+from meltcore.evals.gsm8k_grading import grade
 from meltcore.evals.harness import HarnessError, HarnessItem, compare, find_package, run_harness
 from meltcore.results.runfolder import read_result
 
 # A Python that has lm-eval need not be the one that runs the tests: its packages are many.
 HARNESS = os.environ.get("LM_EVAL_PYTHON") or (sys.executable if importlib.util.find_spec("lm_eval") else None)
-SHOTS = Shots(OWN_SHOTS, "own", comparable=False)
+SHOTS = Shots(BUNDLED_SHOTS, "own", is_comparable=False)
 ITEM = Item("How many?", "#### 18")
 
 needs_harness = pytest.mark.skipif(HARNESS is None, reason="lm-eval is not installed; LM_EVAL_PYTHON may name a Python")
 
 
 def theirs(text: str, strict: bool, flexible: bool) -> HarnessItem:
-    return HarnessItem(conversation(OWN_SHOTS, ITEM), text, {"strict": strict, "flexible": flexible})
+    return HarnessItem(conversation(BUNDLED_SHOTS, ITEM), text, {"strict": strict, "flexible": flexible})
 
 
 def statuses(item: HarnessItem, our_text: str = "The answer is 18.") -> list[str]:
-    return [gate.status for gate in compare([mark(ITEM, Answer(our_text))], [item], SHOTS)]
+    return [gate.status for gate in compare([grade(ITEM, Answer(our_text))], [item], SHOTS)]
 
 
-def test_the_same_question_and_marks_pass_both_gates() -> None:
+def test_same_prompts_and_grades_pass_both_gates() -> None:
     assert statuses(theirs("The answer is 18.", True, True)) == ["PASS", "PASS"]
     assert statuses(theirs("It is $18.", False, True), "It is $18.") == ["PASS", "PASS"]
 
 
-def test_another_mark_for_the_same_text_fails() -> None:
+def test_another_grade_for_the_same_text_fails() -> None:
     assert statuses(theirs("The answer is 18.", False, True)) == ["PASS", "FAIL"]
     assert statuses(theirs("It is 18", True, True)) == ["PASS", "FAIL"]
 
 
-def test_another_question_fails() -> None:
+def test_another_prompt_fails() -> None:
     item = theirs("The answer is 18.", True, True)
-    assert statuses(replace(item, messages=item.messages[2:])) == ["FAIL", "PASS"]
+    assert statuses(item._replace(messages=item.messages[2:])) == ["FAIL", "PASS"]
 
 
-def test_a_server_that_answers_differently_when_asked_again_is_told_and_fails_nothing() -> None:
-    [_, gate] = compare([mark(ITEM, Answer("The answer is 18."))], [theirs("Who knows", False, False)], SHOTS)
+def test_different_answer_in_the_second_run_is_reported_and_fails_nothing() -> None:
+    [_, gate] = compare([grade(ITEM, Answer("The answer is 18."))], [theirs("Who knows", False, False)], SHOTS)
     assert gate.status == "PASS"
-    assert "in both askings alike: 0" in gate.detail
+    assert "equal in both runs: 0" in gate.detail
 
 
-def test_a_python_without_the_harness_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_without_the_harness_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="cannot be run"):
         find_package("/no/such/python")
     assert main(["eval", "gsm8k", "http://127.0.0.1:9", "--harness", "/bin/false"]) == 2
@@ -70,7 +70,7 @@ def test_a_python_without_the_harness_is_one_line(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("given", ["http://host:1", "host:1/", "http://host:1/v1", "http://host:1/v1/"])
-def test_the_harness_is_given_the_whole_address(given: str) -> None:
+def test_harness_gets_the_full_url(given: str) -> None:
     assert Api(given).chat_url == "http://host:1/v1/chat/completions"
 
 
@@ -94,7 +94,7 @@ def python(tmp_path: Path) -> Callable[[str], str]:
 
 @pytest.fixture
 def asked(tmp_path: Path, servers: list[AnsweringServer], items: list[Item]) -> list[str]:
-    """The words of an `eval gsm8k` of 200 problems, all of which are answered rightly."""
+    """The arguments of an `eval gsm8k` of 200 problems, all answered correctly."""
     servers.append(AnsweringServer(items, 200, "sentence"))
     data = tmp_path / "items.jsonl"
     data.write_text("".join(json.dumps({"question": item.question, "answer": item.answer}) + "\n" for item in items))
@@ -118,13 +118,13 @@ def test_a_harness_that_fails_is_a_failed_gate_and_the_answers_are_kept(
     [folder] = (tmp_path / "runs").iterdir()
     result = read_result(folder)
     assert result.evaluation is not None
-    assert (result.status, result.evaluation.right) == ("complete", 200)
+    assert (result.status, result.evaluation.correct) == ("complete", 200)
     assert [gate.status for gate in result.gates] == ["PASS", "FAIL"]
     assert result.gates[1].detail == "lm-eval ended with 1: KeyError: no such task"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_what_ends_us_ends_the_harness_and_removes_its_folder(
+def test_terminated_run_ends_the_harness_and_removes_its_folder(
     python: Callable[[str], str], asked: list[str], tmp_path: Path, number: signal.Signals
 ) -> None:
     child, folders = tmp_path / "child", tmp_path / "temporary"
@@ -175,10 +175,8 @@ def test_a_harness_is_ended_at_its_time_limit(python: Callable[[str], str], tmp_
 
 
 @pytest.mark.parametrize("end", ["\u0085", "\u2028", "\u2029"])
-def test_an_answer_may_hold_what_unicode_calls_a_line_end(
-    python: Callable[[str], str], tmp_path: Path, end: str
-) -> None:
-    messages = conversation(OWN_SHOTS, ITEM)
+def test_answer_may_contain_unicode_line_separators(python: Callable[[str], str], tmp_path: Path, end: str) -> None:
+    messages = conversation(BUNDLED_SHOTS, ITEM)
     sample = {
         "doc_id": 0,
         "arguments": {"gen_args_0": {"arg_0": [json.dumps(messages)]}},
@@ -230,9 +228,9 @@ def test_the_harness_agrees_on_every_item_in_every_form(
     servers.append(MixedServer(items, right, "number"))
     data = tmp_path_factory.mktemp("items") / "items.jsonl"
     data.write_text("".join(json.dumps({"question": item.question, "answer": item.answer}) + "\n" for item in items))
-    result = run_gsm8k(servers[0].address, data=str(data), harness=HARNESS)
+    result = run_gsm8k(servers[0].address, Gsm8kConfig(data=str(data)), harness=HARNESS)
     assert result.evaluation is not None
-    assert result.evaluation.right == right
+    assert result.evaluation.correct == right
     assert [gate.status for gate in result.gates] == ["PASS" if right >= 175 else "FAIL", "PASS", "PASS"]
     assert result.gates[1].detail.startswith("200 of 200")
     assert f"in both askings alike: 200; it found {right} right by flexible" in result.gates[2].detail
@@ -241,19 +239,21 @@ def test_the_harness_agrees_on_every_item_in_every_form(
 @needs_harness
 @pytest.mark.slow
 def test_the_harness_agrees_on_the_bundled_problems_without_examples(servers: list[AnsweringServer]) -> None:
-    items = read_items(BUNDLED, 50)
+    items = read_items(BUNDLED_SOURCE, 50)
     servers.append(AnsweringServer(items, 48, "sentence"))
-    result = run_gsm8k(servers[0].address, data=BUNDLED, limit=50, shots="none", harness=HARNESS)
+    result = run_gsm8k(servers[0].address, Gsm8kConfig(data=BUNDLED_SOURCE, limit=50, shots="none"), harness=HARNESS)
     assert result.evaluation is not None
-    assert result.evaluation.right == 48
+    assert result.evaluation.correct == 48
     assert [gate.status for gate in result.gates] == ["PASS"] * 3
 
 
 @needs_harness
 @pytest.mark.slow
-def test_the_harness_agrees_on_what_the_bundled_model_answers(tmp_path: Path) -> None:
-    with OwnServer(["meltcore/sums", "--device", "cpu"], tmp_path / "log", say=print) as server:
-        result = run_gsm8k(server.wait_ready(), data=BUNDLED, limit=80, shots="none", harness=HARNESS)
+def test_harness_agrees_on_answers_of_the_bundled_model(tmp_path: Path) -> None:
+    with DemoServer(["meltcore/sums", "--device", "cpu"], tmp_path / "log", report=print) as server:
+        result = run_gsm8k(
+            server.wait_ready(), Gsm8kConfig(data=BUNDLED_SOURCE, limit=80, shots="none"), harness=HARNESS
+        )
     assert result.evaluation is not None
-    assert result.evaluation.share >= 0.95
+    assert result.evaluation.accuracy >= 0.95
     assert [gate.status for gate in result.gates] == ["PASS"] * 3

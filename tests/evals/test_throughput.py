@@ -1,4 +1,4 @@
-"""Throughput: what is sent, what fails a level, and how its numbers are put together."""
+"""Throughput: prompts, checks that fail a level, and the weighted throughput."""
 
 import asyncio
 import random
@@ -7,20 +7,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from counting_server import CountingServer, Lie
+from fake_openai import CHATTER, CountingServer, Lie
 
 import meltcore
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
-from meltcore.evals import ThroughputConfig, run_throughput
-from meltcore.evals.score import speed_sum
-from meltcore.evals.spot_checks import SpotCheck, draw
-from meltcore.evals.throughput_plan import Planned, make_plan
-from meltcore.evals.throughput_prompts import TextMaker, random_ids
-from meltcore.load.scripted_server import Script, ScriptedServer
+from meltcore.evals.config import ThroughputConfig
+from meltcore.evals.throughput import run_throughput, weighted_throughput
+from meltcore.evals.throughput_prompts import (
+    PlannedRequest,
+    SpotCheck,
+    TextGenerator,
+    draw_spot_check,
+    make_plan,
+    random_ids,
+)
+from meltcore.load.token_counter import TokenCounter
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import LevelResult
 from meltcore.results.weights import WEIGHTS
+from meltcore.testing.scripted_server import Script, ScriptedServer
 
 TOKENIZER = str(Path(meltcore.__file__).parent / "bundled" / "sums")
 FINE = ("OK", "CLIENT_BOUND")  # a busy machine may slow the client; that says nothing of the server
@@ -57,12 +63,12 @@ def id_server() -> Iterator[ScriptedServer]:
 
 def config(url: str = "http://127.0.0.1:9", **changes: object) -> ThroughputConfig:
     settings: dict[str, object] = {
-        "levels": (1, 4), "requests": 8, "input_tokens": 40, "output_tokens": 64, "tokenizer": TOKENIZER,
+        "levels": (1, 4), "num_prompts": 8, "input_len": 40, "output_len": 64, "tokenizer": TOKENIZER,
     }  # fmt: skip
     return ThroughputConfig(url=url, **(settings | changes))  # type: ignore[arg-type]
 
 
-def texts(planned: list[Planned]) -> list[str]:
+def texts(planned: list[PlannedRequest]) -> list[str]:
     return [str(each.text) for each in planned]
 
 
@@ -70,8 +76,8 @@ def texts(planned: list[Planned]) -> list[str]:
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 1024])
-def test_a_random_text_has_exactly_the_tokens_asked_for(tokens: int) -> None:
-    maker = TextMaker(TOKENIZER)
+def test_random_text_has_exactly_the_requested_tokens(tokens: int) -> None:
+    maker = TextGenerator(TOKENIZER)
     made = [maker.text(random.Random(seed), tokens) for seed in range(5)]
     assert [maker.count(text) for text in made] == [tokens] * 5
     assert made[0] == maker.text(random.Random(0), tokens)
@@ -80,19 +86,19 @@ def test_a_random_text_has_exactly_the_tokens_asked_for(tokens: int) -> None:
 
 @pytest.mark.skipif(not QWEN.exists(), reason="no copy of Qwen's tokenizer beside this checkout")
 def test_qwen_texts_are_exact_too() -> None:
-    maker = TextMaker(str(QWEN))
+    maker = TextGenerator(str(QWEN))
     assert [maker.count(maker.text(random.Random(seed), 1024)) for seed in range(5)] == [1024] * 5
 
 
-def test_a_length_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    maker = TextMaker(TOKENIZER)
-    monkeypatch.setattr("meltcore.evals.throughput_prompts._ROUNDS", 0)
+def test_text_length_that_the_tokenizer_cannot_make_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker = TextGenerator(TOKENIZER)
+    monkeypatch.setattr("meltcore.evals.throughput_prompts._MAX_ROUNDS", 0)
     with pytest.raises(ConfigError, match="40 tokens"):
         maker.text(random.Random(0), 40)
 
 
-def test_no_prompt_is_sent_twice_in_a_run_nor_in_the_next() -> None:
-    maker = TextMaker(TOKENIZER)
+def test_no_prompt_is_sent_twice_within_or_across_runs() -> None:
+    maker = TextGenerator(TOKENIZER)
     plans = [make_plan(config(levels=(1, 2, 4), seed=seed), maker) for seed in (0, 1)]
     sent = [text for plan in plans for part in (plan.warmups, plan.levels) for each in part for text in texts(each)]
     prompts = [text for text in sent if not text.startswith("What is")]
@@ -101,26 +107,26 @@ def test_no_prompt_is_sent_twice_in_a_run_nor_in_the_next() -> None:
 
 
 def test_reused_prompts_are_the_same_at_every_level_and_in_warmups() -> None:
-    plan = make_plan(config(levels=(1, 2, 4), reuse_prompts=True), TextMaker(TOKENIZER))
+    plan = make_plan(config(levels=(1, 2, 4), reuse_prompts=True), TextGenerator(TOKENIZER))
     own = [[text for text in texts(level) if not text.startswith("What is")] for level in plan.levels]
     assert own[0] == own[1] == own[2]
     assert [texts(each) for each in plan.warmups] == [own[0][:2]] * 3
 
 
-def test_each_level_has_two_spot_checks_at_places_of_their_own() -> None:
-    plan = make_plan(config(levels=tuple(range(1, 9)), requests=16), TextMaker(TOKENIZER))
+def test_each_level_has_two_spot_checks_at_random_positions() -> None:
+    plan = make_plan(config(levels=tuple(range(1, 9)), num_prompts=16), TextGenerator(TOKENIZER))
     places = [[at for at, each in enumerate(level) if each.check is not None] for level in plan.levels]
     assert [len(each) for each in places] == [2] * 8
     assert len({tuple(each) for each in places}) > 1
     assert [len(level) for level in plan.levels] == [16] * 8
 
 
-def test_a_spot_check_is_passed_by_its_value_and_not_by_its_own_numbers() -> None:
+def test_spot_check_is_passed_by_its_value_not_by_its_operands() -> None:
     assert SpotCheck("What is 7 + 8?", 15).passes("7 + 8 = 15, so 15.0 it is")
     assert not SpotCheck("What is 7 + 8?", 15).passes("What is 7 + 8? 150 or 1.5")
     assert SpotCheck("What is 999 + 2?", 1001).passes("**1,001**")
     for seed in range(200):
-        check = draw(random.Random(seed))
+        check = draw_spot_check(random.Random(seed))
         assert not check.passes(check.question)
 
 
@@ -132,18 +138,18 @@ def test_speed_only_sends_ids_and_no_text() -> None:
     assert all(100 <= token < 30_000 for token in random_ids(random.Random(0), 2000))
 
 
-def test_speed_only_with_a_tokenizer_sends_ids_that_it_has() -> None:
-    maker = TextMaker(TOKENIZER)
-    plan = make_plan(config(speed_only=True, input_tokens=500), maker)
+def test_speed_only_with_a_tokenizer_sends_ids_of_its_vocabulary() -> None:
+    maker = TextGenerator(TOKENIZER)
+    plan = make_plan(config(speed_only=True, input_len=500), maker)
     sent = {token for level in plan.levels for each in level for token in each.line["prompt_token_ids"]}
-    assert sent <= set(maker.ids)
+    assert sent <= set(maker.token_ids)
     assert max(sent) < 824
 
 
-def test_only_a_fixed_output_ignores_the_end_token_and_never_that_of_a_spot_check() -> None:
-    maker = TextMaker(TOKENIZER)
+def test_ignore_eos_never_applies_to_spot_checks() -> None:
+    maker = TextGenerator(TOKENIZER)
     for fixed in (False, True):
-        [level, _] = make_plan(config(fixed_output=fixed), maker).levels
+        [level, _] = make_plan(config(ignore_eos=fixed), maker).levels
         assert {("ignore_eos" in each.line, each.check is not None) for each in level} == {
             (fixed, False),
             (False, True),
@@ -158,19 +164,27 @@ def test_only_a_fixed_output_ignores_the_end_token_and_never_that_of_a_spot_chec
         ({"levels": ()}, "levels"),
         ({"levels": (4, 4)}, "levels"),
         ({"levels": (0,)}, "levels"),
-        ({"requests": 2, "levels": (1,)}, "spot checks"),
-        ({"requests": 3}, "--requests 3 are never 4 at once"),
-        ({"requests": 0, "speed_only": True}, "--requests must be at least 1; got 0"),
-        ({"input_tokens": 0}, "--input-tokens"),
-        ({"output_tokens": 0}, "--output-tokens"),
+        ({"num_prompts": 2, "levels": (1,)}, "spot checks"),
+        ({"num_prompts": 0, "speed_only": True}, "--num-prompts must be at least 1; got 0"),
+        ({"input_len": 0}, "--input-len"),
+        ({"output_len": 0}, "--output-len"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(changes: dict[str, object], match: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         config(**changes)
 
 
 # --- runs
+
+
+def test_fewer_requests_than_a_level_run_with_a_note(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
+    result = run_throughput(config(counting().address, levels=(1, 8), num_prompts=3), tmp_path)
+    assert (result.verdict in FINE, [level.succeeded for level in result.levels]) == (True, [3, 3])
+    assert result.levels[1].peak_in_flight <= 3
+    assert any(
+        "fewer than the concurrency of the levels 8: they never had more than 3" in note for note in result.notes
+    )
 
 
 def test_an_honest_server_passes_every_gate(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
@@ -181,23 +195,23 @@ def test_an_honest_server_passes_every_gate(counting: Callable[..., CountingServ
     assert [level.concurrency for level in result.levels] == [1, 4]
     for level in result.levels:
         assert level.checks is not None
-        assert (level.checks.spot_checks_right, level.checks.spot_checks) == (2, 2)
+        assert (level.checks.spot_checks_correct, level.checks.spot_checks) == (2, 2)
         assert level.token_count_source == "confirmed"
         assert level.warmup_requests == 2
         total = level.total_tokens_per_s * level.duration_s
         assert total == pytest.approx(level.prompt_tokens + level.output_tokens)
         assert level.prompt_tokens == level.checks.counted_prompt_tokens + 12 * 8
-    plan = make_plan(config(), TextMaker(TOKENIZER))
+    plan = make_plan(config(), TextGenerator(TOKENIZER))
     planned = [plan.warmups[0], plan.levels[0], plan.warmups[1], plan.levels[1]]
     for asked, wanted in zip(
         (server.asked[at:to] for at, to in ((0, 2), (2, 10), (10, 12), (12, 20))), planned, strict=True
     ):
         assert sorted(asked) == sorted(texts(wanted))
     assert len(server.asked) == 20
-    assert result.speed_sum is None
+    assert result.weighted_throughput is None
 
 
-def test_whole_answers_are_checked_alike_and_have_no_first_token(
+def test_unstreamed_answers_are_checked_alike_and_have_no_ttft(
     counting: Callable[..., CountingServer], tmp_path: Path
 ) -> None:
     server = counting()
@@ -218,10 +232,10 @@ def test_whole_answers_are_checked_alike_and_have_no_first_token(
         ("wrong-sums", 1, "spot check failed: What is"),
         ("echo", 1, "spot check failed: What is"),
         ("prompt-cut", 2, "prompt tokens, the tokenizer counts"),
-        ("output-doubled", 2, "output tokens, the tokenizer counts"),
+        ("output-halved", 2, "output tokens, the tokenizer counts"),
     ],
 )
-def test_a_wrong_answer_or_count_fails_its_level_and_its_gate_alone(
+def test_wrong_answer_or_count_fails_its_level_and_its_gate_only(
     counting: Callable[..., CountingServer], tmp_path: Path, lie: Lie, gate: int, reason: str
 ) -> None:
     result = run_throughput(config(counting(lie).address), tmp_path)
@@ -235,20 +249,20 @@ def test_a_wrong_answer_or_count_fails_its_level_and_its_gate_alone(
 def test_more_prompt_tokens_than_a_template_explains_fail_the_level(
     counting: Callable[..., CountingServer], tmp_path: Path
 ) -> None:
-    result = run_throughput(config(counting("prompt-stretched").address, input_tokens=600, levels=(8,)), tmp_path)
+    result = run_throughput(config(counting("prompt-stretched").address, input_len=600, levels=(8,)), tmp_path)
     assert result.verdict == "FAILED"
     assert "prompt tokens, the tokenizer counts" in result.levels[0].reasons[0]
-    assert run_throughput(config(counting().address, input_tokens=600, levels=(8,)), tmp_path).verdict in FINE
+    assert run_throughput(config(counting().address, input_len=600, levels=(8,)), tmp_path).verdict in FINE
 
 
-def test_one_wrong_sum_fails_its_own_level_only(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
+def test_one_wrong_spot_check_fails_its_own_level_only(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     result = run_throughput(config(counting("one-wrong-sum").address), tmp_path)
     assert [level.verdict in FINE for level in result.levels] == [False, True]
     assert result.gates[1].detail == "3 of 4"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_may_end_at_once_but_not_many_of_a_level(
+def test_few_empty_answers_pass_and_many_fail_a_level(
     counting: Callable[..., CountingServer], tmp_path: Path, stream: bool
 ) -> None:
     server = counting("once-mute")
@@ -268,41 +282,41 @@ def test_a_failed_request_fails_the_run(counting: Callable[..., CountingServer],
     assert {level.token_count_source for level in result.levels} == {"server-reported"}
 
 
-def test_a_server_that_refuses_more_than_openai_s_fields_can_be_measured(
+def test_server_that_refuses_extra_fields_can_be_measured(
     counting: Callable[..., CountingServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--requests", "4", "--input-tokens", "8", "--output-tokens", "64", "--tokenizer", TOKENIZER]
+    options = ["--num-prompts", "4", "--input-len", "8", "--output-len", "64", "--tokenizer", TOKENIZER]
     words = ["eval", "throughput", counting("strict").address, *options, "--levels", "2", "--out", str(tmp_path)]
     assert main(words) == 1
     assert "unknown field continuous_usage_stats" in " ".join(capsys.readouterr().out.split())
     assert main([*words, "--no-continuous-usage"]) == 0
 
 
-def test_why_a_level_failed_is_on_the_screen(
+def test_reason_of_a_failed_level_is_printed(
     counting: Callable[..., CountingServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--requests", "4", "--input-tokens", "8", "--output-tokens", "64", "--tokenizer", TOKENIZER]
+    options = ["--num-prompts", "4", "--input-len", "8", "--output-len", "64", "--tokenizer", TOKENIZER]
     options += ["--levels", "2", "--out", str(tmp_path)]
     assert main(["eval", "throughput", counting("wrong-sums").address, *options]) == 1
-    assert "2 at once: FAILED: spot check failed: What is" in " ".join(capsys.readouterr().out.split())
+    assert "concurrency 2: FAILED: spot check failed: What is" in " ".join(capsys.readouterr().out.split())
     assert main(["eval", "throughput", counting().address, *options, "--model", "no-such-model"]) == 1
     assert "no such model" in " ".join(capsys.readouterr().out.split())
 
 
-def test_an_answer_of_another_length_than_the_fixed_one_fails_the_level(
+def test_answer_of_another_length_fails_a_level_of_fixed_output(
     counting: Callable[..., CountingServer], tmp_path: Path
 ) -> None:
-    result = run_throughput(config(counting("stops").address, fixed_output=True), tmp_path)
+    result = run_throughput(config(counting("stops").address, ignore_eos=True), tmp_path)
     assert result.verdict == "FAILED"
-    assert "6 of 6 answers have not 64 tokens" in result.levels[0].reasons[0]
+    assert "6 of 6 answers do not have 64 tokens" in result.levels[0].reasons[0]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_end_tokens_that_a_fixed_output_goes_on_with_are_counted(
+def test_end_tokens_within_a_fixed_output_are_counted(
     counting: Callable[..., CountingServer], tmp_path: Path, stream: bool
 ) -> None:
     server = counting()
-    result = run_throughput(config(server.address, fixed_output=True, stream=stream), tmp_path)
+    result = run_throughput(config(server.address, ignore_eos=True, stream=stream), tmp_path)
     assert (result.verdict in FINE, result.reasons) == (True, [])
     for level in result.levels:
         assert level.checks is not None
@@ -310,9 +324,16 @@ def test_end_tokens_that_a_fixed_output_goes_on_with_are_counted(
         assert level.output_tokens > 6 * 64
 
 
-def test_prompts_that_the_server_has_seen_fail_their_level(
-    counting: Callable[..., CountingServer], tmp_path: Path
-) -> None:
+def test_content_tokens_leave_out_end_tokens(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
+    result = run_throughput(config(counting("stops").address), tmp_path)
+    counter = TokenCounter(TOKENIZER)
+    for level in result.levels:
+        assert level.checks is not None
+        assert level.checks.counted_content_tokens == level.checks.counted_output_tokens - level.succeeded
+        assert level.checks.counted_content_tokens > 4 * counter.count(CHATTER)
+
+
+def test_prompts_from_a_prefix_cache_fail_their_level(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     server = counting("remembers")
     assert run_throughput(config(server.address), tmp_path).verdict in FINE
     again = run_throughput(config(server.address), tmp_path)
@@ -324,20 +345,20 @@ def test_prompts_that_the_server_has_seen_fail_their_level(
     assert run_throughput(config(server.address, seed=1), tmp_path).verdict in FINE
     reused = run_throughput(config(server.address, reuse_prompts=True), tmp_path)
     assert reused.verdict in FINE
-    assert any("a prefix cache may have answered" in note for note in reused.notes)
+    assert any("a prefix cache may have served" in note for note in reused.notes)
 
 
-def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(
+def test_speed_only_has_gates_not_run_and_a_weighted_throughput(
     id_server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = f"http://127.0.0.1:{id_server.port}"  # type: ignore[attr-defined]
     options = [
         "--speed-only",
-        "--requests",
+        "--num-prompts",
         "64",
-        "--input-tokens",
+        "--input-len",
         "16",
-        "--output-tokens",
+        "--output-len",
         "8",
         "--out",
         str(tmp_path),
@@ -346,22 +367,22 @@ def test_speed_only_shows_its_gates_as_not_run_and_gives_a_speed_sum(
     printed = capsys.readouterr().out
     assert printed.startswith("making 462 prompts of 16 tokens\n")
     assert "NOT RUN  spot checks" in printed
-    assert "speed sum" in printed
+    assert "weighted throughput" in printed
     assert "score:" not in printed
     [folder] = tmp_path.iterdir()
     result = read_result(folder)
     assert [gate.status for gate in result.gates] == ["PASS", "NOT RUN", "NOT RUN"]
-    assert result.speed_sum is not None
+    assert result.weighted_throughput is not None
     assert {level.prompt_tokens for level in result.levels} == {64 * 16}
     report = (folder / "report.html").read_text()
-    assert "Speed sum" in report
+    assert "Weighted throughput" in report
     assert "NOT RUN" in report
     # Twelve tokens asked for and eight given: each level did cheaper work than it was to.
-    assert main(["eval", "throughput", address, *options, "--output-tokens", "12"]) == 1
-    assert "speed sum:" not in capsys.readouterr().out
+    assert main(["eval", "throughput", address, *options, "--output-len", "12"]) == 1
+    assert "weighted throughput:" not in capsys.readouterr().out
 
 
-def test_the_speed_sum_weighs_every_level_and_wants_them_all() -> None:
+def test_weighted_throughput_requires_every_level() -> None:
     def level(concurrency: int) -> LevelResult:
         return LevelResult(
             concurrency=concurrency, requests=1, succeeded=1, failed=0, peak_in_flight=1, duration_s=1.0,
@@ -370,10 +391,10 @@ def test_the_speed_sum_weighs_every_level_and_wants_them_all() -> None:
         )  # fmt: skip
 
     levels = [level(concurrency) for concurrency in WEIGHTS]
-    found = speed_sum(levels)
+    found = weighted_throughput(levels)
     assert found is not None
     weighted = 1 * 1 + 1 * 2 + 2 * 4 + 2 * 8 + 4 * 16 + 4 * 32 + 8 * 64
     assert (found.total_tokens_per_s, found.output_tokens_per_s) == (100.0 * weighted, 10.0 * weighted)
-    assert speed_sum(levels[1:]) is None
+    assert weighted_throughput(levels[1:]) is None
     levels[3].verdict = "FAILED"
-    assert speed_sum(levels) is None
+    assert weighted_throughput(levels) is None

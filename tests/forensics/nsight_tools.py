@@ -1,4 +1,4 @@
-"""An SQLite export as the documentation of Nsight Systems' exporter describes it, with what a test puts in."""
+"""Builds SQLite exports after the documentation of the Nsight Systems exporter."""
 
 import sqlite3
 from pathlib import Path
@@ -38,7 +38,7 @@ CREATE TABLE NVTX_EVENTS (
 
 
 class Export:
-    """Adds rows one by one; times in microseconds, as in the hand-made traces."""
+    """Adds rows one by one; times are microseconds, as in `traces`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class Export:
         self._add("CUPTI_ACTIVITY_KIND_MEMCPY", row)
 
     def call(self, start: float, dur: float, name: str) -> None:
-        """Into CUDA, launching nothing."""
+        """A CUDA call that launches nothing."""
         row = (_ns(start), _ns(start + dur), 0, _tid(PROCESS), None, self._string(name), 0, None)
         self._add("CUPTI_ACTIVITY_KIND_RUNTIME", row)
 
@@ -78,7 +78,7 @@ class Export:
         self._add("OSRT_API", row)
 
     def range(self, start: float, dur: float | None, name: str, *, registered: bool = False) -> None:
-        """`registered`: the text is one of StringIds. Without `dur` it is a mark."""
+        """An NVTX range, or a mark without `dur`. `registered`: its text is in StringIds."""
         end = None if dur is None else _ns(start + dur)
         text, text_id = (None, self._string(name)) if registered else (name, None)
         row = (_ns(start), end, 59, None, None, None, text, _tid(PROCESS), None, text_id, 0)
@@ -103,7 +103,7 @@ class Export:
 
 
 def one_of_each_exported(path: Path) -> Path:
-    """The same moments as `traces.one_of_each`, as Nsight Systems would have recorded them."""
+    """The activities of `traces.one_of_each` as an export."""
     made = Export(path)
     made.kernel(0, 100, "first", made.launch(-50))
     made.kernel(105, 95, "second", made.launch(-40))

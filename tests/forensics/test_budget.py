@@ -1,24 +1,24 @@
-"""The step's budget on traces made by hand: every row known, and nothing left over."""
+"""Time budgets of hand-made traces: every row is known and nothing is left over."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import HandMade, one_of_each
+from traces import TraceBuilder, one_of_each
 
 from meltcore.errors import ConfigError
-from meltcore.forensics.gaps import analyse
-from meltcore.forensics.groups import group_of
-from meltcore.report.gaps_output import budget_rows, budget_title
+from meltcore.forensics.gaps import analyze
+from meltcore.forensics.trace import group_of
+from meltcore.report.profile import budget_rows, budget_title
 from meltcore.results.gaps import GapReport
 
 
 def rows(report: GapReport) -> dict[str, tuple[int, float, float]]:
-    return {row.name: (row.count, row.ran_us, row.before_us) for row in report.budget}
+    return {row.name: (row.count, row.ran_us, row.idle_before_us) for row in report.budget}
 
 
-def decode_steps(count: int) -> HandMade:
-    """Steps of 100 us: attention 60, a product of 30 that begins 5 early, sampling 10, and 5 us of nothing."""
-    made = HandMade()
+def decode_steps(count: int) -> TraceBuilder:
+    """Steps of 100 us: attention 60, a GEMM of 30 that begins 5 early, sampling 10, and 5 us idle."""
+    made = TraceBuilder()
     for step in range(count):
         at = 100 * step
         made.host(at - 20, 60, "step", "user_annotation")
@@ -28,30 +28,30 @@ def decode_steps(count: int) -> HandMade:
     return made
 
 
-def test_each_moment_is_that_of_the_kernel_which_began_first() -> None:
-    report = analyse(decode_steps(4).trace(), 0)
+def test_overlapping_time_belongs_to_the_kernel_that_began_first() -> None:
+    report = analyze(decode_steps(4).trace(), 0)
     assert rows(report) == {
-        "attention and states": (4, 240.0, 15.0),
-        "products": (4, 100.0, 0.0),
+        "attention and recurrent state": (4, 240.0, 15.0),
+        "GEMM": (4, 100.0, 0.0),
         "sampling": (4, 40.0, 0.0),
     }
-    assert [row.name for row in report.budget] == ["attention and states", "products", "sampling"]
+    assert [row.name for row in report.budget] == ["attention and recurrent state", "GEMM", "sampling"]
 
 
-def test_kernels_within_a_longer_one_add_nothing() -> None:
-    made = HandMade()
+def test_kernels_inside_a_longer_one_add_no_time() -> None:
+    made = TraceBuilder()
     made.kernel(0, 100, "gemm", stream=1)
     made.kernel(20, 30, "rms_norm", stream=2)
     made.kernel(60, 50, "flash_attention", stream=3)
-    assert rows(analyse(made.trace(), 0)) == {
-        "products": (1, 100.0, 0.0),
-        "norms and activations": (1, 0.0, 0.0),
-        "attention and states": (1, 10.0, 0.0),
+    assert rows(analyze(made.trace(), 0)) == {
+        "GEMM": (1, 100.0, 0.0),
+        "norm and activation": (1, 0.0, 0.0),
+        "attention and recurrent state": (1, 10.0, 0.0),
     }
 
 
-def test_collectives_and_copies_have_what_they_ran_alone() -> None:
-    found = rows(analyse(one_of_each().trace(), 0))
+def test_collectives_and_copies_have_only_their_time_alone() -> None:
+    found = rows(analyze(one_of_each().trace(), 0))
     assert found["collectives"] == (1, 30.0, 0.0)
     assert found["copies"] == (1, 40.0, 0.0)
     assert found["other kernels"] == (9, 523.0, 407.0)
@@ -68,41 +68,43 @@ def test_collectives_and_copies_have_what_they_ran_alone() -> None:
     ),
     st.tuples(st.integers(0, 200), st.integers(201, 500)),
 )
-def test_ran_and_before_add_up_to_the_window(events: list[tuple[str, int, int]], window: tuple[int, int]) -> None:
-    made = HandMade()
+def test_run_and_idle_times_add_up_to_the_window(events: list[tuple[str, int, int]], window: tuple[int, int]) -> None:
+    made = TraceBuilder()
     made.kernel(-10, 600, "nccl_under_it_all", stream=99)
     for stream, (kind, start, dur) in enumerate(events):
         if kind == "gpu_memcpy":
             made.gpu("gpu_memcpy", start, dur, "Memcpy", stream=stream)
         else:
             made.kernel(start, dur, kind, stream=stream)
-    report = analyse(made.trace(), 0, (window[0] * 1000, window[1] * 1000))
-    total = sum(round(1000 * (row.ran_us + row.before_us)) for row in report.budget)
+    report = analyze(made.trace(), 0, (window[0] * 1000, window[1] * 1000))
+    total = sum(round(1000 * (row.ran_us + row.idle_before_us)) for row in report.budget)
     assert total == round(1000 * report.window_us)
-    computed = sum(row.ran_us for row in report.budget if row.name in ("products", "attention and states"))
+    computed = sum(row.ran_us for row in report.budget if row.name in ("GEMM", "attention and recurrent state"))
     assert computed == pytest.approx(report.computing_us)
 
 
-def test_steps_are_the_ranges_that_mark_them() -> None:
+def test_steps_are_counted_by_their_ranges() -> None:
     trace = decode_steps(4).trace()
-    assert (analyse(trace, 0).steps, analyse(trace, 0).steps_by) == (4, "step")  # the first began before the window
-    assert analyse(trace, 0, (90_000, 290_000)).steps == 2
+    assert (analyze(trace, 0).steps, analyze(trace, 0).step_marker) == (4, "step")  # the first began before the window
+    assert analyze(trace, 0, (90_000, 290_000)).steps == 2
 
 
-def test_a_kernel_can_be_named_as_what_a_step_has_one_of() -> None:
-    report = analyse(decode_steps(4).trace(), 0, step="_first_max")
-    assert (report.steps, report.steps_by) == (4, "_first_maximum_kernel")
-    with pytest.raises(ConfigError, match="no kernel and no range begins with 'nothing'"):
-        analyse(decode_steps(4).trace(), 0, step="nothing")
+def test_steps_are_counted_by_a_named_kernel() -> None:
+    report = analyze(decode_steps(4).trace(), 0, step="_first_max")
+    assert (report.steps, report.step_marker) == (4, "_first_maximum_kernel")
+    with pytest.raises(
+        ConfigError, match="no kernel and no range within the window has a name that begins with 'nothing'"
+    ):
+        analyze(decode_steps(4).trace(), 0, step="nothing")
 
 
-def test_an_average_step_is_shown_where_steps_are_known_and_the_window_where_not() -> None:
-    known = analyse(decode_steps(4).trace(), 0, step="_first")
+def test_budget_is_shown_per_step_where_steps_are_known() -> None:
+    known = analyze(decode_steps(4).trace(), 0, step="_first")
     assert budget_title(known) == "an average step of 4, counted by _first_maximum_kernel"
     name, figures = budget_rows(known)[0]
-    assert (name, figures) == ("attention and states", ["1.0", "60.0", "60.76 %", "3.8", "100 %"])
+    assert (name, figures) == ("attention and recurrent state", ["1.0", "60.0", "60.76 %", "3.8", "100 %"])
     assert budget_rows(known)[-1] == ("all", ["3.0", "95.0", "96.20 %", "3.8", "100 %"])
-    unknown = analyse(one_of_each().trace(), 0)
+    unknown = analyze(one_of_each().trace(), 0)
     assert unknown.steps is None
     assert "--step NAME" in budget_title(unknown)
 
@@ -110,27 +112,27 @@ def test_an_average_step_is_shown_where_steps_are_known_and_the_window_where_not
 @pytest.mark.parametrize(
     ("name", "group"),
     [
-        ("_decode_kernel", "attention and states"),
-        ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128>>", "attention and states"),
-        ("kernel_unified_attention_2d", "attention and states"),
-        ("_chunk_kernel", "attention and states"),
+        ("_decode_kernel", "attention and recurrent state"),
+        ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128>>", "attention and recurrent state"),
+        ("kernel_unified_attention_2d", "attention and recurrent state"),
+        ("_chunk_kernel", "attention and recurrent state"),
         ("_best_chunk_kernel", "sampling"),
         ("_chunk_maximum_kernel", "sampling"),
-        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "products"),
-        ("void cutlass::device_kernel<GemmUniversal>", "products"),
-        ("_one_token_kernel", "products"),
-        ("_fp8_few_tokens_kernel", "products"),
-        ("void vllm::moe::topkGatingSoftmax<8>", "experts"),
-        ("_expert_product_kernel", "experts"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "GEMM"),
+        ("void cutlass::device_kernel<GemmUniversal>", "GEMM"),
+        ("_gemv_kernel", "GEMM"),
+        ("_fp8_skinny_gemm_kernel", "GEMM"),
+        ("void vllm::moe::topkGatingSoftmax<8>", "MoE"),
+        ("_moe_grouped_gemm_kernel", "MoE"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "collectives"),
-        ("_peer_sum_kernel", "collectives"),
-        ("void vllm::rms_norm_kernel<c10::BFloat16>", "norms and activations"),
-        ("_swiglu_kernel", "norms and activations"),
-        ("_store_kv_kernel", "cache and embedding"),
-        ("_quantise_kernel", "quantisation"),
+        ("_all_reduce_kernel", "collectives"),
+        ("void vllm::rms_norm_kernel<c10::BFloat16>", "norm and activation"),
+        ("_swiglu_kernel", "norm and activation"),
+        ("_store_kv_kernel", "KV cache and embedding"),
+        ("_quantize_kernel", "quantization"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, convert>", "other kernels"),
     ],
 )
-def test_kernels_are_grouped_by_what_their_names_say(name: str, group: str) -> None:
+def test_kernels_are_grouped_by_name(name: str, group: str) -> None:
     assert group_of(name) == group

@@ -3,36 +3,35 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meltcore.hardware.fake import HEALTHY, FakeGpu, FakeNvml
-from meltcore.hardware.metrics import METRICS, Value
-from meltcore.hardware.reader import GpuReader
-from meltcore.hardware.recording import Sample
-from meltcore.hardware.select import Gpu, select_gpus
-from meltcore.hardware.xid import XidWatch
+from meltcore.hardware.nvml.metrics import METRICS, Value
+from meltcore.hardware.nvml.reader import GpuReader, Sample
+from meltcore.hardware.nvml.select import GpuDevice, select_gpus
+from meltcore.hardware.nvml.xid import XidWatch
+from meltcore.testing.fake_gpu import HEALTHY, FakeGpu, FakeNvml
 
 NOT_SUPPORTED, NO_PERMISSION, NO_FUNCTION, LOST = 3, 4, 13, 15
 
 INTERVAL_S = 0.1
 
 
-def sample(place: int = 0, values: Mapping[str, Value] | None = None, **others: Any) -> Sample:
-    """The sample `place` intervals after the first, of a healthy GPU but for what is given."""
+def sample(index: int = 0, values: Mapping[str, Value] | None = None, **others: Any) -> Sample:
+    """The sample `index` intervals after the first, of a healthy GPU but for what is given."""
     healthy: dict[str, Value] = {metric.key: HEALTHY[metric.key] for metric in METRICS}
-    fields: dict[str, Any] = {"gpu": 0, "read_s": 0.001, "clock_reasons": [], "xids": [], "t_s": place * INTERVAL_S}
+    fields: dict[str, Any] = {"gpu": 0, "read_s": 0.001, "clock_reasons": [], "xids": [], "t_s": index * INTERVAL_S}
     return Sample(values={**healthy, **(values or {})}, **{**fields, **others})
 
 
 def run_of(count: int, **others: Any) -> list[Sample]:
-    return [sample(place, **others) for place in range(count)]
+    return [sample(index, **others) for index in range(count)]
 
 
-class Bench:
+class FakeReader:
     """One fake GPU, read in this process."""
 
-    def __init__(self, wanted: str | None = None, **gpu: Any) -> None:
+    def __init__(self, requested: str | None = None, **gpu: Any) -> None:
         self.gpu = FakeGpu(**gpu)
         self.nvml = FakeNvml([self.gpu])
-        self.chosen: Gpu = select_gpus(self.nvml, wanted, {})[0]
+        self.chosen: GpuDevice = select_gpus(self.nvml, requested, {})[0]
         self.reader = GpuReader(self.nvml, self.chosen)
         self.watch = XidWatch(self.nvml, [self.chosen])
 

@@ -1,4 +1,4 @@
-"""The quick tier on real GPUs: it ends in time, measures every figure, and says why where it does not pass."""
+"""The quick tier on real GPUs: it ends in time, measures every metric, and passes or warns."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_a_quick_certificate_of_real_gpus_measures_every_figure_within_a_minute(tmp_path: Path) -> None:
+def test_quick_certificate_of_real_gpus_measures_every_metric_within_a_minute(tmp_path: Path) -> None:
     began_s = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "meltcore.cli.main", "certify", "--json", "--out", str(tmp_path)],

@@ -1,31 +1,32 @@
-"""The seam against this machine: programs end, hang, and are killed with all they started."""
+"""Node on this machine: programs end, hang, and are killed with their children."""
 
 import os
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from meltcore.hardware import nvml as nvml_module
-from meltcore.hardware.fake import FakeNvml
-from meltcore.hardware.node import Node
-from meltcore.hardware.nvml import GpuLostError, Nvml
+from meltcore.hardware.node import Node, last_line
+from meltcore.hardware.nvml import driver as driver
+from meltcore.hardware.nvml.driver import GpuLostError, Nvml
+from meltcore.testing.fake_gpu import FakeNvml
 
 
 def node() -> Node:
     return Node(FakeNvml([]))
 
 
-def test_a_program_gets_its_question_and_environment_and_its_answer_comes_back() -> None:
-    code = "import os, sys; print(sys.stdin.read() + os.environ['COLOUR']); print('woe', file=sys.stderr); sys.exit(3)"
-    ran = node().run([sys.executable, "-c", code], b"sky is ", {"COLOUR": "blue"}, 30.0)
-    assert (ran.code, ran.stdout, ran.last_words, ran.alive) == (3, b"sky is blue\n", "woe", False)
+def test_program_gets_stdin_and_environment_and_output_returns() -> None:
+    code = "import os, sys; print(sys.stdin.read() + os.environ['COLOR']); print('woe', file=sys.stderr); sys.exit(3)"
+    ran = node().run([sys.executable, "-c", code], b"sky is ", {"COLOR": "blue"}, 30.0)
+    assert (ran.returncode, ran.stdout, last_line(ran), ran.is_alive) == (3, b"sky is blue\n", "woe", False)
 
 
-def test_a_hung_program_is_killed_with_its_children_and_what_it_wrote_is_kept() -> None:
+def test_hung_program_is_killed_with_children_and_output_is_kept() -> None:
     code = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
@@ -35,7 +36,7 @@ def test_a_hung_program_is_killed_with_its_children_and_what_it_wrote_is_kept() 
     began_s = time.monotonic()
     ran = node().run([sys.executable, "-c", code], b"", {}, 1.5)
     assert time.monotonic() - began_s < 10
-    assert ran.code is None
+    assert ran.returncode is None
     child = int(ran.stdout)
     for _ in range(50):
         if not _runs(child):
@@ -45,32 +46,31 @@ def test_a_hung_program_is_killed_with_its_children_and_what_it_wrote_is_kept() 
 
 
 def _runs(pid: int) -> bool:
-    """A killed child that nobody has waited for is no longer running."""
+    """Returns False also for a killed child without a wait."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
 
 
-def test_what_a_program_leaves_behind_is_ended_too() -> None:
+def test_processes_left_behind_are_ended() -> None:
     code = (
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "print(child.pid)\n"
     )
     ran = node().run([sys.executable, "-c", code], b"", {}, 30.0)
-    assert ran.code == 0
+    assert ran.returncode == 0
     time.sleep(0.2)
     assert not _runs(int(ran.stdout))
 
 
-def test_a_file_that_is_not_there_reads_as_none(tmp_path: "os.PathLike[str]") -> None:
+def test_missing_file_reads_as_none(tmp_path: "os.PathLike[str]") -> None:
     assert node().read(tmp_path / "nothing") is None  # type: ignore[operator]
 
 
-def test_gpus_that_a_cgroup_denies_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    pynvml = nvml_module.pynvml
+def test_gpus_denied_by_cgroup_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = driver.pynvml
 
     def handle(index: int) -> str:
         if index == 1:
@@ -80,11 +80,11 @@ def test_gpus_that_a_cgroup_denies_are_left_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
-    assert Nvml().boards() == ["handle 0", "handle 2"]
+    assert Nvml().gpus() == ["handle 0", "handle 2"]
 
 
-def test_a_gpu_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    pynvml = nvml_module.pynvml
+def test_lost_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = driver.pynvml
 
     def handle(index: int) -> str:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -93,11 +93,11 @@ def test_a_gpu_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
     with pytest.raises(GpuLostError, match="GPU 0 is lost: it fell off the bus"):
-        Nvml().boards()
+        Nvml().gpus()
 
 
-def test_nvlink_errors_are_those_that_the_generation_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    pynvml = nvml_module.pynvml
+def test_nvlink_errors_use_counters_of_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = driver.pynvml
     counters = {
         pynvml.NVML_NVLINK_ERROR_DL_REPLAY: 1,
         pynvml.NVML_NVLINK_ERROR_DL_RECOVERY: 2,
@@ -108,17 +108,17 @@ def test_nvlink_errors_are_those_that_the_generation_counts(monkeypatch: pytest.
         pynvml.NVML_FI_DEV_NVLINK_COUNT_EFFECTIVE_ERRORS: 16,
     }
 
-    def counter(board: object, link: int, kind: int) -> int:
+    def counter(device: object, link: int, kind: int) -> int:
         return counters[kind] + link
 
     def refusal(status: int) -> Callable[..., int]:
-        def refuse(board: object, link: int, kind: int) -> int:
+        def refuse(device: object, link: int, kind: int) -> int:
             raise pynvml.NVMLError(status)
 
         return refuse
 
-    def values(board: object, wanted: list[tuple[int, int]]) -> list[SimpleNamespace]:
-        [(field, link)] = wanted
+    def values(device: object, requested: list[tuple[int, int]]) -> list[SimpleNamespace]:
+        [(field, link)] = requested
         value = SimpleNamespace(ullVal=fields[field] + link)
         kind = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
         return [SimpleNamespace(valueType=kind, nvmlReturn=pynvml.NVML_SUCCESS, value=value)]
@@ -134,7 +134,7 @@ def test_nvlink_errors_are_those_that_the_generation_counts(monkeypatch: pytest.
         Nvml().nvlink_errors(None, 100)
 
 
-# Stands for `meltcore demo`: it starts a program in a session of its own, and ends it where it is itself ended.
+# Stands for `meltcore demo`: it starts a program in another session, and ends it when it is itself terminated.
 _PARENT = """
 import signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
@@ -148,9 +148,9 @@ time.sleep(60)
 """
 
 
-def test_a_program_past_its_limit_may_end_what_it_started_elsewhere() -> None:
+def test_program_past_its_limit_can_end_other_sessions() -> None:
     ran = node().run([sys.executable, "-c", _PARENT], b"", {}, 1.5)
-    assert ran.code is None
+    assert ran.returncode is None
     assert not _runs(int(ran.stdout))
 
 
@@ -159,7 +159,7 @@ def test_programs_of_other_threads_can_be_ended() -> None:
     with ThreadPoolExecutor() as pool:
         running = [pool.submit(machine.run, [sys.executable, "-c", _PARENT], b"", {}, 50.0) for _ in range(2)]
         time.sleep(1.5)
-        machine.end_programs()
+        machine.terminate_programs()
         ran = [each.result(timeout=10) for each in running]
-    assert [each.code for each in ran] == [0, 0]
+    assert [each.returncode for each in ran] == [0, 0]
     assert not any(_runs(int(each.stdout)) for each in ran)

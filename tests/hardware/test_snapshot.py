@@ -1,4 +1,4 @@
-"""Snapshots and what changed between two."""
+"""Snapshots and differences between two."""
 
 from pathlib import Path
 
@@ -9,21 +9,19 @@ from pynvml import NVML_ERROR_UNKNOWN, NVMLError
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
-from meltcore.hardware.drift import drift
-from meltcore.hardware.fake import FakeGpu, FakeNvml
-from meltcore.hardware.fake_node import FakeNode
-from meltcore.hardware.snapshot import take_snapshot
-from meltcore.hardware.snapshot_lines import snapshot_lines
+from meltcore.hardware.snapshot import diff_snapshots, snapshot_lines, take_snapshot
 from meltcore.results.snapshot import NOT_APPLICABLE, UNKNOWN, Snapshot, read_snapshot
+from meltcore.testing.fake_gpu import FakeGpu, FakeNvml
+from meltcore.testing.fake_node import FakeNode
 
 NOT_SUPPORTED, NO_PERMISSION = 3, 4
 
 
-def snapshot_of(node: FakeNode, wanted: str | None = None) -> Snapshot:
-    return take_snapshot(node, node.gpus(wanted))
+def snapshot_of(node: FakeNode, requested: str | None = None) -> Snapshot:
+    return take_snapshot(node, node.gpus(requested))
 
 
-def test_a_snapshot_holds_every_link_and_path() -> None:
+def test_snapshot_holds_every_link_and_path() -> None:
     node = node_of(h200s(4), files={"/sys/bus/pci/devices/0000:01:00.0/numa_node": "1\n"})
     snapshot = snapshot_of(node)
     assert [len(gpu.links_up()) for gpu in snapshot.gpus] == [18] * 4
@@ -37,42 +35,42 @@ def test_a_snapshot_holds_every_link_and_path() -> None:
     assert "141 GiB" in text
 
 
-def test_without_links_the_path_is_that_of_pcie() -> None:
+def test_path_without_links_is_pcie() -> None:
     gpus = h200s(2)
     for gpu in gpus:
         gpu.links_down = list(range(18))
     assert snapshot_of(node_of(gpus)).topology == [["X", "SYS"], ["SYS", "X"]]
 
 
-def test_only_the_chosen_gpus_are_in_it() -> None:
+def test_snapshot_holds_selected_gpus_only() -> None:
     assert [gpu.index for gpu in snapshot_of(node_of(h200s(4)), "2").gpus] == [2]
 
 
-def test_unknown_and_not_applicable_are_told_apart() -> None:
+def test_unknown_and_not_applicable_are_distinguished() -> None:
     gpu = FakeGpu(
         name="NVIDIA GeForce RTX 5090", architecture=10, refused={"ecc_on": NOT_SUPPORTED, "vbios": NO_PERMISSION}
     )
     facts = snapshot_of(node_of([gpu])).gpus[0].facts
     assert (facts["ecc_on"], facts["vbios"]) == (NOT_APPLICABLE, UNKNOWN)
     facts = snapshot_of(node_of([FakeGpu(refused={"ecc_on": NOT_SUPPORTED})])).gpus[0].facts
-    assert facts["ecc_on"] == UNKNOWN, "an H200 has ECC, whatever the driver says"
+    assert facts["ecc_on"] == UNKNOWN, "an H200 has ECC, whatever the driver reports"
 
 
-def test_a_snapshot_does_not_drift_from_itself_while_clocks_and_heat_do() -> None:
+def test_clocks_and_temperature_are_no_difference() -> None:
     gpus = h200s(2)
     old = snapshot_of(node_of(gpus))
     gpus[0].readings.update(temperature_c=80, sm_clock_mhz=345, pcie_generation=1, clock_reasons=1)
-    assert drift(old, snapshot_of(node_of(gpus))) == []
+    assert diff_snapshots(old, snapshot_of(node_of(gpus))) == []
 
 
-def test_drift_is_told_in_words_by_uuid() -> None:
+def test_differences_are_listed_by_uuid() -> None:
     gpus = h200s(3)
     old = snapshot_of(node_of(gpus))
     gpus[1].readings.update(power_limit_w=500, ecc_corrected=9, ecc_corrected_lifetime=2)
     gpus[1].links_down = [7]
     new = snapshot_of(node_of([gpus[1], gpus[2], FakeGpu(uuid="GPU-new", bus_id="0000:77:00.0")]))
     new.driver = "590.00.00"
-    assert drift(old, new) == [
+    assert diff_snapshots(old, new) == [
         "driver: 580.00.00 -> 590.00.00",
         f"GPU 0 NVIDIA H200 ({gpus[0].uuid}) is gone",
         "GPU 0 index: 1 -> 0",
@@ -84,9 +82,7 @@ def test_drift_is_told_in_words_by_uuid() -> None:
     ]
 
 
-def test_the_command_reads_its_own_json_and_says_drift_by_its_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_reads_its_json_and_exits_1_on_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshot", "--json"]) == 0
     path = tmp_path / "old.json"
     path.write_text(capsys.readouterr().out)
@@ -98,7 +94,7 @@ def test_the_command_reads_its_own_json_and_says_drift_by_its_exit_code(
     assert "kernel: Linux 2.6 -> " in capsys.readouterr().out
 
 
-def test_a_certificate_will_do_for_the_old_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_certificate_can_be_the_old_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     certificate = certified(tmp_path, node_of(h200s(1)), "quick")
     (tmp_path / "certificate.json").write_bytes(msgspec.json.encode(certificate))
     assert main(["snapshot", "--diff", str(tmp_path / "certificate.json")]) == 1
@@ -108,19 +104,19 @@ def test_a_certificate_will_do_for_the_old_snapshot(tmp_path: Path, capsys: pyte
         assert main(["snapshot", "--diff", str(tmp_path / name)]) == 2
 
 
-def test_a_driver_that_refuses_is_an_error_and_no_drift(
+def test_refusing_driver_is_an_error_not_a_difference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(self: object) -> None:
         raise NVMLError(NVML_ERROR_UNKNOWN)
 
-    monkeypatch.setattr("meltcore.hardware.nvml.Nvml", lambda: FakeNvml([FakeGpu()]))
-    monkeypatch.setattr(FakeNvml, "boards", refuse)
+    monkeypatch.setattr("meltcore.hardware.nvml.driver.Nvml", lambda: FakeNvml([FakeGpu()]))
+    monkeypatch.setattr(FakeNvml, "gpus", refuse)
     assert main(["snapshot"]) == 2
-    assert "does not say which GPUs there are: Unknown Error" in capsys.readouterr().err
+    assert "does not list its GPUs: Unknown Error" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no snapshot"):
+    with pytest.raises(ConfigError, match="not a meltcore document"):
         read_snapshot(tmp_path / "x.json")

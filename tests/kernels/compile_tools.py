@@ -1,8 +1,7 @@
-"""Compiling kernels for architectures that are not here, in processes beside the tests."""
+"""Compiles kernels for absent architectures, in processes beside the tests."""
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -11,21 +10,22 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from kernel_tools import ModelShape
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from meltcore.kernels.jit import ModelShape
+from meltcore.kernels.launch import force_implementation
 
 
 class AbsentGPU:
-    """What Triton asks its driver before it compiles, answered for an architecture that is not here."""
+    """A driver for Triton's compiler that reports the properties of an absent architecture."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.launchers: list[str] = []
 
     def launcher_cls(self, src: object, metadata: Any) -> None:
-        """Making what launches a kernel needs the driver's library, which is not here either: noted."""
+        """Records launchers: making one needs the driver's library, which is absent too."""
         self.launchers.append(metadata.name)
 
     def get_current_target(self) -> GPUTarget:
@@ -58,7 +58,7 @@ class Task(NamedTuple):
 
 
 class CompilePool:
-    """A process for each architecture, until `close`. A task given before it is asked for runs meanwhile.
+    """A process for each architecture, until `close`. Tasks submitted early run in the meantime.
 
     Not one for several: once it has compiled for sm_90, Triton 3.6 converts FP8 for sm_89 by what only sm_90 has.
     Not the process of the tests: Triton's interpreter leaves the language patched, and nothing compiles after that.
@@ -93,8 +93,9 @@ _compiled: list[Binary] = []  # since the last task of this process
 
 
 def only_compile_for(capability: int) -> None:
-    """From here on this process compiles in the place of running, for a GPU that is not here."""
+    """From here on this process compiles kernels instead of running them, for an absent GPU."""
     triton.runtime.driver._active = AbsentGPU(capability)
+    force_implementation("triton")
     run = JITFunction.run
 
     def compile_only(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -113,4 +114,9 @@ def compile_launches(launches: Iterable[Callable[[], object]]) -> list[Binary]:
 
 
 def compile_file(task: Task) -> list[Binary]:
-    return compile_launches(importlib.import_module(task.module).compile_cases(task.shape, task.dtype))
+    # Where the pool's processes import kernels, not the process of the tests.
+    import compile_cases_attention
+    import compile_cases_gemm
+
+    cases = (compile_cases_attention.BY_NAME | compile_cases_gemm.BY_NAME)[task.module]
+    return compile_launches(cases(task.shape, task.dtype))

@@ -1,4 +1,4 @@
-"""Running Triton bodies: natively on a GPU, and else in Triton's interpreter."""
+"""Running Triton kernels: natively on a GPU, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import triton
 import triton.language as tl
 from kernel_tools import kernel_modules
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
+
+from meltcore.kernels.launch import force_implementation
 
 _convert_float = interpreter._convert_float
 
 
 def _convert_with_rounding(values: np.ndarray, source: tl.dtype, target: tl.dtype, mode: Any) -> np.ndarray:
-    """A GPU rounds float32 to the nearest bfloat16; the interpreter cuts, which adds up over a few casts."""
+    """A GPU rounds float32 to the nearest bfloat16; the interpreter truncates, which adds up over a few casts."""
     if (source, target) != (tl.float32, tl.bfloat16):
         return _convert_float(values, source, target, mode)
     rounded = torch.from_numpy(values.astype(np.float32)).bfloat16()
@@ -28,10 +30,10 @@ def _convert_with_rounding(values: np.ndarray, source: tl.dtype, target: tl.dtyp
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Where the test's Triton bodies run.
+    """The device of the test's Triton kernels.
 
     Without a GPU every compiled function, Triton's own library included, is replaced by its interpreted form for this
-    test alone. TRITON_INTERPRET would do the same to the whole process, and only if set before the first import.
+    test alone. TRITON_INTERPRET would do that to the whole process, and only if set before the first import.
     """
     if torch.cuda.is_available():
         yield torch.device("cuda")
@@ -45,3 +47,39 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
                 form = forms.setdefault(id(value), InterpretedFunction(value.fn))
                 monkeypatch.setattr(module, name, form)
     yield torch.device("cpu")
+
+
+@pytest.fixture(params=["reference", "triton"])
+def implementation(request: pytest.FixtureRequest, device: torch.device) -> Iterator[str]:
+    """Runs the test once with each implementation of the kernels."""
+    force_implementation(request.param)
+    yield request.param
+    force_implementation(None)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixes two faults in the interpreter of Triton 3.6.
+
+    It takes a loop's bounds by int() of a [1] array, which NumPy 2.4 no longer allows, and multiplies the bit patterns
+    of bfloat16 matrices.
+    """
+    patch_tensor = interpreter._patch_lang_tensor
+    create_dot = InterpreterBuilder.create_dot
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return create_dot(self, _widened(left), _widened(right), *rest)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+def _widened(matrix: TensorHandle) -> TensorHandle:
+    if matrix.dtype.scalar != tl.bfloat16:
+        return matrix
+    wide = torch.from_numpy(matrix.data.view(np.int16)).view(torch.bfloat16).float()
+    return TensorHandle(wide.numpy(), tl.float32)

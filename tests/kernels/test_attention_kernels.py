@@ -1,28 +1,27 @@
-"""Attention over pages, decode and prefill: both bodies against a dense softmax, on shuffled page tables."""
+"""Paged attention, decode and prefill: both implementations against a dense softmax, on shuffled page tables."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from kernel_tools import in_triton
 
-from meltcore.kernels import decode_attention as decode_file
-from meltcore.kernels import decode_share
-from meltcore.kernels import prefill_attention as prefill_file
-from meltcore.kernels.attention import BLOCK_QUERIES, decode_attention, prefill_attention, query_tiles
-from meltcore.kernels.decode_lanes import MOST_SEQUENCES, Lanes, decode_in_lanes, lanes_of
-from meltcore.kernels.qkv import HeadNorms
+from meltcore.kernels.attention import prefill
+from meltcore.kernels.attention.decode import DecodeLaunch, decode_attention, decode_launch
+from meltcore.kernels.attention.metadata import BLOCK_QUERIES, AttentionParams, HeadNorms, make_query_tiles
+from meltcore.kernels.attention.prefill import prefill_attention
+from meltcore.kernels.attention.split_kv import arrival_counters
+from meltcore.kernels.attention.stream_k import MAX_SEQUENCES, StreamK, decode_stream_k, stream_k_for
+from meltcore.kernels.capability import shared_memory_bytes, sm_count
 from meltcore.kernels.rotary import rotary_table
 
 PAGE_SIZE = 64
 H200_SHARED = 227 * 2**10
 POISON = 7e4
-# ||out - dense|| / ||dense||, by type: rounding of the inputs of the second product and of the output.
+# ||out - dense|| / ||dense||, by type: rounding of the inputs of the second dot and of the output.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -61,16 +60,22 @@ def make_sequences(
 
 
 def dense_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Written anew, head by head, in float64."""
+    """An independent implementation, head by head, in float64."""
     group = queries.shape[1] // keys.shape[1]
     out = torch.zeros(queries.shape, dtype=torch.float64, device=queries.device)
     for query in range(queries.shape[0]):
-        seen = start + query + 1
+        end = start + query + 1
+        seen = slice(0 if window is None else max(0, end - window), end)
         for head in range(queries.shape[1]):
-            scores = keys[:seen, head // group].double() @ queries[query, head].double() * scale
-            out[query, head] = scores.softmax(0) @ values[:seen, head // group].double()
+            scores = keys[seen, head // group].double() @ queries[query, head].double() * scale
+            out[query, head] = scores.softmax(0) @ values[seen, head // group].double()
     return out
 
 
@@ -78,41 +83,6 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) 
     assert out.dtype == dtype
     distance = (out.double() - expected).norm() / expected.norm()
     assert distance <= TOLERANCE[dtype], f"relative distance {distance:.2e}"
-
-
-@pytest.fixture(autouse=True)
-def interpreter_of_loops_and_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two gaps in the interpreter of Triton 3.6.
-
-    It takes a loop's bounds by int() of a [1] array, which NumPy 2.4 no longer allows, and multiplies the bit patterns
-    of bfloat16 matrices.
-    """
-    patch_tensor = interpreter._patch_lang_tensor
-    create_dot = InterpreterBuilder.create_dot
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
-        return create_dot(self, _widened(left), _widened(right), *rest)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-
-
-def _widened(matrix: TensorHandle) -> TensorHandle:
-    if matrix.dtype.scalar != tl.bfloat16:
-        return matrix
-    wide = torch.from_numpy(matrix.data.view(np.int16)).view(torch.bfloat16).float()
-    return TensorHandle(wide.numpy(), tl.float32)
-
-
-@pytest.fixture(params=["torch", "triton"])
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> str:
-    for module in (decode_file, prefill_file):
-        monkeypatch.setattr(module, "use_triton", lambda tensor: request.param == "triton")
-    return request.param
 
 
 DECODE_SHAPES = [
@@ -131,42 +101,44 @@ EPS = 1e-6
 
 
 class NewTokens(NamedTuple):
-    """What a decode step is given, and the same queries, keys and values as plain [sequences, heads, head_dim]."""
+    """The inputs of a decode step, and the same queries, keys and values as plain [sequences, heads, head_dim]."""
 
     qkv: torch.Tensor
-    norms: HeadNorms | None
-    rotary: torch.Tensor
+    params: AttentionParams
     positions: torch.Tensor
+    page_table: torch.Tensor
+    rows: torch.Tensor
     queries: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
 
 
 def make_new_tokens(made: Sequences, group: int, normed: bool) -> NewTokens:
-    """The last token of each sequence comes as a product, a part of a wider one; its place in the cache is NaN."""
+    """The last token of each sequence as a QKV projection, part of wider rows; its slot in the cache is NaN."""
     dtype, device = made.key_cache.dtype, made.key_cache.device
     _, _, kv_heads, head_dim = made.key_cache.shape
     positions = torch.tensor([len(keys) - 1 for keys in made.keys], device=device)
     heads = group * kv_heads
-    product = torch.randn(len(positions), heads + 2 * kv_heads + 1, head_dim, device=device).to(dtype)
-    split = product[:, :-1]
+    projected = torch.randn(len(positions), heads + 2 * kv_heads + 1, head_dim, device=device).to(dtype)
+    split = projected[:, :-1]
     rotary = rotary_table(head_dim, int(positions.max()) + 1, 10_000.0, device)
     weights = torch.randn(2, head_dim, device=device).to(dtype)
     norms = HeadNorms(weights[0], weights[1], EPS) if normed else None
-    queries = turned(split[:, :heads], norms and norms.query, rotary, positions)
-    keys = turned(split[:, heads:-kv_heads], norms and norms.key, rotary, positions)
+    queries = rotated(split[:, :heads], norms and norms.query, rotary, positions)
+    keys = rotated(split[:, heads:-kv_heads], norms and norms.key, rotary, positions)
     values = split[:, -kv_heads:]
     for i, position in enumerate(positions.tolist()):
         made.keys[i][position], made.values[i][position] = keys[i], values[i]
         page = made.page_table[made.rows[i], position // PAGE_SIZE]
         made.key_cache[page, position % PAGE_SIZE] = made.value_cache[page, position % PAGE_SIZE] = float("nan")
-    return NewTokens(split.flatten(1), norms, rotary, positions, queries, keys, values)
+    params = AttentionParams(norms, rotary, made.key_cache, made.value_cache, head_dim**-0.5)
+    return NewTokens(split.flatten(1), params, positions, made.page_table, made.rows, queries, keys, values)
 
 
-def turned(
+def rotated(
     heads: torch.Tensor, weight: torch.Tensor | None, rotary: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Norm and rotation, written anew with complex numbers in float64, rounded once."""
+    """An independent norm and rotation, with complex numbers in float64, rounded once."""
     wide = heads.double()
     if weight is not None:
         wide = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
@@ -176,6 +148,29 @@ def turned(
     return torch.cat((both.real, both.imag), -1).to(heads.dtype)
 
 
+def forget_before(made: Sequences, first_queries: list[int], window: int) -> None:
+    """Make NaN what no query from these positions on sees, and point the page-table entries before it to such a page.
+
+    No sequence owns page 0, so it is NaN already. Other pages before a window are given back and used anew.
+    """
+    for index, (row, first) in enumerate(zip(made.rows.tolist(), first_queries, strict=True)):
+        oldest = max(0, first - window + 1)
+        for position in range(oldest):
+            page = made.page_table[row, position // PAGE_SIZE]
+            made.key_cache[page, position % PAGE_SIZE] = made.value_cache[page, position % PAGE_SIZE] = float("nan")
+        made.keys[index][:oldest] = made.values[index][:oldest] = float("nan")
+        made.page_table[row, : oldest // PAGE_SIZE] = 0
+
+
+def launch_of(made: Sequences, splits: int | None) -> DecodeLaunch | None:
+    """The decode launch of these sequences with the given KV splits; None for the default launch."""
+    (_, _, *sizes), device = made.key_cache.shape, made.key_cache.device
+    given = len(made.keys), *sizes, made.key_cache.element_size(), made.page_table.shape[1]
+    launch = decode_launch(*given, sm_count(device), shared_memory_bytes(device))
+    return None if splits is None else launch._replace(splits=splits)
+
+
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize("seed", [11])
 @pytest.mark.parametrize(("group", "kv_heads", "head_dim", "splits", "dtype", "lengths"), DECODE_SHAPES)
@@ -188,69 +183,69 @@ def test_decode_equals_dense_softmax(
     lengths: list[int],
     normed: bool,
     seed: int,
-    body: str,
     device: torch.device,
 ) -> None:
     torch.manual_seed(seed)
     made = make_sequences(lengths, kv_heads, head_dim, dtype, device)
     given = make_new_tokens(made, group, normed)
     out = torch.full_like(given.queries, POISON if dtype != torch.float16 else 6e4)
-    scale = head_dim**-0.5
+    launch = launch_of(made, splits)
     before = made.key_cache.clone(), made.value_cache.clone()
     for _ in range(2):  # the second launch finds the counters of arrivals as the first one did
-        returned = decode_attention(*given[:4], *made[:4], scale, splits, out)
+        returned = decode_attention(*given[:5], out=out, launch=launch)
     assert returned is out
     expected = [
-        dense_attention(given.queries[i : i + 1], made.keys[i], made.values[i], length - 1, scale)
+        dense_attention(given.queries[i : i + 1], made.keys[i], made.values[i], length - 1, head_dim**-0.5)
         for i, length in enumerate(lengths)
     ]
     assert_close(out, torch.cat(expected), dtype)
     stored = torch.zeros(before[0].shape[:2], dtype=torch.bool)
     for i, position in enumerate(given.positions.tolist()):
-        place = made.page_table[made.rows[i], position // PAGE_SIZE], position % PAGE_SIZE
-        assert_close(made.key_cache[place], given.keys[i].double(), dtype)
-        assert torch.equal(made.value_cache[place], given.values[i])
-        stored[place] = True
+        cache_index = made.page_table[made.rows[i], position // PAGE_SIZE], position % PAGE_SIZE
+        assert_close(made.key_cache[cache_index], given.keys[i].double(), dtype)
+        assert torch.equal(made.value_cache[cache_index], given.values[i])
+        stored[cache_index] = True
     for cache, earlier in zip(made[:2], before, strict=True):
         torch.testing.assert_close(cache.cpu()[~stored], earlier.cpu()[~stored], rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_share_asked_for_ahead_gives_the_same(device: torch.device) -> None:
-    """Shares that end within, at and after their first block; one holds the new token alone."""
+def test_prefetched_splits_give_the_same(device: torch.device) -> None:
+    """Splits that end within, at and after their first block; one has the new token alone."""
     torch.manual_seed(13)
     made = make_sequences([20, 64, 65, 129, 700], 2, 64, torch.float32, device)
     given = make_new_tokens(made, group=2, normed=True)
     out = torch.full_like(given.queries, POISON)
-    launch = decode_file.decode_launch(5, 2, 64, 4, made.page_table.shape[1], 132, H200_SHARED)._replace(ahead=True)
-    decode_file._decode_triton(*given[:4], *made[:4], 0.125, out, 4, launch)
+    launch = launch_of(made, 4)
+    assert launch is not None
+    in_triton(decode_attention)(*given[:5], out=out, launch=launch._replace(prefetch=True))
     for i, keys in enumerate(made.keys):
         expected = dense_attention(given.queries[i : i + 1], keys, made.values[i], len(keys) - 1, 0.125)
         assert_close(out[i : i + 1], expected, torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("group", "kv_heads", "head_dim", "dtype", "lengths", "lanes"),
+    ("group", "kv_heads", "head_dim", "dtype", "lengths", "launch"),
     [
-        (2, 2, 64, torch.float32, [20, 64, 65, 129, 700], Lanes(3, 1)),
-        (2, 1, 64, torch.float32, [700, 1, 2, 64, 300], Lanes(7, 1)),
-        (3, 1, 64, torch.float32, [64 * 30], Lanes(11, 1)),  # one sequence in all lanes
-        (2, 4, 64, torch.float32, [20, 64, 65, 300], Lanes(5, 2)),
-        (3, 2, 64, torch.float32, [33, 31, 130], Lanes(4, 2)),  # rows of the tile left over
-        (2, 2, 128, torch.bfloat16, [1, 128, 500], Lanes(1, 2)),
-        (2, 8, 128, torch.bfloat16, [17, 8, 9, 200], Lanes(7, 8)),
-        (2, 2, 64, torch.float16, [65, 30], Lanes(40, 2)),  # more lanes than blocks
+        (2, 2, 64, torch.float32, [20, 64, 65, 129, 700], StreamK(3, 1)),
+        (2, 1, 64, torch.float32, [700, 1, 2, 64, 300], StreamK(7, 1)),
+        (3, 1, 64, torch.float32, [64 * 30], StreamK(11, 1)),  # one sequence in all work ranges
+        (2, 4, 64, torch.float32, [20, 64, 65, 300], StreamK(5, 2)),
+        (3, 2, 64, torch.float32, [33, 31, 130], StreamK(4, 2)),  # rows of the tile left over
+        (2, 2, 128, torch.bfloat16, [1, 128, 500], StreamK(1, 2)),
+        (2, 8, 128, torch.bfloat16, [17, 8, 9, 200], StreamK(7, 8)),
+        (2, 2, 64, torch.float16, [65, 30], StreamK(40, 2)),  # more work ranges than blocks
     ],
 )
-def test_lanes_that_cut_sequences_anywhere_give_the_same(
+def test_stream_k_gives_the_same_wherever_sequences_are_split(
     group: int,
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
     lengths: list[int],
-    lanes: Lanes,
+    launch: StreamK,
     device: torch.device,
 ) -> None:
-    """A padding row among them comes out as zeros; a second launch finds the counters of arrivals as the first did."""
+    """A padding row yields zeros; arrival counters are zero again for a second launch."""
     torch.manual_seed(14)
     made = make_sequences(lengths, kv_heads, head_dim, dtype, device)
     given = make_new_tokens(made, group, normed=True)
@@ -261,54 +256,54 @@ def test_lanes_that_cut_sequences_anywhere_give_the_same(
     rows = torch.cat((spare[None], made.rows))
     out = qkv.new_full((len(qkv), *given.queries.shape[1:]), 6e4)
     for _ in range(2):
-        decode_in_lanes(
-            qkv, given.norms, given.rotary, positions, *made[:3], rows, head_dim**-0.5, out.fill_(6e4), lanes
+        in_triton(decode_attention)(
+            qkv, given.params, positions, made.page_table, rows, out=out.fill_(6e4), launch=launch
         )
     assert (out[0] == 0).all()
     for i, keys in enumerate(made.keys):
         expected = dense_attention(given.queries[i : i + 1], keys, made.values[i], len(keys) - 1, head_dim**-0.5)
         assert_close(out[i + 1 : i + 2], expected, dtype)
-    assert not decode_share.arrivals_of(device).any()
+    assert not arrival_counters(device).any()
 
 
-def test_lanes_serve_the_middle_between_few_and_many_sequences() -> None:
+def test_stream_k_is_for_neither_few_nor_many_sequences() -> None:
     cpu = torch.device("cpu")
-    found = {count: lanes_of(count, 16, 8, 128, cpu) for count in (1, 16, 17, 100, 128, 129, 1000)}
-    assert [count for count, lanes in found.items() if lanes] == [17, 100, 128]
-    assert found[17] == found[100] == found[128], "as many lanes as run at once, however many sequences"
+    found = {count: stream_k_for(count, 16, 8, 128, cpu) for count in (1, 16, 17, 100, 128, 129, 1000)}
+    assert [count for count, launch in found.items() if launch] == [17, 100, 128]
+    assert found[17] == found[100] == found[128], "as many work ranges as run concurrently, however many sequences"
     many = torch.empty(129, 1, 64)
+    params = AttentionParams(None, many, *[torch.empty(1, 64, 1, 64)] * 2, 1.0)
     with pytest.raises(ValueError, match="129 sequences"):
-        decode_in_lanes(many, None, many, many, *[torch.empty(1, 64, 1, 64)] * 2, many, many, 1.0, many, Lanes(3, 1))
+        decode_stream_k(many, params, many, many, many, many, StreamK(3, 1))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "key_heads"), [(16, 8, 2), (64, 8, 2), (64, 4, 1), (9, 3, 1)])
-def test_a_lane_is_walked_for_two_key_heads_where_their_queries_fit_one_tile(
+def test_work_range_has_two_key_heads_where_their_queries_fit_one_tile(
     heads: int, kv_heads: int, key_heads: int
 ) -> None:
     """There are as many programs either way."""
-    assert lanes_of(MOST_SEQUENCES, heads, kv_heads, 64, torch.device("cpu")) == (
+    assert stream_k_for(MAX_SEQUENCES, heads, kv_heads, 64, torch.device("cpu")) == (
         132 * key_heads // kv_heads,
         key_heads,
     )
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("splits", [1, 4])
-def test_padding_rows_come_out_as_zeros_and_touch_nothing(splits: int, body: str, device: torch.device) -> None:
+def test_outputs_of_padding_are_zeros_and_its_pages_are_not_read(splits: int, device: torch.device) -> None:
     torch.manual_seed(12)
     made = make_sequences([100], 2, 64, torch.float32, device)
     given = make_new_tokens(made, group=2, normed=True)
-    # Were a padding row's page looked up, its number would lead far outside the cache.
+    # If a padding row's page were looked up, its number would be far outside the cache.
     made.page_table[made.page_table.shape[0] - 1 - made.rows[0]] = 2**40
     spare = (made.page_table.shape[0] - 1 - made.rows[:1]).expand(2)
     out = decode_attention(
         given.qkv.repeat(3, 1),
-        given.norms,
-        given.rotary,
+        given.params,
         torch.tensor([99, -1, -1], device=device),
-        *made[:3],
+        made.page_table,
         torch.cat((made.rows, spare)),
-        0.125,
-        splits,
+        launch=launch_of(made, splits),
     )
     assert (out[1:] == 0).all()
     assert_close(out[:1], dense_attention(given.queries[:1], made.keys[0], made.values[0], 99, 0.125), torch.float32)
@@ -324,27 +319,28 @@ PREFILL_SHAPES: list[PrefillShape] = [
     (8, 1, 64, torch.bfloat16, [(128, 10)]),
     (2, 1, 256, torch.bfloat16, [(3, 66)]),
 ]
-PAIRABLE = [shape for shape in PREFILL_SHAPES if shape[0] % 2 == 0 and shape[2] <= 128 and shape[3].itemsize == 2]
+PACKABLE = [shape for shape in PREFILL_SHAPES if shape[0] % 2 == 0 and shape[2] <= 128 and shape[3].itemsize == 2]
 
 
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize("seed", [21])
 @pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=str)
 def test_prefill_equals_dense_causal_softmax(
-    shape: PrefillShape, normed: bool, seed: int, body: str, device: torch.device
+    shape: PrefillShape, normed: bool, seed: int, device: torch.device
 ) -> None:
     torch.manual_seed(seed)
     assert_prefill_is_dense(*shape, normed=normed, device=device)
 
 
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
-@pytest.mark.parametrize("body", ["triton"], indirect=True)
-@pytest.mark.parametrize("shape", PAIRABLE, ids=str)
-def test_two_heads_of_a_group_in_one_program(
-    shape: PrefillShape, normed: bool, body: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("implementation", ["triton"], indirect=True)
+@pytest.mark.parametrize("shape", PACKABLE, ids=str)
+def test_two_heads_of_a_group_packed_in_one_program(
+    shape: PrefillShape, normed: bool, implementation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(22)
-    monkeypatch.setattr(prefill_file, "launch_for", lambda *_: prefill_file._PAIRED)
+    monkeypatch.setattr(prefill, "launch_for", lambda *_: prefill.PACKED_PAIRS)
     assert_prefill_is_dense(*shape, normed=normed, device=device)
 
 
@@ -359,16 +355,16 @@ def test_two_heads_of_a_group_in_one_program(
         (80, 8, 128, 34, 1),
     ],
 )
-def test_heads_are_paired_where_there_are_many_tiles(
+def test_heads_are_packed_where_there_are_many_tiles(
     arch: int, kv_heads: int, head_dim: int, tiles: int, packed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_file, "capability", lambda _: arch)
-    monkeypatch.setattr(prefill_file, "processors", lambda _: 132)
+    monkeypatch.setattr(prefill, "capability", lambda _: arch)
+    monkeypatch.setattr(prefill, "sm_count", lambda _: 132)
     cache = torch.empty(1, 64, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    launch = prefill_file.launch_for(cache[0, 0], cache, 16, tiles)
+    launch = prefill.launch_for(cache[0, 0], cache, 16, tiles)
     assert launch.packed == packed
     in_fp8 = cache.to(torch.float8_e4m3fn)
-    assert prefill_file.launch_for(cache[0, 0], in_fp8, 16, tiles).packed == 1
+    assert prefill.launch_for(cache[0, 0], in_fp8, 16, tiles).packed == 1
 
 
 def assert_prefill_is_dense(
@@ -380,40 +376,39 @@ def assert_prefill_is_dense(
     *,
     normed: bool,
     device: torch.device,
+    window: int | None = None,
+    kernel_window: int | None = None,
 ) -> None:
-    """On random tokens, for every token that a tile covers; the others are left as they were."""
+    """For random tokens: those that a tile covers; the others are left as they were.
+
+    kernel_window: what the kernel is given instead of `window`, where they differ.
+    """
     made = make_sequences([start + count for start, count in chunks], kv_heads, head_dim, dtype, device)
-    # Tokens of other calls lie before, between and after; the queries are part of a fused product of wider rows.
+    if window is not None:
+        forget_before(made, [start for start, _ in chunks], window)
+    # Tokens of other calls are before, between and after; the queries are part of wider rows.
     ends = np.cumsum([count + 1 for _, count in chunks]).tolist()
     heads = group * kv_heads
-    product = torch.randn(ends[-1] + 1, heads + 2 * kv_heads + 1, head_dim, device=device).to(dtype)
-    split = product[:, :-1]
+    projected = torch.randn(ends[-1] + 1, heads + 2 * kv_heads + 1, head_dim, device=device).to(dtype)
+    split = projected[:, :-1]
     rotary = rotary_table(head_dim, max(start + count for start, count in chunks), 10_000.0, device)
     weight = torch.randn(head_dim, device=device).to(dtype)
     norms = HeadNorms(weight, weight, EPS) if normed else None
-    firsts = [end - count for end, (_, count) in zip(ends, chunks, strict=True)]
+    first_tokens = [end - count for end, (_, count) in zip(ends, chunks, strict=True)]
     rows = made.rows.tolist()
-    tiles = query_tiles((row, f, n, s) for row, f, (s, n) in zip(rows, firsts, chunks, strict=True))
+    tiles = make_query_tiles((row, f, n, s) for row, f, (s, n) in zip(rows, first_tokens, chunks, strict=True))
     tiles = np.concatenate([tiles, np.zeros((2, 4), np.int32)])  # padding
     out = torch.full((ends[-1] + 1, heads, head_dim), 6e4, dtype=dtype, device=device)
     poison = out[0].clone()
-    prefill_attention(
-        split.flatten(1),
-        norms,
-        rotary,
-        made.key_cache,
-        made.value_cache,
-        made.page_table,
-        torch.from_numpy(tiles).to(device),
-        head_dim**-0.5,
-        out,
-    )
+    caches = made.key_cache, made.value_cache
+    params = AttentionParams(norms, rotary, *caches, head_dim**-0.5, kernel_window or window)
+    prefill_attention(split.flatten(1), params, made.page_table, torch.from_numpy(tiles).to(device), out=out)
     covered = torch.zeros(len(out), dtype=torch.bool)
-    for i, (first, (start, count)) in enumerate(zip(firsts, chunks, strict=True)):
+    for i, (first, (start, count)) in enumerate(zip(first_tokens, chunks, strict=True)):
         span = slice(first, first + count)
         positions = torch.arange(start, start + count, device=device)
-        queries = turned(split[span, :heads], norms and norms.query, rotary, positions)
-        expected = dense_attention(queries, made.keys[i], made.values[i], start, head_dim**-0.5)
+        queries = rotated(split[span, :heads], norms and norms.query, rotary, positions)
+        expected = dense_attention(queries, made.keys[i], made.values[i], start, head_dim**-0.5, window)
         assert_close(out[span], expected, dtype)
         covered[span] = True
     assert (out[~covered] == poison).all()
@@ -421,7 +416,7 @@ def assert_prefill_is_dense(
 
 def test_query_tiles_cover_every_token_once_and_start_with_most_keys() -> None:
     chunks = [(3, 0, 1, 500), (1, 1, BLOCK_QUERIES, 0), (4, 1 + BLOCK_QUERIES, 2 * BLOCK_QUERIES + 5, 7)]
-    tiles = query_tiles(chunks)
+    tiles = make_query_tiles(chunks)
     assert tiles.dtype == np.int32
     assert tiles[:, 2].max() == BLOCK_QUERIES
     ends = tiles[:, 2] + tiles[:, 3]
@@ -430,34 +425,34 @@ def test_query_tiles_cover_every_token_once_and_start_with_most_keys() -> None:
     assert found == sorted((row, first + i, start + i) for row, first, count, start in chunks for i in range(count))
 
 
-def test_query_tiles_of_nothing() -> None:
-    assert query_tiles([]).shape == (0, 4)
+def test_query_tiles_of_an_empty_step() -> None:
+    assert make_query_tiles([]).shape == (0, 4)
 
 
-def test_prefill_without_tiles_and_decode_without_sequences(body: str, device: torch.device) -> None:
+@pytest.mark.usefixtures("implementation")
+def test_prefill_without_tiles_and_decode_without_sequences(device: torch.device) -> None:
     made = make_sequences([1], 1, 64, torch.float32, device)
     none = torch.empty(0, dtype=torch.int64, device=device)
-    caches = (made.key_cache, made.value_cache, made.page_table)
-    rotary = rotary_table(64, 1, 10_000.0, device)
+    params = AttentionParams(None, rotary_table(64, 1, 10_000.0, device), made.key_cache, made.value_cache, 1.0)
     empty = torch.randn(0, 4 * 64, device=device)
-    assert decode_attention(empty, None, rotary, none, *caches, none, 1.0).shape == (0, 2, 64)
+    assert decode_attention(empty, params, none, made.page_table, none).shape == (0, 2, 64)
     tiles = torch.empty(0, 4, dtype=torch.int32, device=device)
-    assert prefill_attention(empty, None, rotary, *caches, tiles, 1.0).shape == (0, 2, 64)
+    assert prefill_attention(empty, params, made.page_table, tiles).shape == (0, 2, 64)
 
 
 @pytest.mark.parametrize("shared_bytes", [99 * 2**10, 163 * 2**10, H200_SHARED])
-@pytest.mark.parametrize("processors", [1, 46, 132, 170])
+@pytest.mark.parametrize("sms", [1, 46, 132, 170])
 @pytest.mark.parametrize("sequences", [1, 2, 10, 64, 256, 1000, 4096])
-def test_decode_grid_is_bounded_and_a_power_of_two(sequences: int, processors: int, shared_bytes: int) -> None:
-    launch = decode_file.decode_launch(sequences, 8, 128, 2, 640, processors, shared_bytes)
+def test_decode_grid_is_bounded_and_a_power_of_two(sequences: int, sms: int, shared_bytes: int) -> None:
+    launch = decode_launch(sequences, 8, 128, 2, 640, sms, shared_bytes)
     assert launch.splits & (launch.splits - 1) == 0
-    assert launch.splits * sequences * 8 <= max(64 * processors, sequences * 8)
-    assert 1 <= launch.share_pages <= 32
+    assert launch.splits * sequences * 8 <= max(64 * sms, sequences * 8)
+    assert 1 <= launch.split_pages <= 32
 
 
-def test_few_sequences_leave_few_places_empty() -> None:
-    """Two programs of four stages or three of three run on a processor of an H200; one of three on consumer GPUs."""
-    found = {n: decode_file.decode_launch(n, 8, 128, 2, 640, 132, H200_SHARED) for n in (1, 2, 8, 12, 16)}
+def test_few_sequences_leave_few_sm_slots_empty() -> None:
+    """Two programs of four stages or three of three run on an SM of an H200; one of three on consumer GPUs."""
+    found = {n: decode_launch(n, 8, 128, 2, 640, 132, H200_SHARED) for n in (1, 2, 8, 12, 16)}
     assert {n: (launch.splits, launch.stages) for n, launch in found.items()} == {
         1: (32, 4),
         2: (16, 4),
@@ -465,8 +460,8 @@ def test_few_sequences_leave_few_places_empty() -> None:
         12: (4, 3),
         16: (2, 4),
     }
-    assert decode_file.decode_launch(1, 8, 128, 2, 640, 128, 99 * 2**10).stages == 3
+    assert decode_launch(1, 8, 128, 2, 640, 128, 99 * 2**10).stages == 3
 
 
-def test_a_short_table_is_not_split_below_a_share() -> None:
-    assert decode_file.decode_launch(1, 8, 128, 2, 3, 132, H200_SHARED).splits == 2
+def test_a_short_page_table_is_split_no_further_than_its_pages() -> None:
+    assert decode_launch(1, 8, 128, 2, 3, 132, H200_SHARED).splits == 2

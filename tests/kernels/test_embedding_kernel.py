@@ -1,21 +1,22 @@
-"""Rows of a shared-out embedding: held ones as they are, zeros for all others."""
+"""Lookup in a sharded embedding: rows of the shard as they are, zeros for all others."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from kernel_tools import in_triton
 
-from meltcore.kernels import embedding
+from meltcore.kernels.embedding import sharded_embedding
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("size", [64, 1030])
-def test_all_parts_add_up_to_the_rows_of_the_whole(size: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_shards_add_up_to_the_whole_embedding(size: int, dtype: torch.dtype, device: torch.device) -> None:
     whole = torch.randn(60, size).to(dtype)
     token_ids = torch.tensor([0, 59, 20, 19, 40, 39, 7, 7])
-    for body, place in ((embedding._rows_or_zeros_torch, "cpu"), (embedding._rows_or_zeros_triton, device)):
+    for lookup, where_device in ((sharded_embedding, "cpu"), (in_triton(sharded_embedding), device)):
         parts = [
-            body(whole[first : first + 20].contiguous().to(place), token_ids.to(place), first).cpu()
+            lookup(whole[first : first + 20].contiguous().to(where_device), token_ids.to(where_device), first).cpu()
             for first in (0, 20, 40)
         ]
         assert torch.equal(sum(parts), whole[token_ids])
@@ -24,4 +25,4 @@ def test_all_parts_add_up_to_the_rows_of_the_whole(size: int, dtype: torch.dtype
 
 def test_no_tokens_give_no_rows(device: torch.device) -> None:
     nothing = torch.empty(0, dtype=torch.int64, device=device)
-    assert embedding._rows_or_zeros_triton(torch.ones(4, 8, device=device), nothing, 0).shape == (0, 8)
+    assert in_triton(sharded_embedding)(torch.ones(4, 8, device=device), nothing, 0).shape == (0, 8)

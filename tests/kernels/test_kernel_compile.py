@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every architecture that we serve, on a machine without a GPU."""
+"""Every Triton kernel compiles for every supported architecture, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -8,37 +8,29 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from types import ModuleType
 
+import compile_cases_attention
+import compile_cases_gemm
 import pytest
 import torch
 from compile_tools import CompilePool, Task
-from kernel_tools import jit_functions, kernel_modules
+from kernel_tools import ModelShape, jit_functions, kernel_modules
 
 from meltcore.kernels import (
-    all_reduce,
-    decode_attention,
-    decode_lanes,
-    delta_chunks,
-    delta_convolve,
-    delta_decode,
-    delta_prefill,
-    delta_scan,
-    expert_places,
-    expert_product,
-    expert_sum,
-    expert_tiles,
+    activation,
     norm,
-    one_token,
-    one_token_experts,
-    output_gate,
-    prefill_attention,
-    qkv,
-    router,
-    routing,
-    swiglu,
 )
-from meltcore.kernels.delta import DeltaShape
-from meltcore.kernels.jit import ModelShape
+from meltcore.kernels.attention import decode, kv_cache, prefill, stream_k
+from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms
+from meltcore.kernels.comm import all_reduce
+from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
+from meltcore.kernels.gated_delta import decode as gated_delta_decode
+from meltcore.kernels.gated_delta.common import GatedDeltaShape
+from meltcore.kernels.gated_delta.prefill import gated_delta_prefill
+from meltcore.kernels.gemm import gemv
+from meltcore.kernels.launch import force_implementation
+from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
 
+BY_NAME = compile_cases_attention.BY_NAME | compile_cases_gemm.BY_NAME
 MODELS = {
     "Qwen3-0.6B": ModelShape(
         hidden_size=1024, intermediate_size=3072, heads=16, kv_heads=8, head_dim=128, page_size=64
@@ -77,11 +69,39 @@ MODELS = {
         page_size=64,
         delta=(2, 4, 32, 64, 4),
     ),
+    # Their layers with a sliding window.
+    "Gemma-3-4B": ModelShape(
+        hidden_size=2560,
+        intermediate_size=10240,
+        heads=8,
+        kv_heads=4,
+        head_dim=256,
+        page_size=64,
+        sliding_window=1024,
+    ),
+    "Gemma-3-27B": ModelShape(
+        hidden_size=5376,
+        intermediate_size=21504,
+        heads=32,
+        kv_heads=16,
+        head_dim=128,
+        page_size=64,
+        sliding_window=1024,
+    ),
+    "Mistral-7B": ModelShape(
+        hidden_size=4096,
+        intermediate_size=14336,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        page_size=64,
+        sliding_window=4096,
+    ),
 }
 # What one of 8 GPUs has of its experts.
 MODELS["Qwen3.5-35B-A3B, an eighth"] = MODELS["Qwen3.5-35B-A3B"]._replace(expert_width=64)
 # Shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities), KiB.
-SHARED_LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+SHARED_LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 COMPILE_LIMIT_S = 900  # for all of them, on one slow core
 
 
@@ -93,15 +113,13 @@ def kernels_of(module: ModuleType) -> set[str]:
 # The models that a file's kernels are compiled for, first the one for every architecture, where others have none of it.
 OF_MODELS = {
     **dict.fromkeys(
-        (expert_places, expert_product, expert_sum, one_token_experts, router, routing),
+        (align, grouped_gemm, combine, expert_gemv, router, routing),
         ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"),
     ),
-    **dict.fromkeys(
-        (decode_attention, one_token, output_gate, prefill_attention, qkv), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")
-    ),
-    **dict.fromkeys((delta_chunks, delta_convolve, delta_decode, delta_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
+    **dict.fromkeys((decode, gemv, activation, prefill, kv_cache), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
+    **dict.fromkeys((intra_chunk, convolution, gated_delta_decode, state_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
-OF_HOPPER = (expert_tiles,)  # used there alone
+OF_HOPPER = (grouped_gemm_tma,)  # used there alone
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module not in OF_HOPPER]
 
 
@@ -109,7 +127,7 @@ def cases() -> Iterator[Task]:
     """Every file for every architecture; other sizes and float32 where shared memory is least."""
     for module in KERNEL_FILES:
         main, *others = OF_MODELS.get(module, ("Qwen3-0.6B", "sums"))
-        capabilities = [each for each in SHARED_LIMIT_KIB if each >= getattr(module, "LEAST_CAPABILITY", 0)]
+        capabilities = [each for each in SHARED_LIMIT_KIB if each >= getattr(module, "MIN_CAPABILITY", 0)]
         for capability in capabilities:
             yield Task(module.__name__, capability, MODELS[main], torch.bfloat16)
         smallest = min(capabilities, key=lambda capability: SHARED_LIMIT_KIB[capability])
@@ -117,12 +135,20 @@ def cases() -> Iterator[Task]:
         for model in others:
             yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16)
     for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
-        yield Task(expert_product.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
+        yield Task(grouped_gemm.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
     yield Task(all_reduce.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # shares summed over choices
     for module in OF_HOPPER:
         for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"):
             yield Task(module.__name__, 90, MODELS[model], torch.bfloat16)
-    yield Task(decode_attention.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # FP8 caches of wide heads
+    yield Task(decode.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # FP8 caches of wide heads
+    # Sliding windows: where shared memory is least, with FP8 caches, and on Hopper, with packed heads.
+    for module, capability, model in (
+        (decode, 120, "Gemma-3-4B"),
+        (prefill, 120, "Gemma-3-4B"),
+        (stream_k, 120, "Mistral-7B"),
+        *((module, 90, "Gemma-3-27B") for module in (decode, prefill, stream_k)),
+    ):
+        yield Task(module.__name__, capability, MODELS[model], torch.bfloat16)
 
 
 def named(task: Task) -> str:
@@ -132,8 +158,10 @@ def named(task: Task) -> str:
 
 @pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[CompilePool]:
-    """Compiles for all the tests that were selected while they wait for one after the other. Where several processes
-    run the tests, only what is asked for: every core has its work then."""
+    """Compiles for all the tests that were selected while they wait for one after the other.
+
+    With parallel test processes, only the requested ones: every core is busy then.
+    """
     alone = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
     with closing(CompilePool()) as pool:
         for item in request.session.items if alone else []:
@@ -156,11 +184,9 @@ def test_every_kernel_compiles_within_the_shared_memory_of(task: Task, pool: Com
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [decode_attention, decode_lanes], ids=["decode_attention", "decode_lanes"])
-def test_decode_attention_has_blocks_on_their_way_while_it_attends_to_one(
-    module: ModuleType, pool: CompilePool
-) -> None:
-    """A loop that the compiler does not pipeline, for a barrier in it, say, asks for no shared memory to hold them."""
+@pytest.mark.parametrize("module", [decode, stream_k], ids=["decode", "stream_k"])
+def test_decode_attention_loops_are_pipelined(module: ModuleType, pool: CompilePool) -> None:
+    """A loop that the compiler does not pipeline, because of a barrier in it, takes no shared memory for blocks."""
     task = Task(module.__name__, 90, MODELS["Qwen3-0.6B"], torch.bfloat16)
     two_blocks_in_fp8 = 2 * 2 * 64 * 128
     for binary in pool.give(task).result(timeout=COMPILE_LIMIT_S):
@@ -169,7 +195,7 @@ def test_decode_attention_has_blocks_on_their_way_while_it_attends_to_one(
 
 @pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_file_with_kernels_declares_what_to_compile(module: ModuleType) -> None:
-    assert bool(kernels_of(module)) == hasattr(module, "compile_cases")
+    assert bool(kernels_of(module)) == (module.__name__ in BY_NAME)
     # Public ones are for the kernels of other files.
     if any(name.startswith("_") for name in jit_functions(module)):
         assert kernels_of(module), "name what is launched ..._kernel"
@@ -180,49 +206,75 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def norm_launches(tokens: int) -> None:
-    norm._rms_norm_triton(meta(tokens, 1024), meta(1024), 1e-6)
+    norm.rms_norm(meta(tokens, 1024), meta(1024), 1e-6)
 
 
 def swiglu_launches(tokens: int) -> None:
-    swiglu._swiglu_triton(meta(tokens, 6144))
+    activation.swiglu(meta(tokens, 6144))
 
 
-def qkv_launches(tokens: int) -> None:
-    indices = meta(tokens + 1, dtype=torch.int64)[tokens % 2 :]  # a slice, at times unaligned
+def store_kv_launches(tokens: int) -> None:
+    indices = meta(tokens + 1, dtype=torch.int64)[tokens % 2 :]  # a slice, sometimes unaligned
     cache, weight = meta(9, 64, 8, 128), meta(128)
     table = meta(4096, 128, dtype=torch.float32)
-    norms = qkv.HeadNorms(weight, weight, 1e-6)
-    qkv._store_kv_triton(meta(tokens, 4096), norms, table, indices, indices, cache, cache)
+    params = AttentionParams(HeadNorms(weight, weight, 1e-6), table, cache, cache, 1.0)
+    kv_cache.store_kv(meta(tokens, 4096), params, indices, indices)
+
+
+def window_launches(window: int) -> None:
+    index, cache, qkv = meta(3, dtype=torch.int64), meta(9, 64, 2, 64), meta(3, 6 * 64)
+    params = AttentionParams(None, meta(4096, 64, dtype=torch.float32), cache, cache, 1.0, window)
+    decodes = qkv, params, index, meta(3, 640, dtype=torch.int64), index
+    for launch in (decode.decode_launch(3, 2, 64, 2, 640, 132, 227 * 2**10), stream_k.StreamK(3, 1)):
+        decode.decode_attention(*decodes, launch=launch)
+    prefill.prefill_attention(qkv, params, decodes[3], meta(1, 4, dtype=torch.int32))
 
 
 def routing_launches(tokens: int) -> None:
-    experts = routing._route_triton(meta(tokens, 128), 8, renormalised=True).experts
-    expert_places.place_pairs(experts[:128], 128, 16)  # of more pairs there are other forms
-    expert_places.place_pairs(meta(tokens + 1025, 8, dtype=torch.int32), 128, 64)
+    force_implementation("triton")
+    topk_ids = routing.select_experts(meta(tokens, 128), 8, norm_topk_prob=True).topk_ids
+    align.moe_align_block_size(topk_ids[:128], 16, 128)  # more pairs have other kernels
+    align.moe_align_block_size(meta(tokens + 1025, 8, dtype=torch.int32), 64, 128)
 
 
 def tile_launches(tokens: int) -> None:
-    experts = meta(tokens + 1024, 8, dtype=torch.int32)
-    expert_tiles.tiles_of_experts(meta(tokens + 1024, 2048), experts, meta(128, 1536, 2048), meta(128, 2048, 768))
+    topk_ids, hidden = meta(tokens + 1024, 8, dtype=torch.int32), meta(tokens + 1024, 2048)
+    grouped_gemm_tma.expert_outputs_tma(hidden, topk_ids, meta(128, 1536, 2048), meta(128, 2048, 768))
 
 
-def delta_launches(tokens: int) -> None:
-    shape = DeltaShape(2, 4, 32, 64, 4)
-    projected, weights, caches = shape.examples(tokens + 3, torch.bfloat16)
-    indices = meta(7, dtype=torch.int64)[tokens % 2 :]
-    out, chunks = meta(tokens + 3, shape.heads * shape.value_dim), meta(9, 2, dtype=torch.int32)[tokens % 2 :]
-    delta_decode._decode_triton(projected[:3], weights, *caches, indices[:3], indices[:3], shape, out[:3])
-    where = indices[:5], indices[:5], indices[:6], chunks, tokens % 4, shape
-    delta_prefill._prefill_triton(projected, weights, *caches, *where, out)
+def gated_delta_launches(tokens: int) -> None:
+    of = compile_cases_attention.GatedDelta(GatedDeltaShape(2, 4, 32, 64, 4), torch.bfloat16, tokens + 3)
+    index, three = meta(7, dtype=torch.int64)[tokens % 2 :], slice(3)
+    gated_delta_decode.gated_delta_decode(of.projected[three], of.params, index[:3], index[:3], of.shape, of.out[three])
+    metadata = of.metadata._replace(
+        context_lens=index[:5],
+        state_slots=index[:5],
+        query_start_loc=index[:6],
+        chunk_indices=meta(9, 2, dtype=torch.int32)[tokens % 2 :],
+        num_decodes=tokens % 4,
+    )
+    gated_delta_prefill(of.projected, of.params, metadata, of.shape, of.out)
 
 
 @pytest.mark.parametrize(
-    "launch", [norm_launches, swiglu_launches, qkv_launches, routing_launches, tile_launches, delta_launches]
+    "launch", [norm_launches, swiglu_launches, store_kv_launches, routing_launches, tile_launches, gated_delta_launches]
 )
-def test_the_number_of_tokens_compiles_nothing_again(launch: Callable[[int], None], pool: CompilePool) -> None:
-    """A kernel compiled in the middle of serving would stop everyone for half a second."""
+def test_number_of_tokens_triggers_no_recompilation(launch: Callable[[int], None], pool: CompilePool) -> None:
+    """A kernel compiled while serving would stop all requests for half a second."""
+    binaries = binaries_of(launch, pool)
+    assert binaries
+    assert {name: len(found) for name, found in binaries.items()} == dict.fromkeys(binaries, 1)
+
+
+def test_all_sliding_windows_share_one_binary(pool: CompilePool) -> None:
+    binaries = binaries_of(window_launches, pool)
+    kernels = "_decode_kernel", "_decode_stream_k_kernel", "_prefill_kernel"
+    assert {name: len(found) for name, found in binaries.items()} == dict.fromkeys(kernels, 1)
+
+
+def binaries_of(launch: Callable[[int], None], pool: CompilePool) -> dict[str, set[str]]:
+    """Hashes of each kernel that `launch` compiles for sm_90 when called with small and large numbers."""
     binaries: dict[str, set[str]] = {}
     for binary in pool.launch(90, launch, 1, 2, 3, 16, 1000, 4096).result(timeout=COMPILE_LIMIT_S):
         binaries.setdefault(binary.kernel, set()).add(binary.hash)
-    assert binaries
-    assert {name: len(found) for name, found in binaries.items()} == dict.fromkeys(binaries, 1)
+    return binaries

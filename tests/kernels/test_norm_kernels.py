@@ -1,11 +1,12 @@
-"""The normalisation's Triton bodies against the torch ones."""
+"""The RMS norm's kernel against its reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from kernel_tools import in_triton
 
-from meltcore.kernels import norm
+from meltcore.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
@@ -17,7 +18,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of unlike size, so that a norm taken over the wrong row shows."""
+    """Rows of different magnitudes, so that a norm over the wrong row shows."""
     return (torch.randn(shape) * torch.rand(*shape[:-1], 1).mul(8)).to(dtype)
 
 
@@ -30,35 +31,35 @@ def test_rms_norm_agrees_with_its_reference(
 ) -> None:
     torch.manual_seed(seed)
     hidden, weight = randn(*shape, dtype=dtype), torch.randn(shape[-1]).to(dtype)
-    expected = norm._rms_norm_torch(hidden, weight, EPS)
-    result = norm._rms_norm_triton(hidden.to(device), weight.to(device), EPS)
+    expected = rms_norm_reference(hidden, weight, EPS)
+    result = in_triton(rms_norm)(hidden.to(device), weight.to(device), EPS)
     assert result.shape == hidden.shape
     torch.testing.assert_close(result.cpu(), expected)
 
 
 @pytest.mark.parametrize(("seed", "shape"), list(enumerate([(1, 128), (5, 1024), (2, 192), (3, 8192), (0, 256)])))
-def test_what_is_added_first_is_added_in_place(
+def test_add_rms_norm_adds_in_place(
     seed: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(seed)
     residual, added, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), torch.randn(shape[1]).to(dtype)
     total = residual.clone().to(device)
-    result = norm._rms_norm_triton(total, weight.to(device), EPS, added.to(device))
+    result = in_triton(add_rms_norm)(total, added.to(device), weight.to(device), EPS)
     assert torch.equal(total.cpu(), residual + added)
     last_place = 2 * torch.finfo(dtype).eps
-    expected = norm._rms_norm_torch(residual + added, weight, EPS)
+    expected = rms_norm_reference(residual + added, weight, EPS)
     torch.testing.assert_close(result.cpu(), expected, rtol=max(last_place, 2e-6), atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(3), ids="seed{}".format)
-def test_a_float32_weight_multiplies_before_anything_is_rounded(seed: int, device: torch.device) -> None:
+def test_float32_weight_multiplies_before_rounding(seed: int, device: torch.device) -> None:
     torch.manual_seed(seed)
     hidden, weight = randn(5, 256, dtype=torch.bfloat16), 1 + torch.randn(256) / 256
-    exact = norm._rms_norm_torch(hidden.float(), weight, EPS).bfloat16()
-    assert torch.equal(norm._rms_norm_torch(hidden, weight, EPS), exact)
-    result = norm._rms_norm_triton(hidden.to(device), weight.to(device), EPS)
+    exact = rms_norm_reference(hidden.float(), weight, EPS).bfloat16()
+    assert torch.equal(rms_norm_reference(hidden, weight, EPS), exact)
+    result = in_triton(rms_norm)(hidden.to(device), weight.to(device), EPS)
     torch.testing.assert_close(result.cpu(), exact)
-    rounded_twice = norm._rms_norm_torch(hidden, weight.bfloat16(), EPS)
+    rounded_twice = rms_norm_reference(hidden, weight.bfloat16(), EPS)
     assert not torch.equal(rounded_twice, exact)
 
 
@@ -66,13 +67,13 @@ def test_a_float32_weight_multiplies_before_anything_is_rounded(seed: int, devic
 def test_rms_norm_reads_heads_out_of_a_wider_row(seed: int, device: torch.device) -> None:
     torch.manual_seed(seed)
     fused, weight = randn(5, 7, 64, dtype=torch.bfloat16), torch.randn(64).bfloat16()
-    expected = norm._rms_norm_torch(fused[:, 1:6:2], weight, EPS)
-    result = norm._rms_norm_triton(fused.to(device)[:, 1:6:2], weight.to(device), EPS)
+    expected = rms_norm_reference(fused[:, 1:6:2], weight, EPS)
+    result = in_triton(rms_norm)(fused.to(device)[:, 1:6:2], weight.to(device), EPS)
     torch.testing.assert_close(result.cpu(), expected)
     # A last dimension that is not contiguous, and leading ones that do not collapse.
-    turned = randn(64, 5, dtype=torch.bfloat16)
-    result = norm._rms_norm_triton(turned.to(device).T, weight.to(device), EPS)
-    torch.testing.assert_close(result.cpu(), norm._rms_norm_torch(turned.T, weight, EPS))
+    transposed = randn(64, 5, dtype=torch.bfloat16)
+    result = in_triton(rms_norm)(transposed.to(device).T, weight.to(device), EPS)
+    torch.testing.assert_close(result.cpu(), rms_norm_reference(transposed.T, weight, EPS))
     blocks = randn(2, 3, 4, 64, dtype=torch.bfloat16)
-    result = norm._rms_norm_triton(blocks.to(device)[:, :2, 1:3], weight.to(device), EPS)
-    torch.testing.assert_close(result.cpu(), norm._rms_norm_torch(blocks[:, :2, 1:3], weight, EPS))
+    result = in_triton(rms_norm)(blocks.to(device)[:, :2, 1:3], weight.to(device), EPS)
+    torch.testing.assert_close(result.cpu(), rms_norm_reference(blocks[:, :2, 1:3], weight, EPS))

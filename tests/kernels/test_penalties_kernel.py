@@ -1,16 +1,16 @@
-"""The penalties: both bodies against their definitions."""
+"""Penalties: both implementations against their definitions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from meltcore.kernels import penalties
+from meltcore.kernels.sampling.penalties import apply_penalties
 
 
-@pytest.mark.parametrize("body", [penalties._penalise_torch, penalties._penalise_triton], ids=["torch", "triton"])
-def test_penalties_follow_their_definitions(body, device: torch.device) -> None:  # type: ignore[no-untyped-def]
-    """Rows 3, 0 and 2 are penalised with the counts of slots 1, 4 and 0; row 1 is not."""
+@pytest.mark.usefixtures("implementation")
+def test_penalties_follow_their_definitions(device: torch.device) -> None:
+    """Rows 3, 0 and 2 are penalized with the counts of slots 1, 4 and 0; row 1 is not."""
     torch.manual_seed(0)
     vocab, rows, slots = 2500, [3, 0, 2], [1, 4, 0]
     logits = torch.randn(4, vocab)
@@ -28,6 +28,6 @@ def test_penalties_follow_their_definitions(body, device: torch.device) -> None:
             expected[row, token] = value
     result = logits.to(device)
     settings = (torch.tensor(rows), torch.tensor(slots), counts, in_prompt, presence, frequency, repetition)
-    body(result, *(each.to(device) for each in settings))
+    apply_penalties(result, *(each.to(device) for each in settings))
     torch.testing.assert_close(result.cpu().double(), expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(result[1].cpu(), logits[1])

@@ -1,4 +1,4 @@
-"""The residual stream: sums over ranks are put off until it is read, and come normalised then."""
+"""The residual stream: all-reduces are deferred until it is read, and return it normalized."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import pytest
 import torch
 
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.layers.group import Group
 from meltcore.layers.norm import RMSNorm
-from meltcore.layers.residual import Residual
+from meltcore.layers.residual import ResidualStream
+from meltcore.layers.tensor_parallel import TensorParallelGroup
 
 
-class TwoAlike(Group):
-    """A group in which the other rank has computed what this one has."""
+class TwoEqualRanks(TensorParallelGroup):
+    """A group whose other rank has the same partial sums."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
-        self.sums = 0
+        self.all_reduces = 0
 
-    def add_sum_normalised(
-        self, residual: torch.Tensor | None, share: torch.Tensor, norm: Norm
+    def all_reduce_add_rms_norm(
+        self, residual: torch.Tensor | None, partial_sum: torch.Tensor, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.sums += 1
-        total = 2 * share if residual is None else residual.add_(2 * share)
+        self.all_reduces += 1
+        total = 2 * partial_sum if residual is None else residual.add_(2 * partial_sum)
         return total, rms_norm(total, *norm)
 
 
@@ -33,34 +33,34 @@ def norm() -> RMSNorm:
     return norm
 
 
-def test_alone_a_layer_is_given_its_norm_to_apply_on_the_way(norm: RMSNorm) -> None:
+def test_without_a_group_the_norm_is_returned_for_fusion(norm: RMSNorm) -> None:
     values = torch.randn(3, 8)
-    residual = Residual(values)
-    hidden, still = residual.read(norm)
+    residual = ResidualStream(values)
+    hidden, remaining = residual.read(norm)
     assert hidden is values
-    assert still == norm.parts()
+    assert remaining == norm.parameters_for_fusion()
     residual.values.add_(1)
-    torch.testing.assert_close(residual.normalised(norm), norm(values))
+    torch.testing.assert_close(residual.normalized(norm), norm(values))
 
 
-def test_among_ranks_the_stream_begins_and_goes_on_as_sums_that_come_normalised(norm: RMSNorm) -> None:
-    group, start, share = TwoAlike(), torch.randn(3, 8), torch.randn(3, 8)
-    residual = Residual(start.clone(), group)
-    hidden, still = residual.read(norm)
+def test_with_a_group_reads_return_all_reduced_normalized_values(norm: RMSNorm) -> None:
+    group, start, partial_sum = TwoEqualRanks(), torch.randn(3, 8), torch.randn(3, 8)
+    residual = ResidualStream(start.clone(), group)
+    hidden, remaining = residual.read(norm)
     torch.testing.assert_close(hidden, norm(2 * start))
-    assert still is None
-    residual.add_sum(group, share.clone())
-    torch.testing.assert_close(residual.normalised(norm), norm(2 * start + 2 * share))
-    torch.testing.assert_close(residual.values, 2 * start + 2 * share)
-    assert group.sums == 2
+    assert remaining is None
+    residual.add_all_reduce(group, partial_sum.clone())
+    torch.testing.assert_close(residual.normalized(norm), norm(2 * start + 2 * partial_sum))
+    torch.testing.assert_close(residual.values, 2 * start + 2 * partial_sum)
+    assert group.all_reduces == 2
 
 
-def test_what_was_put_off_is_never_lost(norm: RMSNorm) -> None:
-    group = TwoAlike()
-    residual = Residual(torch.randn(3, 8), group)
-    with pytest.raises(AssertionError, match="read it first"):
-        residual.add_sum(group, torch.randn(3, 8))
+def test_deferred_addition_must_be_read_before_the_next(norm: RMSNorm) -> None:
+    group = TwoEqualRanks()
+    residual = ResidualStream(torch.randn(3, 8), group)
+    with pytest.raises(AssertionError, match="read the stream first"):
+        residual.add_all_reduce(group, torch.randn(3, 8))
     residual.read(norm)
-    residual.add_sum(group, torch.randn(3, 8))
-    with pytest.raises(AssertionError, match="read it first"):
+    residual.add_all_reduce(group, torch.randn(3, 8))
+    with pytest.raises(AssertionError, match="read the stream first"):
         _ = residual.values

@@ -11,7 +11,7 @@ START_S = 30
 
 class ServerProcess:
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "meltcore.load.scripted_server", "--port", "0", *arguments]
+        command = [sys.executable, "-m", "meltcore.testing.scripted_server", "--port", "0", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split()[-1]

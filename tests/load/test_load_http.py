@@ -1,4 +1,4 @@
-"""Decoding of responses and event streams: whole, in any split of bytes, and malformed."""
+"""Responses and event streams are decoded complete, in any split of bytes, and malformed."""
 
 import itertools
 
@@ -56,20 +56,20 @@ def test_chunked_response_decodes_the_same_in_any_split(cuts: list[int]) -> None
     sink, parser = parse(*split_at(CHUNKED, cuts))
     assert (sink.status, sink.body, sink.ends) == (200, b"hello, wide world0123456789abcdef", 1)
     assert sink.headers["x-a"] == "1, 2"
-    assert parser.done
-    assert parser.reusable
+    assert parser.is_done
+    assert parser.is_reusable
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=30))
 def test_counted_response_decodes_the_same_in_any_split(cuts: list[int]) -> None:
     sink, parser = parse(*split_at(COUNTED, cuts))
     assert (sink.status, sink.body, sink.ends) == (429, b"hello world", 1)
-    assert parser.reusable
+    assert parser.is_reusable
 
 
 def test_body_without_length_ends_with_the_connection_and_is_not_reusable() -> None:
     sink, parser = parse(b"HTTP/1.1 200 OK\r\n\r\nabc", b"def", eof=True)
-    assert (sink.body, sink.ends, parser.reusable) == (b"abcdef", 1, False)
+    assert (sink.body, sink.ends, parser.is_reusable) == (b"abcdef", 1, False)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_body_without_length_ends_with_the_connection_and_is_not_reusable() -> N
         (b"HTTP/1.1 204\r\n", True),
     ],
 )
-def test_connection_is_kept_only_where_both_sides_may(head: bytes, reusable: bool) -> None:
+def test_connection_is_reused_only_where_both_sides_allow_it(head: bytes, reusable: bool) -> None:
     sink, parser = parse(head + b"Content-Length: 0\r\n\r\n")
     assert sink.ends == 1
-    assert parser.reusable is reusable
+    assert parser.is_reusable is reusable
 
 
 @pytest.mark.parametrize("cut", [10, 25, -20, -8, -1])
@@ -118,7 +118,7 @@ HEAD = b"HTTP/1.1 200 OK\r\n"
         (HEAD + b"Content-Length: 2\r\n\r\nabc", "after the end"),
     ],
 )
-def test_malformed_bytes_are_an_error_that_says_what(data: bytes, message: str) -> None:
+def test_malformed_bytes_are_an_error_with_its_reason(data: bytes, message: str) -> None:
     with pytest.raises(HttpError, match=message):
         parse(data)
 
@@ -139,14 +139,14 @@ def test_event_stream_gives_the_same_events_in_any_split(cuts: list[int]) -> Non
 
 
 @given(st.lists(st.binary(min_size=1).filter(lambda each: b"\n" not in each and b"\r" not in each)), st.data())
-def test_any_payload_survives_the_event_form(payloads: list[bytes], data: st.DataObject) -> None:
+def test_any_payload_round_trips_through_events(payloads: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
     parser = EventParser()
     cuts = data.draw(st.lists(st.integers(0, 10_000), max_size=20))
     assert [event for part in split_at(stream, cuts) for event in parser.feed(part)] == payloads
 
 
-def test_an_event_without_its_blank_line_is_held_and_seen_to_be_unfinished() -> None:
+def test_event_without_its_blank_line_is_unfinished() -> None:
     parser = EventParser()
     assert parser.feed(b"data: half\n") == []
     assert parser.inside_event

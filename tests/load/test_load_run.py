@@ -1,4 +1,4 @@
-"""The command as a user runs it, its run folder, and the re-count with a tokenizer."""
+"""The command, its run folder, and token counts with a tokenizer."""
 
 import json
 import signal
@@ -14,10 +14,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Digits, PreTokenizer, Sequence, WhitespaceSplit
 
 from meltcore.errors import ConfigError
-from meltcore.load import LoadConfig
+from meltcore.load.config import LoadConfig
 from meltcore.load.connection import resolve_target
-from meltcore.load.recount import Recounter, open_tokenizer
-from meltcore.load.run import measure, overall_verdict
+from meltcore.load.run import measure, worst_level_verdict
+from meltcore.load.token_counter import TokenCounter, open_tokenizer
 
 Start = Callable[..., object]
 COMMAND = [sys.executable, "-m", "meltcore.cli.main", "load"]
@@ -33,10 +33,10 @@ def save_tokenizer(folder: Path, pieces: PreTokenizer) -> str:
     return str(path)
 
 
-def test_the_command_writes_a_run_folder_and_prints_json(scripted: Start, tmp_path: Path) -> None:
+def test_command_writes_a_run_folder_and_prints_json(scripted: Start, tmp_path: Path) -> None:
     server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "4")
-    options = [server.url, "--concurrency", "2,4", "--requests", "12,16", "--workload", "random:in=4,out=4"]  # type: ignore[attr-defined]
-    options += ["--out", str(tmp_path), "--slo", "ttft:1000", "--api-key", "secret-key", "--json"]
+    options = [server.url, "--concurrency", "2,4", "--num-prompts", "12,16", "--workload", "random:in=4,out=4"]  # type: ignore[attr-defined]
+    options += ["--out", str(tmp_path), "--goodput", "ttft:1000", "--api-key", "secret-key", "--json"]
     done = subprocess.run(COMMAND + options, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
@@ -52,9 +52,9 @@ def test_the_command_writes_a_run_folder_and_prints_json(scripted: Start, tmp_pa
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_ctrl_c_leaves_a_partial_run_that_says_so(scripted: Start, tmp_path: Path, processes: str) -> None:
+def test_ctrl_c_leaves_a_partial_run(scripted: Start, tmp_path: Path, processes: str) -> None:
     server = scripted("--ttft-ms", "50", "--itl-ms", "5", "--tokens", "4")
-    options = [server.url, "--concurrency", "4", "--requests", "4000", "--out", str(tmp_path)]  # type: ignore[attr-defined]
+    options = [server.url, "--concurrency", "4", "--num-prompts", "4000", "--out", str(tmp_path)]  # type: ignore[attr-defined]
     command = subprocess.Popen([*COMMAND, *options, "--processes", processes], stdout=subprocess.PIPE, text=True)
     try:
         assert wait_for_records(tmp_path, 20)
@@ -81,21 +81,21 @@ def wait_for_records(root: Path, count: int) -> bool:
     return False
 
 
-def test_a_recount_that_agrees_is_labelled(scripted: Start, tmp_path: Path) -> None:
+def test_agreeing_token_counts_are_confirmed(scripted: Start, tmp_path: Path) -> None:
     server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "16")
     tokenizer = save_tokenizer(tmp_path, WhitespaceSplit())
     config = LoadConfig(
-        url=server.url, workload="random:in=4,out=16", concurrency=(4,), requests=8, tokenizer=tokenizer
+        url=server.url, workload="random:in=4,out=16", concurrency=(4,), num_prompts=(8,), tokenizer=tokenizer
     )  # type: ignore[attr-defined]
     [level] = measure(config, []).levels
     assert level.token_count_source == "confirmed"
 
 
-def test_a_recount_that_disagrees_is_told(scripted: Start, tmp_path: Path) -> None:
+def test_disagreeing_token_counts_are_reported(scripted: Start, tmp_path: Path) -> None:
     server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "16")
     tokenizer = save_tokenizer(tmp_path, Sequence([WhitespaceSplit(), Digits(individual_digits=True)]))
     config = LoadConfig(
-        url=server.url, workload="random:in=4,out=16", concurrency=(4,), requests=8, tokenizer=tokenizer
+        url=server.url, workload="random:in=4,out=16", concurrency=(4,), num_prompts=(8,), tokenizer=tokenizer
     )  # type: ignore[attr-defined]
     result = measure(config, [])
     assert result.levels[0].token_count_source == "server-reported"
@@ -103,7 +103,7 @@ def test_a_recount_that_disagrees_is_told(scripted: Start, tmp_path: Path) -> No
     assert any("server reports 128 output tokens, the tokenizer counts 304" in note for note in result.notes)
 
 
-def test_stored_truncation_and_padding_change_no_count(tmp_path: Path) -> None:
+def test_stored_truncation_and_padding_do_not_change_counts(tmp_path: Path) -> None:
     raw = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
     raw.pre_tokenizer = WhitespaceSplit()
     raw.enable_truncation(256)
@@ -113,16 +113,30 @@ def test_stored_truncation_and_padding_change_no_count(tmp_path: Path) -> None:
     assert [len(tokenizer.encode("word " * words).ids) for words in (3, 512)] == [3, 512]
 
 
-def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer"):
-        Recounter(str(tmp_path))
+        TokenCounter(str(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["ä", "日本/v1", "a b"])
-def test_a_path_that_no_request_can_carry_is_refused(path: str) -> None:
+def test_non_ascii_path_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="not a server address"):
         resolve_target(f"http://127.0.0.1:9/{path}")
 
 
-def test_a_run_without_levels_is_partial() -> None:
-    assert overall_verdict([]) == "PARTIAL"
+def test_unstreamed_run_has_no_ttft_and_a_note(scripted: Start, tmp_path: Path) -> None:
+    server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "4")
+    options = [server.url, "--num-prompts", "4", "--workload", "random:in=4,out=4", "--no-stream"]  # type: ignore[attr-defined]
+    done = subprocess.run(
+        [*COMMAND, *options, "--out", tmp_path, "--json"], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    [level] = printed["levels"]
+    assert (level["succeeded"], level["output_tokens"], level["ttft_ms"]["n"]) == (4, 16, 0)
+    assert (level["e2e_ms"]["n"], level["tokens_per_event"]) == (4, None)
+    assert any("not streamed: TTFT" in note for note in printed["notes"])
+
+
+def test_run_without_levels_is_partial() -> None:
+    assert worst_level_verdict([]) == "PARTIAL"

@@ -1,11 +1,12 @@
-"""What counts as text, as a whole answer, and as which failure."""
+"""What counts as text, as a complete answer, and as which failure."""
 
 import json
 
 import pytest
 
-from meltcore.load.record import Record
-from meltcore.load.stream import StreamExchange, WholeExchange, error_message
+from meltcore.load.config import AnswerRules
+from meltcore.load.record import RequestRecord
+from meltcore.load.stream import MAX_TOKENS, NO_EXTRA_RULES, StreamedResponse, UnstreamedResponse, error_message
 
 
 def event(text: str | None = None, *, finish: str | None = None, usage: int | None = None, role: bool = False) -> bytes:
@@ -17,6 +18,7 @@ def event(text: str | None = None, *, finish: str | None = None, usage: int | No
 
 
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}\n\n'
+NO_TOKENS = b'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 0}}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
@@ -24,78 +26,105 @@ def play(
     *parts: tuple[float, bytes],
     status: int = 200,
     content_type: str = "text/event-stream",
-    kind: type[StreamExchange] = StreamExchange,
-    may_be_empty: bool = False,
-) -> StreamExchange:
+    kind: type[StreamedResponse] = StreamedResponse,
+    rules: AnswerRules = NO_EXTRA_RULES,
+    max_output_tokens: int | None = None,
+) -> StreamedResponse:
     """Feed `parts` at their times, then end the response."""
-    ended: list[StreamExchange] = []
-    exchange = kind(Record(index=0, intended_s=1.0), ended.append, keep_text=True, may_be_empty=may_be_empty)
-    exchange.now_s = 1.5
-    exchange.on_head(status, {"content-type": content_type})
+    ended: list[StreamedResponse] = []
+    record = RequestRecord(index=0, intended_s=1.0)
+    response = kind(record, ended.append, keep_text=True, rules=rules, max_output_tokens=max_output_tokens)
+    response.now_s = 1.5
+    response.on_head(status, {"content-type": content_type})
     for now_s, data in parts:
-        exchange.now_s = now_s
-        exchange.on_body(data)
-    exchange.on_end()
-    assert ended == [exchange], "an exchange ends exactly once"
-    return exchange
+        response.now_s = now_s
+        response.on_body(data)
+    response.on_end()
+    assert ended == [response], "an response ends exactly once"
+    return response
 
 
-def test_a_whole_answer_has_its_times_counts_and_text() -> None:
-    exchange = play(
+def test_complete_answer_has_its_times_counts_and_text() -> None:
+    response = play(
         (2.0, event(role=True, usage=0)),
         (3.0, event("one", usage=1)),
         (4.0, event(" two", usage=2)),
         (5.0, event(finish="stop", usage=2) + USAGE + DONE),
     )
-    record = exchange.record
+    record = response.record
     assert record.failure is None
     assert record.first_text_s == 3.0, "the role chunk carries no text"
     assert record.ended_s == 5.0
     assert record.times_s.tolist() == [3.0, 4.0]
-    assert record.tokens_so_far is not None
-    assert record.tokens_so_far.tolist() == [1, 2]
+    assert record.cumulative_tokens is not None
+    assert record.cumulative_tokens.tolist() == [1, 2]
     assert (record.prompt_tokens, record.output_tokens, record.finish_reason) == (5, 2, "stop")
-    assert exchange.answer == "one two"
+    assert response.content == "one two"
 
 
-def test_token_counts_on_only_some_chunks_are_not_used() -> None:
-    exchange = play((3.0, event("one", usage=1)), (4.0, event("two")), (5.0, event(finish="stop") + USAGE + DONE))
-    assert exchange.record.failure is None
-    assert exchange.record.tokens_so_far is None
+def test_token_counts_of_only_some_events_are_not_used() -> None:
+    response = play((3.0, event("one", usage=1)), (4.0, event("two")), (5.0, event(finish="stop") + USAGE + DONE))
+    assert response.record.failure is None
+    assert response.record.cumulative_tokens is None
 
 
 @pytest.mark.parametrize(
     ("stream", "failure"),
     [
         (event("a") + USAGE + DONE, "truncated stream"),
-        (event("a") + event(finish="stop") + USAGE, "truncated stream"),
         (event("a") + event(finish="stop") + USAGE + DONE + b"data: {", "truncated stream"),
-        (event("a") + event(finish="stop") + DONE, "no usage"),
-        (event(role=True) + event(finish="stop") + USAGE + DONE, "empty answer"),
+        (event(role=True) + event(finish="stop") + DONE, "empty answer"),
+        (event(role=True) + event(finish="stop") + NO_TOKENS + DONE, "empty answer"),
         (event("a") + event(finish="abort") + USAGE + DONE, "aborted by server"),
         (event("a") + b"data: {nonsense}\n\n" + USAGE + DONE, "bad json"),
         (b'data: {"error": {"message": "engine gone"}}\n\n' + DONE, "error event"),
     ],
 )
-def test_less_than_a_whole_answer_is_a_failure_with_its_reason(stream: bytes, failure: str) -> None:
+def test_incomplete_answer_is_a_failure_with_its_reason(stream: bytes, failure: str) -> None:
     assert play((2.0, stream)).record.failure == failure
 
 
-ENDED_AT_ONCE = b'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 1}}\n\n' + DONE
+@pytest.mark.parametrize(
+    ("stream", "saw_done", "saw_usage"),
+    [
+        (event("a") + event(" b") + event(finish="stop") + USAGE, False, True),
+        (event("a") + event(" b") + event(finish="stop") + DONE, True, False),
+        (event("a") + event(" b") + event(finish="stop"), False, False),
+    ],
+)
+def test_stream_that_ends_in_order_after_finish_reason_is_complete(
+    stream: bytes, saw_done: bool, saw_usage: bool
+) -> None:
+    record = play((2.0, stream)).record
+    assert (record.failure, record.saw_done, record.saw_usage) == (None, saw_done, saw_usage)
+    assert record.output_tokens == 2, "without usage each event that carried text counts"
+    strict = play((2.0, stream), rules=AnswerRules(needs_usage=True)).record
+    assert strict.failure == (None if saw_usage else "no usage")
 
 
-def test_an_end_token_alone_is_an_answer_where_that_is_allowed() -> None:
-    parts = (2.0, event(role=True, usage=0)), (3.0, event(finish="stop", usage=1) + ENDED_AT_ONCE)
-    assert play(*parts).record.failure == "empty answer"
-    exchange = play(*parts, may_be_empty=True)
-    record = exchange.record
-    assert (record.failure, exchange.answer, record.output_tokens, record.first_text_s) == (None, "", 1, 3.0)
+def test_counted_tokens_without_text_are_complete_unless_text_is_needed() -> None:
+    stream = event(role=True) + event("", usage=1) + event(finish="length") + USAGE + DONE
+    record = play((2.0, stream)).record
+    assert (record.failure, record.output_tokens, record.first_text_s) == (None, 2, 0.0)
+    assert play((2.0, stream), rules=AnswerRules(needs_text=True)).record.failure == "empty answer"
+
+
+STRICT = AnswerRules(needs_text=True, allow_empty=True)
+ENDED_IMMEDIATELY = b'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 1}}\n\n' + DONE
+
+
+def test_end_token_alone_is_complete_where_empty_answers_are_allowed() -> None:
+    parts = (2.0, event(role=True, usage=0)), (3.0, event(finish="stop", usage=1) + ENDED_IMMEDIATELY)
+    assert play(*parts, rules=AnswerRules(needs_text=True)).record.failure == "empty answer"
+    response = play(*parts, rules=STRICT)
+    record = response.record
+    assert (record.failure, response.content, record.output_tokens, record.first_text_s) == (None, "", 1, 3.0)
     assert record.times_s.tolist() == [3.0]
     body = whole(
         choices=[{"message": {"content": ""}, "finish_reason": "stop"}],
         usage={"prompt_tokens": 5, "completion_tokens": 1},
     )
-    not_streamed = play((2.0, body), content_type="application/json", kind=WholeExchange, may_be_empty=True)
+    not_streamed = play((2.0, body), content_type="application/json", kind=UnstreamedResponse, rules=STRICT)
     assert (not_streamed.record.failure, not_streamed.record.times_s.tolist()) == (None, [2.0])
 
 
@@ -103,17 +132,17 @@ def test_an_end_token_alone_is_an_answer_where_that_is_allowed() -> None:
     "stream",
     [
         event(finish="stop") + USAGE + DONE,  # two tokens of which nothing was seen
-        event(finish="length") + ENDED_AT_ONCE,
-        event(role=True) + ENDED_AT_ONCE,
+        event(finish="length") + ENDED_IMMEDIATELY,
+        event(role=True) + ENDED_IMMEDIATELY,
     ],
 )
-def test_no_other_answer_may_be_empty(stream: bytes) -> None:
-    assert play((2.0, stream), may_be_empty=True).record.failure in ("empty answer", "truncated stream")
+def test_no_other_empty_answer_is_complete(stream: bytes) -> None:
+    assert play((2.0, stream), rules=STRICT).record.failure in ("empty answer", "truncated stream")
 
 
-def test_text_is_text_where_an_answer_may_be_empty() -> None:
+def test_answer_with_text_is_unchanged_where_empty_answers_are_allowed() -> None:
     parts = (3.0, event("one", usage=1)), (4.0, event(finish="stop", usage=2) + USAGE + DONE)
-    record = play(*parts, may_be_empty=True).record
+    record = play(*parts, rules=STRICT).record
     assert (record.failure, record.times_s.tolist(), record.output_tokens) == (None, [3.0], 2)
 
 
@@ -121,7 +150,7 @@ def thinks(**delta: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n"
 
 
-def test_thoughts_are_text_and_no_part_of_the_answer() -> None:
+def test_reasoning_is_text_but_not_content() -> None:
     both = thinks(reasoning_content=" 7 more", content="It is")
     streamed = play(
         (2.0, thinks(reasoning="12 and", reasoning_content="12 and")),
@@ -130,19 +159,19 @@ def test_thoughts_are_text_and_no_part_of_the_answer() -> None:
     )
     message = {"reasoning": "12 and 7 more", "content": "It is 19"}
     body = whole(choices=[{"message": message, "finish_reason": "stop"}])
-    not_streamed = play((2.0, body), content_type="application/json", kind=WholeExchange)
+    not_streamed = play((2.0, body), content_type="application/json", kind=UnstreamedResponse)
     assert streamed.record.times_s.tolist() == [2.0, 3.0, 4.0]
-    for exchange in (streamed, not_streamed):
-        assert (exchange.record.failure, exchange.thoughts, exchange.answer) == (None, "12 and 7 more", "It is 19")
+    for response in (streamed, not_streamed):
+        assert (response.record.failure, response.reasoning, response.content) == (None, "12 and 7 more", "It is 19")
 
 
-def test_an_error_status_keeps_the_servers_message() -> None:
+def test_error_status_keeps_the_servers_message() -> None:
     body = b'{"error": {"message": "queue full: 16384 of 16384", "type": "x", "code": 429}}'
     record = play((2.0, body[:20]), (2.1, body[20:]), status=429, content_type="application/json").record
     assert (record.failure, record.detail) == ("http 429", "queue full: 16384 of 16384")
 
 
-def test_an_answer_that_is_no_stream_fails_once() -> None:
+def test_response_of_another_content_type_fails_once() -> None:
     assert play((2.0, b"{}"), content_type="application/json").record.failure == "not a stream"
 
 
@@ -152,33 +181,82 @@ def whole(**changes: object) -> bytes:
     return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
 
 
-def test_an_answer_not_streamed_is_one_chunk_at_its_end() -> None:
+def test_unstreamed_answer_is_one_event_at_its_end() -> None:
     body = whole()
-    exchange = play((2.0, body[:30]), (3.0, body[30:]), content_type="application/json", kind=WholeExchange)
-    record = exchange.record
-    assert (record.failure, exchange.answer, record.ended_s) == (None, "one two", 3.0)
+    response = play((2.0, body[:30]), (3.0, body[30:]), content_type="application/json", kind=UnstreamedResponse)
+    record = response.record
+    assert (record.failure, response.content, record.ended_s) == (None, "one two", 3.0)
     assert (record.prompt_tokens, record.output_tokens, record.finish_reason) == (5, 2, "stop")
     assert record.times_s.tolist() == [3.0]
     text = whole(choices=[{"index": 0, "text": "plain", "finish_reason": "length"}])
-    assert play((2.0, text), content_type="application/json", kind=WholeExchange).answer == "plain"
+    assert play((2.0, text), content_type="application/json", kind=UnstreamedResponse).content == "plain"
 
 
 @pytest.mark.parametrize(
     ("body", "failure"),
     [
         (whole()[:-9], "bad json"),
-        (whole(usage=None), "no usage"),
-        (whole(choices=[{"message": {"content": ""}, "finish_reason": "stop"}]), "empty answer"),
+        (whole(usage=None, choices=[{"message": {"content": ""}, "finish_reason": "stop"}]), "empty answer"),
         (whole(choices=[{"message": {"content": "a"}}]), "truncated stream"),
         (b"", "bad json"),
     ],
 )
-def test_less_than_a_whole_json_answer_is_a_failure_too(body: bytes, failure: str) -> None:
-    assert play((2.0, body), content_type="application/json", kind=WholeExchange).record.failure == failure
+def test_incomplete_unstreamed_answer_is_a_failure(body: bytes, failure: str) -> None:
+    assert play((2.0, body), content_type="application/json", kind=UnstreamedResponse).record.failure == failure
 
 
-def test_a_stream_that_was_not_asked_for_is_a_failure() -> None:
-    assert play((2.0, event("a")), kind=WholeExchange).record.failure == "not JSON"
+def test_stream_instead_of_json_is_a_failure() -> None:
+    assert play((2.0, event("a")), kind=UnstreamedResponse).record.failure == "not JSON"
+
+
+def usage_event(prompt: int, completion: int, cached: int | None = None) -> bytes:
+    usage: dict[str, object] = {"prompt_tokens": prompt, "completion_tokens": completion}
+    if cached is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    return f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode()
+
+
+ALLOWS_3 = 3
+WRONG_USAGE = [
+    ((5, -6), "completion_tokens -6"),
+    ((5, 4), "completion_tokens 4, the request allows at most 3"),
+    ((5, 10**30), f"completion_tokens {10**30}, the request allows at most 3"),
+    ((5, 0), "completion_tokens 0 for 1 events with text"),
+    ((-5, 2), "prompt_tokens -5"),
+    ((10**18, 2), f"prompt_tokens {10**18}, at most {MAX_TOKENS} are possible"),
+    ((5, 2, 6), "cached_tokens 6 of prompt_tokens 5"),
+    ((5, 2, -1), "cached_tokens -1"),
+]
+
+
+@pytest.mark.parametrize(("usage", "detail"), WRONG_USAGE)
+def test_usage_that_cannot_be_true_fails_the_request_and_names_the_count(usage: tuple[int, ...], detail: str) -> None:
+    stream = event("a") + event(finish="stop") + usage_event(*usage) + DONE
+    streamed = play((2.0, stream), max_output_tokens=ALLOWS_3).record
+    assert (streamed.failure, streamed.detail) == ("implausible usage", detail)
+    fields = json.loads(usage_event(*usage)[6:])["usage"]
+    body = whole(usage=fields)
+    response = play((2.0, body), content_type="application/json", kind=UnstreamedResponse, max_output_tokens=ALLOWS_3)
+    assert (response.record.failure, response.record.detail) == ("implausible usage", detail)
+
+
+@pytest.mark.parametrize("count", [-6, 4, 10**18])
+def test_wrong_token_count_of_an_event_with_text_fails_the_request(count: int) -> None:
+    stream = event("a", usage=1) + event("b", usage=count) + event(finish="stop") + USAGE + DONE
+    assert play((2.0, stream), max_output_tokens=ALLOWS_3).record.failure == "implausible usage"
+
+
+@pytest.mark.parametrize("usage", [(5, 3), (5, 1), (5, 3, 5), (5, 3, 0), (MAX_TOKENS, 3)])
+def test_usage_up_to_its_limits_is_complete(usage: tuple[int, ...]) -> None:
+    stream = event("a") + event("b") + event(finish="stop") + usage_event(*usage) + DONE
+    record = play((2.0, stream), max_output_tokens=ALLOWS_3).record
+    assert (record.failure, record.output_tokens) == (None, usage[1])
+
+
+def test_request_without_max_tokens_still_has_a_limit() -> None:
+    stream = event("a") + event(finish="stop")
+    assert play((2.0, stream + usage_event(5, MAX_TOKENS) + DONE)).record.failure is None
+    assert play((2.0, stream + usage_event(5, MAX_TOKENS + 1) + DONE)).record.failure == "implausible usage"
 
 
 @pytest.mark.parametrize(
@@ -190,5 +268,5 @@ def test_a_stream_that_was_not_asked_for_is_a_failure() -> None:
         ("", "empty body"),
     ],
 )
-def test_error_messages_of_other_forms_are_found(body: str, message: str) -> None:
+def test_error_messages_of_other_formats_are_found(body: str, message: str) -> None:
     assert error_message(body) == message

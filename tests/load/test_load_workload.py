@@ -8,46 +8,46 @@ import pytest
 
 from meltcore.errors import ConfigError
 from meltcore.load.config import LoadConfig, Timeouts, parse_slo
-from meltcore.load.open_loop import arrival_offsets
-from meltcore.load.preflight import check_limits
+from meltcore.load.loops import arrival_offsets
+from meltcore.load.runner import check_limits
 from meltcore.load.workload import CHAT_PATH, COMPLETIONS_PATH, Workload, load_workload
 from meltcore.problems import generate
 
 
 def load(text: str, seed: int = 0, max_tokens: int | None = None) -> Workload:
-    return load_workload(text, count=50, seed=seed, max_tokens=max_tokens)
+    return load_workload(text, num_requests=50, seed=seed, max_tokens=max_tokens)
 
 
-def test_problems_are_held_out_ones_and_their_answers_are_marked() -> None:
+def test_problems_workload_is_held_out_and_graded() -> None:
     workload = load("problems:mixed", seed=3)
-    problem = generate("heldout", kind="mixed", count=50, seed=3)[7]
-    prompt = workload.prompt(7)
+    problem = generate("heldout", kind="mixed", num_problems=50, seed=3)[7]
+    prompt = workload.make_prompt(7)
     assert prompt.path == CHAT_PATH
     assert prompt.fields["messages"][0]["content"] == problem.question
-    assert prompt.judge is not None
-    assert prompt.judge(problem.answer)
-    assert not prompt.judge("The answer is 123456789.")
+    assert prompt.grade is not None
+    assert prompt.grade(problem.answer)
+    assert not prompt.grade("The answer is 123456789.")
 
 
-def test_random_ids_keep_to_their_lengths_and_differ_by_request_and_seed() -> None:
+def test_random_ids_have_their_lengths_and_differ_by_request_and_seed() -> None:
     workload = load("random:in=3-9,out=5-6")
-    prompts = [workload.prompt(index) for index in range(200)]
+    prompts = [workload.make_prompt(index) for index in range(200)]
     assert {len(prompt.fields["prompt"]) for prompt in prompts} == set(range(3, 10))
     assert {prompt.fields["max_tokens"] for prompt in prompts} == {5, 6}
     # Special tokens shown: an answer of nothing else would have no text, and fail.
     assert all(prompt.fields["ignore_eos"] and not prompt.fields["skip_special_tokens"] for prompt in prompts)
     assert {prompt.path for prompt in prompts} == {COMPLETIONS_PATH}
-    assert workload.prompt(5) == load("random:in=3-9,out=5-6").prompt(5)
-    assert workload.prompt(5) != load("random:in=3-9,out=5-6", seed=1).prompt(5)
+    assert workload.make_prompt(5) == load("random:in=3-9,out=5-6").make_prompt(5)
+    assert workload.make_prompt(5) != load("random:in=3-9,out=5-6", seed=1).make_prompt(5)
 
 
-def test_random_ids_stay_inside_a_small_vocabulary_and_may_end_early() -> None:
-    fields = load("random:in=500,vocab=40,eos=1").prompt(0).fields
+def test_random_ids_stay_inside_a_small_vocabulary() -> None:
+    fields = load("random:in=500,vocab=40,eos=1").make_prompt(0).fields
     assert 0 < min(fields["prompt"]) <= max(fields["prompt"]) < 40
     assert set(fields) == {"prompt", "max_tokens"}
 
 
-def test_file_lines_become_requests_in_turn(tmp_path: Path) -> None:
+def test_file_lines_become_requests_in_order(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "Say four", "answer": "4", "max_tokens": 9},
@@ -56,17 +56,17 @@ def test_file_lines_become_requests_in_turn(tmp_path: Path) -> None:
     ]
     path.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
     workload = load(str(path), max_tokens=30)
-    first, second, third, fourth = (workload.prompt(index) for index in range(4))
+    first, second, third, fourth = (workload.make_prompt(index) for index in range(4))
     assert (first.path, first.fields) == (COMPLETIONS_PATH, {"prompt": "Say four", "max_tokens": 9})
     assert (second.path, second.fields["max_tokens"]) == (CHAT_PATH, 30)
     assert third.fields["prompt"] == [1, 2, 3]
     assert fourth == first
-    assert first.judge is not None
-    assert first.judge("2 + 2 = 4.0")
-    assert not first.judge("4 and then 5")
-    assert second.judge is not None
-    assert second.judge("It is paris.")
-    assert not workload.judged, "one line has no answer"
+    assert first.grade is not None
+    assert first.grade("2 + 2 = 4.0")
+    assert not first.grade("4 and then 5")
+    assert second.grade is not None
+    assert second.grade("It is paris.")
+    assert not workload.is_graded, "one line has no answer"
 
 
 def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
@@ -74,14 +74,14 @@ def test_only_line_feeds_end_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(msgspec.json.Encoder().encode_lines([{"prompt": text}, {"prompt": "b"}]))
     workload = load(str(path))
-    assert [workload.prompt(at).fields["prompt"] for at in range(2)] == [text, "b"]
+    assert [workload.make_prompt(at).fields["prompt"] for at in range(2)] == [text, "b"]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [("{", "line 2: not JSON"), ("[]", "not a JSON object"), ('{"prompt": "a", "messages": []}', "exactly one of")],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_malformed_line_is_reported_with_its_number(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "good"}\n' + line)
     with pytest.raises(ConfigError, match=message):
@@ -89,7 +89,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["problems:huge", "random:in=9-3", "random:in=x", "random:what=3", "no-such.jsonl"])
-def test_a_workload_that_cannot_be_is_refused(text: str) -> None:
+def test_invalid_workload_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         load(text)
 
@@ -98,9 +98,9 @@ def test_a_workload_that_cannot_be_is_refused(text: str) -> None:
     ("fields", "message"),
     [
         ({"concurrency": (0,)}, "concurrency must be at least 1"),
-        ({"rates": (0.0,)}, "rate must be more than 0"),
-        ({"requests": 0}, "requests must be at least 1"),
-        ({"requests": (1, 2)}, "2 values for 1 levels"),
+        ({"request_rate": (0.0,)}, "request_rate must be more than 0"),
+        ({"num_prompts": (0,)}, "num_prompts must be at least 1"),
+        ({"num_prompts": (1, 2)}, "2 values for 1 levels"),
         ({"processes": 0}, "processes must be at least 1"),
         ({"slo_ms": {"tfft": 1.0}}, "unknown tfft"),
         ({"slo_ms": {"ttft": -1.0}}, "ttft must be more than 0 ms"),
@@ -113,13 +113,13 @@ def test_settings_out_of_range_are_refused(fields: dict, message: str) -> None:
         LoadConfig(url="http://127.0.0.1:1", **fields)
 
 
-def test_limits_of_a_good_request_are_read_and_broken_ones_refused() -> None:
+def test_goodput_limits_are_parsed_and_malformed_ones_refused() -> None:
     assert parse_slo("ttft:2000,tpot:99.5") == {"ttft": 2000.0, "tpot": 99.5}
     with pytest.raises(ConfigError, match="ttft:2000"):
         parse_slo("ttft=3")
 
 
-def test_arrivals_offer_exactly_the_rate_asked_for() -> None:
+def test_arrivals_offer_exactly_the_requested_rate() -> None:
     constant = arrival_offsets(20.0, 101, "constant", 0)
     poisson = arrival_offsets(20.0, 101, "poisson", 0)
     assert constant == pytest.approx([index / 20 for index in range(101)])
@@ -131,19 +131,19 @@ def test_arrivals_offer_exactly_the_rate_asked_for() -> None:
     assert (arrival_offsets(20.0, 101, "poisson", 1) != poisson).any()
 
 
-def test_too_few_ports_or_files_say_what_to_change(tmp_path: Path) -> None:
+def test_too_few_ports_or_files_are_an_error_with_a_remedy(tmp_path: Path) -> None:
     ports = tmp_path / "range"
     ports.write_text("32768\t32867\n")
-    check_limits(100, per_process=100, port_range=ports)
+    check_limits(100, connections_per_process=100, port_range=ports)
     with pytest.raises(ConfigError, match="ip_local_port_range"):
-        check_limits(101, per_process=101, port_range=ports)
+        check_limits(101, connections_per_process=101, port_range=ports)
     with pytest.raises(ConfigError, match="ulimit -Hn"):
-        check_limits(1, per_process=2**40, port_range=ports)
+        check_limits(1, connections_per_process=2**40, port_range=ports)
 
 
-def test_a_line_may_set_sampling_for_its_own_request(tmp_path: Path) -> None:
+def test_line_sets_sampling_parameters_of_its_request(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a", "temperature": 1.0, "ignore_eos": true}\n{"prompt": "b"}\n')
-    workload = load_workload(str(path), count=2, seed=0, max_tokens=None)
-    assert workload.prompt(0).fields == {"prompt": "a", "temperature": 1.0, "ignore_eos": True}
-    assert workload.prompt(1).fields == {"prompt": "b"}
+    workload = load_workload(str(path), num_requests=2, seed=0, max_tokens=None)
+    assert workload.make_prompt(0).fields == {"prompt": "a", "temperature": 1.0, "ignore_eos": True}
+    assert workload.make_prompt(1).fields == {"prompt": "b"}

@@ -1,4 +1,4 @@
-"""A config.json of the smallest network that everything about configurations and loading can be seen on."""
+"""A config.json of the smallest network for tests of configurations and loading."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a configuration says is checked before anything is made of it: type and range of every field that is read."""
+"""The type and range of every field of a configuration are checked before use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from small_config import SMALL
 
 from meltcore.config import EngineConfig
-from meltcore.engine.loading import _choose_dtype
+from meltcore.engine.worker.loading import _choose_dtype
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.config_fields import RULES
@@ -67,6 +67,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "rope_scaling": ("x", [], 7, True),
     "tie_word_embeddings": FLAGS,
     "use_sliding_window": FLAGS,
+    "mlp_bias": FLAGS,
     "attention_bias": (*FLAGS, None),
     "attn_output_gate": (*FLAGS, None),
     "hidden_act": (None, 7, ["silu"]),
@@ -93,14 +94,14 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("config", [SMALL, ROUTED, HYBRID], ids=["dense", "routed", "hybrid"])
-def test_the_configurations_that_are_spoilt_below_are_sound(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_unmodified_configurations_are_valid(tmp_path: Path, config: dict[str, Any]) -> None:
     build(tmp_path, config)
 
 
 @pytest.mark.parametrize(("name", "value"), CASES)
-def test_a_wrong_value_is_refused_with_file_field_and_what_it_must_be(tmp_path: Path, name: str, value: Any) -> None:
+def test_wrong_value_is_refused_with_file_field_and_rule(tmp_path: Path, name: str, value: Any) -> None:
     text = refusal(tmp_path, HYBRID | {name: value})
-    assert text.startswith(f"config.json: {name} must be {RULES[name].must}; got {json.dumps(value)[:100]}")
+    assert text.startswith(f"config.json: {name} must be {RULES[name].requirement}; got {json.dumps(value)[:100]}")
 
 
 @pytest.mark.parametrize(
@@ -119,17 +120,19 @@ def test_a_wrong_value_is_refused_with_file_field_and_what_it_must_be(tmp_path: 
         ("mlp_only_layers", {"1": True}),
     ],
 )
-def test_so_it_is_where_some_layers_are_dense(tmp_path: Path, name: str, value: Any) -> None:
-    assert refusal(tmp_path, ROUTED | {name: value}).startswith(f"config.json: {name} must be {RULES[name].must}; got ")
+def test_wrong_value_is_refused_with_dense_layers(tmp_path: Path, name: str, value: Any) -> None:
+    assert refusal(tmp_path, ROUTED | {name: value}).startswith(
+        f"config.json: {name} must be {RULES[name].requirement}; got "
+    )
 
 
 @pytest.mark.parametrize("value", ["4", 0, 2.0])
-def test_so_it_is_for_the_other_name_of_a_field(tmp_path: Path, value: Any) -> None:
+def test_wrong_value_is_refused_under_the_other_name(tmp_path: Path, value: Any) -> None:
     config = ROUTED | {"num_experts": None, "num_local_experts": value}
     assert "num_local_experts must be a whole number" in refusal(tmp_path, config)
 
 
-def test_a_field_of_a_part_is_named_with_the_way_to_it(tmp_path: Path) -> None:
+def test_nested_field_is_named_with_its_path(tmp_path: Path) -> None:
     text = {name: value for name, value in HYBRID.items() if name != "architectures"}
     whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
     rope = {"rope_parameters": {"rope_theta": "x"}}
@@ -151,16 +154,16 @@ def test_a_field_of_a_part_is_named_with_the_way_to_it(tmp_path: Path) -> None:
         ({"hidden_size": None, "rope_theta": None}, "lacks hidden_size, rope_theta"),
     ],
 )
-def test_values_that_do_not_fit_together_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
+def test_inconsistent_values_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
     assert message in refusal(tmp_path, SMALL | changes)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2])
-def test_dimensions_that_turn_are_an_even_number(tmp_path: Path, share: float) -> None:
+def test_rotary_dimension_is_even(tmp_path: Path, share: float) -> None:
     assert "head_dim must be even" in refusal(tmp_path, HYBRID | {"partial_rotary_factor": share})
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 
 
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
@@ -168,34 +171,41 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("said", "field"),
     [
-        (YARN, "rope_type"),
-        ({"type": "linear", "factor": 2.0}, "type"),
-        ({"rope_type": "default", "type": "dynamic"}, "type"),
-        ({"rope_type": ["yarn"]}, "rope_type"),
-        ({"full_attention": YARN, "rope_theta": 1e4}, "full_attention"),
+        (DYNAMIC, 'rope_type must be one of default, linear, llama3, yarn; got "dynamic"'),
+        ({"type": "longrope", "factor": 2.0}, 'type must be one of default, linear, llama3, yarn; got "longrope"'),
+        (
+            {"rope_type": "default", "type": "dynamic"},
+            'type must be one of default, linear, llama3, yarn; got "dynamic"',
+        ),
+        (
+            {"rope_type": "yarn", "type": "linear", "factor": 2},
+            'type must be the same as rope_type, "yarn"; got "linear"',
+        ),
+        ({"rope_type": ["yarn"]}, 'rope_type must be text; got ["yarn"]'),
+        ({"full_attention": DYNAMIC, "rope_theta": 1e4}, "full_attention to {"),
     ],
 )
-def test_angles_that_we_do_not_compute_are_refused_wherever_they_stand(
+def test_unsupported_rotary_angles_are_refused_in_any_field(
     tmp_path: Path, name: str, beside: dict, said: dict, field: str
 ) -> None:
-    """Of the two names, of a text part and of the whole, none hides another."""
+    """A wrong value is found under both names, in the text part and in the whole configuration."""
     [other] = {"rope_parameters", "rope_scaling"} - {name}
     spoilt = {name: said, other: beside}
     text = {name: value for name, value in HYBRID.items() if name != "architectures"}
     whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
-    assert f"sets {name}.{field} to " in refusal(tmp_path, SMALL | spoilt)
-    assert f"sets text_config.{name}.{field} to " in refusal(tmp_path, whole | {"text_config": text | spoilt})
-    assert f"sets {name}.{field} to " in refusal(tmp_path, whole | spoilt)
+    assert f" {name}.{field}" in refusal(tmp_path, SMALL | spoilt)
+    assert f" text_config.{name}.{field}" in refusal(tmp_path, whole | {"text_config": text | spoilt})
+    assert f"config.json sets {name}." in refusal(tmp_path, whole | spoilt)
 
 
-def test_qwen2_divides_its_hidden_size_where_no_head_dim_is_given(tmp_path: Path) -> None:
+def test_qwen2_divides_its_hidden_size_without_head_dim(tmp_path: Path) -> None:
     config = SMALL | {"architectures": ["Qwen2ForCausalLM"], "head_dim": None}
     assert build(tmp_path, config).config.head_dim == 16
     assert "num_attention_heads must be" in refusal(tmp_path, config | {"num_attention_heads": 0})
     assert "head_dim must be" in refusal(tmp_path, config | {"num_attention_heads": 64})
 
 
-def test_a_hybrid_routes_every_layer_whatever_else_is_said(tmp_path: Path) -> None:
+def test_hybrid_routes_every_layer(tmp_path: Path) -> None:
     """As transformers does, whose Qwen3.5 has no such fields."""
     experts = build(tmp_path, HYBRID | {"decoder_sparse_step": 2, "norm_topk_prob": False}).config.experts
     assert experts is not None
@@ -204,7 +214,7 @@ def test_a_hybrid_routes_every_layer_whatever_else_is_said(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", [["bfloat16"], 16, {"torch": "float16"}, "int8"])
-def test_a_stored_type_that_is_none_is_refused(tmp_path: Path, dtype: Any) -> None:
+def test_invalid_stored_type_is_refused(tmp_path: Path, dtype: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"dtype": dtype}))
     checkpoint = open_checkpoint(str(tmp_path), files="text")
     with pytest.raises(ConfigError, match=r"name one of float32, bfloat16, float16 with --dtype"):

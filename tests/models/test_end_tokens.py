@@ -1,4 +1,4 @@
-"""With which tokens an answer ends: every place of a checkpoint that names one."""
+"""The end tokens of an answer, from every field of a checkpoint that names one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTED = [{"id": 7, "content": ENDOFTEXT, "special": True}, {"id": 9, "content":
 
 
 def write(folder: Path, **files: Any) -> Path:
-    """Each by its name without .json; None: not there."""
+    """Writes JSON files by their names without .json; None: no such file."""
     for name, content in ({"config": {}} | files).items():
         if content is not None:
             (folder / f"{name}.json").write_text(json.dumps(content))
@@ -45,7 +45,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
         ({}, {}, ()),
     ],
 )
-def test_ids_are_those_of_the_first_place_that_names_any(
+def test_end_ids_come_from_the_first_file_that_has_them(
     tmp_path: Path, config: dict, generation: dict | None, expected: tuple[int, ...]
 ) -> None:
     assert end_ids(write(tmp_path, config=config, generation_config=generation)) == expected
@@ -60,7 +60,7 @@ def test_ids_are_those_of_the_first_place_that_names_any(
         ("config", "text_config.eos_token_id"),
     ],
 )
-def test_what_is_no_token_id_is_refused_wherever_it_stands(tmp_path: Path, file: str, field: str, wrong: Any) -> None:
+def test_invalid_end_id_is_refused_in_any_file(tmp_path: Path, file: str, field: str, wrong: Any) -> None:
     value: dict[str, Any] = {"eos_token_id": wrong}
     files = {"generation_config": {"eos_token_id": 1}} | {file: {"text_config": value} if "." in field else value}
     write(tmp_path, **files)
@@ -72,7 +72,7 @@ def test_what_is_no_token_id_is_refused_wherever_it_stands(tmp_path: Path, file:
 
 @pytest.mark.parametrize("end_token", [IM_END, {"content": IM_END, "special": True}])
 @pytest.mark.parametrize("listed_in", ["tokenizer", "tokenizer_config"])
-def test_the_tokenizers_end_token_ends_chats_too(tmp_path: Path, end_token: Any, listed_in: str) -> None:
+def test_end_token_of_the_tokenizer_is_an_end_id(tmp_path: Path, end_token: Any, listed_in: str) -> None:
     """As published for Qwen3.5: config.json names the token that ends texts, tokenizer_config.json that of chats."""
     settings: dict[str, Any] = {"eos_token": end_token}
     if listed_in == "tokenizer_config":
@@ -95,7 +95,7 @@ def test_the_tokenizers_end_token_ends_chats_too(tmp_path: Path, end_token: Any,
         ({"eos_token": IM_END, "added_tokens_decoder": {}}, None),
     ],
 )
-def test_an_end_token_without_a_known_id_adds_none(tmp_path: Path, settings: dict, tokenizer: dict | None) -> None:
+def test_end_token_without_a_known_id_adds_none(tmp_path: Path, settings: dict, tokenizer: dict | None) -> None:
     assert end_ids(write(tmp_path, config={"eos_token_id": 7}, tokenizer_config=settings, tokenizer=tokenizer)) == (7,)
 
 
@@ -111,7 +111,7 @@ def test_an_end_token_without_a_known_id_adds_none(tmp_path: Path, settings: dic
         ("tokenizer", {"added_tokens": [{"id": "9", "content": IM_END}]}, "added_tokens"),
     ],
 )
-def test_a_tokenizer_file_of_another_form_is_named(tmp_path: Path, file: str, content: dict, field: str) -> None:
+def test_invalid_tokenizer_file_is_named(tmp_path: Path, file: str, content: dict, field: str) -> None:
     write(tmp_path, **({"tokenizer_config": {"eos_token": IM_END}} | {file: content}))
     with pytest.raises(ConfigError, match=rf"^{file}\.json: {field} must be .*; got "):
         end_ids(tmp_path)

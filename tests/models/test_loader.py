@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from small_config import SMALL
 
 from meltcore.config import EngineConfig
-from meltcore.engine import memory
-from meltcore.engine.engine import Engine
+from meltcore.engine.core.engine import GenerationEngine
+from meltcore.engine.host import device
 from meltcore.errors import ConfigError
-from meltcore.layers.group import Group
-from meltcore.models import room
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.models import loader
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.loader import build_model, load_weights
-from meltcore.models.shard import Shard
+from meltcore.models.safetensors_file import SafetensorsFile
 
 CONFIG = SMALL | {
     "tie_word_embeddings": False,
@@ -70,22 +70,24 @@ def change(folder: Path, edit: object) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_every_tensor_arrives(folder: Path) -> None:
+def test_every_tensor_is_loaded(folder: Path) -> None:
     load(folder)
 
 
-def test_progress_is_told_shard_by_shard(folder: Path) -> None:
+def test_progress_is_reported_per_file(folder: Path) -> None:
     tensors = list(load_file(folder / "model.safetensors").items())
     for shard in range(3):
         save_file(dict(tensors[shard::3]), folder / f"model-{shard}.safetensors")
     (folder / "model.safetensors").unlink()
     checkpoint = open_checkpoint(str(folder), files="all")
-    told: list[tuple[str, float]] = []
-    load_weights(build_model(checkpoint, torch.float32, torch.device("cpu")), checkpoint, lambda *of: told.append(of))
-    assert told == [("loading weights", pytest.approx(share)) for share in (1 / 3, 2 / 3, 1)]
+    reported: list[tuple[str, float]] = []
+    load_weights(
+        build_model(checkpoint, torch.float32, torch.device("cpu")), checkpoint, lambda *of: reported.append(of)
+    )
+    assert reported == [("loading weights", pytest.approx(share)) for share in (1 / 3, 2 / 3, 1)]
 
 
-def test_on_a_cpu_what_keeps_its_type_is_read_to_where_it_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconverted_tensors_are_read_in_place_on_a_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         raise AssertionError("copied")
 
@@ -110,19 +112,19 @@ def test_unexpected_tensor_is_named(folder: Path) -> None:
         load(folder)
 
 
-def test_mis_shaped_tensor_is_named_with_both_shapes(folder: Path) -> None:
+def test_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
     change(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}))
     with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \[31\].*asks for \[32\]"):
         load(folder)
 
 
-def test_broken_shard_is_named(folder: Path) -> None:
+def test_broken_file_of_a_checkpoint_is_named(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         load(folder)
 
 
-def test_missing_shard_of_an_index_is_named(folder: Path) -> None:
+def test_missing_file_of_an_index_is_named(folder: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"missing: model-00002-of-00002\.safetensors"):
@@ -140,19 +142,19 @@ def test_missing_shard_of_an_index_is_named(folder: Path) -> None:
         ({"weight_map": {}}, "weight_map must be .*; got {}"),
     ],
 )
-def test_an_index_that_names_no_files_is_refused(folder: Path, index: object, message: str) -> None:
+def test_index_without_files_is_refused(folder: Path, index: object, message: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=message):
         load(folder)
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_a_tensor_in_two_files_is_named_with_both(folder: Path, indexed: bool) -> None:
+def test_tensor_in_two_files_is_named_with_both(folder: Path, indexed: bool) -> None:
     save_file({"model.norm.weight": torch.zeros(32)}, folder / "zz-old.safetensors")
     if indexed:
         files = {"model.norm.weight": "model.safetensors", "lm_head.weight": "zz-old.safetensors"}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    message = r"model\.norm\.weight of zz-old\.safetensors stands in model\.safetensors too$"
+    message = r"model\.norm\.weight of zz-old\.safetensors is in model\.safetensors too$"
     with pytest.raises(ConfigError, match=message):
         load(folder)
 
@@ -165,7 +167,7 @@ def test_weights_of_a_narrow_type_are_named_with_it(folder: Path, dtype: torch.d
         load(folder)
 
 
-def test_a_type_that_nobody_knows_is_no_error_where_nobody_reads_it(folder: Path) -> None:
+def test_unknown_type_of_an_ignored_tensor_is_accepted(folder: Path) -> None:
     write_config(folder, tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = torch.zeros(300, 32, dtype=torch.uint8)
@@ -181,12 +183,12 @@ def test_a_type_that_nobody_knows_is_no_error_where_nobody_reads_it(folder: Path
 @pytest.mark.parametrize(
     ("settings", "method"), [({"quant_method": "fp8"}, "fp8"), ({"quant_method": "gptq", "bits": 4}, "gptq"), ({}, "")]
 )
-def test_a_quantised_checkpoint_is_refused_with_its_method(
+def test_quantized_checkpoint_is_refused_with_its_method(
     tmp_path: Path, text_part: bool, settings: dict, method: str
 ) -> None:
     said = {"quantization_config": settings}
     write_config(tmp_path, **({"text_config": said} if text_part else said))
-    message = rf"quantization_config says .*quant_method {method}.*an unquantised checkpoint .*--quantization fp8"
+    message = rf"quantization_config says .*quant_method {method}.*an unquantized checkpoint .*--quantization fp8"
     with pytest.raises(ConfigError, match=("text_config." if text_part else "json: ") + message):
         build_model(open_checkpoint(str(tmp_path), files="text"), torch.float32, torch.device("cpu"))
 
@@ -195,7 +197,7 @@ def refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> torch.Tensor:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(Shard, "read", read)
+    monkeypatch.setattr(SafetensorsFile, "read", read)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_all_shards_are_checked_before_any_is_read(
+def test_all_files_are_checked_before_any_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, last: dict[str, torch.Tensor] | None, message: str
 ) -> None:
     change(folder, lambda tensors: tensors.pop("lm_head.weight"))
@@ -225,6 +227,7 @@ def test_all_shards_are_checked_before_any_is_read(
     ("settings", "message"),
     [
         ({"max_model_len": 257}, "--max-model-len must be from 2 to the model's 256; got 257"),
+        ({"max_model_len": 1}, "--max-model-len must be from 2 to the model's 256; got 1$"),
         ({"memory_bytes": 1000}, r"Raise --memory\."),
         ({"memory_bytes": None}, r"Raise --memory\."),
     ],
@@ -233,9 +236,9 @@ def test_settings_that_cannot_work_are_refused_before_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict, message: str
 ) -> None:
     refuse_to_read(monkeypatch)
-    monkeypatch.setattr(memory, "host_available_bytes", lambda: 1000)
+    monkeypatch.setattr(device, "host_available_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match=message):
-        Engine(EngineConfig(**({"model": str(folder), "device": "cpu", "memory_bytes": 2**26} | settings)))
+        GenerationEngine(EngineConfig(**({"model": str(folder), "device": "cpu", "memory_bytes": 2**26} | settings)))
 
 
 def test_too_many_sequences_for_the_memory_are_refused_before_weights_are_read(
@@ -247,10 +250,10 @@ def test_too_many_sequences_for_the_memory_are_refused_before_weights_are_read(
     save_file(tensors, tmp_path / "model.safetensors")
     refuse_to_read(monkeypatch)
     with pytest.raises(ConfigError, match=r"Set --max-num-seqs \d+ or less"):
-        Engine(EngineConfig(model=str(tmp_path), device="cpu", memory_bytes=2**24, max_num_seqs=10**6))
+        GenerationEngine(EngineConfig(model=str(tmp_path), device="cpu", memory_bytes=2**24, max_num_seqs=10**6))
 
 
-def test_no_weights_at_all(tmp_path: Path) -> None:
+def test_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path)
     with pytest.raises(ConfigError, match="no \\*\\.safetensors"):
         load(tmp_path)
@@ -263,11 +266,12 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
-def test_configuration_that_we_do_not_compute_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
+def test_unsupported_configuration_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
     write_config(tmp_path, **changes)
     with pytest.raises(ConfigError, match=message):
         build_model(open_checkpoint(str(tmp_path), files="text"), torch.float32, torch.device("cpu"))
@@ -288,21 +292,21 @@ def test_broken_config_is_named(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["[]", '["a", 1]', "null", '"text"', "7"])
-def test_a_json_file_that_holds_no_object_is_named(tmp_path: Path, file: str, content: str) -> None:
+def test_json_file_without_an_object_is_named(tmp_path: Path, file: str, content: str) -> None:
     write_config(tmp_path)
     (tmp_path / file).write_text(content)
     with pytest.raises(ConfigError, match=f"{file} must hold a JSON object; it begins with ".replace(".", r"\.")):
         open_checkpoint(str(tmp_path), files="text")
 
 
-def test_folder_without_config_and_missing_folder(tmp_path: Path) -> None:
+def test_missing_folder_and_folder_without_config_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         open_checkpoint(str(tmp_path), files="text")
     with pytest.raises(ConfigError, match="no such folder"):
         open_checkpoint(str(tmp_path / "nothing"), files="text")
 
 
-def test_hub_id_is_downloaded_with_what_is_needed_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_download_asks_for_needed_files_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def download(repository: str, *, allow_patterns: list[str]) -> str:
@@ -327,7 +331,7 @@ def test_hub_id_is_downloaded_with_what_is_needed_and_no_more(folder: Path, monk
         ("Qwen/Qwen3-30B-A3B", 30_532_122_624, 18_867),
     ],
 )
-def test_published_configuration_is_carried_for_dummy_weights(
+def test_dummy_weights_need_no_download_of_a_bundled_configuration(
     monkeypatch: pytest.MonkeyPatch, name: str, numbers: int, tensors: int
 ) -> None:
     """Shapes and parameter counts, as the publisher states them (0.6, 1.54 and 30.5 B, a tied head counted once)."""
@@ -337,19 +341,21 @@ def test_published_configuration_is_carried_for_dummy_weights(
     assert len(model.checkpoint_tensors()) == tensors
 
 
-def test_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(repository: str, **_: object) -> str:
         raise OSError("no network\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ConfigError, match=r"owner/model: not a local folder, and the hub did not give it: no network$"):
+    with pytest.raises(
+        ConfigError, match=r"owner/model: not a local folder, and its download from the hub failed: no network$"
+    ):
         open_checkpoint("owner/model", files="all")
 
 
 def test_dummy_weights_from_a_config_alone_repeat_with_the_seed(tmp_path: Path) -> None:
     write_config(tmp_path)
     settings = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu", "memory_bytes": 2**26}
-    first, again, other = (Engine(EngineConfig(**settings, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (GenerationEngine(EngineConfig(**settings, seed=seed)) for seed in (1, 1, 2))
     weights = [engine.runner.model.head for engine in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
@@ -358,7 +364,7 @@ def test_dummy_weights_from_a_config_alone_repeat_with_the_seed(tmp_path: Path) 
 
 def test_dummy_biases_are_zero(tmp_path: Path) -> None:
     write_config(tmp_path, architectures=["Qwen2ForCausalLM"])
-    engine = Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", memory_bytes=2**26))
+    engine = GenerationEngine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", memory_bytes=2**26))
     tensors = engine.runner.model.checkpoint_tensors()
     biases = [tensor for name, tensor in tensors.items() if name.endswith("bias")]
     assert len(biases) == 6
@@ -370,12 +376,12 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(
     monkeypatch: pytest.MonkeyPatch, ranks: int, needed: float
 ) -> None:
     """Ranks on a CPU hold together what one does, and norms and routers each."""
-    monkeypatch.setattr(room, "host_available_bytes", lambda: 100 * 2**30)
+    monkeypatch.setattr(loader, "host_available_bytes", lambda: 100 * 2**30)
     checkpoint = open_checkpoint("Qwen/Qwen3.5-35B-A3B", files="config")
-    group = Group(0, ranks) if ranks > 1 else None
+    group = TensorParallelGroup(0, ranks) if ranks > 1 else None
     with pytest.raises(ConfigError, match=rf"take {needed} GiB, and 100\.0 GiB of host memory are available"):
         build_model(checkpoint, torch.float32, torch.device("cpu"), group=group)
-    assert build_model(checkpoint, torch.float32, torch.device("meta"), group=group).embedding.is_meta
+    assert build_model(checkpoint, torch.float32, torch.device("meta"), group=group).device.type == "meta"
 
 
 def test_too_little_memory_is_refused_with_the_largest_context_that_fits(tmp_path: Path) -> None:
@@ -383,10 +389,10 @@ def test_too_little_memory_is_refused_with_the_largest_context_that_fits(tmp_pat
     page_bytes = 2 * 2 * 64 * 16 * 4
     settings = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu"}
     with pytest.raises(ConfigError, match=r"Set --max-model-len (64|128|192) or less"):
-        Engine(EngineConfig(**settings, memory_bytes=int((150_000 + 3 * page_bytes) / 0.92)))
+        GenerationEngine(EngineConfig(**settings, memory_bytes=int((150_000 + 3 * page_bytes) / 0.92)))
     with pytest.raises(ConfigError, match=r"Raise --memory\."):
-        Engine(EngineConfig(**settings, memory_bytes=1000))
+        GenerationEngine(EngineConfig(**settings, memory_bytes=1000))
     with pytest.raises(ConfigError, match="from 2 to the model's 256; got 257"):
-        Engine(EngineConfig(**settings, max_model_len=257))
+        GenerationEngine(EngineConfig(**settings, max_model_len=257))
     with pytest.raises(ConfigError, match="--device quantum"):
-        Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="quantum"))
+        GenerationEngine(EngineConfig(model=str(tmp_path), load_format="dummy", device="quantum"))

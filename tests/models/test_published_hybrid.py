@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from meltcore.errors import ConfigError
-from meltcore.kernels.rotary import half_split
+from meltcore.kernels.rotary import half_split_order
 from meltcore.layers.attention import Attention
-from meltcore.layers.delta_net import DeltaNet
-from meltcore.layers.moe import RoutedMLP
-from meltcore.models.cache import CacheGroup, StateGroup
+from meltcore.layers.feed_forward import SparseMoeBlock
+from meltcore.layers.gated_delta_net import GatedDeltaNet
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.decoder import Decoder
+from meltcore.models.kv_cache_specs import FullAttentionSpec, RecurrentStateSpec
 from meltcore.models.loader import build_model, load_weights
 
 MODEL = "Qwen/Qwen3.5-35B-A3B"
@@ -48,7 +48,7 @@ def published_config(**changes: Any) -> dict[str, Any]:
 
 
 def published_shapes(text: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every text tensor of the published files, written out here a second time."""
+    """Every text tensor of the published files, listed independently of the model."""
     hidden, head, width, experts = (
         text[n] for n in ("hidden_size", "head_dim", "moe_intermediate_size", "num_experts")
     )
@@ -128,14 +128,14 @@ def load(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = to
     return model
 
 
-def test_the_published_text_part_is_known_tensor_by_tensor() -> None:
+def test_published_text_part_has_every_tensor() -> None:
     """693 tensors and 34,660,610,688 parameters: what loading the published files has reported."""
     model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, torch.device("meta"))
     shapes = published_shapes(published_config()["text_config"])
     table = dict(model.checkpoint_tensors())
-    for name, (tensor, stands_for) in model.fused_tensors().items():
+    for name, (tensor, checkpoint_names) in model.fused_tensors().items():
         table[name] = tensor
-        for part in stands_for:
+        for part in checkpoint_names:
             del table[part]
     assert {name: tuple(tensor.shape) for name, tensor in table.items()} == shapes
     assert len(table) == 693
@@ -143,54 +143,53 @@ def test_the_published_text_part_is_known_tensor_by_tensor() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 34_660_610_688
 
 
-def test_what_the_published_model_keeps_of_a_sequence() -> None:
+def test_published_model_has_expected_kv_cache_specs() -> None:
     model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, torch.device("meta"))
-    pages, states = model.cache_groups()
-    assert pages == CacheGroup(layers=10, kv_heads=2, head_dim=256)
-    assert states == StateGroup(30, conv_channels=8192, conv_width=4, heads=32, key_dim=128, value_dim=128)
-    assert model.recurrent_layers() == set(range(40)) - {3, 7, 11, 15, 19, 23, 27, 31, 35, 39}
+    attention = FullAttentionSpec(kv_heads=2, head_dim=256)
+    recurrent = RecurrentStateSpec(conv_channels=8192, conv_width=4, heads=32, key_dim=128, value_dim=128)
+    assert model.kv_cache_specs() == [recurrent, recurrent, recurrent, attention] * 10
 
 
 @pytest.mark.parametrize("form", [dict, each_expert])
-def test_every_tensor_arrives_in_each_published_form(tmp_path: Path, form: Any) -> None:
+def test_every_tensor_is_loaded_from_each_published_form(tmp_path: Path, form: Any) -> None:
     tensors = small_tensors()
     model = load(tmp_path, form(tensors))
     delta, attention, mlp = model.blocks[0].attention, model.blocks[3].attention, model.blocks[3].mlp
-    assert isinstance(delta, DeltaNet)
+    assert isinstance(delta, GatedDeltaNet)
     assert isinstance(attention, Attention)
-    assert isinstance(mlp, RoutedMLP)
+    assert isinstance(mlp, SparseMoeBlock)
     first, last = "model.language_model.layers.0.linear_attn.", "model.language_model.layers.3."
     in_proj = torch.cat([tensors[f"{first}in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
     experts, shared = last + "mlp.experts.", last + "mlp.shared_expert."
     gate_up = torch.cat([tensors[f"{shared}gate_proj.weight"], tensors[f"{shared}up_proj.weight"]])
     for ours, theirs in (
-        (delta.projection.weight.values, in_proj),
+        (delta.in_proj.weight.values, in_proj),
         (delta.conv, tensors[first + "conv1d.weight"][:, 0]),
         (delta.a_log, tensors[first + "A_log"]),
         (delta.value_norm, tensors[first + "norm.weight"]),
-        (mlp.gate_up, torch.cat([tensors[experts + "gate_up_proj"], gate_up[None]])),
-        (mlp.down[:-1], tensors[experts + "down_proj"]),
-        (mlp.down[-1], tensors[shared + "down_proj.weight"]),
+        (mlp.experts.gate_up_proj, torch.cat([tensors[experts + "gate_up_proj"], gate_up[None]])),
+        (mlp.experts.down_proj[:-1], tensors[experts + "down_proj"]),
+        (mlp.experts.down_proj[-1], tensors[shared + "down_proj.weight"]),
         (mlp.router[-1:], tensors[last + "mlp.shared_expert_gate.weight"]),
-        (attention.output.weight.values, tensors[last + "self_attn.o_proj.weight"]),
+        (attention.o_proj.weight.values, tensors[last + "self_attn.o_proj.weight"]),
         (model.norm.weight, 1 + tensors["model.language_model.norm.weight"].float()),
     ):
         assert torch.equal(ours, theirs.float())
 
 
-def test_queries_gates_and_keys_are_put_in_the_order_of_the_kernels(tmp_path: Path) -> None:
+def test_queries_gates_and_keys_have_the_order_of_the_kernels(tmp_path: Path) -> None:
     tensors = small_tensors()
     attention = load(tmp_path, tensors).blocks[3].attention
     assert isinstance(attention, Attention)
-    order = half_split(16, 4)
+    order = half_split_order(16, 4)
     published = tensors["model.language_model.layers.3.self_attn.q_proj.weight"].float().view(2, 2, 16, 32)
-    gates, queries, keys, _ = attention.qkv.weight.values.split([32, 32, 16, 16])
+    gates, queries, keys, _ = attention.qkv_proj.weight.values.split([32, 32, 16, 16])
     assert torch.equal(gates.view(2, 16, 32), published[:, 1])
     assert torch.equal(queries.view(2, 16, 32), published[:, 0, order])
     assert torch.equal(keys, tensors["model.language_model.layers.3.self_attn.k_proj.weight"].float()[order])
-    assert attention.key_norm is not None
+    assert attention.k_norm is not None
     norm = tensors["model.language_model.layers.3.self_attn.k_norm.weight"].float()
-    assert torch.equal(attention.key_norm.weight, 1 + norm[order])
+    assert torch.equal(attention.k_norm.weight, 1 + norm[order])
 
 
 def test_scales_decays_and_time_steps_stay_float32_in_a_16_bit_model(tmp_path: Path) -> None:
@@ -202,14 +201,14 @@ def test_scales_decays_and_time_steps_stay_float32_in_a_16_bit_model(tmp_path: P
         "attention.a_log",
         "attention.dt_bias",
         "attention.norm.weight",
-        "attention.query_norm.weight",
-        "attention.key_norm.weight",
+        "attention.q_norm.weight",
+        "attention.k_norm.weight",
         "mlp.norm.weight",
     }
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_what_sees_and_what_predicts_further_is_left_out(tmp_path: Path) -> None:
+def test_vision_and_mtp_tensors_are_ignored(tmp_path: Path) -> None:
     others = {
         "mtp.fc.weight": torch.zeros(4, 8),
         "mtp.layers.0.mlp.experts.3.up_proj.weight": torch.zeros(4, 4),
@@ -242,6 +241,6 @@ def test_other_tensors_are_unexpected(tmp_path: Path, name: str) -> None:
         ),
     ],
 )
-def test_what_is_not_computed_is_refused_with_its_value(tmp_path: Path, changes: dict, message: str) -> None:
+def test_unsupported_value_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(tmp_path, **changes)

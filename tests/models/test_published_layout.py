@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from meltcore.config import EngineConfig
-from meltcore.engine.engine import Engine
+from meltcore.engine.core.engine import GenerationEngine
 from meltcore.models.checkpoint import open_checkpoint
 
 MODEL = "Qwen/Qwen3-0.6B"
@@ -34,7 +34,7 @@ def published_config() -> dict[str, Any]:
 
 
 def published_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the published file, written out here a second time."""
+    """Every tensor of the published file, listed independently of the model."""
     hidden, wide, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layer = {
@@ -84,7 +84,7 @@ def write_sharded(folder: Path, stored: str) -> Path:
     """Three shards that cut through layers, and an index, as large models have them."""
     tensors = small_tensors(DTYPES[stored])
     names = sorted(tensors)
-    file_of = {name: f"model-{1 + 3 * place // len(names):05}-of-00003.safetensors" for place, name in enumerate(names)}
+    file_of = {name: f"model-{1 + 3 * index // len(names):05}-of-00003.safetensors" for index, name in enumerate(names)}
     write_config(folder, stored)
     for file in set(file_of.values()):
         save_file({name: tensors[name] for name in names if file_of[name] == file}, folder / file)
@@ -93,21 +93,23 @@ def write_sharded(folder: Path, stored: str) -> Path:
     return folder
 
 
-def open_engine(model: str | Path, dtype: str = "float32") -> Engine:
-    return Engine(EngineConfig(model=str(model), device="cpu", dtype=dtype, max_num_seqs=2, memory_bytes=2**27))  # type: ignore[arg-type]
+def open_engine(model: str | Path, dtype: str = "float32") -> GenerationEngine:
+    return GenerationEngine(
+        EngineConfig(model=str(model), device="cpu", dtype=dtype, max_num_seqs=2, memory_bytes=2**27)
+    )  # type: ignore[arg-type]
 
 
-def assert_holds(engine: Engine, tensors: dict[str, torch.Tensor]) -> None:
+def assert_holds(engine: GenerationEngine, tensors: dict[str, torch.Tensor]) -> None:
     """Every published tensor is in the engine, in the engine's type; the head is the embedding itself."""
     model = engine.runner.model
     held = model.checkpoint_tensors()
-    assert model.head is model.embedding
+    assert model.lm_head is model.embedding
     assert held.keys() == tensors.keys() - {"lm_head.weight"}
     for name, tensor in held.items():
-        assert torch.equal(tensor, tensors[name].to(model.embedding.dtype)), name
+        assert torch.equal(tensor, tensors[name].to(model.dtype)), name
 
 
-def test_the_published_file_is_known_tensor_by_tensor() -> None:
+def test_published_file_has_every_tensor() -> None:
     """311 tensors and 751,632,384 numbers, the copy of the head among them: what the hub says of the file."""
     shapes = published_shapes(published_config())
     assert len(shapes) == 311
@@ -117,18 +119,18 @@ def test_the_published_file_is_known_tensor_by_tensor() -> None:
 @pytest.mark.parametrize("write", [write_single, write_sharded])
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_tensor_arrives_whatever_its_type(tmp_path: Path, write: Any, stored: str, dtype: str) -> None:
+def test_every_tensor_is_loaded_in_any_type(tmp_path: Path, write: Any, stored: str, dtype: str) -> None:
     engine = open_engine(write(tmp_path, stored), dtype)
     assert engine.ready().dtype == dtype
     assert_holds(engine, small_tensors(DTYPES[stored]))
 
 
-def test_end_tokens_are_all_of_the_generation_config(tmp_path: Path) -> None:
+def test_end_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
     assert open_checkpoint(str(write_config(tmp_path, "bfloat16")), files="config").eos_token_ids == (151645, 151643)
 
 
 @pytest.mark.parametrize("write", [write_single, write_sharded])
-def test_a_cached_hub_model_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
+def test_cached_hub_model_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
     """The hub's cache keeps contents under blobs/ and gives them names by links under snapshots/<commit>/."""
     cached = tmp_path / "models--Qwen--Qwen3-0.6B"
     snapshot = cached / "snapshots" / ("c1899de2" * 5)
@@ -150,8 +152,8 @@ def test_a_cached_hub_model_needs_no_network(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
-def test_on_a_gpu_weights_keep_the_type_they_are_stored_in(tmp_path: Path, stored: str) -> None:
+def test_weights_keep_their_stored_type_on_a_gpu(tmp_path: Path, stored: str) -> None:
     settings = {"device": "cuda", "max_num_seqs": 2, "memory_bytes": 2**28}
-    engine = Engine(EngineConfig(model=str(write_single(tmp_path, stored)), **settings))  # type: ignore[arg-type]
+    engine = GenerationEngine(EngineConfig(model=str(write_single(tmp_path, stored)), **settings))  # type: ignore[arg-type]
     assert engine.ready().dtype == stored
     assert_holds(engine, {name: tensor.cuda() for name, tensor in small_tensors(DTYPES[stored]).items()})

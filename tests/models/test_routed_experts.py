@@ -12,12 +12,11 @@ from safetensors.torch import save_file
 from small_config import SMALL
 
 from meltcore.config import DebugSwitch, EngineConfig, Quantization
-from meltcore.engine.engine import Engine
+from meltcore.engine.core.engine import GenerationEngine
 from meltcore.errors import ConfigError
-from meltcore.layers import moe
-from meltcore.layers.mlp import GatedMLP
-from meltcore.layers.moe import RoutedMLP
-from meltcore.layers.residual import Residual
+from meltcore.layers import quantization
+from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
+from meltcore.layers.residual import ResidualStream
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.loader import build_model, load_weights
@@ -72,28 +71,26 @@ def fused(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tenso
     return kept | {f"{prefix}.gate_up_proj": gate_up, f"{prefix}.down_proj": every("down_proj")}
 
 
-def test_each_expert_s_tensors_arrive(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_tensors_of_each_expert_are_loaded(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     assert_equal(load(tmp_path), tensors)
 
 
-def test_all_experts_in_one_tensor_arrive_the_same(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_fused_expert_tensors_are_loaded_the_same(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     whole = fused(fused(tensors, 0), 2)  # layer 1 stays as it is
     assert whole["model.layers.0.mlp.experts.gate_up_proj"].shape == (EXPERTS, 2 * WIDTH, HIDDEN)
     save_file(whole, tmp_path / "model.safetensors")
     assert_equal(load(tmp_path), tensors)
 
 
-def test_a_missing_expert_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_missing_expert_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"1 missing tensors: model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"):
         load(tmp_path)
 
 
-def test_a_missing_half_of_the_fused_form_is_named_by_what_it_stands_for(
-    tmp_path: Path, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_missing_fused_tensor_is_named_by_its_experts(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     whole = fused(tensors, 1)
     del whole["model.layers.1.mlp.experts.down_proj"]
     save_file(whole, tmp_path / "model.safetensors")
@@ -101,9 +98,7 @@ def test_a_missing_half_of_the_fused_form_is_named_by_what_it_stands_for(
         load(tmp_path)
 
 
-def test_a_fused_tensor_of_another_shape_is_named_with_both_shapes(
-    tmp_path: Path, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_fused_tensor_of_another_shape_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     whole = fused(tensors, 0)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     save_file(whole | {name: whole[name].transpose(1, 2).contiguous()}, tmp_path / "model.safetensors")
@@ -120,12 +115,12 @@ def test_a_fused_tensor_of_another_shape_is_named_with_both_shapes(
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [False, False, False]),
     ],
 )
-def test_the_configuration_says_which_layers_are_dense(tmp_path: Path, changes: dict, routed: list[bool]) -> None:
+def test_configuration_selects_dense_layers(tmp_path: Path, changes: dict, routed: list[bool]) -> None:
     kinds = [type(block.mlp) for block in build(tmp_path, **changes).blocks]
-    assert kinds == [RoutedMLP if is_routed else GatedMLP for is_routed in routed]
+    assert kinds == [SparseMoeBlock if is_routed else GatedMLP for is_routed in routed]
 
 
-def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
+def test_number_of_experts_has_two_names(tmp_path: Path) -> None:
     experts = build(tmp_path, num_experts=None, num_local_experts=6).config.experts
     assert experts is not None
     assert experts.num_experts == 6
@@ -141,34 +136,36 @@ def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
         ({"quantization": "fp8"}, "--quantization fp8 does not compute routed experts"),
     ],
 )
-def test_what_is_not_computed_is_refused_with_its_value(tmp_path: Path, changes: dict, message: str) -> None:
+def test_unsupported_value_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(tmp_path, **changes)
 
 
-def test_dummy_weights_differ_from_expert_to_expert(tmp_path: Path) -> None:
+def test_dummy_weights_differ_between_experts(tmp_path: Path) -> None:
     build(tmp_path)
-    engine = Engine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", memory_bytes=2**26))
+    engine = GenerationEngine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", memory_bytes=2**26))
     mlp = engine.runner.model.blocks[0].mlp
-    assert isinstance(mlp, RoutedMLP)
-    assert len({float(matrix.sum()) for matrix in mlp.down}) == EXPERTS
-    assert mlp.gate_up.std() == pytest.approx(0.02, rel=0.1)
+    assert isinstance(mlp, SparseMoeBlock)
+    assert len({float(matrix.sum()) for matrix in mlp.experts.down_proj}) == EXPERTS
+    assert mlp.experts.gate_up_proj.std() == pytest.approx(0.02, rel=0.1)
 
 
 def experts_read(model: Path, monkeypatch: pytest.MonkeyPatch, *debug: DebugSwitch) -> int:
-    """How many experts of a layer 64 tokens go to that are nearly alike."""
-    engine = Engine(EngineConfig(model=str(model), load_format="dummy", device="cpu", memory_bytes=2**26, debug=debug))
+    """The number of experts of a layer that 64 nearly equal tokens use."""
+    engine = GenerationEngine(
+        EngineConfig(model=str(model), load_format="dummy", device="cpu", memory_bytes=2**26, debug=debug)
+    )
     mlp = engine.runner.model.blocks[0].mlp
-    assert isinstance(mlp, RoutedMLP)
+    assert isinstance(mlp, SparseMoeBlock)
     chosen: list[torch.Tensor] = []
     with monkeypatch.context() as patch:
-        patch.setattr(moe, "expert_outputs", lambda hidden, routing, *_: chosen.append(routing.experts))
+        patch.setattr(quantization, "expert_outputs", lambda hidden, routing, *_: chosen.append(routing.topk_ids))
         alike = torch.ones(64, HIDDEN) + torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0)) / 100
-        mlp(Residual(alike))
+        mlp(ResidualStream(alike))
     return len(chosen[0].unique())
 
 
-def test_a_benchmark_can_send_tokens_to_experts_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uniform_routing_uses_more_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """256 experts, 8 for each of 64 tokens: 256 (1 - (1 - 8 / 256)^64) of them are read."""
     build(tmp_path, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=16)
     assert experts_read(tmp_path, monkeypatch, "uniform-routing") == pytest.approx(222.4, rel=0.05)

@@ -57,7 +57,7 @@ def error_against(reference: PreTrainedModel, folder: Path) -> float:
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
-def test_whether_the_head_is_tied_the_whole_model_says(tmp_path: Path, outer: bool, inner: bool) -> None:
+def test_whole_model_decides_whether_the_head_is_tied(tmp_path: Path, outer: bool, inner: bool) -> None:
     reference = save_model(tmp_path, outer_tied=outer, inner_tied=inner)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]) == (outer, inner)
@@ -92,7 +92,7 @@ def older_name(text: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [no_share, share_outside, two_shares, two_thetas, theta_outside, older_name])
-def test_rotary_settings_in_several_places_are_read_as_transformers_reads_them(
+def test_rotary_settings_are_read_as_transformers_does(
     tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     save_model(tmp_path)

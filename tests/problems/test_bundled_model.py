@@ -12,7 +12,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 import meltcore
-from meltcore.problems import Problem, generate, is_right
+from meltcore.problems import Problem, generate, is_correct
 
 FOLDER = Path(meltcore.__file__).parent / "bundled" / "sums"
 HYBRID = FOLDER.parent / "sums-hybrid"
@@ -74,18 +74,18 @@ def test_template_renders_all_roles_in_a_sandbox() -> None:
     assert template.render(messages=messages, add_generation_prompt=True) == turns + "<|im_start|>assistant\n"
 
 
-def test_the_hybrid_s_template_begins_an_answer_or_thoughts() -> None:
+def test_hybrid_template_starts_an_answer_or_reasoning() -> None:
     template = ImmutableSandboxedEnvironment().from_string((HYBRID / "chat_template.jinja").read_text())
     messages = [{"role": "user", "content": "u"}]
     turn = "<|im_start|>user\nu<|im_end|>\n"
     assert template.render(messages=messages) == turn
     begun = f"{turn}<|im_start|>assistant\n<think>\n"
     assert template.render(messages=messages, add_generation_prompt=True) == begun
-    at_once = template.render(messages=messages, add_generation_prompt=True, enable_thinking=False)
-    assert at_once == f"{begun}\n</think>\n\n"
+    rendered = template.render(messages=messages, add_generation_prompt=True, enable_thinking=False)
+    assert rendered == f"{begun}\n</think>\n\n"
 
 
-def test_the_hybrid_s_marks_are_tokens_that_are_not_special() -> None:
+def test_hybrid_reasoning_markers_are_ordinary_tokens() -> None:
     tokenizer = Tokenizer.from_file(str(HYBRID / "tokenizer.json"))
     ids = tokenizer.encode("<think>a</think>").ids
     assert (ids[0], ids[-1]) == (tokenizer.token_to_id("<think>"), tokenizer.token_to_id("</think>"))
@@ -106,7 +106,7 @@ def test_the_hybrid_has_the_published_names_and_every_kind_of_layer() -> None:
 @pytest.mark.parametrize(
     "text", ["What is 37 + 45?", "naïve café\n\n\t 日本語 🙂 12,345", "<|im_start|>user\nx<|im_end|>\n"]
 )
-def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_round_trips_through_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
@@ -116,22 +116,22 @@ def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_long_prompts_have_200_to_1000_tokens(tokenizer: Tokenizer, split: str) -> None:
-    prompts = [_render(each.question) for each in generate(split, kind="long", count=400, seed=21)]
+    prompts = [_render(each.question) for each in generate(split, kind="long", num_problems=400, seed=21)]
     lengths = [len(encoding.ids) for encoding in tokenizer.encode_batch(prompts)]
     assert min(lengths) >= 200
     assert max(lengths) <= 1000
     assert max(lengths) > 800
 
 
-def test_needed_facts_lie_three_pages_back(tokenizer: Tokenizer) -> None:
-    for problem in generate("heldout", kind="long", count=200, seed=22):
+def test_needed_facts_are_three_kv_pages_back(tokenizer: Tokenizer) -> None:
+    for problem in generate("heldout", kind="long", num_problems=200, seed=22):
         for fact in re.findall(r"(?:\w+ counted \w+|Price of \w+): \d+\.", problem.answer):
             after = problem.question.split(fact)[1]
             assert len(tokenizer.encode(after).ids) > 3 * _PAGE_TOKENS, problem.question
 
 
 def test_answers_are_short(tokenizer: Tokenizer) -> None:
-    short = generate("heldout", kind="short", count=500, seed=23)
+    short = generate("heldout", kind="short", num_problems=500, seed=23)
     lengths = [len(encoding.ids) + 1 for encoding in tokenizer.encode_batch([each.answer for each in short])]
     assert max(lengths) <= 18
     assert sum(lengths) / len(lengths) <= 12
@@ -145,27 +145,27 @@ def model() -> Any:
 
 
 @pytest.mark.slow
-def test_held_out_problems_are_answered_right_through_transformers(model: Any) -> None:
+def test_held_out_problems_are_answered_correctly_with_transformers(model: Any) -> None:
     from transformers import AutoTokenizer
 
     assert type(model).__name__ == "Qwen3ForCausalLM"
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     problems = [
-        *generate("heldout", kind="short", count=24, seed=31),
-        *generate("heldout", kind="long", count=6, seed=31),
+        *generate("heldout", kind="short", num_problems=24, seed=31),
+        *generate("heldout", kind="long", num_problems=6, seed=31),
     ]
     right = 0
     for problem in problems:
         inputs = tokenizer(_render(problem.question), return_tensors="pt")
         output = model.generate(**inputs, max_new_tokens=64)
         reply = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += is_right(problem, reply)
+        right += is_correct(problem, reply)
     assert right / len(problems) >= 0.95
 
 
 def test_faults_of_pages_and_positions_collapse_long_answers(model: Any, tokenizer: Tokenizer) -> None:
     """What the model is for: an engine that reads one wrong page, or wrong positions in one, loses the answer."""
-    problems = generate("heldout", kind="long", count=8, seed=32)
+    problems = generate("heldout", kind="long", num_problems=8, seed=32)
     right = Counter[str]()
     for problem in problems:
         prompt = tokenizer.encode(_render(problem.question)).ids

@@ -1,4 +1,4 @@
-"""How the bundled hybrid is trained, packed and with all experts at once, against transformers' own forward."""
+"""How the bundled hybrid is trained, packed and with all experts in one GEMM, against transformers' own forward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def test_packed_sequences_give_the_logits_of_each_alone() -> None:
     tokenizer = a_tokenizer()
     config = model_config("qwen3_5", tokenizer)
     trainee = Trainee(config, torch.device("cpu"))
-    problems = [*generate("train", kind="short", count=2, seed=1), *generate("train", kind="long", count=1, seed=1)]
+    problems = [
+        *generate("train", kind="short", num_problems=2, seed=1),
+        *generate("train", kind="long", num_problems=1, seed=1),
+    ]
     batch = pack(tokenizer, [problems[2], *problems[:2]])
     assert max(batch.lengths) > 200 > 64 > min(batch.lengths)
     with torch.no_grad():
@@ -49,21 +52,21 @@ def test_packed_sequences_give_the_logits_of_each_alone() -> None:
 
 
 @pytest.mark.usefixtures("scripts")
-def test_the_loss_is_on_the_models_own_words_alone() -> None:
-    """Behind an empty pair of marks where it answers at once, and the thoughts too where it thinks."""
+def test_loss_covers_the_assistant_tokens_only() -> None:
+    """After an empty pair of reasoning markers without reasoning, else including it."""
     from bundled_data import pack
-    from bundled_tokenizer import THINK, THOUGHT, Beginning
+    from bundled_tokenizer import END_THINK, THINK, ReplyPrefix
 
     tokenizer = a_tokenizer()
-    tokenizer.add_tokens([THINK, THOUGHT])
-    (problem,) = generate("train", kind="short", count=1, seed=2)
-    ways: list[Beginning] = ["plain", "answering", "thinking"]
+    tokenizer.add_tokens([THINK, END_THINK])
+    (problem,) = generate("train", kind="short", num_problems=1, seed=2)
+    ways: list[ReplyPrefix] = ["plain", "answering", "thinking"]
     batch = pack(tokenizer, [problem] * 3, ways)
     targets = [
         tokenizer.decode(batch.targets[batch.owners == way].tolist(), skip_special_tokens=False) for way in range(3)
     ]
-    thought = f"{problem.answer}\n</think>\n\nThe answer is {problem.value}.<|im_end|>"
-    assert targets == [f"{problem.answer}<|im_end|>"] * 2 + [thought]
+    reasoned = f"{problem.answer}\n</think>\n\nThe answer is {problem.value}.<|im_end|>"
+    assert targets == [f"{problem.answer}<|im_end|>"] * 2 + [reasoned]
     texts = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in batch.ids.split(batch.lengths)]
     for text, beginning in zip(texts, ("", "<think>\n\n</think>\n\n", "<think>\n"), strict=True):
         assert f"<|im_start|>assistant\n{beginning}{problem.answer}" in text

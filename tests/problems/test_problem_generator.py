@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
-from meltcore.problems import Problem, evaluation_set, extract_answer, generate, is_right
-from meltcore.problems.sums import TABLES_TO, Sum, is_held_out
+from meltcore.problems import Problem, evaluation_set, extract_answer, generate, is_correct
+from meltcore.problems.sums import MAX_TABLE_OPERAND, Sum, is_held_out
 
 _SYMBOLS = {"plus": "+", "minus": "-", "times": "*"}
 _INFIX = re.compile(r"(?=\b(\d+) (\+|-|\*|plus|minus|times) (\d+)\b)")
@@ -43,13 +43,13 @@ def _value(side: str) -> int:
 
 @pytest.mark.parametrize("kind", ["short", "long", "mixed"])
 def test_no_training_text_contains_a_held_out_expression(kind: str) -> None:
-    problems = generate("train", kind=kind, count=1000, seed=11)
+    problems = generate("train", kind=kind, num_problems=1000, seed=11)
     assert not [(found, each) for each in problems for found in _of_problem(each) if is_held_out(*found)]
 
 
 @pytest.mark.parametrize("kind", ["short", "long", "mixed"])
-def test_every_held_out_problem_turns_on_a_held_out_combination(kind: str) -> None:
-    for problem in generate("heldout", kind=kind, count=800, seed=12):
+def test_every_held_out_problem_uses_a_held_out_combination(kind: str) -> None:
+    for problem in generate("heldout", kind=kind, num_problems=800, seed=12):
         operation, a, b = _of_problem(problem)[0]
         assert is_held_out(operation, a, b), problem
 
@@ -59,22 +59,22 @@ def test_held_out_combinations_never_met_in_training() -> None:
         operation, a, b = expression
         return expression if operation == "-" else (operation, min(a, b), max(a, b))
 
-    trained = {ordered(e) for p in generate("train", kind="mixed", count=2500, seed=1) for e in _of_problem(p)}
-    asked = {ordered(_of_problem(p)[0]) for p in generate("heldout", kind="mixed", count=1500, seed=1)}
+    trained = {ordered(e) for p in generate("train", kind="mixed", num_problems=2500, seed=1) for e in _of_problem(p)}
+    asked = {ordered(_of_problem(p)[0]) for p in generate("heldout", kind="mixed", num_problems=1500, seed=1)}
     assert len(asked) > 700
     assert not trained & asked
 
 
-def test_order_of_operands_does_not_change_sides() -> None:
+def test_order_of_operands_does_not_change_the_split() -> None:
     for a in range(2, 120, 7):
         for b in range(2, 120, 5):
             assert is_held_out("+", a, b) == is_held_out("+", b, a)
             assert is_held_out("*", a, b) == is_held_out("*", b, a)
 
 
-def test_sums_within_the_tables_are_training() -> None:
-    for a in range(TABLES_TO + 1):
-        for b in range(TABLES_TO + 1):
+def test_sums_within_20_are_training() -> None:
+    for a in range(MAX_TABLE_OPERAND + 1):
+        for b in range(MAX_TABLE_OPERAND + 1):
             assert not any(is_held_out(operation, a, b) for operation in "+-*")
 
 
@@ -83,17 +83,17 @@ def test_about_one_combination_in_five_is_held_out() -> None:
     assert 0.18 < held_out / (100 * 79) < 0.22
 
 
-def test_from_every_number_a_trainable_step_leads_on() -> None:
+def test_every_number_has_a_trainable_next_step() -> None:
     """Otherwise drawing the second step of a training story would never end."""
     for value in range(1000):
-        assert any(Sum("+", value, other).trainable for other in range(2, 100))
-        assert any(Sum("-", value, other).trainable for other in range(1, min(99, max(1, value)) + 1))
-        assert any(Sum("-", value + other, value).trainable for other in range(1, 100))
+        assert any(Sum("+", value, other).is_trainable for other in range(2, 100))
+        assert any(Sum("-", value, other).is_trainable for other in range(1, min(99, max(1, value)) + 1))
+        assert any(Sum("-", value + other, value).is_trainable for other in range(1, 100))
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_every_worked_step_is_true_and_ends_in_the_value(split: str) -> None:
-    for problem in generate(split, kind="mixed", count=1000, seed=13):
+    for problem in generate(split, kind="mixed", num_problems=1000, seed=13):
         assert problem.answer.endswith(f"The answer is {problem.value}.")
         assert problem.value >= 0
         assert all(left == right for left, right in _steps(problem.answer)), problem.answer
@@ -103,13 +103,13 @@ def test_every_worked_step_is_true_and_ends_in_the_value(split: str) -> None:
 
 
 def test_short_questions_ask_for_the_value() -> None:
-    for problem in generate("heldout", kind="short", count=2000, seed=14):
+    for problem in generate("heldout", kind="short", num_problems=2000, seed=14):
         (operation, a, b), *_ = _expressions(problem.question)
         assert _value(f"{a} {operation} {b}") == problem.value
 
 
 def test_same_arguments_give_the_same_problems_and_other_seeds_others() -> None:
-    again = [generate("heldout", kind="mixed", count=50, seed=seed) for seed in (1, 1, 2)]
+    again = [generate("heldout", kind="mixed", num_problems=50, seed=seed) for seed in (1, 1, 2)]
     assert again[0] == again[1]
     assert again[0] != again[2]
 
@@ -121,13 +121,13 @@ def test_evaluation_set_is_the_same_in_every_process_and_version() -> None:
 
 
 def test_splits_differ_for_one_seed() -> None:
-    train, heldout = (generate(split, kind="short", count=200, seed=1) for split in ("train", "heldout"))
+    train, heldout = (generate(split, kind="short", num_problems=200, seed=1) for split in ("train", "heldout"))
     assert not {problem.question for problem in train} & {problem.question for problem in heldout}
 
 
 @pytest.mark.parametrize("count", [1, 7, 200])
 def test_mixed_has_at_least_thirty_percent_long(count: int) -> None:
-    problems = generate("heldout", kind="mixed", count=count, seed=3)
+    problems = generate("heldout", kind="mixed", num_problems=count, seed=3)
     assert len(problems) == count
     assert sum(problem.kind == "long" for problem in problems) >= 0.3 * count
 
@@ -140,12 +140,12 @@ def test_evaluation_set_is_200_held_out_problems_of_all_kinds() -> None:
 
 
 def test_there_are_9000_different_questions_among_10000_short_ones() -> None:
-    problems = generate("heldout", kind="short", count=10_000, seed=5)
+    problems = generate("heldout", kind="short", num_problems=10_000, seed=5)
     assert len({problem.question for problem in problems}) > 9000
 
 
-def test_a_needed_fact_stands_once_on_its_page_among_look_alikes() -> None:
-    for problem in generate("heldout", kind="long", count=300, seed=6):
+def test_needed_fact_occurs_once_on_its_page_among_look_alikes() -> None:
+    for problem in generate("heldout", kind="long", num_problems=300, seed=6):
         page = problem.question.rsplit("\n", 1)[0]
         for key in re.findall(r"(\w+ counted \w+|Price of \w+): \d+", problem.answer):
             assert page.count(f"{key}:") == 1
@@ -154,13 +154,13 @@ def test_a_needed_fact_stands_once_on_its_page_among_look_alikes() -> None:
             assert len(re.findall(rf"\w+ counted {item}:", page)) >= 2
 
 
-def test_the_town_question_is_for_training_alone() -> None:
+def test_town_question_is_for_training_only() -> None:
     asked = {split: sum("town where" in each.question for each in _long(split)) for split in ("train", "heldout")}
     assert asked["train"] > 50
     assert asked["heldout"] == 0
 
 
-def test_a_home_and_its_town_asked_for_stand_once_on_the_page() -> None:
+def test_home_and_town_of_a_question_occur_once_on_the_page() -> None:
     for problem in (each for each in _long("train") if "town where" in each.question):
         page = problem.question.rsplit("\n", 1)[0]
         home, houses = re.findall(r"\w+ lives in|Houses in \w+:", problem.answer)
@@ -169,7 +169,7 @@ def test_a_home_and_its_town_asked_for_stand_once_on_the_page() -> None:
 
 
 def _long(split: Literal["train", "heldout"]) -> list[Problem]:
-    return generate(split, kind="long", count=400, seed=7)
+    return generate(split, kind="long", num_problems=400, seed=7)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_answer_is_the_number_after_the_last_phrase(text: str, value: int | None
     assert extract_answer(text) == value
 
 
-def test_marking_looks_at_the_value_alone() -> None:
+def test_grading_uses_the_value_only() -> None:
     problem = Problem("What is 40 + 2?", "The answer is 42.", 42, "short")
-    assert is_right(problem, "Forty and two. The answer is 42.")
-    assert not is_right(problem, "The answer is 24.")
-    assert not is_right(problem, "42")
+    assert is_correct(problem, "Forty and two. The answer is 42.")
+    assert not is_correct(problem, "The answer is 24.")
+    assert not is_correct(problem, "42")

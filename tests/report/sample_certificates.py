@@ -2,21 +2,21 @@
 
 from pathlib import Path
 
-from meltcore.hardware.certify import certify
-from meltcore.hardware.fake import FakeGpu
-from meltcore.hardware.fake_node import FakeNode, healthy_answer
-from meltcore.hardware.measures import Answer, Question
+from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult
+from meltcore.hardware.certify.run import certify
 from meltcore.results.certificate import Certificate, Tier
+from meltcore.testing.fake_gpu import FakeGpu
+from meltcore.testing.fake_node import FakeNode, healthy_result
 
 
 def node(gpus: list[FakeGpu], slow: tuple[int, ...] = ()) -> FakeNode:
-    def measured(question: Question, target: tuple[int, ...]) -> Answer | None:
-        answer = healthy_answer(question, target)
+    def measure(request: ProbeRequest, target: tuple[int, ...]) -> ProbeResult | None:
+        result = healthy_result(request, target)
         if target == slow:
-            answer.samples = [1.0]
-        return answer
+            result.samples = [1.0]
+        return result
 
-    return FakeNode(fakes=gpus, measured=measured)
+    return FakeNode(fakes=gpus, measure=measure)
 
 
 def h200s(count: int) -> list[FakeGpu]:

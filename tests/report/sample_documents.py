@@ -7,11 +7,11 @@ from sample_certificates import certificate
 from sample_results import sample_level, sample_run
 from sample_scores import sample_device, sample_scored_run
 
+from meltcore.report.compare_starts import compare_starts
 from meltcore.report.documents import Content, Document
-from meltcore.report.judge import judge
 from meltcore.results.certificate import Certificate
-from meltcore.results.gaps import GapReport, Part, Profile
-from meltcore.results.judgement import Judgement
+from meltcore.results.comparison import ComparisonResult
+from meltcore.results.gaps import GapReport, GapTotal, Profile
 from meltcore.results.schema import EvalScore, Fingerprint, Gate, RunResult
 from meltcore.results.score import ScoredRun
 from meltcore.results.snapshot import Snapshot
@@ -49,11 +49,15 @@ def benchmark(**changes: Any) -> ScoredRun:
 
 
 def tuning(rates: tuple[float, float] = (1000.0, 1250.0), **changes: Any) -> Tuning:
-    """The server as it is shipped, and one setting."""
+    """Default settings, and one setting."""
     points = [
         TuningPoint(settings={}, ok=True, ready_s=1.0, output_tokens_per_s=rates[0]),
         TuningPoint(
-            settings={"seqs": 64}, words=["--max-num-seqs", "64"], ok=True, ready_s=1.0, output_tokens_per_s=rates[1]
+            settings={"max_num_seqs": 64},
+            args=["--max-num-seqs", "64"],
+            ok=True,
+            ready_s=1.0,
+            output_tokens_per_s=rates[1],
         ),
     ]
     told = {"kind": "batching", "finding": "64 sequences is the fastest.", "command": f"{SHIPPED} {{args}}"}
@@ -62,24 +66,24 @@ def tuning(rates: tuple[float, float] = (1000.0, 1250.0), **changes: Any) -> Tun
 
 
 def precisions() -> Tuning:
-    """The server as it is shipped, one precision that is faster, and one that did not run."""
+    """Default settings, one precision that is faster, and one that did not run."""
     points = [
         TuningPoint(settings={}, ok=True, ready_s=1.0, output_tokens_per_s=1000.0),
-        TuningPoint(settings={"precision": "fp8-cache"}, words=["--kv-cache-dtype", "fp8"], ok=True, ready_s=1.0,
+        TuningPoint(settings={"precision": "fp8-cache"}, args=["--kv-cache-dtype", "fp8"], ok=True, ready_s=1.0,
                     output_tokens_per_s=1400.0),
-        TuningPoint(settings={"precision": "fp8"}, words=["--quantization", "fp8"], ok=False, why="needs sm_89"),
+        TuningPoint(settings={"precision": "fp8"}, args=["--quantization", "fp8"], ok=False, reason="needs sm_89"),
     ]  # fmt: skip
     return tuning(kind="precision", points=points, best=None, knee=None)
 
 
-def comparison(rate: float = 1240.0, starts: int = 6, new_command: str = FASTER, load: Any = None) -> Judgement:
+def comparison(rate: float = 1240.0, starts: int = 6, new_command: str = FASTER, load: Any = None) -> ComparisonResult:
     def taken(name: str, command: str, rate: float) -> StartSet:
         runs = [sample_run([sample_level(32, output_tokens_per_s=rate * (1 + s))]) for s in _SPREAD[:starts]]
         moment = "2026-11-21T13:00:00+00:00"
         return StartSet(name=name, command=command, taken=moment, load=load or LOAD, starts=runs)
 
     control = taken("control", SHIPPED, 1000.0)
-    return judge(taken("A", SHIPPED, 1000.0), taken("B", new_command, rate), control=control, order="ABBA")
+    return compare_starts(taken("A", SHIPPED, 1000.0), taken("B", new_command, rate), control=control, order="ABBA")
 
 
 def profile(untrusted: tuple[str, ...] = ()) -> Profile:
@@ -90,7 +94,7 @@ def profile(untrusted: tuple[str, ...] = ()) -> Profile:
         busy_us=900.0,
         kernels=10,
         streams=1,
-        by_cause=[Part(name="host late", count=5, total_us=100.0)],
+        by_cause=[GapTotal(name="late launch", count=5, total_us=100.0)],
         by_size=[],
         pairs=[],
         recoverable_share=0.1,
@@ -101,7 +105,7 @@ def profile(untrusted: tuple[str, ...] = ()) -> Profile:
 
 def document(content: Content, name: str = "run") -> Document:
     names = {Snapshot: "machine.json", Certificate: "certificate.json", Tuning: "tuning.json", Profile: "gaps.json",
-             Judgement: "judgement.json"}  # fmt: skip
+             ComparisonResult: "comparison.json"}  # fmt: skip
     return Document(Path(name) / names.get(type(content), "result.json"), content)
 
 

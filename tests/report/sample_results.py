@@ -10,11 +10,11 @@ from meltcore.results.schema import (
     ClientLoad,
     Evaluation,
     Fingerprint,
+    IncorrectAnswer,
     LevelResult,
     RunResult,
     Steady,
     TimelinePoint,
-    WrongAnswer,
 )
 
 
@@ -47,8 +47,8 @@ def sample_level(concurrency: int, **changes: object) -> LevelResult:
         tpot_ms=distribution(itl[:requests]),
         e2e_ms=distribution(ttft + 12 * itl[:requests]),
         queue_delay_ms=distribution(random.lognormal(-1, 0.5, requests)),
-        chunk_to_token_ratio=0.98,
-        client=ClientLoad(cpu_share=0.31, loop_lag_p99_ms=3.2),
+        events_per_token=0.98,
+        client=ClientLoad(cpu_utilization=0.31, loop_lag_p99_ms=3.2),
         timeline=[
             TimelinePoint(
                 t_s=float(second),
@@ -84,12 +84,12 @@ def sample_run(levels: list[LevelResult] | None = None, **changes: object) -> Ru
         settings={"model": "meltcore/sums", "levels": [10, 100], "stream": True},
         accuracy=0.995,
         evaluation=Evaluation(
-            asked=200,
-            right=199,
+            total=200,
+            correct=199,
             failed=0,
-            low=0.9722,
-            high=0.9991,
-            wrong=[WrongAnswer(question="What is 7 * 8?", expected="56", got="The answer is 54.")],
+            ci_low=0.9722,
+            ci_high=0.9991,
+            incorrect=[IncorrectAnswer(question="What is 7 * 8?", expected="56", actual="The answer is 54.")],
         ),
         checks=[
             CheckResult(name="GET /health answers 200", status="PASS"),

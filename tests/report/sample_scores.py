@@ -6,7 +6,7 @@ import numpy as np
 from sample_results import sample_run
 
 from meltcore.results.percentiles import distribution
-from meltcore.results.score import GpuScore, Health, Lines, MetricRow, Score, ScoredRun, ScoreLevel, Spread
+from meltcore.results.score import GpuHealth, GpuScore, MetricRow, Score, ScoredRun, ScoreLevel, Spread, TimeSeries
 
 LADDER = {1: 12.0, 10: 12.0, 100: 18.0, 400: 18.0, 1_000: 24.0, 10_000: 36.0}
 SUSTAINED_S = 165.0
@@ -40,8 +40,8 @@ def sample_score_level(concurrency: int, start_s: float, length_s: float, peak: 
     )
 
 
-def sample_health(**changes: object) -> Health:
-    health = Health(
+def sample_health(**changes: object) -> GpuHealth:
+    health = GpuHealth(
         verdict="HEALTHY",
         metrics=[
             MetricRow(key="temperature_c", name="GPU temperature", unit="°C", mean=58.2, maximum=61),
@@ -92,7 +92,7 @@ def sample_device(peak: float = 32_000.0, label: str = "GPU 0", **changes: objec
             bucket_s=10.1, rates=[peak * f for f in (1, 0.998, 1.001, 0.999, 1, 1)], variation=0.004, change=-0.001
         ),
         health=sample_health(),
-        lines=Lines(
+        lines=TimeSeries(
             bucket_s=1.0,
             values={
                 "output_tokens_per_s": [*rates],

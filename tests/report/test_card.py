@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from sample_scores import sample_health
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
-from meltcore.report.card import make_card, newest, snapshots_apart
-from meltcore.report.card_output import print_card
-from meltcore.report.card_page import render_card, save_card
+from meltcore.report.card import card_page, conflicting_snapshots, make_card, newest_documents, save_card
+from meltcore.report.console import print_page
 from meltcore.report.documents import Content, Document
-from meltcore.report.story import changed_words, stories
-from meltcore.results.card import MADE_BY, Card
+from meltcore.report.render import render
+from meltcore.report.story import build_stories, changed_arguments
+from meltcore.results.card import REQUIRED, Card
 from meltcore.results.schema import EvalScore, Gate, Gpu
 
 
@@ -42,14 +43,14 @@ def card_of(*contents: Content, **options: Any) -> Card:
 def test_a_node_with_everything_good_passes_and_has_its_story(tmp_path: Path) -> None:
     card = make_card(whole_node(tmp_path))
     assert (card.verdict, card.exit_code, card.missing) == ("PASS", 0, [])
-    assert {part.kind: part.verdict for part in card.parts} == {
-        **dict.fromkeys(MADE_BY, "PASS"),
+    assert {part.type: part.verdict for part in card.evidence} == {
+        **dict.fromkeys(REQUIRED, "PASS"),
         "snapshot": "RECORDED",
     }
     [story] = card.stories
     assert (story.change, story.state) == ("with --max-num-seqs 64", "CONFIRMED")
-    assert "+25.0 % on the server as it is shipped (1,000)" in story.tuned
-    assert "IMPROVEMENT: output tok/s, 32 at once" in story.judged
+    assert "+25.0 % over the default settings (1,000)" in story.tuned
+    assert "IMPROVEMENT: output tok/s, concurrency 32" in story.compared
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_a_node_with_everything_good_passes_and_has_its_story(tmp_path: Path) ->
         (evaluation(gates=[Gate(name="GSM8K", status="FAIL", detail="80 %")]), "FAIL", "GSM8K: FAIL: 80 %"),
         (evaluation(gates=[Gate(name="GSM8K", status="NOT RUN")]), "UNKNOWN", "GSM8K: NOT RUN"),
         (
-            evaluation(eval_score=EvalScore(total_tokens_per_s=0, output_tokens_per_s=0, zero_because=["wrong"])),
+            evaluation(eval_score=EvalScore(total_tokens_per_s=0, output_tokens_per_s=0, zero_reasons=["wrong"])),
             "FAIL",
             "wrong",
         ),
@@ -73,38 +74,59 @@ def test_a_node_with_everything_good_passes_and_has_its_story(tmp_path: Path) ->
         (profile(untrusted=("3 of 9 graph launches have no kernel",)), "UNKNOWN", "3 of 9 graph launches"),
     ],
 )
-def test_each_part_that_is_no_pass_makes_the_card_none_and_says_why(
+def test_document_that_is_not_a_pass_decides_the_card_and_says_why(
     spoilt: Content, verdict: str, reason: str, tmp_path: Path
 ) -> None:
-    kind = document(spoilt).kind
-    good = [each for each in whole_node(tmp_path) if each.kind != kind]
+    kind = document(spoilt).type
+    good = [each for each in whole_node(tmp_path) if each.type != kind]
     card = make_card([*good, document(spoilt, "spoilt")])
     assert card.verdict == verdict
-    [part] = [part for part in card.parts if part.kind == kind]
+    [part] = [part for part in card.evidence if part.type == kind]
     assert part.verdict == verdict
-    assert any(reason in each for each in (part.line, *part.reasons))
-    assert f"{kind} (spoilt)" in card.why
+    assert any(reason in each for each in (part.summary, *part.reasons))
+    assert f"{kind} (spoilt)" in card.reason
 
 
 def test_a_certificates_findings_are_the_reasons_of_its_part(tmp_path: Path) -> None:
     card = card_of(scripted_certificate(tmp_path, slow=(1,)))
     assert card.verdict == "FAIL"
-    assert any(reason.startswith("GPU 1: BELOW_FLOOR") for reason in card.parts[0].reasons)
+    assert any(reason.startswith("GPU 1: BELOW_FLOOR") for reason in card.evidence[0].reasons)
 
 
-def test_what_is_missing_is_named_and_never_passed() -> None:
+def test_card_without_all_required_evidence_is_incomplete() -> None:
     card = card_of(comparison())
-    assert card.verdict == "PASS"
-    assert card.missing == [kind for kind in MADE_BY if kind != "comparison"]
-    assert "1 of 7 kinds of evidence" in card.why
-    assert "Not looked at: snapshot, certificate, benchmark" in card.why
-    assert render_card(card).count(">MISSING<") == 6
+    assert (card.verdict, card.exit_code) == ("INCOMPLETE", 4)
+    assert card.missing == [kind for kind in REQUIRED if kind != "comparison"]
+    assert "1 of 7 required types of evidence" in card.reason
+    assert "Missing: snapshot, certificate, benchmark" in card.reason
+    html = render(card)
+    assert html.count(">MISSING<") == 6
+    assert '<p class="badge unsure">INCOMPLETE</p>' in html
+
+
+def test_required_evidence_is_settable() -> None:
+    assert card_of(comparison(), required=["comparison"]).verdict == "PASS"
+    card = card_of(comparison(), required=["comparison", "load"])
+    assert (card.verdict, card.missing) == ("INCOMPLETE", ["load"])
+    assert "meltcore load" in render(card)
+
+
+@pytest.mark.parametrize(
+    ("parts", "verdict"),
+    [
+        ([comparison(rate=900.0)], "FAIL"),
+        ([comparison(rate=900.0, starts=3)], "UNKNOWN"),
+        ([evaluation(levels=[sample_level(4, failed=1, failures={"timeout": 1})])], "INCOMPLETE"),
+    ],
+)
+def test_missing_evidence_ranks_between_unknown_and_warn(parts: list[Content], verdict: str) -> None:
+    assert card_of(*parts).verdict == verdict
 
 
 def test_a_snapshot_alone_is_judged_by_nothing(tmp_path: Path) -> None:
     card = card_of(scripted_certificate(tmp_path).snapshot)
     assert (card.verdict, card.exit_code) == ("UNKNOWN", 3)
-    assert "Nothing here is judged" in card.why
+    assert "Nothing here is judged" in card.reason
 
 
 def test_what_drifted_since_the_certificate_is_told_of_the_snapshot(tmp_path: Path) -> None:
@@ -112,22 +134,24 @@ def test_what_drifted_since_the_certificate_is_told_of_the_snapshot(tmp_path: Pa
     later = msgspec.structs.replace(certified.snapshot.fingerprint, taken="2026-11-21T15:00:00+00:00")
     now = msgspec.structs.replace(certified.snapshot, driver="590.1", fingerprint=later)
     documents = [document(now), document(certified)]
-    assert snapshots_apart(documents) == (certified.snapshot, now)
-    card = make_card(documents, drifted=["driver: 580 -> 590.1"])
-    assert {part.kind: part.verdict for part in card.parts} == {"snapshot": "WARN", "certificate": "PASS"}
+    assert conflicting_snapshots(documents) == (certified.snapshot, now)
+    card = make_card(documents, changed_facts=["driver: 580 -> 590.1"], required=["snapshot", "certificate"])
+    assert {part.type: part.verdict for part in card.evidence} == {"snapshot": "WARN", "certificate": "PASS"}
     assert card.verdict == "WARN"
 
 
 def test_the_newest_of_each_kind_counts_and_the_others_are_named() -> None:
     failed = evaluation(verdict="FAILED", reasons=["broken"], started="2026-11-20T12:00:00Z")
     other = evaluation(settings={"what": "problems", "model": "other"})
-    counted, earlier = newest([document(failed, "old"), document(evaluation(), "new"), document(other, "apart")])
+    counted, earlier = newest_documents(
+        [document(failed, "old"), document(evaluation(), "new"), document(other, "apart")]
+    )
     assert [each.source for each in earlier] == ["old"]
     assert {each.source for each in counted} == {"new", "apart"}
-    card = make_card(counted, earlier)
+    card = make_card(counted, earlier, required=["evaluation"])
     assert card.verdict == "PASS"
-    assert card.earlier == ["evaluation of old"]
-    assert "A newer one stands for each of these: evaluation of old." in render_card(card)
+    assert card.superseded == ["evaluation of old"]
+    assert "A newer one replaces each of these: evaluation of old." in render(card)
 
 
 def test_documents_of_several_machines_are_refused_and_forced_never_pass() -> None:
@@ -137,33 +161,35 @@ def test_documents_of_several_machines_are_refused_and_forced_never_pass() -> No
         card_of(elsewhere, tuning())
     card = card_of(elsewhere, tuning(), force=True)
     assert (card.verdict, len(card.doubts)) == ("UNKNOWN", 2)
-    assert "These are not of one machine" in card.why
+    assert "These are not of one machine" in card.reason
     assert card_of(elsewhere, profile()).doubts == [], "a trace does not tell its machine"
 
 
 def test_a_gain_by_one_start_is_not_confirmed_and_one_that_was_none_is_no_story() -> None:
-    [story] = stories([tuning()], [])
+    [story] = build_stories([tuning()], [])
     assert (story.state, story.comparison) == ("NOT CONFIRMED", None)
-    assert "No comparison of fresh starts" in story.judged
-    assert stories([tuning(rates=(1000.0, 990.0))], []) == []
-    assert stories([tuning(points=[])], []) == []
+    assert "No comparison of fresh starts" in story.compared
+    assert build_stories([tuning(rates=(1000.0, 990.0))], []) == []
+    assert build_stories([tuning(points=[])], []) == []
 
 
 def test_a_comparison_that_found_nothing_or_the_contrary_says_so_in_the_story() -> None:
-    [nothing] = stories([tuning()], [comparison(rate=1001.0)])
+    [nothing] = build_stories([tuning()], [comparison(rate=1001.0)])
     assert (nothing.state, nothing.tuning, nothing.comparison) == ("NOT CONFIRMED", 0, 0)
-    [contrary] = stories([tuning()], [comparison(rate=800.0)])
+    [contrary] = build_stories([tuning()], [comparison(rate=800.0)])
     assert contrary.state == "CONTRADICTED"
 
 
 def test_evidence_from_another_load_says_so() -> None:
-    [story] = stories([tuning()], [comparison(load={"workload": "problems:short", "concurrency": [32], "seed": 0})])
+    [story] = build_stories(
+        [tuning()], [comparison(load={"workload": "problems:short", "concurrency": [32], "seed": 0})]
+    )
     assert "It was tuned on another load: workload random:in=64,out=64, concurrency 32." in story.tuned
     assert story.workload == "workload problems:short, concurrency 32"
 
 
 def test_a_comparison_that_changed_more_than_the_tuning_did_is_no_evidence_for_it() -> None:
-    told = stories([tuning()], [comparison(new_command="serve --port {port} --max-num-seqs 64")])
+    told = build_stories([tuning()], [comparison(new_command="serve --port {port} --max-num-seqs 64")])
     assert [(story.tuning, story.comparison, story.state) for story in told] == [
         (None, 0, "CONFIRMED"),
         (0, None, "NOT CONFIRMED"),
@@ -172,7 +198,7 @@ def test_a_comparison_that_changed_more_than_the_tuning_did_is_no_evidence_for_i
 
 
 def test_a_comparison_of_one_command_with_itself_is_no_story() -> None:
-    assert stories([], [comparison(new_command=SHIPPED)]) == []
+    assert build_stories([], [comparison(new_command=SHIPPED)]) == []
 
 
 @pytest.mark.parametrize(
@@ -184,12 +210,12 @@ def test_a_comparison_of_one_command_with_itself_is_no_story() -> None:
     ],
 )
 def test_the_words_that_changed_are_found(old: str, new: str, changed: tuple[list[str], list[str]]) -> None:
-    assert changed_words(old, new) == changed
+    assert changed_arguments(old, new) == changed
 
 
 def test_the_page_has_the_verdict_and_every_plot_and_fetches_nothing(tmp_path: Path) -> None:
     card = make_card(whole_node(tmp_path))
-    html = render_card(card)
+    html = render(card)
     assert '<p class="badge good">PASS</p>' in html
     for words in (
         "Every check on every GPU",
@@ -207,8 +233,8 @@ def test_precisions_are_drawn_as_bars_with_their_gains_and_what_did_not_run() ->
     card = card_of(precisions())
     [story] = card.stories
     assert (story.change, story.state) == ("with --kv-cache-dtype fp8", "NOT CONFIRMED")
-    html = render_card(card)
-    assert "1,400  +40.0 %" in html
+    html = render(card)
+    assert re.search(r">1,400<tspan[^>]*>\+40\.0 %<", html)
     assert "did not run: fp8<" in html
     assert html.count("<rect") == 2
 
@@ -219,17 +245,17 @@ def test_a_saved_card_is_read_back_whole_and_drawn_alike(tmp_path: Path) -> None
     again = msgspec.json.decode((tmp_path / "card" / "card.json").read_bytes(), type=Card)
     assert again == card
     assert main(["report", str(tmp_path / "card")]) == 0
-    assert page.read_text() == render_card(card)
+    assert page.read_text() == render(card)
 
 
 def test_the_console_ends_in_the_verdict(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
-    print_card(make_card(whole_node(tmp_path)[:2]), console)
+    print_page(card_page(make_card(whole_node(tmp_path)[:2])), console)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().strip().splitlines()
-    assert lines[0].startswith("RECORDED  snapshot")
-    assert "MISSING   benchmark    meltcore bench" in [line.strip() for line in lines]
-    assert lines[-1].startswith("PASS  Nothing speaks against this node in 2 of 7 kinds of evidence.")
+    assert any(line.startswith("snapshot     RECORDED") for line in lines)
+    assert "benchmark    MISSING   required, and not there: meltcore bench" in [line.strip() for line in lines]
+    assert lines[-1].startswith("INCOMPLETE Nothing failed, but only 2 of 7 required types of evidence are there.")
 
 
 def test_a_document_tells_its_folder_or_its_own_name() -> None:
@@ -247,9 +273,15 @@ def test_the_command_joins_folders_and_exits_as_nagios_has_it(
         path.write_bytes(msgspec.json.encode(content))
     for _ in range(2):  # the second time a card lies among the runs, and is no part of the next
         assert main(["report", str(runs), "--out", str(runs / "card")]) == 2
-        assert "Because of comparison (compare); 3 of 7 kinds" in " ".join(capsys.readouterr().out.split())
+        assert "Because of comparison (compare); 3 of 7 required types" in " ".join(capsys.readouterr().out.split())
     assert {file.name for file in (runs / "card").iterdir()} == {"card.html", "card.json"}
     assert main(["report", str(runs / "card"), "--card"]) == 2
     assert "nothing here to join" in capsys.readouterr().err
-    assert main(["report", str(runs / "eval"), "--card", "--json", "--out", str(tmp_path / "one")]) == 0
-    assert json.loads(capsys.readouterr().out)["verdict"] == "PASS"
+    one = ["report", str(runs / "eval"), "--card", "--json", "--out", str(tmp_path / "one")]
+    assert main(one) == 4
+    assert json.loads(capsys.readouterr().out)["verdict"] == "INCOMPLETE"
+    assert main([*one, "--require", "evaluation"]) == 0
+    assert json.loads(capsys.readouterr().out)["required"] == ["evaluation"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*one, "--require", "evaluation,luck"])
+    assert "no type of evidence 'luck'" in capsys.readouterr().err

@@ -8,46 +8,47 @@ import msgspec
 from rich.console import Console
 from sample_certificates import certificate
 
-from meltcore.report.certificate_output import print_certificate, print_report
-from meltcore.report.certificate_page import render_certificate, save_certificate
+from meltcore.report.certificate import certificate_page, check_line, save_certificate
+from meltcore.report.console import print_blocks, print_page
+from meltcore.report.render import render
 from meltcore.results.certificate import Certificate, read_certificate
 
 
 def test_nothing_is_fetched_no_script_runs_and_names_are_escaped(tmp_path: Path) -> None:
-    html = render_certificate(certificate(tmp_path))
+    html = render(certificate(tmp_path))
     assert not re.search(r"<script|<link|<img|@import|url\(|https?://", html)
     assert "<fake>" not in html
     assert "&lt;fake&gt;" in html
 
 
-def test_the_verdict_the_findings_and_what_to_do_stand_before_the_figures(tmp_path: Path) -> None:
+def test_the_verdict_the_findings_and_what_to_do_stand_before_the_measurements(tmp_path: Path) -> None:
     found = certificate(tmp_path, slow=(2, 1))
     assert [finding.code for finding in found.findings if finding.check == "peers"] == ["BELOW_FLOOR"]
-    html = render_certificate(found)
+    html = render(found)
     order = ['class="badge bad">FAIL', "GPU 2 -&gt; GPU 1 · BELOW_FLOOR", "What to do", "Every check on every GPU"]
-    order += ["What was not seen", "Every figure", "exit status 2"]
+    order += ["Not verified", "Every measurement", "exit status 2"]
     places = [html.index(words) for words in order]
     assert places == sorted(places)
 
 
 def test_rows_alike_are_one_line_and_the_odd_one_stands_beside(tmp_path: Path) -> None:
-    html = render_certificate(certificate(tmp_path, slow=(2, 1)))
-    peers = html[html.index("peers/one-way</th>") :]
+    html = render(certificate(tmp_path, slow=(2, 1)))
+    peers = html[html.index("peers/unidirectional</th>") :]
     assert "11 alike" in peers[:400]
     assert "GPU 2 -&gt; GPU 1" in peers
 
 
 def test_every_gpu_has_a_cell_for_every_check(tmp_path: Path) -> None:
-    html = render_certificate(certificate(tmp_path, "quick"))
-    titles = ("State of the GPUs", "Matrix product", "Memory bandwidth", "Host-device copies", "NCCL collectives")
+    html = render(certificate(tmp_path, "quick"))
+    titles = ("State of the GPUs", "GEMM", "Memory bandwidth", "Host-device copies", "NCCL collectives")
     for title in titles:
         for gpu in range(4):
             assert f"<title>{title}, GPU {gpu}: " in html
 
 
 def test_a_page_of_one_gpu_has_no_pairs(tmp_path: Path) -> None:
-    html = render_certificate(certificate(tmp_path, "quick", gpus=1))
-    assert "Peer copies, one way" not in html
+    html = render(certificate(tmp_path, "quick", gpus=1))
+    assert "Peer copies, unidirectional" not in html
     assert "one GPU has no peer" in html
 
 
@@ -62,13 +63,12 @@ def test_a_saved_certificate_is_read_back_whole(tmp_path: Path) -> None:
 def test_the_console_ends_in_the_verdict(tmp_path: Path) -> None:
     found = certificate(tmp_path, "quick", slow=(0,))
     console = Console(file=io.StringIO(), width=200)
-    for report in found.checks:
-        print_report(report, console)
-    print_certificate(found, tmp_path, console)
+    print_blocks([check_line(report) for report in found.checks], console)
+    print_page(certificate_page(found, tmp_path), console)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().strip().splitlines()
     assert lines[0].startswith("PASS")
     assert lines[1].startswith("FAIL")
-    assert "least: GPU 0 product/bf16/8192x8192x8192 1 TFLOP/s" in lines[1]
-    assert "-> look at its clocks" in console.file.getvalue()
-    assert lines[-1].startswith("FAIL  quick, 4 GPUs")
+    assert "least: GPU 0 gemm/bf16/8192x8192x8192 1 TFLOP/s" in lines[1]
+    assert "What to do: check its clocks" in console.file.getvalue()
+    assert lines[-1].startswith("FAIL quick, 4 GPUs")

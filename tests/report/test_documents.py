@@ -17,7 +17,7 @@ from sample_documents import (
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
-from meltcore.report.documents import PAGES, Content, find_documents, read_document
+from meltcore.report.documents import PAGE_FILES, Content, find_documents, open_document
 
 
 def write(folder: Path, content: Content) -> Path:
@@ -32,9 +32,9 @@ def test_a_run_of_each_command_is_drawn_again_beside_it(
     content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "run", content)
-    assert read_document(path).content == content
+    assert open_document(path).content == content
     assert main(["report", str(tmp_path / "run")]) == 0
-    page = tmp_path / "run" / PAGES[path.name]
+    page = tmp_path / "run" / PAGE_FILES[path.name]
     assert capsys.readouterr().out.strip() == str(page)
     assert page.read_text().startswith("<!doctype html>")
 
@@ -47,7 +47,7 @@ def test_a_certificate_is_drawn_again_and_a_snapshot_has_no_page(
     assert main(["report", str(tmp_path / "certify"), "--output", str(tmp_path / "here.html")]) == 0
     assert "meltcore <span>certificate" in (tmp_path / "here.html").read_text()
     (tmp_path / "any.json").write_bytes(msgspec.json.encode(certified.snapshot))
-    assert read_document(tmp_path / "any.json").kind == "snapshot"
+    assert open_document(tmp_path / "any.json").type == "snapshot"
     assert main(["report", str(tmp_path / "any.json")]) == 2
     assert "has no page of its own" in capsys.readouterr().err
 
@@ -56,31 +56,31 @@ def test_a_folder_is_searched_one_level_deep(tmp_path: Path) -> None:
     write(tmp_path / "tune", tuning())
     write(tmp_path / "certify", scripted_certificate(tmp_path))
     write(tmp_path / "certify" / "inner", evaluation())
-    assert [each.kind for each in find_documents(tmp_path)] == ["certificate", "tuning"]
-    assert [each.kind for each in find_documents(tmp_path / "certify")] == ["certificate"]
+    assert [each.type for each in find_documents(tmp_path)] == ["certificate", "tuning"]
+    assert [each.type for each in find_documents(tmp_path / "certify")] == ["certificate"]
     (tmp_path / "snapshot.json").write_bytes(msgspec.json.encode(scripted_certificate(tmp_path).snapshot))
-    assert [each.kind for each in find_documents(tmp_path)] == ["certificate", "tuning", "snapshot"]
+    assert [each.type for each in find_documents(tmp_path)] == ["certificate", "tuning", "snapshot"]
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "is no JSON"),
-        ("[1]", "is nothing that a command of meltcore wrote"),
-        ('{"tuning_version": 1}', "breaks its own form"),
-        ('{"schema_version": 99, "command": "load"}', "schema version 99"),
+        ("{", "is not valid JSON"),
+        ("[1]", "is not a meltcore document"),
+        ('{"tuning_version": 1}', "breaks the schema of a tuning"),
+        ('{"schema_version": 99, "command": "load"}', "schema version 99; this meltcore reads versions 1 and 2"),
     ],
 )
 def test_what_is_no_document_is_refused_by_name(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text(text)
     with pytest.raises(ConfigError, match=reason):
-        read_document(tmp_path / "odd.json")
+        open_document(tmp_path / "odd.json")
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, msgspec.structs.replace(tuning(), tuning_version=9))
-    with pytest.raises(ConfigError, match="has tuning_version 9; this meltcore reads 1"):
-        read_document(path)
+    path = write(tmp_path, msgspec.structs.replace(tuning(), schema_version=9))
+    with pytest.raises(ConfigError, match="has schema version 9; this meltcore reads versions 1 and 2"):
+        open_document(path)
 
 
 def test_places_that_hold_nothing_are_refused(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ import re
 import pytest
 from sample_scores import sample_device, sample_health, sample_score_level, sample_scored_run
 
-from meltcore.report import render
-from meltcore.report.score_charts import time_lines
-from meltcore.report.score_page import _milliseconds
+from meltcore.report.render import render
+from meltcore.report.score import format_percentile_ms, score_charts, time_figure
 from meltcore.results.percentiles import distribution
 from meltcore.results.score import ScoredRun
 
@@ -27,7 +26,7 @@ def test_the_number_stands_with_what_it_is_a_number_of() -> None:
 
 @pytest.mark.parametrize(("value_ms", "text"), [(9_999.0, "9,999 ms"), (10_000.0, "10.0 s"), (32_906.0, "32.9 s")])
 def test_long_waits_stand_in_seconds(value_ms: float, text: str) -> None:
-    assert _milliseconds(distribution([value_ms] * 200), "p50") == text
+    assert format_percentile_ms(distribution([value_ms] * 200), "p50") == text
 
 
 def test_a_wait_in_a_queue_is_called_one() -> None:
@@ -90,7 +89,7 @@ def test_devices_that_never_began_leave_a_page_too() -> None:
     assert "no memory" in words(render(sample_scored_run([device])))
 
 
-def test_several_gpus_add_up_and_each_has_its_time_lines() -> None:
+def test_several_gpus_add_up_and_each_has_its_time_figure() -> None:
     result = sample_scored_run([sample_device(30_000.0), sample_device(28_000.0, "GPU 1")])
     html = render(result)
     assert "2 × NVIDIA H200" in html
@@ -103,7 +102,7 @@ def test_time_lines_break_where_nothing_was_read() -> None:
     assert whole.lines is not None
     assert holed.lines is not None
     whole.lines.values["sm_clock_mhz"] = [1980.0] * len(whole.lines.values["sm_clock_mhz"])
-    assert str(time_lines(holed)).count("<polyline") == str(time_lines(whole)).count("<polyline") + 1
+    assert str(time_figure(holed)).count("<polyline") == str(time_figure(whole)).count("<polyline") + 1
 
 
 def test_what_a_product_does_not_count_has_no_strip() -> None:
@@ -111,9 +110,60 @@ def test_what_a_product_does_not_count_has_no_strip() -> None:
     assert device.lines is not None
     for key in [key for key in device.lines.values if key.endswith("_percent")]:
         del device.lines.values[key]
-    drawn = str(time_lines(device))
+    drawn = str(time_figure(device))
     assert "power, W" in drawn
     assert "SM active" not in drawn
+
+
+def test_utilization_stands_beside_the_throughput_and_nvmls_own_is_named_for_what_it_is() -> None:
+    device = sample_device()
+    for level in device.levels:
+        level.utilization = {"sm_active_percent": 90.0, "nvml_utilization_percent": 99.0}
+    throughput, panel = score_charts([device])[:2]
+    assert (throughput.title, panel.title) == ("Output tokens per second", "GPU utilization")
+    assert panel.legend == [
+        ("SM active", 1, False),
+        ("DRAM bandwidth", 2, False),
+        ("tensor cores", 3, False),
+        ("any kernel ran (NVML)", 4, True),
+    ]
+    assert "concurrency 400: any kernel ran (NVML) 99.0 %" in panel.chart
+    assert "one thread makes it 100 %" in panel.note
+    page = words(render(sample_scored_run([device])))
+    assert re.search(r"10 3,365 90.0 \S+ \S+ 99.0 100 ", page)
+    assert re.search(r"1,000 sustained 32,000 \S+ \S+ \S+ 100 ", page), "of the telemetry of its window"
+
+
+def test_utilization_of_older_results_is_the_mean_of_whole_seconds_within_the_window() -> None:
+    device = sample_device()
+    level = device.levels[3]
+    assert device.lines is not None
+    values: list[float | None] = [0.0] * len(device.lines.values["power_w"])
+    first = int(level.start_s + level.ramp_s) + 1
+    values[first : int(level.end_s)] = [50.0, None, *[80.0] * (int(level.end_s) - first - 2)]
+    device.lines.values["tensor_percent"] = values
+    mean = (50 + 80 * (int(level.end_s) - first - 2)) / (int(level.end_s) - first - 1)
+    assert device.mean_utilization(level, "tensor_percent") == pytest.approx(mean)
+    assert device.mean_utilization(level, "nvml_utilization_percent") is None
+    level.utilization = {"tensor_percent": 12.5}
+    assert device.mean_utilization(level, "tensor_percent") == 12.5
+
+
+def test_a_device_without_readings_has_no_utilization() -> None:
+    device = sample_device(lines=None, health=None)
+    assert "GPU utilization" not in [figure.title for figure in score_charts([device])]
+    assert "any kernel ran (NVML)" not in words(render(sample_scored_run([device])))
+
+
+def test_the_summary_counts_generations_and_judges_three_expectations() -> None:
+    page = words(render(sample_scored_run()))
+    assert re.search(r"Generations: 57,8\d\d completed requests \(40,2\d\d in the sustained window\)", page)
+    assert "PASS temperature – expected below 85 °C: seen 61 °C" in page
+    assert "FAIL utilization – expected above 90 %: seen 90.0 % (NVML" in page
+    assert "PASS throughput – expected stable: seen varies by 0.4 %, last third -0.1 %" in page
+    assert "throughput: rates of intervals of 10 s in the sustained window: standard deviation at most 5 %" in page
+    nothing = sample_device(levels=[], sustained=None, spread=None, health=None, lines=None, failure="no memory")
+    assert "Generations" not in words(render(sample_scored_run([nothing])))
 
 
 def test_names_from_outside_are_escaped() -> None:

@@ -6,16 +6,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from meltcore.report.judge import noise_of, verdict
+from meltcore.report.compare_starts import noise_level, verdict
 from meltcore.report.statistics import Change, compare_samples, noise_floor
-from meltcore.results.judgement import Better, JudgedRow, Limits
+from meltcore.results.comparison import Better, ComparedMetric, Limits
 
 STARTS = 6
 RESAMPLES = 999
 
 
-def judged(found: Change, old: list[float], new: list[float], better: Better = "higher") -> JudgedRow:
-    return JudgedRow(
+def judged(found: Change, old: list[float], new: list[float], better: Better = "higher") -> ComparedMetric:
+    return ComparedMetric(
         load="",
         metric="",
         better=better,
@@ -30,7 +30,7 @@ def judged(found: Change, old: list[float], new: list[float], better: Better = "
     )
 
 
-def row(old: list[float], new: list[float], better: Better = "higher") -> JudgedRow:
+def row(old: list[float], new: list[float], better: Better = "higher") -> ComparedMetric:
     return judged(compare_samples(old, new, RESAMPLES), old, new, better)
 
 
@@ -67,8 +67,8 @@ def simulated(
         assert found.low is not None
         assert found.high is not None
         held += found.low <= change <= found.high
-        against_itself = row(before, old) if control else None
-        verdicts[verdict(found, noise_of(found, against_itself), Limits())[0]] += 1
+        control_row = row(before, old) if control else None
+        verdicts[verdict(found, noise_level(found, control_row), Limits())[0]] += 1
     return verdicts, held / pairs
 
 
@@ -180,4 +180,4 @@ def test_a_significant_change_within_noise_or_least_effect_is_no_evidence(
 def test_fewer_than_four_starts_a_side_are_underpowered_however_large_the_change(starts: int) -> None:
     old, new = [100.0, 101, 99][:starts], [200.0, 201, 199][:starts]
     found = row(old, new)
-    assert verdict(found, noise_of(found, None), Limits())[0] == "UNDERPOWERED"
+    assert verdict(found, noise_level(found, None), Limits())[0] == "UNDERPOWERED"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from meltcore.engine.sampling_params import SamplingParams
+from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.detokenizer import Detokenizer
 from meltcore.text.tokenizer import Tokenizer
 
@@ -22,14 +22,14 @@ VOCAB = 302
 @cache
 def byte_level() -> Tokenizer:
     tokenizer = Tokenizer.synthetic_bytes(300)
-    tokenizer._raw.add_special_tokens([AddedToken("<|end|>", special=True)])
-    tokenizer._raw.add_tokens([AddedToken("<think> a", special=False)])
-    return Tokenizer(tokenizer._raw)
+    tokenizer._backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer._backend.add_tokens([AddedToken("<think> a", special=False)])
+    return Tokenizer(tokenizer._backend)
 
 
 @cache
 def sentencepiece() -> Tokenizer:
-    """The kind with a word mark and byte tokens, whose first space is dropped: text depends on the neighbours."""
+    """The kind with a word mark and byte tokens, whose first space is dropped: text depends on the neighbors."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁a", "s", "▁héllo", "☃", "."]
     raw = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -74,7 +74,7 @@ def test_sentencepiece_pieces_join_to_the_whole_text(words: list[str], as_bytes:
         if as_bytes and not word.isascii() and "▁" not in word:
             ids += [1 + byte for byte in word.encode()]
         else:
-            ids.append(tokenizer._raw.token_to_id(word))
+            ids.append(tokenizer._backend.token_to_id(word))
     found = pieces(tokenizer, ids, SamplingParams())
     assert "".join(found) == tokenizer.decode(ids)
     assert not any("\ufffd" in piece for piece in found)
@@ -97,7 +97,7 @@ def test_a_stop_string_over_tokens_is_never_shown_in_part() -> None:
     detokenizer = Detokenizer(byte_level(), SamplingParams(stop=("\n\nQ:",)))
     shown = [detokenizer.add([token_id]) for token_id in b"ab\n\nQ:more"]
     assert [text for text, _ in shown] == ["a", "b", "", "", "", "", "", "", "", ""]
-    assert shown[-1][1] == detokenizer.stopped == "\n\nQ:"
+    assert shown[-1][1] == detokenizer.matched_stop == "\n\nQ:"
     assert detokenizer.token_count == 6
     assert detokenizer.flush() == ""
 

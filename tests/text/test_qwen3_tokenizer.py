@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meltcore.engine.sampling_params import SamplingParams
+from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.chat_template import ChatTemplate
-from meltcore.text.detokenizer import REPLACEMENT, Detokenizer
+from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer
 from meltcore.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "data" / "qwen3-tokenizer"
@@ -84,7 +84,7 @@ def test_every_id_stands_for_the_same_text(ours: Tokenizer, theirs: Any) -> None
     for token_id in range(VOCAB):
         text = theirs.decode([token_id])
         assert ours.decode([token_id], skip_special_tokens=False) == text, token_id
-        assert ours.piece(token_id).decode(errors="replace") == text, token_id
+        assert ours.token_bytes(token_id).decode(errors="replace") == text, token_id
 
 
 @given(token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=60), skip=st.booleans())
@@ -100,7 +100,7 @@ def test_any_ids_are_decoded_and_streamed_as_transformers_does(
 def test_written_text_is_streamed_in_whole_characters(ours: Tokenizer, theirs: Any, text: str) -> None:
     token_ids = theirs.encode(text)
     pieces = streamed(ours, token_ids, skip_special_tokens=False)
-    assert not any(REPLACEMENT in piece for piece in pieces)
+    assert not any(REPLACEMENT_CHAR in piece for piece in pieces)
     assert "".join(pieces) == theirs.decode(token_ids)
 
 

@@ -24,7 +24,7 @@ def search(text: str, stops: list[str], include: bool) -> tuple[str, str | None]
 def test_pieces_find_what_a_plain_search_of_the_whole_finds(
     text: str, stops: list[str], sizes: list[int], include: bool
 ) -> None:
-    finder = StopStrings(stops, include=include)
+    finder = StopStrings(stops, include_stop=include)
     shown, found, rest = "", None, text
     while rest and found is None:
         size = sizes.pop() if sizes else 2
@@ -35,7 +35,7 @@ def test_pieces_find_what_a_plain_search_of_the_whole_finds(
 
 @given(TEXT, STOPS)
 def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: list[str]) -> None:
-    finder = StopStrings(stops, include=False)
+    finder = StopStrings(stops, include_stop=False)
     shown, found = finder.feed(text)
     held = finder.release()
     if found is None:
@@ -44,7 +44,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: l
 
 
 def test_a_long_stop_string_costs_the_same_a_character() -> None:
-    finder = StopStrings(["a" * 4000 + "b"], include=False)
+    finder = StopStrings(["a" * 4000 + "b"], include_stop=False)
     for _ in range(50):
         finder.feed("a" * 1000)  # quadratic matching would take minutes here
     assert finder.feed("b")[1] is not None
@@ -55,5 +55,5 @@ def test_a_thousand_answers_share_what_is_made_of_their_stop_strings() -> None:
     stops = [letter * 4096 for letter in "abcdefghijklmnop"]
     began_s = time.process_time()
     for _ in range(1024):
-        StopStrings(stops, include=False)
+        StopStrings(stops, include_stop=False)
     assert time.process_time() - began_s < 2  # made anew each time they take twenty

@@ -24,7 +24,7 @@ def test_synthetic_tokens_are_the_bytes(text: str) -> None:
 
 def test_every_synthetic_id_has_text() -> None:
     tokenizer = Tokenizer.synthetic_bytes(1000)
-    assert tokenizer.synthetic
+    assert tokenizer.is_synthetic
     assert tokenizer.vocab_size == 1000
     assert tokenizer.decode([104, 300, 999]) == "h t300 t999"
 
@@ -36,7 +36,7 @@ def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
 
 def test_ids_beyond_the_vocabulary_have_no_text() -> None:
     tokenizer = Tokenizer.synthetic_bytes(300)
-    assert tokenizer.piece(5000) == b""
+    assert tokenizer.token_bytes(5000) == b""
     assert tokenizer.decode([5000]) == ""
 
 
@@ -49,7 +49,7 @@ def test_a_missing_or_broken_file_is_a_config_error_that_names_it(tmp_path: Path
 
 
 def test_a_truncating_tokenizer_json_does_not_cut_prompts(tmp_path: Path) -> None:
-    raw = Tokenizer.synthetic_bytes(300)._raw
+    raw = Tokenizer.synthetic_bytes(300)._backend
     raw.enable_truncation(5)
     raw.enable_padding(length=50)
     raw.save(str(tmp_path / "tokenizer.json"))

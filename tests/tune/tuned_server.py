@@ -1,7 +1,4 @@
-"""A scripted server that takes settings: faster with more sequences up to 4, out of memory past a length or a count.
-
-Run as a program with the words of `meltcore tune`; it stands in for any server.
-"""
+"""A scripted server with settings: faster with more sequences up to 4, out of memory past a length or a count."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import sys
 
 import uvloop
 
-from meltcore.load.scripted_server import Script, ScriptedServer
+from meltcore.testing.scripted_server import Script, ScriptedServer
 
 LONGEST, MOST_SEQS = 5000, 5
 ITL_S = {1: 0.02, 2: 0.01, 4: 0.005, 8: 0.005}

@@ -1,1 +1,1 @@
-"""The GPU score: one number that ranks GPUs, how it came about, and how the GPU was meanwhile."""
+"""The GPU score: one number that ranks GPUs, the measurements behind it, and the GPU's health during them."""

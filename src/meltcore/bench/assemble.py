@@ -1,4 +1,4 @@
-"""From the devices' runs and the monitor's recording to the result that is written."""
+"""Assembles the result from the runs of the devices and the monitor's recording."""
 
 from __future__ import annotations
 
@@ -9,86 +9,93 @@ from pathlib import Path
 import numpy as np
 
 from meltcore.bench import workload
+from meltcore.bench.counting import DRIFT_LIMIT, rates_over_time, spread
 from meltcore.bench.device import DeviceRun
-from meltcore.bench.lines import Ready
-from meltcore.bench.numbers import DRIFT_LIMIT, rates_over_time, spread
-from meltcore.bench.telemetry import health, lines, power_w
-from meltcore.bench.workload import Precision
-from meltcore.hardware.recording import Recording
+from meltcore.bench.plan import Plan
+from meltcore.bench.telemetry import gpu_health, power_w, time_series, utilization
+from meltcore.hardware.monitor.recording import Recording
+from meltcore.protocol.json_lines import ReadyLine
+from meltcore.results.formatting import format_gib
 from meltcore.results.schema import Fingerprint, Verdict
-from meltcore.results.score import GpuScore, Lines, Score, ScoredRun, ScoreLevel
-from meltcore.results.wording import gibibytes
+from meltcore.results.score import GpuScore, Score, ScoredRun, ScoreLevel, TimeSeries
+from meltcore.results.score_summary import expectations, totals
 
-# A place that is filled so late stands empty for a share of the time that shows (as in load/selfcheck.py).
+# Requests replaced later than this leave the engine below its concurrency for a visible time.
 LAG_LIMIT_MS = 25.0
-_MOST_BUCKETS = 600
+_MAX_BUCKETS = 600
 TOKENS = "output_tokens_per_s"
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The monitor's recording, and when the ladder began and all was over."""
+class MonitoredRun:
+    """The monitor's recording, and the (start, end) of the ladder and the sustained run."""
 
     recording: Recording
-    run: tuple[float, float]
+    span_s: tuple[float, float]
 
 
 def assemble(
     runs: Sequence[DeviceRun],
-    watched: Watched | None,
-    precision: Precision,
+    monitored: MonitoredRun | None,
+    plan: Plan,
     *,
     began_s: float,
-    levels: Sequence[int],
+    ladder: Sequence[int],
     planned_s: float,
     started: str,
     duration_s: float,
     fingerprint: Fingerprint,
     interrupted: bool,
 ) -> ScoredRun:
-    """The whole result. At least one engine was ready."""
+    """Return the result of all devices. At least one engine must have become ready."""
     ready = next(run.ready for run in runs if run.ready is not None)
     settings = dict(runs[0].device.settings)
     model = (
         Path(str(settings["model"])).name if str(settings["model"]).startswith(("/", "~", ".")) else settings["model"]
     )
-    devices = [_device(run, watched, began_s) for run in runs]
+    devices = [_device_score(run, monitored, began_s) for run in runs]
     failures = [f"{device.label}: {device.failure}" for device in devices if device.failure]
     rates = [device.output_tokens_per_s for device in devices]
-    complete = not failures and not interrupted
+    is_complete = not failures and not interrupted
     score = Score(
-        workload=precision.name,
+        workload=plan.name,
         engine=ready.version,
         model=str(model),
         dtype=ready.dtype,
-        weights=ready.weights,
+        weights=ready.weight_source,
         duration_s=planned_s,
-        output_tokens_per_s=sum(rate for rate in rates if rate is not None) if complete else None,
+        output_tokens_per_s=sum(rate for rate in rates if rate is not None)
+        if is_complete and plan.grid is None
+        else None,
+        grid=plan.grid,
+        prompt_file=plan.prompt_file,
         devices=devices,
-        not_comparable=_not_comparable(ready, runs, precision, levels, complete),
+        not_comparable=_not_comparable(ready, runs, plan, ladder, is_complete),
     )
-    late = [
-        f"{device.label}: the measurer read steps {device.measurer_lag_p99_ms:.0f} ms late at p99, so ended requests "
-        f"were replaced late: the machine was too busy with other things"
+    if plan.grid is None:
+        score.totals, score.expectations = totals(score), expectations(score)
+    lag_reasons = [
+        f"{device.label}: steps were read {device.measurer_lag_p99_ms:.0f} ms late at p99, so ended requests were "
+        f"replaced late: other work kept the machine busy"
         for device in devices
         if device.measurer_lag_p99_ms is not None and device.measurer_lag_p99_ms > LAG_LIMIT_MS
     ]
-    verdict: Verdict = "PARTIAL" if interrupted else "FAILED" if failures else "CLIENT_BOUND" if late else "OK"
+    verdict: Verdict = "PARTIAL" if interrupted else "FAILED" if failures else "CLIENT_BOUND" if lag_reasons else "OK"
     return ScoredRun(
         command="bench",
-        status="complete" if complete else "partial",
+        status="complete" if is_complete else "partial",
         started=started,
         duration_s=duration_s,
         fingerprint=fingerprint,
-        settings={"model": model, "weights": ready.weights, "dtype": ready.dtype, "duration_s": planned_s},
+        settings={"model": model, "weights": ready.weight_source, "dtype": ready.dtype, "duration_s": planned_s},
         verdict=verdict,
-        reasons=["interrupted"] * interrupted + failures + late,
+        reasons=["interrupted"] * interrupted + failures + lag_reasons,
         notes=_notes(devices, ready),
         score=score,
     )
 
 
-def _device(run: DeviceRun, watched: Watched | None, began_s: float) -> GpuScore:
+def _device_score(run: DeviceRun, monitored: MonitoredRun | None, began_s: float) -> GpuScore:
     device = run.device
     times, tokens = run.steps()
     score = GpuScore(
@@ -97,9 +104,10 @@ def _device(run: DeviceRun, watched: Watched | None, began_s: float) -> GpuScore
         uuid=device.uuid,
         memory_bytes=device.memory_bytes,
         memory_in_use_bytes=device.memory_in_use_bytes,
-        engine_settings={name: _plain(value) for name, value in device.settings.items() if name != "model"},
+        engine_settings={name: _setting_value(value) for name, value in device.settings.items() if name != "model"},
         levels=run.levels,
         sustained=run.sustained,
+        sweep=run.sweep,
         load_s=run.load_s,
         measurer_lag_p99_ms=run.lag_p99_ms,
         failure=run.failure,
@@ -108,11 +116,11 @@ def _device(run: DeviceRun, watched: Watched | None, began_s: float) -> GpuScore
     if window is not None:
         score.spread = spread(times, tokens, *window)
     if len(times):
-        score.lines = _lines(run, watched, began_s, times, tokens)
-    if watched is not None and device.position is not None:
-        score.health = health(watched.recording, device.position, watched.run, window)
-        for level in [*run.levels, *([run.sustained] if run.sustained else [])]:
-            _add_power(level, watched.recording, device.position, began_s)
+        score.lines = _time_series(run, monitored, began_s, times, tokens)
+    if monitored is not None and device.position is not None:
+        score.health = gpu_health(monitored.recording, device.position, monitored.span_s, window)
+        for level in [*run.levels, *([run.sustained] if run.sustained else []), *run.sweep]:
+            _add_telemetry(level, monitored.recording, device.position, began_s)
     return score
 
 
@@ -120,66 +128,73 @@ def _window(level: ScoreLevel, began_s: float) -> tuple[float, float]:
     return began_s + level.start_s + level.ramp_s, began_s + level.end_s
 
 
-def _add_power(level: ScoreLevel, recording: Recording, position: int, began_s: float) -> None:
-    level.power_w = power_w(recording, position, *_window(level, began_s))
+def _add_telemetry(level: ScoreLevel, recording: Recording, gpu_index: int, began_s: float) -> None:
+    window = _window(level, began_s)
+    level.utilization = utilization(recording, gpu_index, *window)
+    level.power_w = power_w(recording, gpu_index, *window)
     if level.power_w:
         level.tokens_per_joule = level.output_tokens_per_s / level.power_w
 
 
-def _lines(run: DeviceRun, watched: Watched | None, began_s: float, times: np.ndarray, tokens: np.ndarray) -> Lines:
-    """Whole buckets of a second, or longer ones where there would be too many: half a one would look like a stall."""
-    took_s = float(times[-1]) - began_s
-    bucket_s = max(1.0, float(np.ceil(took_s / _MOST_BUCKETS)))
-    end_s = began_s + bucket_s * max(1, int(took_s / bucket_s))
+def _time_series(
+    run: DeviceRun, monitored: MonitoredRun | None, began_s: float, times: np.ndarray, tokens: np.ndarray
+) -> TimeSeries:
+    """Return time series in whole buckets of at least one second; a partial last bucket would look like a stall."""
+    duration_s = float(times[-1]) - began_s
+    bucket_s = max(1.0, float(np.ceil(duration_s / _MAX_BUCKETS)))
+    end_s = began_s + bucket_s * max(1, int(duration_s / bucket_s))
     rates = rates_over_time(times, tokens, began_s, end_s, bucket_s)
     values: dict[str, list[float | None]] = {TOKENS: [round(rate, 1) for rate in rates]}
-    if watched is not None and run.device.position is not None:
-        samples = watched.recording.of(run.device.position, began_s)
-        values |= lines(samples, began_s, len(rates), bucket_s)
-    return Lines(bucket_s=bucket_s, values=values)
+    if monitored is not None and run.device.position is not None:
+        samples = monitored.recording.of(run.device.position, began_s)
+        values |= time_series(samples, began_s, len(rates), bucket_s)
+    return TimeSeries(bucket_s=bucket_s, values=values)
 
 
 def _not_comparable(
-    ready: Ready, runs: Sequence[DeviceRun], precision: Precision, levels: Sequence[int], complete: bool
+    ready: ReadyLine, runs: Sequence[DeviceRun], plan: Plan, ladder: Sequence[int], is_complete: bool
 ) -> list[str]:
-    """Why this result ranks with nothing."""
+    """Return the reasons why this result is not comparable with others."""
     reasons = []
     if any(run.device.position is None for run in runs):
         reasons.append("measured on a CPU: the score is one of GPUs")
-    if ready.parameters != workload.PARAMETERS:
-        reasons.append(f"the model has {ready.parameters:,} parameters; Qwen3-0.6B has {workload.PARAMETERS:,}")
-    if ready.dtype != precision.dtype:
-        reasons.append(f"computed in {ready.dtype}, not {precision.dtype}")
-    if tuple(levels) != workload.LEVELS:
-        reasons.append(f"the ladder was {', '.join(f'{level:,}' for level in levels)}")
-    if not complete:
-        reasons.append("the run did not get to its end")
+    if ready.num_parameters != workload.NUM_PARAMETERS and plan.prompt_file is None:
+        reasons.append(f"the model has {ready.num_parameters:,} parameters; Qwen3-0.6B has {workload.NUM_PARAMETERS:,}")
+    if ready.dtype != plan.precision.dtype:
+        reasons.append(f"computed in {ready.dtype}, not {plan.precision.dtype}")
+    if plan.grid is not None:
+        reasons.append("a sweep has no score and ranks with nothing")
+    elif tuple(ladder) != workload.LEVELS:
+        reasons.append(f"the ladder was {', '.join(f'{level:,}' for level in ladder)}")
+    if not is_complete:
+        reasons.append("the run is incomplete")
     return reasons
 
 
-def _notes(devices: Sequence[GpuScore], ready: Ready) -> list[str]:
+def _notes(devices: Sequence[GpuScore], ready: ReadyLine) -> list[str]:
     notes = []
-    if ready.weights == "dummy":
-        notes.append("Random weights: the speed is that of the real ones, the answers mean nothing.")
+    if ready.weight_source == "dummy":
+        notes.append("Random weights: the speed equals that of real ones, the answers mean nothing.")
     for device in devices:
         if device.shared and device.memory_in_use_bytes is not None:
             notes.append(
-                f"{device.label}: {gibibytes(device.memory_in_use_bytes)} of its memory were in use before the run: "
-                f"other programs shared it, and the score may be too low."
+                f"{device.label}: {format_gib(device.memory_in_use_bytes)} of its memory were in use before the run "
+                f"by other programs, so the score may be too low."
             )
         if device.spread is not None and device.spread.drifts and device.spread.change is not None:
             notes.append(
                 f"{device.label}: the rate fell by {-100 * device.spread.change:.1f} % from the first to the last "
-                f"third of the sustained window (limit {100 * DRIFT_LIMIT:.0f} %): it does not hold its speed."
+                f"third of the sustained window (limit {100 * DRIFT_LIMIT:.0f} %): its speed is not sustained."
             )
-        cut = [f"{level.concurrency:,}" for level in device.levels if level.ramp_cut]
-        if cut:
+        cut_levels = [f"{level.concurrency:,}" for level in device.levels if level.ramp_cut]
+        if cut_levels:
             notes.append(
-                f"{device.label}: at {', '.join(cut)} at once half of the time was over before as many requests had "
-                f"ended as run at once; a longer --duration leaves the ramp out altogether."
+                f"{device.label}: at concurrency {', '.join(cut_levels)} half of the time passed before the ramp was "
+                "over; "
+                f"a longer --duration leaves the ramp out completely."
             )
     return notes
 
 
-def _plain(value: object) -> int | str:
+def _setting_value(value: object) -> bool | int | str:
     return value if isinstance(value, int) else ", ".join(value) if isinstance(value, list) else str(value)

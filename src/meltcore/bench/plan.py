@@ -1,70 +1,72 @@
-"""Who gets how much of the time, and with which settings an engine runs on a GPU of so much memory."""
+"""What a run measures: the name of its workload, its prompts, and the grid of a sweep."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from meltcore.bench import workload
+from meltcore.bench.config import SWEEP_FRACTION, BenchConfig
+from meltcore.bench.prompts import Prompts, load_prompts
+from meltcore.bench.workload import Precision
+from meltcore.results.score import PromptFile, SweepGrid
 
-DEFAULT_S = 300.0
-SHORTEST_S = 10.0
-# Shares of --duration. What is left, 5 %, is for starting: two processes, and CUDA graphs.
-LEVEL_SHARES = {1: 0.04, 10: 0.04, 100: 0.06, 400: 0.06, 1_000: 0.08, 10_000: 0.12}
-SUSTAINED_SHARE = 0.55
-# The sustained run takes the lowest level within 1 % of the best: more requests in flight would only wait longer.
-NEARLY_BEST = 0.99
-
-# A CPU gets the bundled model and a ladder it can climb; such a result compares with nothing.
-CPU_MODEL = "meltcore/sums"
-CPU_LEVELS = (1, 10, 100)
-_CPU_SEQS = 64
-
-_GIB = 2**30
-_USABLE_SHARE = 0.92  # the engine keeps 8 % back
-_MODEL_AND_CONTEXT = 2.25 * _GIB  # 1.1 of weights, the rest for CUDA, activations and graphs
-# Qwen3-0.6B, a request halfway through its answer: 28 layers x 2 x 8 heads x 128 x 2 bytes a token, 640 tokens.
-_REQUEST_BYTES = 114_688 * 640
-_ROOMY = 16 * _GIB  # below, the activations of a step of 8,192 tokens would be memory that requests need
-_MOST_SEQS, _FEWEST_SEQS = 1024, 16
+SWEEP_PROMPT_TOKENS = workload.MIN_PROMPT
 
 
-def sequences_at_once(memory_bytes: int) -> int:
-    """How many requests of the workload fit in a GPU's memory together, at most the engine's usual 1,024.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`name` identifies the workload, so only results of equal names rank. `prompt`: (number, vocabulary) to tokens.
 
-    Each costs activations and graph memory too, which a GPU of 6 GB does not have for a thousand.
+    `grid`: the cells of a sweep, None for a score. `prompt_file`: where the prompts are those of a file.
     """
-    fitting = int((memory_bytes * _USABLE_SHARE - _MODEL_AND_CONTEXT) // _REQUEST_BYTES)
-    if fitting > 64:
-        fitting -= fitting % 64
-    return max(_FEWEST_SEQS, min(_MOST_SEQS, fitting))
+
+    name: str
+    precision: Precision
+    prompt: Callable[[int, int], list[int]] = workload.prompt
+    grid: SweepGrid | None = None
+    prompt_file: PromptFile | None = None
+
+    @property
+    def context(self) -> int:
+        """The number of tokens of the longest request, at least that of the score's workload."""
+        max_prompt_tokens = 0 if self.prompt_file is None else self.prompt_file.max_tokens
+        return max(workload.CONTEXT, max_prompt_tokens + workload.OUTPUT_TOKENS)
 
 
-def gpu_settings(
-    model: str | None, memory_bytes: int, precision: str = "bf16", *, in_use_bytes: int = 0
-) -> dict[str, Any]:
-    """EngineConfig's fields for a GPU, of whose memory others use `in_use_bytes`.
-
-    Real weights where a model is named, else random ones of Qwen3-0.6B's shapes.
-    """
-    return {
-        "model": model or workload.MODEL,
-        "load_format": "auto" if model else "dummy",
-        **workload.PRECISIONS[precision].settings,
-        "device": "cuda",
-        "max_model_len": workload.CONTEXT,
-        "max_num_seqs": sequences_at_once(memory_bytes - in_use_bytes),
-        "max_num_batched_tokens": 8192 if memory_bytes >= _ROOMY else 2048,
-        "debug": ["no-prefix-cache"],
-    }
+def make_plan(config: BenchConfig) -> Plan:
+    """Return the plan of a run: the score, a file of prompts, or a sweep. Raises ConfigError for an unusable file."""
+    precision = workload.PRECISIONS[config.precision]
+    if config.prompts is not None:
+        return _prompts_plan(load_prompts(config.prompts, config.model, cpu=config.cpu), precision)
+    if not config.sweep:
+        return Plan(name=precision.name, precision=precision)
+    grid = SweepGrid(
+        concurrency=list(config.sweep_concurrency),
+        output_lens=list(config.sweep_output_lens),
+        temperatures=list(config.sweep_temperatures),
+        prompt_tokens=SWEEP_PROMPT_TOKENS,
+        cell_s=SWEEP_FRACTION * config.duration_s / config.sweep_cells,
+    )
+    return Plan(name=precision.name.replace("score", "sweep"), precision=precision, prompt=_sweep_prompt, grid=grid)
 
 
-def cpu_settings(model: str | None) -> dict[str, Any]:
-    return {
-        "model": model or CPU_MODEL,
-        "dtype": "float32",
-        "device": "cpu",
-        "max_model_len": workload.CONTEXT,
-        "max_num_seqs": _CPU_SEQS,
-        "memory_bytes": 2 * _GIB,
-        "debug": ["no-prefix-cache"],
-    }
+def _prompts_plan(prompts: Prompts, precision: Precision) -> Plan:
+    lengths = [len(tokens) for tokens in prompts.tokens]
+    return Plan(
+        name=f"{precision.name.replace('score', 'prompts')}+{prompts.digest}",
+        precision=precision,
+        prompt=prompts.prompt,
+        prompt_file=PromptFile(
+            sha256=prompts.sha256,
+            prompts=len(lengths),
+            min_tokens=min(lengths),
+            mean_tokens=sum(lengths) / len(lengths),
+            max_tokens=max(lengths),
+        ),
+    )
+
+
+def _sweep_prompt(number: int, vocab_size: int) -> list[int]:
+    """Return the first SWEEP_PROMPT_TOKENS tokens of the score's prompt `number`: all have the same length."""
+    return workload.prompt(number, vocab_size)[:SWEEP_PROMPT_TOKENS]

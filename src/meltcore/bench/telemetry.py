@@ -1,4 +1,4 @@
-"""What the GPU did meanwhile: from the monitor's recording to health, energy and time lines, on the same clock."""
+"""Computes health, energy and time series from the monitor's recording, on the clock of the measurements."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from meltcore.hardware.health import judge_summary
-from meltcore.hardware.metrics import BY_KEY, NOT_APPLICABLE, UTILIZATION_NOTE
-from meltcore.hardware.recording import GpuInfo, Recording, Sample
-from meltcore.hardware.summary import GpuSummary, numbers, summarise
-from meltcore.results.score import Health, MetricRow
+from meltcore.hardware.monitor.health import judge_health
+from meltcore.hardware.monitor.recording import Recording
+from meltcore.hardware.monitor.summary import GpuSummary, numbers, summarize
+from meltcore.hardware.nvml.metrics import METRIC_BY_KEY, NOT_APPLICABLE, UTILIZATION_NOTE
+from meltcore.hardware.nvml.reader import Sample
+from meltcore.hardware.nvml.select import GpuInfo
+from meltcore.results.score import UTILIZATION, GpuHealth, MetricRow
 
-LINES = (
+SERIES_KEYS = (
     "power_w",
     "temperature_c",
     "memory_temperature_c",
@@ -23,37 +25,42 @@ LINES = (
     "sm_occupancy_percent",
     "tensor_percent",
     "dram_bandwidth_percent",
+    "nvml_utilization_percent",
 )
 
 
-def health(recording: Recording, gpu: int, run: tuple[float, float], sustained: tuple[float, float] | None) -> Health:
-    """The verdict of the whole run and the numbers of the sustained window (of the run, where there is none).
+def gpu_health(
+    recording: Recording, gpu: int, run: tuple[float, float], sustained: tuple[float, float] | None
+) -> GpuHealth:
+    """Return the verdict of the whole run with the numbers of the sustained window (without one, of the run).
 
-    Clocks are judged in the sustained window alone: levels of unlike load may well have unlike clocks.
+    Clocks are judged in the sustained window only, because levels of different load have different clocks.
     """
-    whole = summarise(recording.of(gpu, *run))
-    window = summarise(recording.of(gpu, *sustained)) if sustained else whole
-    judged = msgspec.structs.replace(whole, loaded_clock_mhz=window.loaded_clock_mhz if sustained else None)
-    verdict = judge_summary(judged, recording.start.interval_s)
+    run_summary = summarize(recording.of(gpu, *run))
+    window_summary = summarize(recording.of(gpu, *sustained)) if sustained else run_summary
+    judged_summary = msgspec.structs.replace(
+        run_summary, loaded_clock_mhz=window_summary.loaded_clock_mhz if sustained else None
+    )
+    verdict = judge_health(judged_summary, recording.start.interval_s)
     reasons = list(verdict.reasons)
     if recording.end is None:
-        reasons.append("the sampler did not end in order: the recording stops short")
-    unsure = recording.end is None and verdict.verdict == "HEALTHY"
-    seen = window.samples - window.clock_reasons_unknown
-    return Health(
-        verdict="UNKNOWN" if unsure else verdict.verdict,
+        reasons.append("the sampler did not exit normally: the recording is incomplete")
+    is_unknown = recording.end is None and verdict.verdict == "HEALTHY"
+    num_known_samples = window_summary.samples - window_summary.clock_reasons_unknown
+    return GpuHealth(
+        verdict="UNKNOWN" if is_unknown else verdict.verdict,
         reasons=reasons,
-        metrics=_rows(window),
-        clock_reasons={reason: count / seen for reason, count in window.clock_reasons.items()},
-        samples=whole.samples,
-        xids=None if whole.xids_unknown else whole.xids,
+        metrics=_rows(window_summary),
+        clock_reasons={reason: count / num_known_samples for reason, count in window_summary.clock_reasons.items()},
+        samples=run_summary.samples,
+        xids=None if run_summary.xids_unknown else run_summary.xids,
     )
 
 
 def power_w(recording: Recording, gpu: int, start_s: float, end_s: float) -> float | None:
-    """Mean power between two moments by the energy counter, which misses nothing between two samples.
+    """Return the mean power between two times by the energy counter, which also covers the time between samples.
 
-    None where it is not to be read at both ends, and for a MIG slice: the counter is its whole board's.
+    None where the counter was not read at both ends, and for a MIG device: the counter is that of the whole GPU.
     """
     info: GpuInfo = recording.start.gpus[gpu]
     samples = [sample for sample in recording.of(gpu) if not isinstance(sample.values["energy_j"], str)]
@@ -64,42 +71,50 @@ def power_w(recording: Recording, gpu: int, start_s: float, end_s: float) -> flo
     return float(end_j - start_j) / (end_s - start_s)
 
 
-def lines(samples: Sequence[Sample], start_s: float, buckets: int, bucket_s: float) -> dict[str, list[float | None]]:
-    """The mean of each metric of LINES in each bucket; a metric that never gave a number is left out."""
-    places = [int((sample.t_s - start_s) // bucket_s) for sample in samples]
-    found: dict[str, list[float | None]] = {}
-    for key in LINES:
-        held: list[list[float]] = [[] for _ in range(buckets)]
-        for place, sample in zip(places, samples, strict=True):
+def utilization(recording: Recording, gpu: int, start_s: float, end_s: float) -> dict[str, float]:
+    """Return the means of UTILIZATION between two times; a metric without any number is left out."""
+    samples = recording.of(gpu, start_s, end_s)
+    return {key: float(np.mean(samples_of_key)) for key in UTILIZATION if (samples_of_key := numbers(samples, key))}
+
+
+def time_series(
+    samples: Sequence[Sample], start_s: float, num_buckets: int, bucket_s: float
+) -> dict[str, list[float | None]]:
+    """Return the mean of each metric of SERIES per bucket; metrics without any number are left out."""
+    bucket_indices = [int((sample.t_s - start_s) // bucket_s) for sample in samples]
+    series: dict[str, list[float | None]] = {}
+    for key in SERIES_KEYS:
+        bucket_values: list[list[float]] = [[] for _ in range(num_buckets)]
+        for index, sample in zip(bucket_indices, samples, strict=True):
             value = sample.values[key]
-            if 0 <= place < buckets and not isinstance(value, str):
-                held[place].append(value)
-        if any(held):
-            found[key] = [round(float(np.mean(values)), 2) if values else None for values in held]
-    return found
+            if 0 <= index < num_buckets and not isinstance(value, str):
+                bucket_values[index].append(value)
+        if any(bucket_values):
+            series[key] = [round(float(np.mean(values)), 2) if values else None for values in bucket_values]
+    return series
 
 
 def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None:
-    """A GPU's memory: the host's where the two share one; None where NVML should say and does not."""
-    found = numbers(samples, "memory_total_bytes")
-    if found:
-        return int(found[0])
-    shared = any(sample.values["memory_total_bytes"] == NOT_APPLICABLE for sample in samples)
-    return host_bytes if shared else None
+    """Return a GPU's memory: that of the host where both share one; None where NVML fails to report it."""
+    readings = numbers(samples, "memory_total_bytes")
+    if readings:
+        return int(readings[0])
+    is_shared = any(sample.values["memory_total_bytes"] == NOT_APPLICABLE for sample in samples)
+    return host_bytes if is_shared else None
 
 
 def memory_in_use_bytes(samples: Sequence[Sample]) -> int | None:
-    """Of the first sample that says; None where none does."""
-    found = numbers(samples, "memory_used_bytes")
-    return int(found[0]) if found else None
+    """Return the memory in use at the first sample that reports it; None where none does."""
+    readings = numbers(samples, "memory_used_bytes")
+    return int(readings[0]) if readings else None
 
 
 def _rows(summary: GpuSummary) -> list[MetricRow]:
     return [
         MetricRow(
             key=row.key,
-            name=BY_KEY[row.key].name,
-            unit=BY_KEY[row.key].unit,
+            name=METRIC_BY_KEY[row.key].name,
+            unit=METRIC_BY_KEY[row.key].unit,
             mean=row.mean,
             maximum=row.maximum,
             increase=row.increase,

@@ -1,4 +1,4 @@
-"""`meltcore baseline`: keep a control set of fresh starts under a name, and look at what is kept."""
+"""`meltcore baseline`: save a control set of fresh starts under a name, list sets, or show one."""
 
 import argparse
 
@@ -15,90 +15,99 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from meltcore.cli.trial_options import add_load_options
+    """Add the action, the baseline's name, and the options of a server's start and load."""
+    from meltcore.cli.start_options import add_start_options
 
-    parser.add_argument("action", choices=("save", "list", "show"))
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of the baseline to save or show")
-    parser.add_argument("--run", metavar="FILE", help="command file of the server, with {port} in it")
-    parser.add_argument("--starts", type=int, default=6, metavar="N", help="fresh starts, at least 6 (default: 6)")
-    parser.add_argument("--replace", action="store_true", help="take the place of a baseline of that name")
-    parser.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines lie")
-    parser.add_argument("--json", action="store_true", help="of show: the whole set as JSON")
-    add_load_options(parser)
+    parser.add_argument("action", choices=("save", "list", "show"), help="Save, list or show baselines.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="Name of the baseline to save or show.")
+    parser.add_argument("--run", metavar="FILE", help="Command file of the server to start, with {port} in it.")
+    parser.add_argument(
+        "--starts", type=int, default=6, metavar="N", help="Number of fresh starts, at least 6 (default: 6)."
+    )
+    parser.add_argument("--replace", action="store_true", help="Replace an existing baseline of this name.")
+    parser.add_argument(
+        "--baselines", default="baselines", metavar="DIR", help="Folder of the baselines (default: baselines)."
+    )
+    parser.add_argument("--json", action="store_true", help="With show: print the whole set as JSON.")
+    add_start_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from meltcore.cli.ending import signals_as_ctrl_c
+    """Save, list or show baselines, and return the exit code.
+
+    Raises ConfigError for a missing name or command file, too few starts, or an unknown baseline.
+    """
+    from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.errors import ConfigError
 
     if args.action == "list":
-        return _list(args)
+        return _list_baselines(args)
     if args.name is None:
         raise ConfigError(f"baseline {args.action} needs a NAME")
     if args.action == "show":
-        return _show(args)
+        return _show_baseline(args)
     with signals_as_ctrl_c():
-        return _save(args)
+        return _save_baseline(args)
 
 
-def _save(args: argparse.Namespace) -> int:
+def _save_baseline(args: argparse.Namespace) -> int:
     import sys
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
     from rich.console import Console
 
-    from meltcore.cli.trial_options import plan_of, turn_printer
+    from meltcore.cli.start_options import start_options, start_printers
+    from meltcore.compare.baseline import MIN_STARTS, baseline_folder, save_baseline
+    from meltcore.compare.server import read_command
+    from meltcore.compare.starts import interleave, run_starts
     from meltcore.errors import ConfigError
-    from meltcore.report.baseline_output import print_set
-    from meltcore.trials.baseline import LEAST_STARTS, free_place, save_baseline
-    from meltcore.trials.command import read_command
-    from meltcore.trials.series import run_turns, turns
+    from meltcore.report.baseline import print_start_set
 
     if args.run is None:
         raise ConfigError("baseline save needs --run FILE, the command of the server to start")
-    if args.starts < LEAST_STARTS:
-        raise ConfigError(f"a baseline is of at least {LEAST_STARTS} starts; got {args.starts}")
-    place = free_place(Path(args.baselines), args.name, replace=args.replace)
-    command, plan = read_command(args.run), plan_of(args, tuple(sys.argv[1:]))
+    if args.starts < MIN_STARTS:
+        raise ConfigError(f"a baseline is of at least {MIN_STARTS} starts; got {args.starts}")
+    folder = baseline_folder(Path(args.baselines), args.name, replace=args.replace)
+    command, plan = read_command(args.run), start_options(args, tuple(sys.argv[1:]))
     console = Console()
-    say, on_turn = turn_printer(console, {args.name: args.starts})
+    report, on_start = start_printers(console, {args.name: args.starts})
     with TemporaryDirectory() as logs:
-        planned = turns({args.name: command}, args.starts)
-        found = run_turns(planned, plan, Path(logs), say=say, on_turn=on_turn)[args.name]
-        path = save_baseline(place, found, Path(logs))
-    print_set(found, console)
+        planned_starts = interleave({args.name: command}, args.starts)
+        start_set = run_starts(planned_starts, plan, Path(logs), report=report, on_start=on_start)[args.name]
+        path = save_baseline(folder, start_set, Path(logs))
+    print_start_set(start_set, console)
     console.print(f"saved: {path}", highlight=False, soft_wrap=True)
     return 0
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list_baselines(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from rich.console import Console
 
-    from meltcore.report.baseline_output import print_list
-    from meltcore.trials.baseline import baselines
+    from meltcore.compare.baseline import list_baselines
+    from meltcore.report.baseline import print_start_sets
 
-    print_list(baselines(Path(args.baselines)), Console())
+    print_start_sets(list_baselines(Path(args.baselines)), Console())
     return 0
 
 
-def _show(args: argparse.Namespace) -> int:
+def _show_baseline(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     import msgspec
     from rich.console import Console
 
+    from meltcore.compare.baseline import find_start_set
     from meltcore.errors import ConfigError
-    from meltcore.report.baseline_output import print_set
-    from meltcore.trials.baseline import find_set
+    from meltcore.report.baseline import print_start_set
 
-    found = find_set(args.name, Path(args.baselines))
-    if found is None:
+    start_set = find_start_set(args.name, Path(args.baselines))
+    if start_set is None:
         raise ConfigError(f"there is no baseline {args.name} in {args.baselines}; see meltcore baseline list")
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(start_set), indent=2).decode())
     else:
-        print_set(found, Console())
+        print_start_set(start_set, Console())
     return 0

@@ -1,15 +1,15 @@
-"""`meltcore compare`: judge one server against another, by fresh starts of both or by what was stored."""
+"""`meltcore compare`: compare two servers, by fresh starts of both or by stored sets."""
 
 import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meltcore.results.judgement import Judgement, Limits
+    from meltcore.results.comparison import ComparisonResult, Limits
     from meltcore.results.starts import StartSet
 
 HELP = (
     "Judge a change: REGRESSION, IMPROVEMENT, NO EVIDENCE or UNDERPOWERED. With --run, two servers are started afresh, "
-    "in turns, after the first was measured against itself; the unit is a start, so six a side are six observations. "
+    "in turns, after the first was measured against itself; the unit is a start, so six per side are six observations. "
     "Stored sets and baselines compare too, not interleaved. Two single runs get ratios and no verdict."
 )
 EXAMPLES = """\
@@ -22,46 +22,96 @@ EXAMPLES = """\
 A.cmd holds a command line with {port} where the port goes, such as
   meltcore serve meltcore/sums --port {port}
 
-exit status of a judgement: 0 IMPROVEMENT or NO EVIDENCE, 1 REGRESSION, 3 UNDERPOWERED, 2 could not
+exit status of a comparison: 0 IMPROVEMENT or NO EVIDENCE, 1 REGRESSION, 3 UNDERPOWERED, 2 could not
 """
 METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms", "accuracy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from meltcore.cli.trial_options import add_load_options
+    """Add the two sides, the limits of the verdict in percent, and the options of a server's start and load."""
+    from meltcore.cli.start_options import add_start_options
 
-    parser.add_argument("stored", nargs="*", metavar="A B", help="run folders, sets of starts, or names of baselines")
-    parser.add_argument("--run", nargs="+", metavar="FILE", help="command files of servers to start")
-    parser.add_argument("--starts", type=int, default=6, metavar="N", help="fresh starts a side (default: 6)")
-    parser.add_argument("--control", type=int, default=6, metavar="N", help="starts of A against A before (6)")
-    parser.add_argument("--metric", default="output tok/s", metavar="NAME", help="what is judged (output tok/s)")
-    parser.add_argument("--at", type=int, metavar="N", help="the concurrency that is judged (default: the highest)")
     parser.add_argument(
-        "--least", type=float, default=2.0, metavar="PERCENT", help="smaller changes get no verdict (2)"
+        "stored", nargs="*", metavar="A B", help="Two run folders, sets of starts, or names of baselines."
     )
     parser.add_argument(
-        "--must-find", type=float, default=5.0, metavar="PERCENT", help="what NO EVIDENCE has to rule out (5)"
+        "--run",
+        nargs="+",
+        metavar="FILE",
+        help="Command files of the servers to start: two, or one against a stored set.",
     )
-    parser.add_argument("--force", action="store_true", help="judge what does not compare, with the reasons")
-    parser.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines lie")
-    parser.add_argument("--out", default="runs", metavar="DIR", help="where the folder of --run goes (default: runs)")
-    parser.add_argument("--page", metavar="FILE", help="write the page of stored sets there")
+    parser.add_argument(
+        "--starts", type=int, default=6, metavar="N", help="Number of fresh starts per side (default: 6)."
+    )
+    parser.add_argument(
+        "--control",
+        type=int,
+        default=6,
+        metavar="N",
+        help="Number of starts of A before the comparison, which measure how much A differs from itself (default: 6).",
+    )
+    parser.add_argument(
+        "--metric",
+        default="output tok/s",
+        metavar="NAME",
+        help="Metric that decides the verdict (default: output tok/s).",
+    )
+    parser.add_argument(
+        "--at",
+        type=int,
+        metavar="N",
+        help="Concurrency whose level decides the verdict (default: the highest).",
+    )
+    parser.add_argument(
+        "--least",
+        type=float,
+        default=2.0,
+        metavar="PERCENT",
+        help="Smallest change in percent that can be a REGRESSION or an IMPROVEMENT (default: 2).",
+    )
+    parser.add_argument(
+        "--must-find",
+        type=float,
+        default=5.0,
+        metavar="PERCENT",
+        help="Change in percent that NO EVIDENCE rules out; without that the verdict is UNDERPOWERED (default: 5).",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="Give a verdict also where the two sides do not compare; the reasons are shown.",
+    )
+    parser.add_argument(
+        "--baselines", default="baselines", metavar="DIR", help="Folder of the baselines (default: baselines)."
+    )
+    parser.add_argument(
+        "--out", default="runs", metavar="DIR", help="Folder for the run folder of --run (default: runs)."
+    )
+    parser.add_argument("--page", metavar="FILE", help="Write the page that compares stored sets into FILE.")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="the judgement, or the rows of two runs, as JSON")
-    form.add_argument("--markdown", action="store_true", help="the judgement as Markdown for a pull request")
-    add_load_options(parser)
+    form.add_argument("--json", action="store_true", help="Print the comparison, or the rows of two runs, as JSON.")
+    form.add_argument(
+        "--markdown",
+        action="store_true",
+        help="Print the comparison as Markdown for a pull request.",
+    )
+    add_start_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from meltcore.cli.ending import signals_as_ctrl_c
+    """Compare two sides, and return the exit code of the verdict; 0 for two single runs, which get none.
+
+    Raises ConfigError unless exactly two sides are given, or for limits out of order.
+    """
+    from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.errors import ConfigError
 
-    stored, fresh = len(args.stored), len(args.run or [])
-    if (stored, fresh) in ((0, 2), (1, 1)):
+    num_stored, num_fresh = len(args.stored), len(args.run or [])
+    if (num_stored, num_fresh) in ((0, 2), (1, 1)):
         with signals_as_ctrl_c():
-            return _run_against_stored(args) if stored else _run_both(args)
-    if (stored, fresh) == (2, 0):
-        return _stored(args)
+            return _run_against_stored(args) if num_stored else _run_both(args)
+    if (num_stored, num_fresh) == (2, 0):
+        return _compare_stored(args)
     raise ConfigError("compare takes two sides: A B, or --run A.cmd B.cmd, or a baseline and --run B.cmd")
 
 
@@ -70,37 +120,39 @@ def _run_both(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from meltcore.cli.trial_options import plan_of, turn_printer
+    from meltcore.cli.start_options import start_options, start_printers
+    from meltcore.compare.run import NEW, OLD, Comparison, run_comparison
+    from meltcore.compare.server import read_command
     from meltcore.errors import MeltcoreError
     from meltcore.results.runfolder import RunFolder
-    from meltcore.trials.command import read_command
-    from meltcore.trials.compare import NEW, OLD, Trial, run_trial
 
     old, new = (read_command(path) for path in args.run)
-    trial = Trial(
+    comparison = Comparison(
         old=old,
         new=new,
         starts=args.starts,
         control=args.control,
         metric=args.metric,
-        load=args.at,
+        concurrency=args.at,
         limits=_limits(args),
         force=args.force,
     )
-    plan = plan_of(args, tuple(sys.argv[1:]))
+    plan = start_options(args, tuple(sys.argv[1:]))
     console = Console(stderr=True)
-    totals = {"control": trial.control, "A": trial.starts, "B": trial.starts}
-    say, on_turn = turn_printer(console, totals)
-    with RunFolder.kept_if_used(args.out, "compare") as folder:
+    totals = {"control": comparison.control, "A": comparison.starts, "B": comparison.starts}
+    report, on_start = start_printers(console, totals)
+    with RunFolder.create_or_remove(args.out, "compare") as folder:
         try:
-            found = run_trial(trial, plan, folder, say=say, on_turn=on_turn)
+            result = run_comparison(comparison, plan, folder, report=report, on_start=on_start)
         except (MeltcoreError, KeyboardInterrupt):
             if (folder.path / NEW).is_dir():
-                kept = f"{folder.path / OLD} {folder.path / NEW}"
-                console.print(f"what was measured until then: meltcore compare {kept}", highlight=False, soft_wrap=True)
+                saved_sets = f"{folder.path / OLD} {folder.path / NEW}"
+                console.print(
+                    f"what was measured until then: meltcore compare {saved_sets}", highlight=False, soft_wrap=True
+                )
             raise
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
-    return _show(args, found)
+    return _print_comparison(args, result)
 
 
 def _run_against_stored(args: argparse.Namespace) -> int:
@@ -110,101 +162,107 @@ def _run_against_stored(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from meltcore.cli.trial_options import plan_of, turn_printer
+    from meltcore.cli.start_options import start_options, start_printers
+    from meltcore.compare.baseline import stored_load
+    from meltcore.compare.run import save_comparison
+    from meltcore.compare.server import read_command
+    from meltcore.compare.starts import interleave, run_starts
     from meltcore.load.workload import check_workload
-    from meltcore.report.judge import judge
+    from meltcore.report.compare_starts import compare_starts
     from meltcore.results.runfolder import RunFolder
-    from meltcore.results.starts import write_set
-    from meltcore.trials.baseline import load_again
-    from meltcore.trials.command import read_command
-    from meltcore.trials.compare import save_judgement
-    from meltcore.trials.series import run_turns, turns
+    from meltcore.results.starts import write_start_set
 
-    old = _set(args.stored[0], args.baselines)
-    plan = plan_of(args, tuple(sys.argv[1:]))
-    plan = dataclasses.replace(plan, load=load_again(old.load, workload=args.workload))
+    old = _read_side(args.stored[0], args.baselines)
+    plan = start_options(args, tuple(sys.argv[1:]))
+    plan = dataclasses.replace(plan, load=stored_load(old.load, workload=args.workload))
     check_workload(plan.load.workload, max_tokens=plan.load.max_tokens)
     console = Console(stderr=True)
-    say, on_turn = turn_printer(console, {"B": args.starts})
-    planned = turns({"B": read_command(Path(args.run[0]))}, args.starts)
-    with RunFolder.kept_if_used(args.out, "compare") as folder:
-        new = run_turns(planned, plan, folder.path, say=say, on_turn=on_turn)["B"]
-        write_set(folder.path / "B", new)
-    found = judge(old, new, metric=args.metric, load=args.at, limits=_limits(args), force=args.force)
-    save_judgement(folder, found)
+    report, on_start = start_printers(console, {"B": args.starts})
+    planned_starts = interleave({"B": read_command(Path(args.run[0]))}, args.starts)
+    with RunFolder.create_or_remove(args.out, "compare") as folder:
+        new = run_starts(planned_starts, plan, folder.path, report=report, on_start=on_start)["B"]
+        write_start_set(folder.path / "B", new)
+    result = compare_starts(old, new, metric=args.metric, load=args.at, limits=_limits(args), force=args.force)
+    save_comparison(folder, result)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
-    return _show(args, found)
+    return _print_comparison(args, result)
 
 
-def _stored(args: argparse.Namespace) -> int:
+def _compare_stored(args: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from meltcore.compare.baseline import find_start_set
     from meltcore.errors import ConfigError
-    from meltcore.report.judge import judge
-    from meltcore.report.judge_page import render_judgement
-    from meltcore.results.runfolder import write_whole
-    from meltcore.trials.baseline import find_set
+    from meltcore.report.compare_starts import compare_starts
+    from meltcore.report.comparison import comparison_page
+    from meltcore.report.html import write_page
 
-    if not any(find_set(text, Path(args.baselines)) for text in args.stored):
+    if not any(find_start_set(text, Path(args.baselines)) for text in args.stored):
         if args.markdown or args.page:
-            raise ConfigError("two single runs get ratios and no judgement: --markdown and --page need sets of starts")
-        return _two_runs(args)
-    old, new = (_set(text, args.baselines) for text in args.stored)
-    found = judge(old, new, metric=args.metric, load=args.at, limits=_limits(args), force=args.force)
+            raise ConfigError("two single runs get ratios and no verdict: --markdown and --page need sets of starts")
+        return _compare_single_runs(args)
+    old, new = (_read_side(text, args.baselines) for text in args.stored)
+    result = compare_starts(old, new, metric=args.metric, load=args.at, limits=_limits(args), force=args.force)
     if args.page:
-        write_whole(Path(args.page), render_judgement(found).encode())
-    return _show(args, found)
+        write_page(Path(args.page), comparison_page(result))
+    return _print_comparison(args, result)
 
 
-def _two_runs(args: argparse.Namespace) -> int:
-    from meltcore.report.compare import compare, environment_changes, reasons_not_to_compare
-    from meltcore.report.compare_output import as_json, print_comparison
+def _compare_single_runs(args: argparse.Namespace) -> int:
+    from meltcore.report.compare_runs import (
+        comparability_notes,
+        compare_runs,
+        environment_changes,
+        print_ratios,
+        ratios_json,
+    )
     from meltcore.results.runfolder import read_result
 
     first, second = (read_result(path) for path in args.stored)
-    rows = compare(first, second, force=args.force)
-    doubts, changes = reasons_not_to_compare(first, second), environment_changes(first, second)
+    rows = compare_runs(first, second, force=args.force)
+    reasons, changes = comparability_notes(first, second), environment_changes(first, second)
     if args.json:
-        print(as_json(rows, doubts, changes))
+        print(ratios_json(rows, reasons, changes))
     else:
-        print_comparison(rows, doubts, changes)
+        print_ratios(rows, reasons, changes)
     return 0
 
 
-def _set(text: str, baselines: str) -> "StartSet":
-    """A set by path or name; a single run becomes a set of one, which no verdict comes of."""
+def _read_side(text: str, baselines: str) -> "StartSet":
+    """Read a set by path or name; a single run becomes a set of one, which gets no verdict."""
     from pathlib import Path
 
+    from meltcore.compare.baseline import find_start_set
     from meltcore.results.runfolder import read_result
     from meltcore.results.starts import StartSet
-    from meltcore.trials.baseline import find_set
 
-    found = find_set(text, Path(baselines))
-    if found is not None:
-        return found
+    start_set = find_start_set(text, Path(baselines))
+    if start_set is not None:
+        return start_set
     result = read_result(text)
     return StartSet(name=Path(text).name, command="", taken=result.started, starts=[result])
 
 
 def _limits(args: argparse.Namespace) -> "Limits":
     from meltcore.errors import ConfigError
-    from meltcore.results.judgement import Limits
+    from meltcore.results.comparison import Limits
 
     if not 0 <= args.least < args.must_find:
         raise ConfigError(f"--least {args.least:g} must be at least 0 and below --must-find {args.must_find:g}")
     return Limits(least_effect=args.least / 100, must_find=args.must_find / 100)
 
 
-def _show(args: argparse.Namespace, found: "Judgement") -> int:
+def _print_comparison(args: argparse.Namespace, result: "ComparisonResult") -> int:
     import msgspec
     from rich.console import Console
 
-    from meltcore.report.judge_output import EXIT_CODES, as_markdown, print_judgement
+    from meltcore.report.comparison import EXIT_CODES, comparison_markdown, comparison_page
+    from meltcore.report.console import print_page
 
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
     elif args.markdown:
-        print(as_markdown(found), end="")
+        print(comparison_markdown(result), end="")
     else:
-        print_judgement(found, Console())
-    return EXIT_CODES[found.verdict]
+        print_page(comparison_page(result), Console())
+    return EXIT_CODES[result.verdict]

@@ -1,11 +1,11 @@
-"""`meltcore demo`: the main job end to end."""
+"""`meltcore demo`: serve, check, load and report in one command."""
 
 import argparse
 import sys
 
 HELP = (
     "Serve a model on what this machine has, check the API, ask 200 held-out problems, load it at each level, "
-    "and report. Exits 0 only if every request got its whole answer and the answers stayed right under load."
+    "and report. Exits 0 only if every request got its complete answer and accuracy held under load."
 )
 EXAMPLES = """\
   meltcore demo
@@ -16,38 +16,23 @@ METRICS = ("succeeded", "accuracy", "peak_in_flight", "output_tokens_per_s", "tt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--levels", type=_levels, default=None, metavar="N,N", help="requests at once (default: 10,100,400,1000,10000)"
-    )
-    parser.add_argument("--model", default="meltcore/sums", help="what to serve (default: the bundled meltcore/sums)")
-    parser.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (default: runs)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the problems of the levels (default: 0)")
+    """Add the options of the command."""
+    from meltcore.demo.config import DemoConfig
+    from meltcore.options import add_options
+
+    add_options(parser, DemoConfig)
 
 
 def run(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
+    """Run the command and return its exit code."""
     from rich.console import Console
 
-    from meltcore.cli.ending import signals_as_ctrl_c
-    from meltcore.demo import DEFAULT_LEVELS, DemoConfig, run_demo
-    from meltcore.demo.outcome import print_outcome
+    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.demo.config import DemoConfig
+    from meltcore.demo.run import print_outcome, run_demo
+    from meltcore.options import from_options
 
-    config = DemoConfig(
-        model=args.model,
-        levels=args.levels or DEFAULT_LEVELS,
-        out=Path(args.out),
-        seed=args.seed,
-        arguments=tuple(sys.argv[1:]),
-    )
     console = Console()
     with signals_as_ctrl_c():
-        folder, result = run_demo(config, console)
+        folder, result = run_demo(from_options(DemoConfig, args, arguments=tuple(sys.argv[1:])), console)
     return print_outcome(console, folder, result)
-
-
-def _levels(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 10,100") from error

@@ -1,6 +1,6 @@
-"""`meltcore VERB ...`: finds the verb's module, parses, calls, prints errors as one line. No logic here.
+"""`meltcore COMMAND ...`: find the command's module, parse, call, print errors as one line.
 
-Only the chosen verb's module is imported, and it imports its real work when run, so `meltcore --help` stays fast.
+Only the chosen command's module is imported, and it imports its real work when run, so `meltcore --help` stays fast.
 """
 
 import argparse
@@ -14,34 +14,47 @@ from typing import NamedTuple
 from meltcore import __version__
 from meltcore.errors import MeltcoreError
 
-EXIT_ERROR = 2  # wrong usage or a MeltcoreError; 1 is left for "it ran, and the answer is no"
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_ERROR = 2  # wrong usage or a MeltcoreError; 1 means "it ran, and the answer is no"
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
-class Verb(NamedTuple):
-    """`help` stands here too, so that the list of verbs needs no import. `needs_engine`: wants the extra installed."""
+class Command(NamedTuple):
+    """A command in the list of `meltcore --help`. `needs_engine`: requires the package's `engine` extra."""
 
-    module: str
+    group: str
     help: str
     needs_engine: bool = False
 
+    @staticmethod
+    def module(name: str) -> str:
+        """Return the name of the module of the command `name`."""
+        return f"meltcore.cli.{name}"
 
-VERBS: dict[str, Verb] = {
-    "serve": Verb("meltcore.cli.serve", "serve a model through the OpenAI API", needs_engine=True),
-    "stop": Verb("meltcore.cli.stop", "end a server started with serve --daemon", needs_engine=True),
-    "demo": Verb("meltcore.cli.demo", "serve, check, load and report, in one go", needs_engine=True),
-    "load": Verb("meltcore.cli.load", "load any OpenAI-compatible server and measure it"),
-    "eval": Verb("meltcore.cli.eval", "check a server's answers, API forms and speed, and score it"),
-    "report": Verb("meltcore.cli.report", "join a node's results to one report card, or draw a run's page again"),
-    "compare": Verb("meltcore.cli.compare", "judge a change by fresh starts of both servers; or two runs side by side"),
-    "baseline": Verb("meltcore.cli.baseline", "keep a control set of fresh starts, to compare against"),
-    "tune": Verb("meltcore.cli.tune", "find a server's limits and good settings by restarting it"),
-    "profile": Verb("meltcore.cli.profile", "where a GPU was idle, and why, from a profiler's trace"),
-    "monitor": Verb("meltcore.cli.monitor", "log the GPUs' temperature, power, clocks, errors and activity"),
-    "bench": Verb("meltcore.cli.bench", "the GPU score: what this GPU sustains, and how it is", needs_engine=True),
-    "rank": Verb("meltcore.cli.rank", "GPU scores side by side"),
-    "snapshot": Verb("meltcore.cli.snapshot", "what this machine is, or what changed: hardware, driver, versions"),
-    "certify": Verb("meltcore.cli.certify", "check this node's GPUs and links, and give it a certificate"),
+
+_SERVE, _MEASURE, _TUNE, _GPUS, _RESULTS = (
+    "Serve",
+    "Measure a server",
+    "Improve a server",
+    "GPUs and machines",
+    "Results",
+)
+COMMANDS: dict[str, Command] = {
+    "serve": Command(_SERVE, "Serve a model through the OpenAI API.", needs_engine=True),
+    "stop": Command(_SERVE, "Stop a server that was started with serve --daemon.", needs_engine=True),
+    "demo": Command(_SERVE, "Serve, check, load and report in one command.", needs_engine=True),
+    "load": Command(_MEASURE, "Load any OpenAI-compatible server and measure it."),
+    "eval": Command(_MEASURE, "Check a server's answers, API and speed, and score it."),
+    "tune": Command(_TUNE, "Find a server's limits and best settings by restarting it."),
+    "compare": Command(_TUNE, "Judge a change by fresh starts of both servers, or compare two runs."),
+    "baseline": Command(_TUNE, "Save fresh starts of a server to compare against."),
+    "profile": Command(_TUNE, "Find when a GPU was idle, and why, from a profiler's trace."),
+    "bench": Command(_GPUS, "Measure the GPU score: the rate that this GPU sustains.", needs_engine=True),
+    "leaderboard": Command(_GPUS, "Rank GPU scores."),
+    "certify": Command(_GPUS, "Check this node's GPUs and links and write a certificate."),
+    "monitor": Command(_GPUS, "Log temperature, power, clocks, errors and activity of the GPUs."),
+    "snapshot": Command(_GPUS, "Print hardware, driver and versions of this machine, or what changed."),
+    "report": Command(_RESULTS, "Join a node's results to a report card, or render a run's page again."),
+    "submit": Command(_RESULTS, "Collect a submission: start script, write-up, result files, report."),
 }
 
 _EXAMPLES = """\
@@ -49,38 +62,41 @@ examples:
   meltcore demo
   meltcore serve meltcore/sums --port 8000
   meltcore load http://127.0.0.1:8000 --concurrency 10,100
-  meltcore VERB --help
+  meltcore COMMAND --help
 """
 
 
 def _fill_closed_streams() -> None:
-    """Where the shell closed a standard stream (`2>&-`): the next socket would get its number, and be printed into."""
+    """Open closed standard streams (`2>&-`) as /dev/null.
+
+    Otherwise the next socket would get the descriptor and receive the output.
+    """
     if None in (sys.stdin, sys.stdout, sys.stderr):
-        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-            os.set_inheritable(number, True)
-        os.close(number)
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(fd, True)
+        os.close(fd)
         sys.stdin, sys.stdout, sys.stderr = (
-            stream or open(number, mode, closefd=False)  # noqa: SIM115, for as long as the process lives
-            for number, (stream, mode) in enumerate(((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w")))
+            stream or open(fd, mode, closefd=False)  # noqa: SIM115, for as long as the process lives
+            for fd, (stream, mode) in enumerate(((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w")))
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0 done, 1 done and the answer is no, 2 could not, 130 interrupted."""
+    """Run a command and return its exit code: 0 done, 1 done and the answer is no, 2 error, 130 interrupted."""
     _fill_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in VERBS:
-        return _without_verb(arguments)
+    if not arguments or arguments[0] not in COMMANDS:
+        return _handle_missing_command(arguments)
     name = arguments[0]
     try:
-        module = importlib.import_module(VERBS[name].module)
-        parsed = verb_parser(name, module).parse_args(arguments[1:])
-        return int(module.run(parsed))
+        module = importlib.import_module(Command.module(name))
+        args = command_parser(name, module).parse_args(arguments[1:])
+        return int(module.run(args))
     except MeltcoreError as error:
         print(f"meltcore {name}: {error}", file=sys.stderr)
         return EXIT_ERROR
     except ModuleNotFoundError as error:
-        if not VERBS[name].needs_engine or (error.name or "").startswith("meltcore"):
+        if not COMMANDS[name].needs_engine or (error.name or "").startswith("meltcore"):
             raise
         print(
             f"meltcore {name}: needs the engine, and {error.name} is not installed: pip install 'meltcore[engine]'",
@@ -92,14 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def verb_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
-    """The parser of one verb; its help ends in examples and, where the module names METRICS, their definitions."""
+def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
+    """Return the parser of a command; its help ends with examples and definitions of the command's metrics."""
     epilog = f"examples:\n{module.EXAMPLES.rstrip()}"
     metrics = getattr(module, "METRICS", ())
     if metrics:
-        from meltcore.results.definitions import as_text
+        from meltcore.results.definitions import definitions_text
 
-        epilog += f"\n\nwhat the words mean:\n{as_text(*metrics)}"
+        epilog += f"\n\nmetrics:\n{definitions_text(*metrics)}"
     parser = argparse.ArgumentParser(
         prog=f"meltcore {name}",
         description=module.HELP,
@@ -111,13 +127,16 @@ def verb_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     return parser
 
 
-def _without_verb(arguments: list[str]) -> int:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items())
+def _handle_missing_command(arguments: list[str]) -> int:
+    width = max(map(len, COMMANDS))
+    lines: list[str] = []
+    for name, command in COMMANDS.items():
+        heading = f"\n{command.group}:"
+        lines += [heading] * (heading not in lines) + [f"  {name:<{width}}  {command.help}"]
     parser = argparse.ArgumentParser(
         prog="meltcore",
-        usage="meltcore VERB ...",
-        description=f"Serve, score and certify LLM inference.\n\nverbs:\n{verbs}",
+        usage="meltcore COMMAND ...",
+        description="\n".join(["Serve, score and certify LLM inference.", *lines]),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -126,7 +145,7 @@ def _without_verb(arguments: list[str]) -> int:
         parser.print_help()
         return EXIT_ERROR
     _, unknown = parser.parse_known_args(arguments)
-    print(f"meltcore: no verb {unknown[0]!r}; there are {', '.join(VERBS)}", file=sys.stderr)
+    print(f"meltcore: unknown command {unknown[0]!r}; commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return EXIT_ERROR
 
 

@@ -1,22 +1,22 @@
-"""`meltcore monitor`: log what the GPUs do, and say at the end whether they are well."""
+"""`meltcore monitor`: records the GPUs' metrics, and judges their health at the end."""
 
 import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meltcore.hardware.monitor import Monitor
-    from meltcore.hardware.recording import Sample
-    from meltcore.hardware.summary import Tally
+    from meltcore.hardware.monitor.sampler import Monitor
+    from meltcore.hardware.monitor.summary import SummaryBuilder
+    from meltcore.hardware.nvml.reader import Sample
 
 HELP = (
-    "Sample the GPUs every 100 ms from a process of its own: temperature, power, clocks and what holds them down, "
-    "memory, errors, links, and SM, tensor and DRAM activity where the GPU counts them. Prints a line a second, and at "
-    "the end averages, maxima and a verdict."
+    "Sample the GPUs every 100 ms in a separate process: temperature, power, clocks and clock event reasons, memory, "
+    "errors, links, and SM, tensor and DRAM activity where the GPU has counters. Prints one line per second and GPU, "
+    "and at the end means, maxima and a verdict."
 )
 EXAMPLES = """\
   meltcore monitor                       until Ctrl-C, into a folder in runs/
   meltcore monitor --duration 60 --gpu 0,2 --out gpus.jsonl
-  meltcore monitor --gpu MIG-5c89852c    the beginning of a UUID will do
+  meltcore monitor --gpu MIG-5c89852c    a UUID prefix is enough
 
 exit status: 0 HEALTHY, 1 DEGRADED, 2 could not start, 3 UNKNOWN or no NVIDIA driver
 """
@@ -24,38 +24,51 @@ exit status: 0 HEALTHY, 1 DEGRADED, 2 could not start, 3 UNKNOWN or no NVIDIA dr
 EXIT_DEGRADED = 1
 EXIT_UNKNOWN = 3
 
-_LINE_S = 1.0
+_PRINT_INTERVAL_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `meltcore monitor`."""
+    from meltcore.options import number
+
     parser.add_argument(
         "--gpu",
         metavar="ID,...",
-        help="indices as nvidia-smi has them, or UUIDs (default: CUDA_VISIBLE_DEVICES, or all)",
+        help="GPU indices of nvidia-smi or UUIDs (default: CUDA_VISIBLE_DEVICES, or all GPUs).",
     )
-    parser.add_argument("--duration", type=_positive, metavar="S", help="end after so many seconds (default: Ctrl-C)")
-    parser.add_argument("--interval-ms", type=_interval, default=100.0, metavar="MS", help="of samples (default: 100)")
-    parser.add_argument("--out", metavar="FILE", help="JSON lines go there (default: runs/TIME-monitor/samples.jsonl)")
+    parser.add_argument(
+        "--duration", type=number(float, above=0), metavar="S", help="Duration in seconds (default: until Ctrl-C)."
+    )
+    parser.add_argument(
+        "--interval-ms",
+        type=number(float, least=10, most=60_000),
+        default=100.0,
+        metavar="MS",
+        help="Sampling interval (default: 100).",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="Output in JSON lines (default: runs/TIME-monitor/samples.jsonl)."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Record the GPUs until the end, print a summary, and return the exit code."""
     import sys
     from pathlib import Path
 
-    from meltcore.hardware.monitor import Monitor
-    from meltcore.hardware.nvml import NoDriverError
-    from meltcore.hardware.sampler import Setup
+    from meltcore.hardware.monitor.sampler import Monitor, SamplerSettings
+    from meltcore.hardware.nvml.driver import NoDriverError
     from meltcore.results.runfolder import RunFolder
 
     def record(path: Path) -> int:
-        with Monitor(Setup(path=str(path), gpus=args.gpu, interval_s=args.interval_ms / 1e3)) as monitor:
+        with Monitor(SamplerSettings(path=str(path), gpus=args.gpu, interval_s=args.interval_ms / 1e3)) as monitor:
             print(f"writing {path}", flush=True)
             return _watch(monitor, args.duration)
 
     try:
         if args.out:
             return record(Path(args.out))
-        with RunFolder.kept_if_used("runs", "monitor") as folder:
+        with RunFolder.create_or_remove("runs", "monitor") as folder:
             return record(folder.path / "samples.jsonl")
     except NoDriverError as error:
         print(f"meltcore monitor: {error}", file=sys.stderr)
@@ -63,70 +76,53 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(monitor: "Monitor", duration_s: float | None) -> int:
-    """Print a line a second and GPU until the time is over, a signal, or every GPU is lost; then the summary."""
+    """Prints one line per second and GPU until the time is up, a signal, or every GPU is lost; then the summary."""
     import signal
     import time
 
-    from meltcore.hardware.summary import Tally
+    from meltcore.hardware.monitor.summary import SummaryBuilder
 
-    # From here on the two are waited for, in place of the sleep between lines: they end a line, never cut one.
-    ending = (signal.SIGINT, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ending)
-    began_s = monitor.start.t_s
-    end_s = float("inf") if duration_s is None else began_s + duration_s
-    tallies = [Tally() for _ in monitor.start.gpus]
-    due_s = began_s
-    asked = None
-    while asked is None and monitor.running and due_s < end_s:
-        due_s = min(due_s + _LINE_S, end_s)
-        asked = signal.sigtimedwait(ending, max(0.0, due_s - time.monotonic()))
-        _take(monitor, monitor.new_samples(), tallies)
-    _take(monitor, monitor.stop(), tallies)
-    return _conclude(monitor, tallies)
-
-
-def _take(monitor: "Monitor", samples: "list[Sample]", tallies: "list[Tally]") -> None:
-    from meltcore.hardware.lines import line
-
-    for position, gpu in enumerate(monitor.start.gpus):
-        mine = [sample for sample in samples if sample.gpu == position]
-        for sample in mine:
-            tallies[position].add(sample)
-        if mine:
-            print(line(gpu, mine, monitor.start.t_s), flush=True)
+    # From here on sigtimedwait replaces the sleep between lines: a signal never interrupts a line.
+    signals = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    start_s = monitor.start.t_s
+    end_s = float("inf") if duration_s is None else start_s + duration_s
+    builders = [SummaryBuilder() for _ in monitor.start.gpus]
+    next_line_s = start_s
+    received_signal = None
+    while received_signal is None and monitor.running and next_line_s < end_s:
+        next_line_s = min(next_line_s + _PRINT_INTERVAL_S, end_s)
+        received_signal = signal.sigtimedwait(signals, max(0.0, next_line_s - time.monotonic()))
+        _process_samples(monitor, monitor.new_samples(), builders)
+    _process_samples(monitor, monitor.stop(), builders)
+    return _print_summary(monitor, builders)
 
 
-def _conclude(monitor: "Monitor", tallies: "list[Tally]") -> int:
-    from meltcore.hardware.health import judge_summary
-    from meltcore.hardware.lines import summary_lines
+def _process_samples(monitor: "Monitor", samples: "list[Sample]", builders: "list[SummaryBuilder]") -> None:
+    from meltcore.hardware.monitor.console import line
+
+    for gpu_index, gpu in enumerate(monitor.start.gpus):
+        gpu_samples = [sample for sample in samples if sample.gpu == gpu_index]
+        for sample in gpu_samples:
+            builders[gpu_index].add(sample)
+        if gpu_samples:
+            print(line(gpu, gpu_samples, monitor.start.t_s), flush=True)
+
+
+def _print_summary(monitor: "Monitor", builders: "list[SummaryBuilder]") -> int:
+    from meltcore.hardware.monitor.console import summary_lines
+    from meltcore.hardware.monitor.health import judge_health
 
     verdicts = set()
-    for gpu, tally in zip(monitor.start.gpus, tallies, strict=True):
-        summary = tally.summary()
-        health = judge_summary(summary, monitor.start.interval_s)
+    for gpu, builder in zip(monitor.start.gpus, builders, strict=True):
+        summary = builder.summary()
+        health = judge_health(summary, monitor.start.interval_s)
         verdicts.add(health.verdict)
         print("\n".join(summary_lines(gpu, summary, health)))
     if monitor.end is None:
-        print("the sampler did not end in order: the recording stops short")
+        print("the sampler did not end in order: the recording is cut short")
         verdicts.add("UNKNOWN")
     else:
-        share = monitor.end.cpu_s / (monitor.end.t_s - monitor.start.t_s)
-        print(f"\nsampling took {100 * share:.0f} % of a core and missed {monitor.end.late} moments by being late")
+        cores = monitor.end.cpu_s / (monitor.end.t_s - monitor.start.t_s)
+        print(f"\nsampling took {100 * cores:.0f} % of a core and missed {monitor.end.missed} intervals")
     return EXIT_DEGRADED if "DEGRADED" in verdicts else EXIT_UNKNOWN if "UNKNOWN" in verdicts else 0
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _interval(text: str) -> float:
-    number = _positive(text)
-    if not 10 <= number <= 60_000:
-        raise argparse.ArgumentTypeError(f"{text} ms is outside 10 to 60,000")
-    return number

@@ -1,56 +1,82 @@
-"""`meltcore profile`: where a GPU was idle, and why, from a profiler's trace."""
+"""`meltcore profile`: when a GPU was idle, and why, from a profiler's trace."""
 
 import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from meltcore.evals.api import ApiResponse
+
 HELP = (
-    "Read a trace of the torch profiler, or an SQLite export of Nsight Systems, and say where the GPU was not "
-    "computing, and why: host late, synchronisation, copy, collective wait, no work; by size, between which kernels, "
-    "and what of a step each group of kernels takes. With --url it first records a live server."
+    "Read a trace of the torch profiler or an SQLite export of Nsight Systems and report when the GPU did not compute, "
+    "and why: late launch, synchronization, exposed copy or communication, no work; by size, between which kernels, "
+    "and how much of a step each group of kernels takes. With --url, record a live server first; "
+    "with --nsys, a command."
 )
 EXAMPLES = """\
   meltcore profile trace.json.gz
   meltcore profile report.nsys-rep                             where nsys is installed; elsewhere its export, .sqlite
   meltcore profile trace.json --from-ms 200 --to-ms 800 --page gaps.html
-  meltcore profile trace.json --step _first_maximum_kernel     one of these kernels is one step
+  meltcore profile trace.json --step _first_maximum_kernel     each of these kernels marks a step
   meltcore profile --url http://127.0.0.1:8000 --seconds 5     a server started with --profile-dir, under load
   meltcore profile --url http://127.0.0.1:8000 --gpu 0         checked by the GPU's own counters
+  meltcore profile --nsys -- python train.py                   runs it under Nsight Systems, from start to end
+  meltcore profile --nsys --url http://127.0.0.1:8000 -- meltcore serve MODEL --profiler cuda
+                                                               5 seconds of a server; send it requests meanwhile
 
-exit status: 0 done, 1 the trace holds less than the GPU did
+exit status: 0 done, 1 the trace is incomplete
 """
 
 EXIT_UNTRUSTED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    from meltcore.forensics.gaps import ProfileOptions
+    from meltcore.options import add_options, number
+
     parser.add_argument(
-        "trace", nargs="?", metavar="TRACE", help="of torch, .json or .json.gz, or of nsys, .nsys-rep or .sqlite"
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        help="Trace of torch (.json, .json.gz) or of Nsight Systems (.nsys-rep, .sqlite).",
     )
-    parser.add_argument(
-        "--url", metavar="URL", help="record a trace of this server instead; it must run on this machine"
+    parser.add_argument("command", nargs="*", metavar="COMMAND", help="With --nsys, after --: the command to record.")
+    nsys = parser.add_argument_group("Nsight Systems")
+    nsys.add_argument(
+        "--nsys", action="store_true", help="Run COMMAND under nsys; with --url, record that server for --seconds."
     )
-    parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="how long to record (default: 5)")
-    parser.add_argument(
-        "--gpu", metavar="ID", help="of --url: read this GPU's own counters meanwhile, to check the trace"
+    nsys.add_argument(
+        "--nsys-timeout",
+        type=number(float, above=0),
+        default=900.0,
+        metavar="S",
+        help="Time limit of COMMAND under nsys; with --url, also of the server's start (default: 900).",
     )
-    parser.add_argument("--api-key", metavar="KEY")
-    parser.add_argument("--device", type=int, metavar="N", help="one GPU of the trace (default: all)")
-    parser.add_argument("--from-ms", type=float, metavar="MS", help="from this long after the first activity")
-    parser.add_argument("--to-ms", type=float, metavar="MS", help="until this long after the first activity")
-    parser.add_argument(
-        "--step", metavar="NAME", help="count as a step each kernel or range of which the name begins so"
+    nsys.add_argument("--out", default="runs", metavar="DIR", help="Folder for the report of nsys (default: runs).")
+    server = parser.add_argument_group("Server")
+    server.add_argument("--url", metavar="URL", help="Record a trace of this server, which must run on this machine.")
+    server.add_argument(
+        "--seconds",
+        type=number(float, above=0),
+        default=5.0,
+        metavar="S",
+        help="Duration of the recording (default: 5).",
     )
-    parser.add_argument(
-        "--active-percent", type=float, metavar="PERCENT", help="SM activity meanwhile, as --gpu reads it"
+    server.add_argument("--gpu", metavar="ID", help="GPU whose own counters are read meanwhile, to check the trace.")
+    server.add_argument("--api-key", metavar="KEY", help="API key of the server.")
+    add_options(parser, ProfileOptions)
+    output = parser.add_argument_group("Output")
+    output.add_argument(
+        "--page", metavar="FILE", help="Path of the page; its JSON goes beside it (default: gaps.html)."
     )
-    parser.add_argument("--page", metavar="FILE", help="where the page goes, and its JSON beside it (gaps.html)")
-    parser.add_argument("--json", action="store_true", help="print the reports as JSON instead of tables")
+    output.add_argument("--json", action="store_true", help="Print the reports as JSON instead of tables.")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     from datetime import UTC, datetime
     from pathlib import Path
 
@@ -58,98 +84,142 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.errors import ConfigError
-    from meltcore.forensics.profile import Wanted, profile
+    from meltcore.forensics.gaps import ProfileOptions, analyze_trace
     from meltcore.forensics.read import read_trace
-    from meltcore.report.gaps_output import print_gaps
-    from meltcore.report.gaps_page import save_profile
+    from meltcore.options import from_options
+    from meltcore.report.console import print_page
+    from meltcore.report.profile import profile_page, save_profile
     from meltcore.results.fingerprint import take_fingerprint
     from meltcore.results.gaps import GAPS_PAGE, Profile
 
-    if (args.trace is None) == (args.url is None):
+    if args.nsys:
+        path = _record_nsys(args)
+    elif args.command:
+        raise ConfigError(f"profile takes one TRACE, or --nsys with a command; got {args.trace} {args.command[0]} ...")
+    elif (args.trace is None) == (args.url is None):
         raise ConfigError("profile takes a TRACE, or --url of a server to record")
-    _check(args)
-    activity = None if args.active_percent is None else args.active_percent / 100
-    if args.trace:
+    elif args.trace:
         path = Path(args.trace)
     else:
-        path, seen = _record(args)
-        activity = seen if activity is None else activity
-    wanted = Wanted(device=args.device, from_ms=args.from_ms, to_ms=args.to_ms, activity_share=activity, step=args.step)
-    found = Profile(
+        path, active_percent = _record(args)
+        args.active_percent = active_percent if args.active_percent is None else args.active_percent
+    profile = Profile(
         source=path.name,
         taken=datetime.now(UTC).isoformat(timespec="seconds"),
-        fingerprint=take_fingerprint() if args.url else None,  # a file does not say which machine it is of
-        reports=profile(read_trace(path), wanted),
+        # A file does not say which machine it is from.
+        fingerprint=take_fingerprint() if args.url or args.nsys else None,
+        reports=analyze_trace(read_trace(path), from_options(ProfileOptions, args)),
     )
-    page = Path(args.page) if args.page else path.parent / GAPS_PAGE
-    save_profile(page, found)
+    page_path = Path(args.page) if args.page else path.parent / GAPS_PAGE
+    save_profile(page_path, profile)
     console = Console(stderr=args.json)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(profile), indent=2).decode())
     else:
-        print_gaps(found.reports, console)
-    console.print(f"page: {page}", highlight=False, soft_wrap=True)
-    return EXIT_UNTRUSTED if any(report.untrusted for report in found.reports) else 0
+        print_page(profile_page(profile), console)
+    console.print(f"page: {page_path}", highlight=False, soft_wrap=True)
+    return EXIT_UNTRUSTED if any(report.untrusted for report in profile.reports) else 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a number that is no time, or no share."""
-    import math
+def _record_nsys(args: argparse.Namespace) -> "Path":
+    """Run the command under nsys; return the export of its report. Raises ConfigError where there is none."""
+    import time
+    from pathlib import Path
 
+    from rich.console import Console
+
+    from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.errors import ConfigError
+    from meltcore.evals.server_process import is_healthy
+    from meltcore.forensics.nsys import find_nsys, record
+    from meltcore.process import LoggedProcess
+    from meltcore.results.runfolder import RunFolder
 
-    if not 0 < args.seconds < math.inf:
-        raise ConfigError(f"--seconds must be more than 0; got {args.seconds:g}")
-    for name in ("from_ms", "to_ms"):
-        value = getattr(args, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more; got {value:g}")
-    if args.active_percent is not None and not 0 <= args.active_percent <= 100:
-        raise ConfigError(f"--active-percent must lie between 0 and 100; got {args.active_percent:g}")
+    command = [*([args.trace] if args.trace else []), *args.command]
+    if not command:
+        raise ConfigError("--nsys needs a command after --: meltcore profile --nsys -- COMMAND...")
+    if args.gpu is not None:
+        raise ConfigError("--gpu is for --url without --nsys: nsys itself takes the counters that it would read")
+    find_nsys()  # before a folder is created
+    if args.url and is_healthy(args.url, args.api_key):
+        raise ConfigError(f"a server answers at {args.url} already; nsys records only what it has started itself")
+    console = Console(stderr=True)
+
+    def report(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    def mark(server: LoggedProcess) -> None:
+        server.wait_for(lambda: is_healthy(args.url, args.api_key) or None, args.nsys_timeout, f"serve {args.url}")
+        post = _poster(args, "--profiler cuda")
+        post("/start_profile")
+        try:
+            time.sleep(args.seconds)
+        finally:
+            post("/stop_profile")
+
+    with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "nsys") as folder:
+        report(f"recording under nsys into {folder.path}")
+        return record(
+            command,
+            Path(folder.path),
+            limit_s=args.nsys_timeout,
+            report=report,
+            mark=mark if args.url else None,
+        )
+
+
+def _poster(args: argparse.Namespace, option: str) -> "Callable[[str], ApiResponse]":
+    """Return a function that posts to a path of the server.
+
+    The function raises ConfigError if the server does not accept the request.
+    """
+    from meltcore.errors import ConfigError
+    from meltcore.evals.api import Api, ApiResponse
+
+    api = Api(args.url, api_key=args.api_key)
+
+    def post(path: str) -> ApiResponse:
+        reply = api.post(path, b"")
+        if reply.status != 200:
+            raise ConfigError(
+                f"{path} returned {reply.status}: {reply.body[:200].decode(errors='replace')}; start our server with "
+                f"{option} to offer it"
+            )
+        return reply
+
+    return post
 
 
 def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":
-    """Have the server record: the path of its trace, and what share of the time --gpu was active meanwhile.
+    """Make the server record; return the path of its trace, and the SM activity of --gpu in percent.
 
-    Raises ConfigError where the server does not offer that.
+    Raises ConfigError where the server does not support it.
     """
     import time
     from contextlib import ExitStack
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    from meltcore.cli.ending import signals_as_ctrl_c
+    from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.errors import ConfigError
-    from meltcore.evals.api import Api, Reply
-    from meltcore.hardware.monitor import Monitor
-    from meltcore.hardware.sampler import Setup
-    from meltcore.hardware.under_load import mean_activity
+    from meltcore.hardware.monitor.sampler import Monitor, SamplerSettings
+    from meltcore.hardware.monitor.timeline import mean_sm_activity
 
-    api = Api(args.url, api_key=args.api_key)
-
-    def ask(what: str) -> Reply:
-        reply = api.post(what, b"")
-        if reply.status != 200:
-            raise ConfigError(
-                f"{what} says {reply.status}: {reply.body[:200].decode(errors='replace')}; our server offers it with "
-                f"--profile-dir DIR"
-            )
-        return reply
-
+    post = _poster(args, "--profile-dir DIR")
     with signals_as_ctrl_c(), ExitStack() as stack:
         monitor = None
         if args.gpu is not None:
             folder = stack.enter_context(TemporaryDirectory())
-            monitor = stack.enter_context(Monitor(Setup(path=f"{folder}/gpus.jsonl", gpus=args.gpu)))
-        ask("/start_profile")
-        begun_s = time.monotonic()
+            monitor = stack.enter_context(Monitor(SamplerSettings(path=f"{folder}/gpus.jsonl", gpus=args.gpu)))
+        post("/start_profile")
+        start_s = time.monotonic()
         try:
             time.sleep(args.seconds)
-            ended_s = time.monotonic()
+            end_s = time.monotonic()
         finally:
-            done = ask("/stop_profile")
-        activity = None if monitor is None else mean_activity(monitor.stop(), begun_s, ended_s)
-    path = done.json().get("path")
+            stop_reply = post("/stop_profile")
+        activity = None if monitor is None else mean_sm_activity(monitor.stop(), start_s, end_s)
+    path = stop_reply.json().get("path")
     if not path:
-        raise ConfigError("the server does not say where its trace is: give the file itself")
-    return Path(path), activity
+        raise ConfigError("the server does not report the path of its trace: give the file itself")
+    return Path(path), None if activity is None else 100 * activity

@@ -1,4 +1,4 @@
-"""`meltcore report`: join what was found out about a node to one card, or draw the page of one run again."""
+"""`meltcore report`: join all evidence about a node to one card, or render the page of one run again."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -7,83 +7,114 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meltcore.report.documents import Document
+    from meltcore.results.card import EvidenceType
 
 HELP = (
     "Of several run folders: the node's report card, which joins snapshot, certificate, benchmark, evaluation, tuning, "
-    "profile and comparison into one page with one verdict, the gravest; what is missing is named and never passed. Of "
-    "a single one: its own page, drawn again."
+    "profile and comparison into one page with one verdict, the worst. PASS needs all required evidence (--require); "
+    "without it the card is INCOMPLETE at best, and names what is missing. Of a single one: its page again."
 )
 EXAMPLES = """\
   meltcore report runs/*-certify runs/*-bench runs/*-eval runs/*-tune-batching runs/*-compare machine.json
   meltcore report runs --card                       the newest of each kind within a folder
+  meltcore report runs --require certificate,benchmark   a node's acceptance: these two decide, others are shown
   meltcore report runs/20261121T120000Z-demo        this run's page again
+  meltcore report --convert baselines               rewrite files of earlier versions in the current schema version
   meltcore report runs/20261121T120000Z-demo --output shared/report.html
 
-exit status of a card, as of a certificate: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN; 2 also for wrong usage
+exit status of a card: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, 4 INCOMPLETE; 2 also for wrong usage
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the places of the evidence, and the options of the card and of a single run's page."""
     parser.add_argument(
         "places", nargs="+", metavar="DIR", help="run folders, folders of run folders, or files such as a snapshot"
     )
-    parser.add_argument("--card", action="store_true", help="a card even of one document")
+    parser.add_argument(
+        "--convert", action="store_true", help="rewrite the folders' documents of schema version 1 in version 2"
+    )
+    parser.add_argument("--card", action="store_true", help="make a card even of one document")
+    parser.add_argument(
+        "--require",
+        type=_evidence_types,
+        metavar="TYPE,...",
+        help="evidence without which the card is INCOMPLETE (default: snapshot, certificate, benchmark, evaluation, "
+        "tuning, profile and comparison; `load` may be named too)",
+    )
     parser.add_argument("--out", metavar="DIR", help="where the card goes (default: a fresh folder under runs)")
     parser.add_argument("--output", metavar="FILE", help="where the page of a single run goes (default: beside it)")
-    parser.add_argument("--force", action="store_true", help="join what is not of one machine; never a PASS")
+    parser.add_argument(
+        "--export", metavar="FILE", help="write the charts of a single run into one .svg or .png (PNG: meltcore[png])"
+    )
+    parser.add_argument("--force", action="store_true", help="join documents of several machines; never a PASS")
     parser.add_argument("--json", action="store_true", help="print the card as JSON")
 
 
+def _evidence_types(text: str) -> "list[EvidenceType]":
+    from typing import get_args
+
+    from meltcore.results.card import EvidenceType
+
+    all_types: tuple[EvidenceType, ...] = get_args(EvidenceType)
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in all_types]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no type of evidence {unknown[0]!r}; there are {', '.join(all_types)}")
+    return [name for name in all_types if name in names]
+
+
 def run(args: argparse.Namespace) -> int:
+    """Convert documents, render one run's page, or join evidence to a card, and return the exit code.
+
+    The exit code of a card is that of its verdict. Raises ConfigError where there is nothing to join, or for --output
+    or --export with a card.
+    """
     from pathlib import Path
 
     from meltcore.errors import ConfigError
-    from meltcore.report.documents import find_documents
+    from meltcore.report.documents import convert_folder, find_documents
+    from meltcore.report.render import export_document, render_document
 
-    found = [document for place in args.places for document in find_documents(Path(place))]
-    if len(found) == 1 and not args.card:
-        return _redraw(found[0], args.output)
-    if args.output:
-        raise ConfigError("--output is of a single run's page; a card goes to a folder: --out")
-    return _card(args, found)
-
-
-def _redraw(document: "Document", output: str | None) -> int:
-    from pathlib import Path
-
-    from meltcore.report.redraw import page_of, place_of
-    from meltcore.results.runfolder import write_whole
-
-    html = page_of(document)
-    path = Path(output) if output else place_of(document)
-    write_whole(path, html.encode())
-    print(path)
-    return 0
+    if args.convert:
+        for place in args.places:
+            converted, current_files = convert_folder(Path(place))
+            print(f"{place}: {len(converted)} converted, {len(current_files)} of the current schema version already")
+        return 0
+    documents = [document for place in args.places for document in find_documents(Path(place))]
+    if len(documents) == 1 and not args.card:
+        print(render_document(documents[0], Path(args.output) if args.output else None))
+        if args.export:
+            print(export_document(documents[0], Path(args.export)))
+        return 0
+    if args.output or args.export:
+        raise ConfigError("--output and --export are of a single run's page; a card goes to a folder: --out")
+    return _card(args, documents)
 
 
-def _card(args: argparse.Namespace, found: "Sequence[Document]") -> int:
+def _card(args: argparse.Namespace, documents: "Sequence[Document]") -> int:
     from pathlib import Path
 
     import msgspec
     from rich.console import Console
 
     from meltcore.errors import ConfigError
-    from meltcore.hardware.drift import drift
-    from meltcore.report.card import make_card, newest, snapshots_apart
-    from meltcore.report.card_output import print_card
-    from meltcore.report.card_page import save_card
+    from meltcore.hardware.snapshot import diff_snapshots
+    from meltcore.report.card import card_page, conflicting_snapshots, make_card, newest_documents, save_card
+    from meltcore.report.console import print_page
+    from meltcore.results.card import REQUIRED
     from meltcore.results.runfolder import RunFolder
 
-    counted, earlier = newest(found)
-    if not counted:
-        raise ConfigError("there is nothing here to join: a card is no part of another")
-    snapshots = snapshots_apart(counted)
-    drifted = [] if snapshots is None else drift(*snapshots)
-    card = make_card(counted, earlier, drifted=drifted, force=args.force)
+    newest, older = newest_documents(documents)
+    if not newest:
+        raise ConfigError("there is nothing here to join: a card is not evidence for another")
+    snapshots = conflicting_snapshots(newest)
+    changed_facts = [] if snapshots is None else diff_snapshots(*snapshots)
+    card = make_card(newest, older, changed_facts=changed_facts, required=args.require or REQUIRED, force=args.force)
     console = Console(stderr=args.json)
     page = save_card(Path(args.out) if args.out else RunFolder.create("runs", "card").path, card)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(card), indent=2).decode())
-    print_card(card, console)
+    print_page(card_page(card), console)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
     return card.exit_code

@@ -1,4 +1,4 @@
-"""`meltcore snapshot`: what this machine is, or what changed since it was last looked at."""
+"""`meltcore snapshot`: describes this machine, or what changed since an earlier snapshot."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from meltcore.results.snapshot import Snapshot
 
 HELP = (
-    "Print what this machine is: host, driver, versions, and of every GPU the job may use its firmware, limits, "
-    "clocks, PCIe and NVLinks, ECC, remapped rows, and topology. No host name, no path. With --diff: what changed."
+    "Describe this machine: host, driver, versions, topology, and for every GPU of the job its firmware, limits, "
+    "clocks, PCIe, NVLinks, ECC and remapped rows. No host name, no path. With --diff: what changed."
 )
 EXAMPLES = """\
   meltcore snapshot
@@ -16,87 +16,88 @@ EXAMPLES = """\
   meltcore snapshot --diff machine.json
   meltcore snapshot --diff runs/20261121T120000Z-certify/certificate.json
 
-exit status of --diff: 0 nothing drifted, 1 something did, 2 could not
+exit status of --diff: 0 no difference, 1 some, 2 error
 """
-EXIT_DRIFTED = 1
+EXIT_CHANGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `meltcore snapshot`."""
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="JSON, as --diff reads it")
+    form.add_argument("--json", action="store_true", help="Print JSON, which --diff reads.")
     form.add_argument(
-        "--diff", metavar="OLD.json", help="say what changed since that snapshot or certificate; GPUs match by UUID"
+        "--diff", metavar="OLD.json", help="Print what changed since that snapshot or certificate; GPUs match by UUID."
     )
     parser.add_argument(
-        "--gpu", metavar="ID,...", help="indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all of them)"
+        "--gpu", metavar="ID,...", help="GPU indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all GPUs)."
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the snapshot, or what changed since an earlier one, and return the exit code."""
     import msgspec
 
-    from meltcore.hardware.snapshot_lines import snapshot_lines
+    from meltcore.hardware.snapshot import snapshot_lines
 
-    now = _take(args.gpu)
+    snapshot = _take_snapshot(args.gpu)
     if args.diff:
-        return _diff(args.diff, now)
+        return _print_diff(args.diff, snapshot)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(now), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode())
     else:
-        print("\n".join(snapshot_lines(now)))
+        print("\n".join(snapshot_lines(snapshot)))
     return 0
 
 
-def _take(wanted: str | None) -> "Snapshot":
-    """A machine without a driver has a snapshot too: one without GPUs, which says so."""
+def _take_snapshot(requested: str | None) -> "Snapshot":
+    """Takes the snapshot; without a driver it has no GPUs, and a note says so."""
     from contextlib import suppress
 
     from pynvml import NVMLError
 
     from meltcore.errors import MeltcoreError
     from meltcore.hardware.node import Node
-    from meltcore.hardware.nvml import NoDriverError, Nvml
-    from meltcore.hardware.patient import patiently
-    from meltcore.hardware.select import select_gpus
+    from meltcore.hardware.nvml.driver import NoDriverError, Nvml, connect
+    from meltcore.hardware.nvml.select import select_gpus
     from meltcore.hardware.snapshot import take_snapshot
     from meltcore.results.fingerprint import take_fingerprint
     from meltcore.results.snapshot import Snapshot
 
     try:
-        nvml = patiently(Nvml)
+        nvml = connect(Nvml)
     except NoDriverError as error:
-        if wanted is not None:
+        if requested is not None:
             raise
         return Snapshot(fingerprint=take_fingerprint(), notes=[str(error)])
     try:
-        return take_snapshot(Node(nvml), select_gpus(nvml, wanted))
+        return take_snapshot(Node(nvml), select_gpus(nvml, requested))
     except NVMLError as error:
-        raise MeltcoreError(f"the NVIDIA driver does not say which GPUs there are: {error}") from error
+        raise MeltcoreError(f"the NVIDIA driver does not list its GPUs: {error}") from error
     finally:
-        with suppress(NVMLError):  # the process ends soon, with the driver or without it
+        with suppress(NVMLError):  # the process ends soon, whether the driver answers or not
             nvml.close()
 
 
-def _diff(path: str, now: "Snapshot") -> int:
-    from meltcore.hardware.drift import drift
+def _print_diff(path: str, snapshot: "Snapshot") -> int:
+    from meltcore.hardware.snapshot import diff_snapshots
 
-    changes = drift(_snapshot_of(path), now)
-    print("\n".join(changes) if changes else "nothing drifted")
-    return EXIT_DRIFTED if changes else 0
+    changes = diff_snapshots(_read_snapshot(path), snapshot)
+    print("\n".join(changes) if changes else "no difference")
+    return EXIT_CHANGED if changes else 0
 
 
-def _snapshot_of(path: str) -> "Snapshot":
-    """Of a snapshot's file, or of a certificate's, which holds one. Raises ConfigError."""
+def _read_snapshot(path: str) -> "Snapshot":
+    """Reads a snapshot from its file or from a certificate. Raises ConfigError."""
     from pathlib import Path
 
     from meltcore.errors import ConfigError
-    from meltcore.report.documents import read_document
+    from meltcore.report.documents import open_document
     from meltcore.results.certificate import Certificate
     from meltcore.results.snapshot import Snapshot
 
-    content = read_document(Path(path)).content
+    content = open_document(Path(path)).content
     if isinstance(content, Certificate):
         return content.snapshot
     if not isinstance(content, Snapshot):
-        raise ConfigError(f"{path} holds no snapshot: give what meltcore snapshot --json printed, or a certificate")
+        raise ConfigError(f"{path} holds no snapshot: pass the output of meltcore snapshot --json, or a certificate")
     return content

@@ -4,24 +4,26 @@ import argparse
 
 HELP = "end a server started with serve --daemon"
 EXAMPLES = """\
-  meltcore stop                  the one that runs
+  meltcore stop                  the only one that runs
   meltcore stop --port 8080      one of several
   meltcore stop --all
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--port", type=int, help="the server on this port")
-    which.add_argument("--all", action="store_true", help="every server")
+    """Add the options that select servers."""
+    selection = parser.add_mutually_exclusive_group()
+    selection.add_argument("--port", type=int, help="The server on this port.")
+    selection.add_argument("--all", action="store_true", help="Every server.")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="how long to wait for it to drain (60)"
+        "--timeout", type=float, default=60.0, metavar="S", help="Time for it to drain and exit (default: 60)."
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """End the selected servers; 1 when one is still draining. Raises ConfigError when the choice is not clear."""
     from meltcore.errors import ConfigError
-    from meltcore.server.daemon import running, stop
+    from meltcore.fleet.daemon import running, stop
 
     servers = running()
     if args.port is not None:

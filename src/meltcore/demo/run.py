@@ -1,58 +1,71 @@
-"""`meltcore demo`: start our server, check it, ask the held-out problems, load it at each level, stop it, report."""
+"""Run the demo: start our server, check it, ask held-out problems, load it at each level, stop it, report."""
 
 from __future__ import annotations
 
+import re
+import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress as Bars
+from rich.progress import TaskID
 
-from meltcore.demo.gates import judge
-from meltcore.demo.level import SHORT_FROM, run_level, workload_of
-from meltcore.demo.server_process import OWN_PROGRAM, OwnServer
-from meltcore.errors import ConfigError, MeltcoreError
-from meltcore.evals import Api, evaluate, run_checks
-from meltcore.report import save
+from meltcore.demo.config import DemoConfig
+from meltcore.demo.verdict import judge, passed
+from meltcore.errors import MeltcoreError
+from meltcore.evals.api import Api
+from meltcore.evals.conformance import run_checks
+from meltcore.evals.run import evaluate
+from meltcore.evals.server_process import ServerProcess
+from meltcore.load.config import LoadConfig
+from meltcore.load.runner import Progress, run_levels
+from meltcore.report.console import print_table
+from meltcore.report.render import save_run
+from meltcore.report.run import levels_table
 from meltcore.results.fingerprint import take_fingerprint
-from meltcore.results.progress import answers_bar, print_check
+from meltcore.results.formatting import evaluation_line, format_duration, format_load, format_percent
+from meltcore.results.progress import answer_progress, print_check, progress_bar
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import CheckResult, Evaluation, Fingerprint, LevelResult, RunResult, Verdict
-from meltcore.results.served import model_facts, model_notes
-from meltcore.results.wording import evaluation_line, load_of
+from meltcore.results.served_model import model_facts, model_notes
 
-DEFAULT_LEVELS = (10, 100, 400, 1_000, 10_000)
-DEFAULT_MODEL = "meltcore/sums"
+SERVER_COMMAND = (sys.executable, "-m", "meltcore.cli.main")
 SERVER_LOG = "server.log"
-_DEATH_S = 2.0
+LISTEN_LIMIT_S = 60.0
+READY_LIMIT_S = 180.0
+MIN_REQUESTS = 200  # so that a level's accuracy compares with that of the 200 unloaded problems
+SHORT_PROBLEMS_FROM = 1_000  # concurrency from which problems are short: the level tests requests, not tokens
+EXIT_PASSED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+_EXIT_WAIT_S = 2.0
+_BANNER = re.compile(r"^meltcore: listening on (http://\S+)", re.MULTILINE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig:
-    """`levels`: concurrent requests of each level. `out`: the folder that run folders go to.
+class DemoServer(ServerProcess):
+    """A `meltcore serve` on a port that the system chooses. A context manager: the server has ended after the block."""
 
-    `server_program` is what takes `serve MODEL --port 0`.
-    """
+    def __init__(self, arguments: Sequence[str], log_path: Path, *, report: Callable[[str], None]) -> None:
+        super().__init__([*SERVER_COMMAND, "serve", *arguments, "--port", "0"], log_path, report=report)
 
-    model: str = DEFAULT_MODEL
-    levels: tuple[int, ...] = DEFAULT_LEVELS
-    out: Path = Path("runs")
-    seed: int = 0
-    arguments: tuple[str, ...] = ()
-    server_program: tuple[str, ...] = OWN_PROGRAM
+    def wait_ready(self, *, listen_limit_s: float = LISTEN_LIMIT_S, ready_limit_s: float = READY_LIMIT_S) -> str:
+        """Return the address once /health answers 200. Raises ProcessError past the limits or where it ends first."""
+        address = self.wait_for(self._address, listen_limit_s, "print its address")
+        self.wait_healthy(address, ready_limit_s)
+        return address
 
-    def __post_init__(self) -> None:
-        if not self.levels or min(self.levels) < 1:
-            raise ConfigError(f"levels must be numbers of at least 1; got {list(self.levels)}")
-        if len(set(self.levels)) != len(self.levels):
-            raise ConfigError(f"levels holds one twice: {list(self.levels)}")
+    def _address(self) -> str | None:
+        match = _BANNER.search(self.log)
+        return match[1] if match else None
 
 
 @dataclass
-class _Measured:
-    """What is known so far: all of it goes into the result, however the run ends."""
+class _Measurements:
+    """The measurements so far. All of them go into the result, even if the run fails."""
 
     fingerprint: Fingerprint
     facts: dict[str, Any] = field(default_factory=dict)
@@ -62,20 +75,20 @@ class _Measured:
 
 
 def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult]:
-    """Run everything and write the run folder; the server is stopped whatever happens.
+    """Run everything and write the run folder; the server always ends.
 
-    An interruption or a server that fails half way leaves a partial result that says so. Raises ServerError where the
-    server never became ready (its log stays in the run folder).
+    An interruption or a failing server leaves a partial result that says so. Raises ProcessError where the server never
+    became ready; its log stays in the run folder.
     """
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     folder = RunFolder.create(config.out, "demo")
-    measured = _Measured(take_fingerprint(config.arguments, config.seed))
+    measured = _Measurements(take_fingerprint(config.arguments, config.seed))
     ended_by: tuple[Verdict, str] | None = None
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         console.print(text, style="yellow", highlight=False)
 
-    with OwnServer([config.model], folder.path / SERVER_LOG, say=say, program=config.server_program) as server:
+    with DemoServer([config.model], folder.path / SERVER_LOG, report=report) as server:
         try:
             with console.status(f"starting a server with {config.model}"):
                 address = server.wait_ready()
@@ -85,63 +98,123 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
             ended_by = ("PARTIAL", "interrupted")
         except MeltcoreError as error:
             if not measured.checks:
-                raise  # nothing was measured: the error says all there is to say
-            ended_by = ("SERVER_DIED" if server.ended_within(_DEATH_S) else "FAILED", str(error))
+                raise  # nothing was measured, so the error is all there is to report
+            ended_by = ("SERVER_DIED" if server.ended_within(_EXIT_WAIT_S) else "FAILED", str(error))
         with console.status("stopping the server"):
             server.stop()
     result = _result(config, measured, ended_by, started, time.monotonic() - clock)
-    save(folder, result)
+    save_run(folder, result)
     return folder, result
 
 
+def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int:
+    """Print the table, the verdict with every reason, and the path of the report; return the exit code."""
+    if result.levels:
+        print_table(levels_table(result.levels), console)
+    for reason in result.reasons:
+        console.print(f"[red]{result.verdict}[/]: {escape(reason)}", highlight=False, soft_wrap=True)
+    if passed(result.verdict):
+        num_requests = sum(level.requests for level in result.levels)
+        console.print(
+            f"[green]passed[/]: all {num_requests:,} requests got their complete answer, "
+            f"{format_percent(result.accuracy)} right unloaded, in {format_duration(result.duration_s)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if result.verdict == "CLIENT_BOUND":
+        console.print("[yellow]CLIENT_BOUND[/]: the load generator was at its limit and distorts the latencies")
+    console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
+    if result.verdict == "PARTIAL":
+        return EXIT_INTERRUPTED
+    return EXIT_PASSED if passed(result.verdict) else EXIT_FAILED
+
+
 def _measure(
-    config: DemoConfig, console: Console, server: OwnServer, api: Api, folder: RunFolder, measured: _Measured
+    config: DemoConfig, console: Console, server: DemoServer, api: Api, folder: RunFolder, measured: _Measurements
 ) -> None:
-    """Checks, held-out problems, levels; every finding goes into `measured` as soon as it is there.
+    """Run checks, held-out problems and levels, and record each finding in `measured` immediately.
 
     Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ends by itself.
     """
-    model = api.first_model()
+    model = api.resolve_model()[0]
     measured.facts = model_facts(api.get("/v1/models").json(), model)
     measured.checks = run_checks(api, model)
-    _print_checks(console, measured.checks)
-    with answers_bar(console) as on_answer:
+    num_passed = sum(check.status == "PASS" for check in measured.checks)
+    console.print(f"{num_passed} of {len(measured.checks)} API checks passed", highlight=False)
+    for check in measured.checks:
+        if check.status == "FAIL":
+            print_check(console, check)
+    with answer_progress(console) as on_answer:
         measured.evaluation = evaluate(api, model, on_progress=on_answer)
     console.print(evaluation_line(measured.evaluation), highlight=False)
     for concurrency in config.levels:
-        level = run_level(api.address, model, concurrency, config.seed, folder.requests_path, console)
+        level = _run_level(api.address, model, concurrency, config.seed, folder.requests_path, console)
         measured.levels.append(level)
-        if level.verdict == "PARTIAL":  # the load generator took the Ctrl-C and ended the level in order
+        if level.verdict == "PARTIAL":  # the load generator handled the Ctrl-C to end the level in order
             raise KeyboardInterrupt
-        if level.failed and server.ended_within(_DEATH_S):
-            raise MeltcoreError(f"the server ended at {load_of(level)}; its last lines:\n{server.last_lines()}")
+        if level.failed and server.ended_within(_EXIT_WAIT_S):
+            raise MeltcoreError(f"the server ended at {format_load(level)}; its last lines:\n{server.log_tail()}")
 
 
-def _print_checks(console: Console, checks: list[CheckResult]) -> None:
-    passed = sum(check.status == "PASS" for check in checks)
-    console.print(f"{passed} of {len(checks)} API checks passed", highlight=False)
-    for check in checks:
-        if check.status == "FAIL":
-            print_check(console, check)
+def _run_level(
+    address: str, model: str, concurrency: int, seed: int, records_path: Path, console: Console
+) -> LevelResult:
+    """Run one level of held-out problems, all released together, with a progress bar."""
+    num_requests = max(MIN_REQUESTS, concurrency)
+    config = LoadConfig(
+        url=address,
+        model=model,
+        concurrency=(concurrency,),
+        num_prompts=(num_requests,),
+        workload=_workload(concurrency),
+        seed=seed + concurrency,  # different problems at each level
+        records_path=records_path,
+    )
+    with progress_bar(console) as bars:
+        task = bars.add_task(f"concurrency {concurrency:,}", total=num_requests, note="")
+        [level] = run_levels(config, lambda progress: _show(bars, task, progress))
+    return level
+
+
+def _workload(concurrency: int) -> str:
+    return "problems:short" if concurrency >= SHORT_PROBLEMS_FROM else "problems:mixed"
+
+
+def _show(bars: Bars, task: TaskID, progress: Progress) -> None:
+    if progress.phase == "warm-up":
+        bars.update(task, note="warming up")
+        return
+    if progress.phase == "connecting":
+        bars.update(task, note=f"{progress.num_connections:,} connected")
+        return
+    failed = f", [red]{progress.num_failed:,} failed[/]" if progress.num_failed else ""
+    bars.update(task, completed=progress.num_done, note=f"{progress.in_flight:,} in flight{failed}")
 
 
 def _result(
-    config: DemoConfig, measured: _Measured, ended_by: tuple[Verdict, str] | None, started: str, duration_s: float
+    config: DemoConfig, measured: _Measurements, ended_by: tuple[Verdict, str] | None, started: str, duration_s: float
 ) -> RunResult:
     if ended_by is not None:
         verdict, reasons = ended_by[0], [ended_by[1]]
     elif measured.evaluation is None:
-        raise AssertionError("a run that was not cut short has asked the held-out problems")
+        raise AssertionError("a complete run has asked the held-out problems")
     else:
         verdict, reasons = judge(measured.checks, measured.evaluation, measured.levels, config.levels)
-    cores = measured.fingerprint.cores
     settings = {
         "model": config.model,
         **measured.facts,
         "levels": list(config.levels),
-        "workloads": {f"{count:,}": workload_of(count) for count in config.levels},
+        "workloads": {f"{concurrency:,}": _workload(concurrency) for concurrency in config.levels},
         "sampling": "greedy, streamed",
     }
+    notes = [
+        f"Server and load generator shared the {measured.fingerprint.cores} cores of one machine and slowed each other."
+    ]
+    if len({_workload(concurrency) for concurrency in config.levels}) > 1:
+        notes.append(
+            f"Levels of {SHORT_PROBLEMS_FROM:,} and more ask short problems. Those below ask mixed ones, some with "
+            f"pages of facts, which cost far more per request."
+        )
     return RunResult(
         command="demo",
         status="complete" if ended_by is None else "partial",
@@ -149,21 +222,11 @@ def _result(
         duration_s=duration_s,
         fingerprint=measured.fingerprint,
         settings=settings,
-        accuracy=measured.evaluation.share if measured.evaluation else None,
+        accuracy=measured.evaluation.accuracy if measured.evaluation else None,
         evaluation=measured.evaluation,
         checks=measured.checks,
         levels=measured.levels,
         verdict=verdict,
         reasons=reasons,
-        notes=model_notes(measured.facts) + _notes(config, cores),
+        notes=model_notes(measured.facts) + notes,
     )
-
-
-def _notes(config: DemoConfig, cores: int) -> list[str]:
-    notes = [f"Server and load generator shared the {cores} cores of one machine, so each slowed the other."]
-    if len({workload_of(count) for count in config.levels}) > 1:
-        notes.append(
-            f"Levels of {SHORT_FROM:,} and more ask short problems; those below ask mixed ones, pages of facts among "
-            f"them, and so cost far more per request."
-        )
-    return notes

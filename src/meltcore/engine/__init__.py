@@ -1,0 +1,1 @@
+"""Engines: a process shell, and the generation engine that runs in it."""

@@ -1,7 +1,8 @@
-"""The engine as a process of its own: `python -m meltcore.engine SOCKET_DIR [FRONTS]`.
+"""The engine as a process of its own: `python -m meltcore.engine SOCKET_DIR [CLIENT_COUNT]`.
 
-Each front binds two sockets in that folder (`messages.socket_address`). The first one writes the EngineConfig as one
-JSON line to our standard input and keeps it open. Its end means the server is gone, however it went, and so do we go.
+Clients are the supervisor, of index 0, and the API servers. Each binds two sockets in that folder
+(`protocol/sockets.py`). The server writes the EngineConfig as one JSON line to the standard input and keeps it open;
+the end of the standard input ends this process, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -10,29 +11,36 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from meltcore.config import EngineConfig
-from meltcore.engine.rank_start import StartedRanks
+from meltcore.engine.distributed.rank_start import StartedRanks
 
 
 def main() -> int:
-    # The front decides when we leave: it may have answers to drain when systemd, or the end of a job, sends SIGTERM to
-    # all processes of a service at once.
+    """Serve the clients of this process's folder; returns the exit status."""
+    # The server decides when this process ends. It may have requests to drain when systemd, or the end of a job, sends
+    # SIGTERM to all processes of a service.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    threading.Thread(target=_leave_with_front, daemon=True).start()
-    ranks = StartedRanks(config.tp) if config.tp > 1 else None
-    from meltcore.engine.process import serve  # torch comes with it, here while it comes to the other ranks
+    threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
+    ranks = StartedRanks(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
+    # These import torch, which takes seconds, while the other ranks do the same.
+    from meltcore.engine.core.engine import GenerationEngine
+    from meltcore.engine.host.shell import serve
+    from meltcore.protocol.generation import ToEngine
 
-    return serve(config, ranks, Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    def build(progress: Callable[[str, float], None]) -> GenerationEngine:
+        return GenerationEngine(config, progress=progress, ranks=ranks)
+
+    return serve(build, ToEngine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
 
 
-def _leave_with_front() -> None:
-    """Wait for the end of standard input, then exit at once, whatever the main thread is doing."""
+def _exit_at_end_of_stdin() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(0)

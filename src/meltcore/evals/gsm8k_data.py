@@ -1,10 +1,9 @@
-"""Problems in GSM8K's form and the worked examples shown before them (Cobbe et al. 2021; Wei et al. 2022)."""
+"""Reads problems in GSM8K's format and the worked examples before them (Cobbe et al. 2021; Wei et al. 2022)."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,37 +12,37 @@ from typing import Any
 from meltcore.errors import ConfigError
 from meltcore.problems import evaluation_set
 
-DATASET = "openai/gsm8k"
-BUNDLED = "meltcore/problems"
+BUNDLED_SOURCE = "meltcore/problems"
 NO_SHOTS = "none"
-SHOTS = 8
+NUM_SHOTS = 8
 TASK_FILE = Path("tasks", "gsm8k", "gsm8k-cot.yaml")
-TEST_FILE = "test.jsonl"  # of the data set's folder, as it is published
+TEST_FILE = "test.jsonl"  # in the data set's folder, as published
 
 
 @dataclass(frozen=True)
 class Item:
-    """One problem; `answer` ends in "#### N" where it comes from the data set."""
+    """Holds one problem. `answer` ends in "#### N" where it comes from the data set."""
 
     question: str
     answer: str
 
     @property
     def reference(self) -> str:
+        """Return the expected answer."""
         return self.answer.split("####")[-1].strip()
 
 
 @dataclass(frozen=True)
 class Shots:
-    """Worked examples. `comparable`: they are the ones that published results were made with."""
+    """Holds the worked examples. `is_comparable` tells whether published results were made with them."""
 
     examples: tuple[Item, ...]
     source: str
-    comparable: bool
+    is_comparable: bool
 
 
 # Our own, for a machine without lm-evaluation-harness: the same kind and length of reasoning, other problems.
-OWN_SHOTS = (
+BUNDLED_SHOTS = (
     Item(
         "A tram leaves the depot with 18 passengers. At the first stop 7 get off and 12 get on. How many are "
         "on it then?",
@@ -89,81 +88,89 @@ OWN_SHOTS = (
 
 
 def read_items(source: str, limit: int) -> list[Item]:
-    """The first `limit` problems of a JSONL file, a folder's test.jsonl, the bundled ones, or a data set of the hub.
+    """Read the first `limit` problems of `source`.
 
-    Raises ConfigError where the source cannot be read or holds fewer.
+    `source` is a JSONL file, a folder with test.jsonl, the bundled problems, or a data set of the hub. Raises
+    ConfigError where the source cannot be read or holds fewer.
     """
-    if source == BUNDLED:
-        items = [Item(each.question, f"{each.answer}\n#### {each.value}") for each in evaluation_set()]
-    elif os.path.isdir(source):
+    if source == BUNDLED_SOURCE:
+        items = [Item(problem.question, f"{problem.answer}\n#### {problem.value}") for problem in evaluation_set()]
+    elif Path(source).is_dir():
         items = _read_lines(Path(source, TEST_FILE))
-    elif os.path.exists(source) or source.endswith((".json", ".jsonl")) or source.startswith(("/", ".", "~")):
+    elif Path(source).exists() or source.endswith((".json", ".jsonl")) or source.startswith(("/", ".", "~")):
         items = _read_lines(Path(source))
     else:
-        items = _download(source)
+        items = _load_hub_dataset(source)
     if len(items) < limit:
-        raise ConfigError(f"{source} holds {len(items)} problems and {limit} are to be asked; lower --limit")
+        raise ConfigError(f"{source} holds {len(items)} problems, fewer than {limit}; lower --limit")
     return items[:limit]
 
 
 def read_shots(source: str | None, package: Path | None = None) -> Shots:
-    """Eight examples: of the JSONL file `source`, else of an installed lm-eval, else our own. `none`: no examples.
+    """Read the worked examples: eight, or none for `source` "none".
 
-    `package` is the folder of a lm_eval installed elsewhere. Raises ConfigError for a file that does not hold eight.
+    They come from the JSONL file `source`, else from an installed lm-eval, else from this package. `package` is the
+    folder of a lm_eval in another environment. Raises ConfigError for a file that does not hold eight.
     """
     if source == NO_SHOTS:
-        return Shots((), "none", comparable=False)
+        return Shots((), "none", is_comparable=False)
     if source is not None:
         examples = _read_lines(Path(source))
-        if len(examples) != SHOTS:
-            raise ConfigError(f"--shots {source} holds {len(examples)} examples; the task has {SHOTS}")
-        return Shots(tuple(examples), "file", comparable=True)
+        if len(examples) != NUM_SHOTS:
+            raise ConfigError(f"--shots {source} holds {len(examples)} examples; the task has {NUM_SHOTS}")
+        return Shots(tuple(examples), "file", is_comparable=True)
     package = package or _installed_harness()
-    published = _harness_shots(package) if package is not None else ()
-    return Shots(published, "lm-eval", comparable=True) if published else Shots(OWN_SHOTS, "own", comparable=False)
+    harness_examples = _harness_shots(package) if package is not None else ()
+    return (
+        Shots(harness_examples, "lm-eval", is_comparable=True)
+        if harness_examples
+        else Shots(BUNDLED_SHOTS, "own", is_comparable=False)
+    )
 
 
 def conversation(shots: Sequence[Item], item: Item) -> list[dict[str, str]]:
-    """The messages that ask `item` after its examples, turn by turn; without examples the question alone."""
+    """Return the chat messages of `item`: the examples as turns, then the question."""
     if not shots:
         return [{"role": "user", "content": item.question}]
     messages = []
     for shot in shots:
-        messages += [_user(shot), {"role": "assistant", "content": shot.answer}]
-    return [*messages, _user(item)]
+        messages += [_user_message(shot), {"role": "assistant", "content": shot.answer}]
+    return [*messages, _user_message(item)]
 
 
-def _user(item: Item) -> dict[str, str]:
+def _user_message(item: Item) -> dict[str, str]:
     return {"role": "user", "content": f"Q: {item.question}\nA:"}
 
 
 def _read_lines(path: Path) -> list[Item]:
     try:
-        # Not splitlines(): JSON leaves U+0085, U+2028 and U+2029 as they are inside its strings, and it splits there.
+        # Not splitlines(): JSON strings may hold U+0085, U+2028 and U+2029, where it splits.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name that none can have
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    return [_read_item(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return [
+        _parse_item(line, f"{path} line {line_number}") for line_number, line in enumerate(lines, 1) if line.strip()
+    ]
 
 
-def _read_item(line: str, where: str) -> Item:
+def _parse_item(line: str, location: str) -> Item:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
-    return _item(entry, where)
+        raise ConfigError(f"{location}: not JSON: {error}") from error
+    return _to_item(entry, location)
 
 
-def _item(entry: object, where: str) -> Item:
+def _to_item(entry: object, location: str) -> Item:
     answer = entry.get("answer", entry.get("target")) if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(answer, str) or not isinstance(entry.get("question"), str):
-        raise ConfigError(f'{where}: needs the texts "question" and "answer" (or "target")')
+        raise ConfigError(f'{location}: needs the texts "question" and "answer" (or "target")')
     return Item(entry["question"], answer)
 
 
-def _download(name: str) -> list[Item]:
+def _load_hub_dataset(name: str) -> list[Item]:
     try:
-        from datasets import load_dataset  # comes with lm-eval; nothing else here needs it
+        from datasets import load_dataset  # comes with lm-eval
     except ImportError as error:
         raise ConfigError(
             f"reading the data set {name} needs the package datasets, which is not installed; give --data FILE.jsonl"
@@ -172,25 +179,27 @@ def _download(name: str) -> list[Item]:
         rows = load_dataset(name, "main", split="test")
     except Exception as error:  # network, hub and format errors share no base class
         raise ConfigError(f"the data set {name} cannot be loaded ({error}); give --data FILE.jsonl") from error
-    return [_item(row, f"{name} row {number}") for number, row in enumerate(rows, 1)]
+    return [_to_item(row, f"{name} row {row_number}") for row_number, row in enumerate(rows, 1)]
 
 
 def _installed_harness() -> Path | None:
-    found = importlib.util.find_spec("lm_eval")
-    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
+    spec = importlib.util.find_spec("lm_eval")
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
 def _harness_shots(package: Path) -> tuple[Item, ...]:
-    """Those of a lm-eval, read from its task file."""
+    """Read the worked examples from the task file of an installed lm-eval."""
     try:
         import yaml  # a dependency of lm-eval, and of huggingface_hub
     except ImportError as error:
         raise ConfigError("reading lm-eval's examples needs the package pyyaml; or give --shots FILE") from error
     try:
         task: dict[str, Any] = yaml.safe_load((package / TASK_FILE).read_text(encoding="utf-8"))
-        examples = tuple(Item(each["question"], each["target"]) for each in task["fewshot_config"]["samples"])
+        examples = tuple(Item(sample["question"], sample["target"]) for sample in task["fewshot_config"]["samples"])
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"the installed lm-eval has no gsm8k_cot examples where expected ({error!r})") from error
-    if len(examples) != SHOTS:
-        raise ConfigError(f"the installed lm-eval has {len(examples)} gsm8k_cot examples, not {SHOTS}; give --shots")
+    if len(examples) != NUM_SHOTS:
+        raise ConfigError(
+            f"the installed lm-eval has {len(examples)} gsm8k_cot examples, not {NUM_SHOTS}; give --shots"
+        )
     return examples

@@ -1,1 +1,1 @@
-"""Where a GPU was idle and why: read from a profiler's trace, with a word on how far the trace can be trusted."""
+"""Analysis of profiler traces: when a GPU was idle, why, and whether the trace can be trusted."""

@@ -1,7 +1,7 @@
-"""A step's budget: every moment of a window given to a group of kernels, or to the idle time in front of one. Pure.
+"""The time budget of a step: all time of a window belongs to a group of kernels, or to the idle time before one.
 
-The rows add up to the window without remainder. Where kernels overlap, a moment belongs to the one that began first:
-the others had not yet made the step longer.
+The rows add up to the window exactly. Where kernels overlap, the time belongs to the one that began first, because the
+others did not extend the step yet.
 """
 
 from __future__ import annotations
@@ -11,75 +11,72 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meltcore.errors import ConfigError
-from meltcore.forensics.groups import group_of
-from meltcore.forensics.intervals import Span
-from meltcore.forensics.trace import Activity, HostEvent
+from meltcore.forensics.trace import Activity, HostEvent, Span, group_of
 from meltcore.results.gaps import COLLECTIVES, COPIES, BudgetRow
 
-AT_THE_END = "nothing after"
-# Ranges that mark a step: ours and vLLM's, those of torch.profiler's step().
+AFTER_LAST = "after the last kernel"
+# Ranges that mark a step: ours, vLLM's, and those of torch.profiler's step().
 _STEP_RANGES = ("step", "execute_", "profilerstep#")
 _NS = 1000.0
 
 
 @dataclass
-class Spent:
-    """Nanoseconds by group: in which it ran (`ran`), and in which nothing did until it began (`before`)."""
+class TimeBudget:
+    """Nanoseconds by group: `ran` is its computing time, `idle_before` the idle time before its kernels."""
 
     count: Counter[str] = field(default_factory=Counter)
     ran: Counter[str] = field(default_factory=Counter)
-    before: Counter[str] = field(default_factory=Counter)
+    idle_before: Counter[str] = field(default_factory=Counter)
+
+    def add_kernels(self, activities: Sequence[Activity], window: Span) -> None:
+        """Add the computing time within `window`. `activities`: those that overlap it, sorted by start.
+
+        Collectives and copies are only counted: the caller adds the time in which they ran alone.
+        """
+        position = window[0]
+        for activity in activities:
+            group = {"kernel": group_of(activity.name), "collective": COLLECTIVES, "copy": COPIES}[activity.type]
+            self.count[group] += 1
+            if activity.type != "kernel":
+                continue
+            end = min(activity.end, window[1])
+            self.ran[group] += max(0, end - max(activity.start, position))
+            position = max(position, end)
 
     def rows(self) -> list[BudgetRow]:
-        """What took longest comes first."""
-        names = self.count.keys() | self.ran.keys() | self.before.keys()
-        found = [
+        """Return the groups, longest first."""
+        rows = [
             BudgetRow(
                 name=name,
                 count=self.count[name],
                 ran_us=self.ran[name] / _NS,
-                before_us=self.before[name] / _NS,
+                idle_before_us=self.idle_before[name] / _NS,
             )
-            for name in names
+            for name in self.count.keys() | self.ran.keys() | self.idle_before.keys()
         ]
-        return sorted(found, key=lambda row: (-row.ran_us - row.before_us, row.name))
-
-
-def spend_kernels(spent: Spent, activities: Sequence[Activity], window: Span) -> None:
-    """Give the computing time within `window` to groups. `activities`: those that touch it, in order of their starts.
-
-    Collectives and copies are counted here; their time counts where they ran alone, which is not known here.
-    """
-    at = window[0]
-    for each in activities:
-        group = {"kernel": group_of(each.name), "collective": COLLECTIVES, "copy": COPIES}[each.kind]
-        spent.count[group] += 1
-        if each.kind != "kernel":
-            continue
-        end = min(each.end, window[1])
-        spent.ran[group] += max(0, end - max(each.start, at))
-        at = max(at, end)
+        return sorted(rows, key=lambda row: (-row.ran_us - row.idle_before_us, row.name))
 
 
 def count_steps(
     activities: Sequence[Activity], host: Sequence[HostEvent], window: Span, name: str | None
 ) -> tuple[int | None, str]:
-    """(steps in `window`, what was counted): kernels or ranges of `name`, or ranges that servers mark steps with.
+    """Return (steps in `window`, their marker): kernels or ranges whose name begins with `name`, or known ranges.
 
-    One counts where its middle lies: the first one's range begins before the first kernel, which is the window's start.
-
-    (None, "") where nothing in the trace marks a step. Raises ConfigError for a `name` that nothing has.
+    A mark counts where its middle lies: the range of the first step begins before its first kernel, where the window
+    starts. Returns (None, "") for a trace without marks. Raises ConfigError for a `name` without a match.
     """
-    marks: list[HostEvent | Activity] = [each for each in host if not each.call]
+    marks: list[HostEvent | Activity] = [event for event in host if not event.is_call]
     marks += activities if name is not None else ()
-    words = _STEP_RANGES if name is None else (name.lower(),)
-    seen = Counter(
-        each.name
-        for each in marks
-        if each.name.lower().startswith(words) and window[0] <= (each.start + each.end) // 2 < window[1]
+    prefixes = _STEP_RANGES if name is None else (name.lower(),)
+    step_ranges = Counter(
+        event.name
+        for event in marks
+        if event.name.lower().startswith(prefixes) and window[0] <= (event.start + event.end) // 2 < window[1]
     )
-    if name is not None and not seen:
-        raise ConfigError(f"no kernel and no range begins with {name!r} within the window")
-    if not seen:
+    if name is not None and not step_ranges:
+        raise ConfigError(f"no kernel and no range within the window has a name that begins with {name!r}")
+    if not step_ranges:
         return None, ""
-    return seen.total(), next(iter(seen)) if len(seen) == 1 else f"{len(seen)} names, such as {min(seen)}"
+    return step_ranges.total(), next(iter(step_ranges)) if len(
+        step_ranges
+    ) == 1 else f"{len(step_ranges)} names, such as {min(step_ranges)}"

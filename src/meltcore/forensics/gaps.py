@@ -1,7 +1,7 @@
-"""From a trace to a GapReport: what the GPU did not compute in, split without remainder by cause and by size. Pure.
+"""Derives gap reports from a trace: the time in which a GPU did not compute, by cause and by size.
 
-Time not computing is cut into stretches: those in which only collectives ran, those in which only copies ran, and those
-in which nothing did. The last kind is blamed by how the kernel that ends it was launched.
+This time is cut into gaps: those in which only collectives ran, those in which only copies ran, and those in which
+nothing ran. The cause of the last kind depends on how the kernel that ends the gap was launched.
 """
 
 from __future__ import annotations
@@ -13,21 +13,50 @@ from dataclasses import dataclass
 from statistics import median
 
 from meltcore.errors import ConfigError
-from meltcore.forensics.budget import AT_THE_END, Spent, count_steps, spend_kernels
-from meltcore.forensics.groups import group_of
-from meltcore.forensics.host import Host
-from meltcore.forensics.intervals import Span, gaps, length, union, within
-from meltcore.forensics.trace import Activity, Trace
-from meltcore.forensics.trust import graph_counts, reasons_to_distrust
-from meltcore.results.gaps import CAUSES, COLLECTIVES, COPIES, SIZES, BudgetRow, Cause, GapReport, Pair, Part
+from meltcore.forensics.budget import AFTER_LAST, TimeBudget, count_steps
+from meltcore.forensics.host import HostTimeline
+from meltcore.forensics.trace import Activity, Span, Trace, gaps, group_of, length, union, within
+from meltcore.forensics.trust import graph_counts, trace_warnings
+from meltcore.options import option
+from meltcore.results.gaps import CAUSES, COLLECTIVES, COPIES, SIZES, BudgetRow, Cause, GapReport, GapTotal, KernelPair
 
-MOST_PAIRS = 10
+MAX_PAIRS = 10
 _NS = 1000.0
+_NS_PER_MS = 1e6
+_GROUP = "Trace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """The part of a trace to analyze.
+
+    `device` is one GPU (None: all); times are milliseconds from the first activity. `active_percent` is the SM activity
+    of that GPU by its own counters (GPM), a check of the trace. `step` begins the name of a kernel or range that occurs
+    once per step.
+    """
+
+    device: int | None = option(None, "One GPU of the trace (default: all).", group=_GROUP)
+    from_ms: float | None = option(
+        None, "Start, from the first activity.", group=_GROUP, flag="--from-ms", metavar="MS", limits={"least": 0}
+    )
+    to_ms: float | None = option(
+        None, "End, from the first activity.", group=_GROUP, flag="--to-ms", metavar="MS", limits={"least": 0}
+    )
+    step: str | None = option(
+        None, "Kernels or ranges that mark a step: the first letters of their name.", group=_GROUP, metavar="NAME"
+    )
+    active_percent: float | None = option(
+        None,
+        "SM activity by the GPU's own counters meanwhile, as --gpu reads it.",
+        group=_GROUP,
+        metavar="PERCENT",
+        limits={"least": 0, "most": 100},
+    )
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A part of the window in which nothing computed. `before` and `after` are names, "" at the window's ends."""
+class Gap:
+    """A time without computation. `before` and `after` name the activities around it, "" at the window's ends."""
 
     start: int
     end: int
@@ -36,143 +65,173 @@ class Stretch:
     after: str = ""
 
     @property
-    def us(self) -> float:
-        return (self.end - self.start) / _NS
+    def ns(self) -> int:
+        """The length in nanoseconds."""
+        return self.end - self.start
 
 
-def analyse(
+def analyze_trace(trace: Trace, options: ProfileOptions) -> list[GapReport]:
+    """Analyze each GPU over the same window.
+
+    Raises ConfigError for an empty window, and for activity of one GPU with a trace of several.
+    """
+    devices = devices_of(trace) if options.device is None else [options.device]
+    activity = None if options.active_percent is None else options.active_percent / 100
+    if activity is not None and len(devices) > 1:
+        raise ConfigError(f"activity is of one GPU, and the trace has {len(devices)}: choose one with --device")
+    window = _window(trace, options)
+    return [analyze(trace, device, window, activity, options.step) for device in devices]
+
+
+def analyze(
     trace: Trace,
     device: int,
     window: Span | None = None,
     activity_share: float | None = None,
     step: str | None = None,
 ) -> GapReport:
-    """One GPU. `window` in nanoseconds of the trace; None: from its first to its last activity.
+    """Analyze one GPU. `window` is in nanoseconds of the trace; None: from the first to the last activity.
 
-    `activity_share`: what the GPU's own counters (GPM) say of the same window, a cross-check of the trace. `step`: how
-    the name of a kernel or range begins that there is one of a step.
-    Raises ConfigError where the GPU did nothing in the window, or nothing in it is named as `step` says.
+    `activity_share` and `step` are as in `ProfileOptions`. Raises ConfigError where the GPU has no activity in the
+    window, or nothing in it is named as `step` says.
     """
-    mine = [each for each in trace.activities if each.device == device]
-    window = window or (min((a.start for a in mine), default=0), max((a.end for a in mine), default=0))
-    edges = _Edges(mine)  # of all it did: what ends a stretch may lie past the window
-    mine = [each for each in mine if each.end > window[0] and each.start < window[1]]
-    if not mine:
-        raise ConfigError(f"GPU {device} did nothing in the window")
-    spans = {kind: union((a.start, a.end) for a in mine if a.kind == kind) for kind in ("kernel", "collective", "copy")}
-    stretches = list(_stretches(edges, spans, window, Host(trace.host)))
-    computing = length(within(spans["kernel"], window))
-    busy = union(span for each in spans.values() for span in each)
-    whole = window[1] - window[0]
-    lost = sum(stretch.end - stretch.start for stretch in stretches if stretch.cause != "no work")
-    launches, recorded = graph_counts(trace, device)
-    busy_ns = length(within(busy, window))
-    steps, steps_by = count_steps(mine, trace.host, window, step)
+    gpu_activities = [each for each in trace.activities if each.device == device]
+    window = window or (
+        min((a.start for a in gpu_activities), default=0),
+        max((a.end for a in gpu_activities), default=0),
+    )
+    neighbors = _Neighbors(gpu_activities)  # of all activities: the one that ends a gap may begin after the window
+    gpu_activities = [each for each in gpu_activities if each.end > window[0] and each.start < window[1]]
+    if not gpu_activities:
+        raise ConfigError(f"GPU {device} has no activity in the window")
+    spans = {
+        type_: union((a.start, a.end) for a in gpu_activities if a.type == type_)
+        for type_ in ("kernel", "collective", "copy")
+    }
+    gap_list = list(_gaps(neighbors, spans, window, HostTimeline(trace.host)))
+    busy_ns = length(within(union(span for each in spans.values() for span in each), window))
+    whole_ns = window[1] - window[0]
+    launches, num_graph_kernels = graph_counts(trace, device)
+    steps, step_marker = count_steps(gpu_activities, trace.host, window, step)
     return GapReport(
         device=device,
-        window_us=whole / _NS,
-        computing_us=computing / _NS,
+        window_us=whole_ns / _NS,
+        computing_us=length(within(spans["kernel"], window)) / _NS,
         busy_us=busy_ns / _NS,
-        kernels=sum(each.kind != "copy" for each in mine),
-        streams=len({each.stream for each in mine}),
-        by_cause=_by_cause(stretches),
-        by_size=_by_size(stretches),
-        pairs=_pairs(stretches),
-        recoverable_share=lost / whole,
+        kernels=sum(each.type != "copy" for each in gpu_activities),
+        streams=len({each.stream for each in gpu_activities}),
+        by_cause=_by_cause(gap_list),
+        by_size=_by_size(gap_list),
+        pairs=_pairs(gap_list),
+        recoverable_share=sum(gap.ns for gap in gap_list if gap.cause != "no work") / whole_ns,
         graph_launches=launches,
-        graph_kernels=recorded,
-        budget=_budget(mine, stretches, window),
+        graph_kernels=num_graph_kernels,
+        budget=_budget(gpu_activities, gap_list, window),
         steps=steps,
-        steps_by=steps_by,
-        untrusted=reasons_to_distrust(trace, device, busy_ns / whole, activity_share),
+        step_marker=step_marker,
+        untrusted=trace_warnings(trace, device, busy_ns / whole_ns, activity_share),
     )
 
 
-def devices(trace: Trace) -> list[int]:
-    return sorted({each.device for each in trace.activities})
+def devices_of(trace: Trace) -> list[int]:
+    """Return the GPUs of a trace."""
+    return sorted({activity.device for activity in trace.activities})
 
 
-def _stretches(edges: _Edges, spans: dict[str, list[Span]], window: Span, host: Host) -> Iterable[Stretch]:
-    """All time not computing, without overlap or remainder."""
-    busy_else = union([*spans["collective"], *spans["copy"]])
+def _window(trace: Trace, options: ProfileOptions) -> Span | None:
+    if options.from_ms is None and options.to_ms is None:
+        return None
+    first = min(activity.start for activity in trace.activities)
+    last = max(activity.end for activity in trace.activities)
+    start = first + round((options.from_ms or 0.0) * _NS_PER_MS)
+    end = last if options.to_ms is None else first + round(options.to_ms * _NS_PER_MS)
+    if start >= end:
+        until = "the last activity at" if options.to_ms is None else "--to-ms"
+        raise ConfigError(
+            f"--from-ms {(start - first) / _NS_PER_MS:g} is not before {until} {(end - first) / _NS_PER_MS:g}"
+        )
+    return start, end
+
+
+def _gaps(neighbors: _Neighbors, spans: dict[str, list[Span]], window: Span, host: HostTimeline) -> Iterable[Gap]:
+    """Yield gaps that together cover all time of the window without computation, without overlap."""
+    other = union([*spans["collective"], *spans["copy"]])
     for gap in gaps(spans["kernel"], window):
-        for part in within(spans["collective"], gap):
-            yield Stretch(*part, "collective wait", *edges.names(gap))
+        for span in within(spans["collective"], gap):
+            yield Gap(*span, "exposed communication", *neighbors.names(gap))
         for without in gaps(within(spans["collective"], gap), gap):
-            for part in within(spans["copy"], without):
-                yield Stretch(*part, "copy", *edges.names(gap))
-        for part in gaps(within(busy_else, gap), gap):
-            after = edges.next(part[1])
-            cause: Cause = "unknown" if after is None else host.cause(part, after)
-            yield Stretch(*part, cause, *edges.names(part))
+            for span in within(spans["copy"], without):
+                yield Gap(*span, "exposed copy", *neighbors.names(gap))
+        for span in gaps(within(other, gap), gap):
+            after = neighbors.next(span[1])
+            cause: Cause = "unknown" if after is None else host.cause(span, after)
+            yield Gap(*span, cause, *neighbors.names(span))
 
 
-class _Edges:
-    """Which activity ended last before a moment, and which starts first at or after it."""
+class _Neighbors:
+    """Finds the activity that ended last before a time, and the one that starts first at or after it."""
 
     def __init__(self, activities: Sequence[Activity]) -> None:
-        self._by_start = sorted(activities, key=lambda each: (each.start, each.end))
-        self._by_end = sorted(activities, key=lambda each: (each.end, each.start))
-        self._starts = [each.start for each in self._by_start]
-        self._ends = [each.end for each in self._by_end]
+        self._by_start = sorted(activities, key=lambda activity: (activity.start, activity.end))
+        self._by_end = sorted(activities, key=lambda activity: (activity.end, activity.start))
+        self._starts = [activity.start for activity in self._by_start]
+        self._ends = [activity.end for activity in self._by_end]
 
     def next(self, moment: int) -> Activity | None:
-        at = bisect_left(self._starts, moment)
-        return self._by_start[at] if at < len(self._starts) else None
+        index = bisect_left(self._starts, moment)
+        return self._by_start[index] if index < len(self._starts) else None
 
     def names(self, gap: Span) -> tuple[str, str]:
-        at = bisect_right(self._ends, gap[0]) - 1
+        index = bisect_right(self._ends, gap[0]) - 1
         after = self.next(gap[1])
-        return self._by_end[at].name if at >= 0 else "", after.name if after else ""
+        return self._by_end[index].name if index >= 0 else "", after.name if after else ""
 
 
-def _budget(activities: Sequence[Activity], stretches: Sequence[Stretch], window: Span) -> list[BudgetRow]:
-    spent = Spent()
-    spend_kernels(spent, activities, window)
-    for each in stretches:
-        alone = {"copy": COPIES, "collective wait": COLLECTIVES}.get(each.cause)
-        if alone is not None:
-            spent.ran[alone] += each.end - each.start
+def _budget(activities: Sequence[Activity], gap_list: Sequence[Gap], window: Span) -> list[BudgetRow]:
+    budget = TimeBudget()
+    budget.add_kernels(activities, window)
+    for gap in gap_list:
+        group = {"exposed copy": COPIES, "exposed communication": COLLECTIVES}.get(gap.cause)
+        if group is not None:
+            budget.ran[group] += gap.ns
         else:
-            spent.before[group_of(each.after) if each.after else AT_THE_END] += each.end - each.start
-    return spent.rows()
+            budget.idle_before[group_of(gap.after) if gap.after else AFTER_LAST] += gap.ns
+    return budget.rows()
 
 
-def _by_cause(stretches: Sequence[Stretch]) -> list[Part]:
-    totals: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for stretch in stretches:
-        totals[stretch.cause] += stretch.end - stretch.start
-        counts[stretch.cause] += 1
-    found = [Part(name=cause, count=counts[cause], total_us=totals[cause] / _NS) for cause in CAUSES if counts[cause]]
-    return sorted(found, key=lambda part: -part.total_us)
+def _by_cause(gap_list: Sequence[Gap]) -> list[GapTotal]:
+    by_cause: dict[str, list[int]] = defaultdict(list)
+    for gap in gap_list:
+        by_cause[gap.cause].append(gap.ns)
+    totals = [GapTotal(name=c, count=len(by_cause[c]), total_us=sum(by_cause[c]) / _NS) for c in CAUSES if by_cause[c]]
+    return sorted(totals, key=lambda total: -total.total_us)
 
 
-def _by_size(stretches: Sequence[Stretch]) -> list[Part]:
-    """Each stretch by its own length."""
-    parts = [Part(name=name, count=0, total_us=0.0) for name, _ in SIZES]
-    for stretch in stretches:
-        place = next(place for place, (_, limit) in enumerate(SIZES) if stretch.us < limit)
-        parts[place].count += 1
-        parts[place].total_us += stretch.us
-    return parts
+def _by_size(gap_list: Sequence[Gap]) -> list[GapTotal]:
+    totals = [GapTotal(name=name, count=0, total_us=0.0) for name, _ in SIZES]
+    for gap in gap_list:
+        us = gap.ns / _NS
+        total = next(total for total, (_, limit) in zip(totals, SIZES, strict=True) if us < limit)
+        total.count += 1
+        total.total_us += us
+    return totals
 
 
-def _pairs(stretches: Sequence[Stretch]) -> list[Pair]:
-    """The kernels around the gaps that cost most together."""
-    held: dict[tuple[str, str], list[Stretch]] = defaultdict(list)
-    for stretch in stretches:
-        if stretch.before and stretch.after and stretch.cause not in ("copy", "collective wait"):
-            held[stretch.before, stretch.after].append(stretch)
-    found = [
-        Pair(
+def _pairs(gap_list: Sequence[Gap]) -> list[KernelPair]:
+    """Return the pairs of kernels with the largest total gaps."""
+    by_names: dict[tuple[str, str], list[Gap]] = defaultdict(list)
+    for gap in gap_list:
+        if gap.before and gap.after and gap.cause not in ("exposed copy", "exposed communication"):
+            by_names[gap.before, gap.after].append(gap)
+    pairs = [
+        KernelPair(
             before=before,
             after=after,
-            count=len(own),
-            total_us=sum(each.end - each.start for each in own) / _NS,
-            median_us=median(each.us for each in own),
-            cause=Counter({c: sum(e.end - e.start for e in own if e.cause == c) for c in CAUSES}).most_common(1)[0][0],
+            count=len(pair_gaps),
+            total_us=sum(gap.ns for gap in pair_gaps) / _NS,
+            median_us=median(gap.ns / _NS for gap in pair_gaps),
+            cause=Counter({c: sum(gap.ns for gap in pair_gaps if gap.cause == c) for c in CAUSES}).most_common(1)[0][0],
         )
-        for (before, after), own in held.items()
+        for (before, after), pair_gaps in by_names.items()
     ]
-    return sorted(found, key=lambda pair: -pair.total_us)[:MOST_PAIRS]
+    return sorted(pairs, key=lambda pair: -pair.total_us)[:MAX_PAIRS]

@@ -1,4 +1,4 @@
-"""What the host did while a GPU had nothing to do: who launched the next kernel, and what kept it."""
+"""The host's activity while a GPU was idle: the thread that launched the next kernel, and its delay."""
 
 from __future__ import annotations
 
@@ -6,80 +6,82 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from meltcore.forensics.intervals import Span, length, union, within
-from meltcore.forensics.trace import Activity, HostEvent
+from meltcore.forensics.trace import Activity, HostEvent, Span, length, union, within
 from meltcore.results.gaps import Cause
 
-# Calls that return only when the GPU has caught up.
-_SYNCHRONISE = ("synchronize", "cudamemcpy", "cumemcpy")
+# Calls that return only when the GPU has finished earlier work.
+_SYNCHRONIZING = ("synchronize", "cudamemcpy", "cumemcpy")
 _ASYNCHRONOUS = "async"
 _WAITS = ("poll", "select", "epoll", "recv", "wait", "acquire", "sleep", "queue.get", "queue.py")
 
 
-class Host:
-    """What launched an activity, and what its thread did before."""
+class HostTimeline:
+    """Host events by thread, and the launch of each activity."""
 
     def __init__(self, events: Sequence[HostEvent]) -> None:
-        self._launches = {each.correlation: each for each in events if each.call and each.correlation is not None}
+        self._launches = {
+            event.correlation: event for event in events if event.is_call and event.correlation is not None
+        }
         self._threads: dict[str, list[HostEvent]] = defaultdict(list)
-        for each in events:
-            self._threads[each.thread].append(each)
-        self._starts = {name: [each.start for each in own] for name, own in self._threads.items()}
-        self._outlasting = {name: _outlasting(own) for name, own in self._threads.items()}
+        for event in events:
+            self._threads[event.thread].append(event)
+        self._starts = {name: [event.start for event in thread_events] for name, thread_events in self._threads.items()}
+        self._enclosing = {name: _enclosing(thread_events) for name, thread_events in self._threads.items()}
 
     def cause(self, gap: Span, after: Activity) -> Cause:
-        """Why nothing ran in `gap`, which ends as `after` starts."""
+        """Return the cause of `gap`, which ends where `after` starts."""
         launch = None if after.correlation is None else self._launches.get(after.correlation)
         if launch is None:
             return "unknown"
-        if launch.start <= gap[0]:
-            return "queued"
-        until = (gap[0], min(launch.start, gap[1]))
-        if until[1] <= until[0]:
-            return "queued"
-        seen = [each for each in self.under_way(launch.thread, until) if each is not launch]
-        if _share(seen, until, _synchronises) >= 0.5:
-            return "synchronisation"
-        if _share(seen, until, _waits) >= 0.5:
+        before_launch = (gap[0], min(launch.start, gap[1]))
+        if before_launch[1] <= before_launch[0]:
+            return "kernel wait"
+        active = [event for event in self.active(launch.thread, before_launch) if event is not launch]
+        if _share(active, before_launch, _synchronizes) >= 0.5:
+            return "synchronization"
+        if _share(active, before_launch, _waits) >= 0.5:
             return "no work"
-        return "host late" if seen else "host silent"
+        return "late launch" if active else "untraced host"
 
-    def under_way(self, thread: str, window: Span) -> list[HostEvent]:
-        """What began in the window, and what was under way as it begins. A trace has millions: none other is met."""
-        own, starts = self._threads[thread], self._starts[thread]
-        first, last = bisect_left(starts, window[0]), bisect_left(starts, window[1])
-        found = [each for each in own[first:last] if each.end > window[0]]
-        place = first - 1
-        while place >= 0:
-            if own[place].end > window[0]:
-                found.append(own[place])
-                place -= 1
+    def active(self, thread: str, window: Span) -> list[HostEvent]:
+        """Return the events of a thread that overlap `window`, without a scan of the trace, which has millions."""
+        thread_events, starts = self._threads[thread], self._starts[thread]
+        first, end = bisect_left(starts, window[0]), bisect_left(starts, window[1])
+        overlapping = [event for event in thread_events[first:end] if event.end > window[0]]
+        index = first - 1
+        while index >= 0:
+            if thread_events[index].end > window[0]:
+                overlapping.append(thread_events[index])
+                index -= 1
             else:
-                place = self._outlasting[thread][place]
-        return found
+                index = self._enclosing[thread][index]
+        return overlapping
 
 
-def _outlasting(events: Sequence[HostEvent]) -> list[int]:
-    """Of each the nearest one before it that ends later, -1 where there is none: all between have ended by its end."""
-    found: list[int] = []
-    open_ones: list[int] = []
-    for place, event in enumerate(events):
-        while open_ones and events[open_ones[-1]].end <= event.end:
-            open_ones.pop()
-        found.append(open_ones[-1] if open_ones else -1)
-        open_ones.append(place)
-    return found
+def _enclosing(events: Sequence[HostEvent]) -> list[int]:
+    """Return per event the index of the nearest earlier event that ends later, or -1.
+
+    All events in between end before this event does.
+    """
+    indices: list[int] = []
+    stack: list[int] = []
+    for index, event in enumerate(events):
+        while stack and events[stack[-1]].end <= event.end:
+            stack.pop()
+        indices.append(stack[-1] if stack else -1)
+        stack.append(index)
+    return indices
 
 
-def _share(events: Iterable[HostEvent], window: Span, wanted: Callable[[HostEvent], bool]) -> float:
-    covered = length(within(union(each.span for each in events if wanted(each)), window))
+def _share(events: Iterable[HostEvent], window: Span, matches: Callable[[HostEvent], bool]) -> float:
+    covered = length(within(union(event.span for event in events if matches(event)), window))
     return covered / (window[1] - window[0])
 
 
-def _synchronises(event: HostEvent) -> bool:
+def _synchronizes(event: HostEvent) -> bool:
     name = event.name.lower()
-    return event.call and _ASYNCHRONOUS not in name and any(word in name for word in _SYNCHRONISE)
+    return event.is_call and _ASYNCHRONOUS not in name and any(word in name for word in _SYNCHRONIZING)
 
 
 def _waits(event: HostEvent) -> bool:
-    return not event.call and any(word in event.name.lower() for word in _WAITS)
+    return not event.is_call and any(word in event.name.lower() for word in _WAITS)

@@ -1,9 +1,8 @@
-"""An Nsight Systems report, exported to SQLite, in the form of a trace: `nsys export --type sqlite REPORT.nsys-rep`.
+"""Read an Nsight Systems report that was exported to SQLite: `nsys export --type sqlite REPORT.nsys-rep`.
 
-Tables and columns: "SQLite Schema Reference" of the Nsight Systems exporter's documentation,
-https://docs.nvidia.com/nsight-systems/UserGuide/index.html. Tables are there only where something was recorded. Times
-are nanoseconds, names are ids of StringIds, and a global id holds hardware, machine, process and thread in 8, 8, 24 and
-24 bits.
+Tables and columns: "SQLite Schema Reference" in the documentation of the Nsight Systems exporter,
+https://docs.nvidia.com/nsight-systems/UserGuide/index.html. A table exists only where something was recorded. Times are
+nanoseconds, names are ids of StringIds. A global id holds hardware, machine, process and thread in 8, 8, 24, 24 bits.
 """
 
 from __future__ import annotations
@@ -14,27 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.errors import ConfigError
-from meltcore.forensics.groups import group_of
-from meltcore.forensics.trace import Activity, HostEvent, Kind, Trace
+from meltcore.forensics.trace import Activity, ActivityType, HostEvent, Trace, group_of
 from meltcore.results.gaps import COLLECTIVES
 
 MAGIC = b"SQLite format 3\0"
 _KERNELS, _GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _COPIES, _SETS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
 _CALLS, _SYSTEM, _RANGES = "CUPTI_ACTIVITY_KIND_RUNTIME", "OSRT_API", "NVTX_EVENTS"
-_THREAD_BITS = 24  # the lowest of a global id; those above it are the process
-_CORRELATION_BITS = 32  # correlations count anew in each process
+_THREAD_BITS = 24  # the lowest bits of a global id; the process is above them
+_CORRELATION_BITS = 32  # correlations are numbered per process
 # CUpti_ActivityMemcpyKind, of cupti_activity.h.
 _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 
 
 def read_nsight(path: Path) -> Trace:
-    """Raises ConfigError for a file that is no such export, or lacks a column that is documented."""
+    """Read an export. Raises ConfigError for another file, and for one that lacks a documented column."""
     try:
         with sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True) as database:
             export = _Export(database)
-            activities = sorted(export.activities(), key=lambda each: each.start)
-            host = sorted(export.host(), key=lambda each: each.start)
+            activities = sorted(export.activities(), key=lambda event: event.start)
+            host = sorted(export.host(), key=lambda event: event.start)
         database.close()
     except sqlite3.Error as error:
         raise ConfigError(f"cannot read {path} as an export of Nsight Systems: {error}") from error
@@ -49,54 +47,58 @@ class _Export:
         self._strings: Mapping[int, str] = dict(self._rows("StringIds", ("id", "value")))
 
     def activities(self) -> Iterator[Activity]:
-        """Kernels, copies, and graphs that were recorded as a whole (`--cuda-graph-trace=graph`)."""
-        where = ("start", "end", "deviceId", "streamId", "correlationId")
-        for *span, name, process, graph in self._rows(_KERNELS, (*where, "demangledName"), ("globalPid", "graphId")):
+        """Yield kernels, copies, and graphs recorded as a whole (`--cuda-graph-trace=graph`)."""
+        common_columns = ("start", "end", "deviceId", "streamId", "correlationId")
+        for *span, name, process, graph in self._rows(
+            _KERNELS, (*common_columns, "demangledName"), ("globalPid", "graphId")
+        ):
             text = self._strings.get(name, f"kernel {name}")
-            collective: Kind = "collective" if group_of(text) == COLLECTIVES else "kernel"
-            yield _activity(text, collective, span, process, graph)
-        for *span, graph, process in self._rows(_GRAPHS, (*where, "graphId"), ("globalPid",)):
+            type_: ActivityType = "collective" if group_of(text) == COLLECTIVES else "kernel"
+            yield _activity(text, type_, span, process, graph)
+        for *span, graph, process in self._rows(_GRAPHS, (*common_columns, "graphId"), ("globalPid",)):
             yield _activity(f"whole graph {graph}", "kernel", span, process, graph)
-        for *span, kind, process in self._rows(_COPIES, (*where, "copyKind"), ("globalPid",)):
-            yield _activity(f"Memcpy {_COPY_KINDS.get(kind, f'kind {kind}')}", "copy", span, process)
-        for *span, process in self._rows(_SETS, where, ("globalPid",)):
+        for *span, copy_kind, process in self._rows(_COPIES, (*common_columns, "copyKind"), ("globalPid",)):
+            yield _activity(f"Memcpy {_COPY_KINDS.get(copy_kind, f'kind {copy_kind}')}", "copy", span, process)
+        for *span, process in self._rows(_SETS, common_columns, ("globalPid",)):
             yield _activity("Memset", "copy", span, process)
 
     def host(self) -> Iterator[HostEvent]:
-        """Calls into CUDA, calls into the system (waits among them), and ranges that programs mark themselves."""
+        """Yield CUDA calls, system calls such as waits, and NVTX ranges."""
         for start, end, thread, name, correlation in self._rows(
             _CALLS, ("start", "end", "globalTid", "nameId", "correlationId")
         ):
             key = _key(correlation, thread)
-            yield HostEvent(self._strings.get(name, ""), str(thread), start, end, call=True, correlation=key)
+            yield HostEvent(self._strings.get(name, ""), str(thread), start, end, is_call=True, correlation=key)
         for start, end, thread, name in self._rows(_SYSTEM, ("start", "end", "globalTid", "nameId")):
             yield HostEvent(self._strings.get(name, ""), str(thread), start, end)
         for start, end, thread, text, name in self._rows(_RANGES, ("start", "end", "globalTid"), ("text", "textId")):
-            if end is not None and end > start:  # marks have no end
+            if end is not None and end > start:  # NVTX marks have no end
                 yield HostEvent(text or self._strings.get(name, ""), str(thread), start, end)
 
     def _columns_of(self, table: str) -> set[str]:
         return {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
 
-    def _rows(self, table: str, needed: Sequence[str], also: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
-        """All rows of a table, none where it is not there; columns of `also` are None where they are not there."""
-        there = self._columns.get(table)
-        if there is None:
+    def _rows(self, table: str, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of a table, if it exists; columns of `optional` that do not exist are None."""
+        existing = self._columns.get(table)
+        if existing is None:
             return
-        missing = [column for column in needed if column not in there]
+        missing = [column for column in needed if column not in existing]
         if missing:
-            raise ConfigError(f"{table} has no column {', '.join(missing)}: this is not the documented export")
-        columns = [f'"{column}"' if column in there else "NULL" for column in (*needed, *also)]
-        yield from self._database.execute(f'SELECT {", ".join(columns)} FROM "{table}"')
+            raise ConfigError(f"{table} has no column {', '.join(missing)}: this is not a documented export")
+        columns = [f'"{column}"' if column in existing else "NULL" for column in (*needed, *optional)]
+        yield from self._database.execute(" ".join(("SELECT", ", ".join(columns), "FROM", f'"{table}"')))
 
 
-def _activity(name: str, kind: Kind, span: Sequence[Any], process: int | None, graph: int | None = None) -> Activity:
+def _activity(
+    name: str, type_: ActivityType, span: Sequence[Any], process: int | None, graph: int | None = None
+) -> Activity:
     start, end, device, stream, correlation = span
-    return Activity(name, kind, device, stream, start, end, _key(correlation, process), graph or None)
+    return Activity(name, type_, device, stream, start, end, _key(correlation, process), graph or None)
 
 
 def _key(correlation: int | None, global_id: int | None) -> int | None:
-    """A correlation that is one of a kind over all processes of the report."""
+    """Return a correlation id that is unique over all processes of the report."""
     if correlation is None:
         return None
     return ((global_id or 0) >> _THREAD_BITS << _CORRELATION_BITS) + correlation

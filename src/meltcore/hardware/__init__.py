@@ -1,1 +1,1 @@
-"""What the GPUs of this machine do while something else runs on them, read through NVML. No torch, no root."""
+"""Reads, monitors and certifies the GPUs of this machine. No torch outside the probes, no root."""

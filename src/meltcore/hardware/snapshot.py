@@ -1,104 +1,208 @@
-"""Takes a snapshot: one look at every GPU the job may use, its links, and how they are connected."""
+"""Snapshots of a node: one reading of every GPU, its links and its topology; text form, and differences between two."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from pynvml import NVMLError
 
-from meltcore.hardware.facts import FACTS, ask, path_between
 from meltcore.hardware.node import Node
-from meltcore.hardware.nvml import Nvml
-from meltcore.hardware.patient import at_once
-from meltcore.hardware.select import Gpu
+from meltcore.hardware.nvml.driver import Nvml, map_concurrently
+from meltcore.hardware.nvml.facts import FACT_BY_KEY, FACTS, pcie_path, read_fact
+from meltcore.hardware.nvml.select import GpuDevice
 from meltcore.results.fingerprint import take_fingerprint
-from meltcore.results.snapshot import UNKNOWN, Fact, GpuState, LinkState, Snapshot
+from meltcore.results.formatting import fingerprint_rows
+from meltcore.results.snapshot import UNKNOWN, Fact, GpuSnapshot, NvLinkState, Snapshot
 
-# Of the pip packages that torch brings; a torch built against the system's NCCL has none.
+_GIB = 2**30
+# pip packages that come with torch; a torch built against the system's NCCL has none for it.
 _LIBRARIES = ("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cublas", "nvidia-cuda-runtime", "nvidia-ml-py")
+# Rows of a fingerprint that describe a run, or that the snapshot prints in more detail.
+_OMITTED_ROWS = ("Arguments", "Seed", "GPU ")
+# Fields of the fingerprint that describe the machine; the others say when and how it was taken.
+_HOST = {"cpu": "CPU", "cores": "cores", "memory_bytes": "host memory, bytes", "kernel": "kernel", "python": "Python"}
 
 
-def take_snapshot(node: Node, gpus: Sequence[Gpu]) -> Snapshot:
-    """`gpus` as of select_gpus. A driver that answers nothing leaves UNKNOWN in every place, never an empty one."""
+def take_snapshot(node: Node, gpus: Sequence[GpuDevice]) -> Snapshot:
+    """Reads the GPUs that select_gpus returned. Values that the driver does not give are UNKNOWN, never empty."""
     nvml = node.nvml
-    states = at_once(lambda gpu: _gpu_state(node, gpu), gpus)
+    states = map_concurrently(lambda gpu: _gpu_snapshot(node, gpu), gpus)
+    libraries = {}
+    for package in _LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            libraries[package] = metadata.version(package)
     return Snapshot(
         fingerprint=take_fingerprint(),
         driver=_or_unknown(nvml.driver),
         cuda_driver=_or_unknown(nvml.cuda_driver),
-        libraries=_libraries(),
+        libraries=libraries,
         gpus=states,
         topology=[[_path(nvml, gpus, states, i, j) for j in range(len(gpus))] for i in range(len(gpus))],
     )
 
 
-def _or_unknown(question: object) -> str:
-    assert callable(question)
+def _or_unknown(read: Callable[[], str]) -> str:
     try:
-        return str(question())
+        return read()
     except NVMLError:
         return UNKNOWN
 
 
-def _gpu_state(node: Node, gpu: Gpu) -> GpuState:
-    facts: dict[str, Fact] = {fact.key: ask(node.nvml, gpu, fact) for fact in FACTS}
-    facts["numa_node"] = _numa_node(node, facts["bus_id"])
-    return GpuState(
+def _gpu_snapshot(node: Node, gpu: GpuDevice) -> GpuSnapshot:
+    facts: dict[str, Fact] = {fact.key: read_fact(node.nvml, gpu, fact) for fact in FACTS}
+    text = node.read(Path(f"/sys/bus/pci/devices/{facts['bus_id']}/numa_node"))
+    # The kernel writes -1 where the firmware does not report the node.
+    facts["numa_node"] = UNKNOWN if text is None or text.strip() == "-1" else int(text)
+    count = facts["nvlinks"]
+    return GpuSnapshot(
         index=gpu.info.index,
         name=gpu.info.name,
         uuid=gpu.info.uuid,
         mig=gpu.info.mig,
         facts=facts,
-        links=_links(node.nvml, gpu, facts["nvlinks"]),
+        links=[_link(node.nvml, gpu, link) for link in range(count)] if isinstance(count, int) else [],
     )
 
 
-def _numa_node(node: Node, bus_id: Fact) -> Fact:
-    """The kernel writes -1 where the firmware does not tell."""
-    text = node.read(Path(f"/sys/bus/pci/devices/{bus_id}/numa_node"))
-    return UNKNOWN if text is None or text.strip() == "-1" else int(text)
-
-
-def _links(nvml: Nvml, gpu: Gpu, count: Fact) -> list[LinkState]:
-    return [_link(nvml, gpu, link) for link in range(count)] if isinstance(count, int) else []
-
-
-def _link(nvml: Nvml, gpu: Gpu, link: int) -> LinkState:
+def _link(nvml: Nvml, gpu: GpuDevice, link: int) -> NvLinkState:
     try:
-        if not nvml.nvlink_up(gpu.board, link):
-            return LinkState(link=link, state="down")
+        if not nvml.nvlink_up(gpu.device, link):
+            return NvLinkState(link=link, state="down")
     except NVMLError:
-        return LinkState(link=link, state=UNKNOWN)
-    # No expectation is made from what cannot be read of a link that is up.
+        return NvLinkState(link=link, state=UNKNOWN)
+    # Checks derive no expectation from a link with an unreadable speed or peer.
     try:
-        speed_gbps = nvml.nvlink_speed_mbps(gpu.board, link) / 1e3
+        speed_gbps = nvml.nvlink_speed_mbps(gpu.device, link) / 1e3
     except NVMLError:
         speed_gbps = None
-    try:
-        peer = nvml.nvlink_peer(gpu.board, link)
-    except NVMLError:
-        peer = UNKNOWN
-    return LinkState(link=link, state="up", speed_gbps=speed_gbps, peer=peer)
+    peer = _or_unknown(lambda: nvml.nvlink_peer(gpu.device, link))
+    return NvLinkState(link=link, state="up", speed_gbps=speed_gbps, peer=peer)
 
 
-def links_between(states: Sequence[GpuState], first: int, second: int) -> list[LinkState]:
-    """Links of `first` that reach `second` (positions): all that end in a switch, or those that end in that GPU."""
-    bus_id = states[second].facts.get("bus_id")
-    return [link for link in states[first].links_up() if link.peer in ("switch", bus_id)]
+def links_between(gpus: Sequence[GpuSnapshot], first: int, second: int) -> list[NvLinkState]:
+    """Returns the links of GPU `first` that reach GPU `second` (indices): those to a switch, or to that GPU."""
+    bus_id = gpus[second].facts.get("bus_id")
+    return [link for link in gpus[first].links_up() if link.peer in ("switch", bus_id)]
 
 
-def _path(nvml: Nvml, gpus: Sequence[Gpu], states: Sequence[GpuState], first: int, second: int) -> str:
+def _path(nvml: Nvml, gpus: Sequence[GpuDevice], states: Sequence[GpuSnapshot], first: int, second: int) -> str:
     if first == second:
         return "X"
     links = links_between(states, first, second)
-    return f"NV{len(links)}" if links else path_between(nvml, gpus[first], gpus[second])
+    return f"NV{len(links)}" if links else pcie_path(nvml, gpus[first], gpus[second])
 
 
-def _libraries() -> dict[str, str]:
-    found = {}
-    for package in _LIBRARIES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def snapshot_lines(snapshot: Snapshot) -> list[str]:
+    """Returns the snapshot as text: host and versions, facts and links of each GPU, topology."""
+    rows = [
+        *(row for row in fingerprint_rows(snapshot.fingerprint) if not row[0].startswith(_OMITTED_ROWS)),
+        ("GPU driver", snapshot.driver),
+        ("CUDA of the driver", snapshot.cuda_driver),
+        *snapshot.libraries.items(),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    lines += snapshot.notes
+    for gpu in snapshot.gpus:
+        lines += ["", f"{gpu.label}  {gpu.name}  {gpu.uuid}", *_fact_lines(gpu)]
+    if len(snapshot.gpus) > 1:
+        lines += ["", *_topology_lines(snapshot)]
+    return lines
+
+
+def _fact_lines(gpu: GpuSnapshot) -> list[str]:
+    lines = []
+    for key, value in gpu.facts.items():
+        fact = FACT_BY_KEY.get(key)
+        name, unit = (fact.name, fact.unit) if fact is not None else (key.replace("_", " "), "")
+        text, unit = (f"{value / _GIB:.0f}", "GiB") if unit == "bytes" and isinstance(value, int) else (value, unit)
+        lines.append(f"  {name:<36}{text} {unit}".rstrip())
+    groups = Counter((link.state, link.speed_gbps, link.peer) for link in gpu.links)
+    for (state, speed, peer), count in groups.items():
+        text = f"{count} x {state}" + (f", {speed:g} GB/s" if speed is not None else "")
+        lines.append(f"  {'NVLinks':<36}{text}" + (f", to {peer}" if state == "up" else ""))
+    return lines
+
+
+def _topology_lines(snapshot: Snapshot) -> list[str]:
+    names = [gpu.label for gpu in snapshot.gpus]
+    width = max(map(len, names)) + 2
+    rows = [["", *names], *([name, *row] for name, row in zip(names, snapshot.topology, strict=True))]
+    return ["".join(f"{cell:<{width}}" for cell in row).rstrip() for row in rows]
+
+
+# --- differences -----------------------------------------------------------------------------------------------------
+
+
+def diff_snapshots(old: Snapshot, new: Snapshot) -> list[str]:
+    """Returns one line per difference between two snapshots of a node. GPUs are matched by UUID.
+
+    Readings such as clocks and temperature never count as a difference; counters count where they grew.
+    """
+    return [*_node_changes(old, new), *_gpu_changes(old, new), *_topology_changes(old, new)]
+
+
+def _node_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
+    yield from _changed("driver", old.driver, new.driver)
+    yield from _changed("CUDA of the driver", old.cuda_driver, new.cuda_driver)
+    yield from _table_changes(old.libraries, new.libraries)
+    for field, name in _HOST.items():
+        yield from _changed(name, getattr(old.fingerprint, field), getattr(new.fingerprint, field))
+    before, now = (
+        {name: version for name, version in one.fingerprint.versions.items() if name not in one.libraries}
+        for one in (old, new)
+    )
+    yield from _table_changes(before, now)
+
+
+def _table_changes(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(old.keys() | new.keys()):
+        yield from _changed(name, old.get(name, "absent"), new.get(name, "absent"))
+
+
+def _changed(name: str, old: object, new: object) -> Iterator[str]:
+    if old != new:
+        yield f"{name}: {old} -> {new}"
+
+
+def _gpu_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
+    before, now = ({gpu.uuid: gpu for gpu in snapshot.gpus} for snapshot in (old, new))
+    for uuid, gpu in before.items():
+        if uuid not in now:
+            yield f"{gpu.label} {gpu.name} ({uuid}) is gone"
+    for uuid, gpu in now.items():
+        if uuid not in before:
+            yield f"{gpu.label} {gpu.name} ({uuid}) is new"
+        else:
+            yield from _one_gpu_changes(before[uuid], gpu)
+
+
+def _one_gpu_changes(old: GpuSnapshot, new: GpuSnapshot) -> Iterator[str]:
+    yield from _changed(f"{new.label} index", old.index, new.index)
+    yield from _changed(f"{new.label} name", old.name, new.name)
+    for key in sorted(old.facts.keys() | new.facts.keys()):
+        fact = FACT_BY_KEY.get(key)
+        fact_type, name = (fact.type, fact.name) if fact is not None else ("fixed", key.replace("_", " "))
+        before, now = old.number(key), new.number(key)
+        # A counter that shrank restarted with the driver.
+        restarted = fact_type == "counter" and before is not None and now is not None and now < before
+        if fact_type != "reading" and not restarted:
+            yield from _changed(f"{new.label} {name}", old.facts.get(key, "absent"), new.facts.get(key, "absent"))
+    links, new_links = ({one.link: (one.state, one.speed_gbps, one.peer) for one in gpu.links} for gpu in (old, new))
+    for link in sorted(links.keys() & new_links.keys()):
+        yield from _changed(f"{new.label} NVLink {link} (state, GB/s, peer)", links[link], new_links[link])
+
+
+def _topology_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
+    """Compares paths only where both snapshots have the same GPUs in the same order."""
+    if [gpu.uuid for gpu in old.gpus] != [gpu.uuid for gpu in new.gpus]:
+        return
+    for first, gpu in enumerate(new.gpus):
+        for second in range(first + 1, len(new.gpus)):
+            name = f"path between {gpu.label} and {new.gpus[second].label}"
+            yield from _changed(name, old.topology[first][second], new.topology[first][second])

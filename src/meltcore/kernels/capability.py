@@ -1,4 +1,4 @@
-"""What the processor that a kernel is compiled for can do, from its compute capability (90: Hopper)."""
+"""Properties of the device that a kernel is compiled for."""
 
 from __future__ import annotations
 
@@ -6,37 +6,45 @@ from functools import cache
 
 import torch
 
+from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
 from meltcore.kernels.jit import triton
 
-# Shared memory that one program may have, KiB (CUDA C++ Programming Guide, compute capabilities).
-_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
-_LEAST_SHARED_KIB = 99
-_H200_PROCESSORS = 132
+_INTERPRETER_SMS = 132  # the interpreter computes what an H200 would launch
 
 
 def capability(device: torch.device) -> int:
-    """Of a CUDA device; of the compiler's target for the meta device; 0 for the CPU, where kernels are interpreted."""
+    """Return the compute capability of a device as 10 * major + minor (90: Hopper).
+
+    For the meta device it is the capability of the compiler's target. For a CPU, where kernels are interpreted, it is
+    0.
+    """
     if device.type == "cuda":
-        return _of_device(device)
+        return _capability(device)
     return 0 if device.type == "cpu" else triton.runtime.driver.active.get_current_target().arch
 
 
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have."""
-    return 1024 * _SHARED_KIB.get(capability(device), _LEAST_SHARED_KIB)
+def shared_memory_bytes(device: torch.device) -> int:
+    """Return the bytes of shared memory that one program may use."""
+    return 1024 * shared_kib(capability(device))
 
 
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; elsewhere an H200's, for which launches are then compiled."""
-    return _processors(device) if device.type == "cuda" else _H200_PROCESSORS
+def sm_count(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors (SMs) of a CUDA device.
+
+    For the meta device it is the number of a large GPU of the compiler's target architecture.
+    """
+    if device.type == "cuda":
+        return _sm_count(device)
+    target = ARCHITECTURES.get(capability(device))
+    return target.sms if target else _INTERPRETER_SMS
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
-def _of_device(device: torch.device) -> int:
+def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

@@ -1,79 +1,57 @@
-"""Rows of an embedding of which a rank holds a part."""
-
-# mypy: allow-untyped-defs
+"""Looks up tokens in an embedding that is sharded by vocabulary over tensor-parallel ranks."""
 
 from __future__ import annotations
 
 import torch
 
-from meltcore.kernels.dispatch import use_triton
-from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
-from meltcore.kernels.overlap import overlaps
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 
-# Columns of a program: 8 elements a thread, 16 bytes in 16-bit types.
+# Columns of a program: 8 elements per thread, 16 bytes in 16-bit types.
 _BLOCK, _WARPS = 1024, 4
 
 
-def rows_or_zeros(embedding: torch.Tensor, token_ids: torch.Tensor, first_token: int) -> torch.Tensor:
-    """The rows of the tokens that are held, zeros for all others: over all ranks they add up to every token's row.
+def sharded_embedding(shard: torch.Tensor, token_ids: torch.Tensor, first_token: int) -> torch.Tensor:
+    """Return the embeddings of tokens in this rank's shard, and zeros for all other tokens.
 
-    embedding: [held, hidden_size], of the tokens from `first_token` on; token_ids: [tokens] int64. Returns [tokens,
+    The all-reduce over the ranks then gives the embedding of every token. shard: [shard_size, hidden_size], the rows of
+    the vocabulary from `first_token` on; token_ids: [tokens] int64. Returns [tokens,
     hidden_size].
     """
-    body = _rows_or_zeros_triton if use_triton(embedding) else _rows_or_zeros_torch
-    return body(embedding, token_ids, first_token)
-
-
-def _rows_or_zeros_torch(embedding: torch.Tensor, token_ids: torch.Tensor, first_token: int) -> torch.Tensor:
-    own = token_ids - first_token
-    elsewhere = (own < 0) | (own >= embedding.shape[0])
-    return embedding[own.clamp(0, embedding.shape[0] - 1)].masked_fill_(elsewhere[:, None], 0.0)
-
-
-@triton.jit(do_not_specialize=["first_token", "held"])
-def _rows_or_zeros_kernel(
-    embedding_ptr,
-    token_ids_ptr,
-    output_ptr,
-    first_token,
-    held,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One program: BLOCK columns of one token."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    own = tl.load(token_ids_ptr + token) - first_token
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < SIZE
-    row = tl.load(embedding_ptr + own * SIZE + column, mask=inside & (own >= 0) & (own < held), other=0.0)
-    tl.store(output_ptr + token * SIZE + column, row, mask=inside)
-
-
-def _rows_or_zeros_triton(embedding: torch.Tensor, token_ids: torch.Tensor, first_token: int) -> torch.Tensor:
-    (held, size), tokens = embedding.shape, token_ids.shape[0]
-    output = torch.empty(tokens, size, dtype=embedding.dtype, device=embedding.device)
+    if not use_triton(shard):
+        row = token_ids - first_token
+        outside = (row < 0) | (row >= shard.shape[0])
+        return shard[row.clamp(0, shard.shape[0] - 1)].masked_fill_(outside[:, None], 0.0)
+    (shard_size, size), tokens = shard.shape, token_ids.shape[0]
+    output = torch.empty(tokens, size, dtype=shard.dtype, device=shard.device)
     if tokens:
-        overlap = overlaps(embedding.device)
-        _rows_or_zeros_kernel[(tokens, triton.cdiv(size, _BLOCK))](
-            embedding,
-            token_ids,
-            output,
-            first_token,
-            held,
+        _sharded_embedding_kernel[(tokens, triton.cdiv(size, _BLOCK))](
+            *(shard, token_ids, output, first_token, shard_size),
             SIZE=size,
             BLOCK=_BLOCK,
-            OVERLAP=overlap,
             num_warps=_WARPS,
-            **({"launch_pdl": True} if overlap else {}),
+            **pdl_options(shard.device),
         )
     return output
 
 
-def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
-    embedding = torch.empty(1000, model.hidden_size, dtype=dtype, device="meta")
-    token_ids = torch.empty(64, dtype=torch.int64, device="meta")
-    return [lambda: _rows_or_zeros_triton(embedding, token_ids, 1000)]
+@triton.jit(do_not_specialize=["first_token", "shard_size"])
+def _sharded_embedding_kernel(
+    shard_ptr,
+    token_ids_ptr,
+    output_ptr,
+    first_token,
+    shard_size,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program copies BLOCK columns of one token."""
+    pdl_sync(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(token_ids_ptr + token) - first_token
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    in_shard = mask & (row >= 0) & (row < shard_size)
+    values = tl.load(shard_ptr + row * SIZE + column, mask=in_shard, other=0.0)
+    tl.store(output_ptr + token * SIZE + column, values, mask=mask)

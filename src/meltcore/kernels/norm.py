@@ -1,20 +1,18 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
-
-# mypy: allow-untyped-defs
+"""Root-mean-square (RMS) normalization (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.dispatch import use_triton
-from meltcore.kernels.jit import CompileCase, ModelShape, tl, triton
-from meltcore.kernels.overlap import overlaps
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 
 
 class Norm(NamedTuple):
-    """What normalises a row. weight: [size]."""
+    """The parameters of an RMS norm. weight: [size]."""
 
     weight: torch.Tensor
     eps: float
@@ -23,60 +21,53 @@ class Norm(NamedTuple):
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each last-dimension row to unit mean square, then by `weight`.
 
-    hidden: [..., size] any float type, rows may be strided; weight: [size], in the type of `hidden`, and then it is
-    multiplied by what was rounded to that type (Llama's way), or in float32, and then rounding comes after. Returns the
+    hidden: [..., size] of any float type, rows may be strided. weight: [size]; in the type of `hidden` it multiplies
+    the row rounded to that type (as Llama does), in float32 the result is rounded after the multiplication. Returns the
     shape and type of `hidden`.
     """
-    body = _rms_norm_triton if use_triton(hidden) else _rms_norm_torch
-    return body(hidden, weight, eps)
+    if not use_triton(hidden):
+        return rms_norm_reference(hidden, weight, eps)
+    return _launch(hidden, weight, eps)
 
 
 def add_rms_norm(residual: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add to `residual` in place, and return what it then is, normalised.
+    """Add `added` to `residual` in place and return the norm of the sum.
 
     residual, added: [rows, size], contiguous, of one type.
     """
-    if use_triton(residual):
-        return _rms_norm_triton(residual, weight, eps, added)
-    return _rms_norm_torch(residual.add_(added), weight, eps)
+    if not use_triton(residual):
+        return rms_norm_reference(residual.add_(added), weight, eps)
+    return _launch(residual, weight, eps, added)
 
 
-def _rms_norm_torch(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_reference(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute `rms_norm` in PyTorch, as its specification."""
     wide = hidden.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return ((wide * scale).to(weight.dtype) * weight).to(hidden.dtype)
 
 
 @triton.jit
-def before_weight(normalised, weight_ptr, dtype: tl.constexpr):
-    """float32 as it is multiplied by its weight, in float32: rounded to `dtype` first where the torch body does so."""
+def round_before_weight(normalized, weight_ptr, dtype: tl.constexpr):
+    """Round float32 values to `dtype` and back, unless the weight is float32.
+
+    The reference rounds so before it multiplies by the weight.
+    """
     if weight_ptr.dtype.element_ty != tl.float32:
-        normalised = normalised.to(dtype).to(tl.float32)
-    return normalised
+        normalized = normalized.to(dtype).to(tl.float32)
+    return normalized
 
 
 @triton.jit
-def normalise(wide, weight_ptr, columns, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
-    """[ROWS, BLOCK] float32 -> the same, normalised, rounded where the torch body rounds and scaled by the weight."""
+def normalize_rows(wide, weight_ptr, columns, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """Normalize rows [ROWS, BLOCK] float32 and multiply them by the weight, with the reference's rounding."""
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    return before_weight(wide * scale[:, None], weight_ptr, dtype) * weight
+    return round_before_weight(wide * scale[:, None], weight_ptr, dtype) * weight
 
 
-@triton.jit
-def _tile(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """This program's row numbers [ROWS, 1], its columns and which elements exist.
-
-    Columns come as a whole [ROWS, BLOCK]: weights are then read as the data is laid out over the threads, where a
-    single row of them would have to be exchanged through shared memory.
-    """
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
-    return row, columns, (row < rows) & (columns < SIZE)
-
-
-# Counts of rows change from step to step. Triton would compile again, in the middle of serving, for 1 and for multiples
-# of 16.
+# The number of rows changes from step to step. Specialized on it, Triton would compile again while serving, for 1 and
+# for multiples of 16.
 @triton.jit(do_not_specialize=["rows", "inner_rows"])
 def _rms_norm_kernel(
     hidden_ptr,
@@ -91,46 +82,40 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    ADDED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Rows come as [outer, inner], each of the two with a stride of its own; the output is contiguous.
+    """Each program normalizes ROWS rows of [outer, inner, SIZE]. Rows may be strided; the output is contiguous.
 
-    ADDED: something contiguous is added to them, in place, first.
+    ADD: first add `added`, which is contiguous, to the rows in place.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row, columns, mask = _tile(rows, SIZE, BLOCK, ROWS)
+    pdl_sync(PDL)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    # A whole [ROWS, BLOCK]: weights are then loaded in the layout of the data. A single row of them would have to be
+    # exchanged through shared memory.
+    columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+    mask = (row < rows) & (columns < SIZE)
     start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
     wide = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-    place = row.to(tl.int64) * SIZE + columns
-    if ADDED:
-        wide += tl.load(added_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    offset = row.to(tl.int64) * SIZE + columns
+    if ADD:
+        wide += tl.load(added_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         total = wide.to(hidden_ptr.dtype.element_ty)
         tl.store(hidden_ptr + start + columns, total, mask=mask)
         wide = total.to(tl.float32)
-    normalised = normalise(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
-    tl.store(output_ptr + place, normalised, mask=mask)
+    normalized = normalize_rows(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
+    tl.store(output_ptr + offset, normalized, mask=mask)
 
 
-class _Tile(NamedTuple):
-    """What one program covers. A thread holds 8 to 16 elements: 16-byte accesses in 16-bit types."""
-
-    rows: int
-    block: int
-    warps: int
-
-    @classmethod
-    def of(cls, size: int) -> _Tile:
-        block = triton.next_power_of_2(size)
-        rows = max(1, 1024 // block)
-        return cls(rows, block, min(16, rows * block // 256))
+@cache
+def _tile(size: int) -> tuple[int, int, int]:
+    """Return columns, rows and warps of a program. A thread has 8 to 16 elements, so 16-bit accesses have 16 bytes."""
+    block = triton.next_power_of_2(size)
+    rows = max(1, 1024 // block)
+    return block, rows, min(16, rows * block // 256)
 
 
-def _rms_norm_triton(
-    hidden: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
-) -> torch.Tensor:
+def _launch(hidden: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None) -> torch.Tensor:
     size = hidden.shape[-1]
     output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if output.numel() == 0:
@@ -138,34 +123,15 @@ def _rms_norm_triton(
     # Heads within a fused row keep their strides; only leading dimensions that do not collapse are copied.
     grouped = hidden.reshape(-1, hidden.shape[-2] if hidden.dim() > 1 else 1, size)
     grouped = grouped if grouped.stride(-1) == 1 else grouped.contiguous()
-    rows, tile = output.numel() // size, _Tile.of(size)
-    overlap = overlaps(hidden.device)
-    _rms_norm_kernel[(triton.cdiv(rows, tile.rows),)](
-        grouped,
-        weight if added is None else added,
-        weight,
-        output,
-        eps,
-        rows,
-        grouped.shape[1],
-        grouped.stride(0),
-        grouped.stride(1),
+    rows, (block, tile_rows, warps) = output.numel() // size, _tile(size)
+    _rms_norm_kernel[(triton.cdiv(rows, tile_rows),)](
+        *(grouped, weight if added is None else added, weight, output, eps, rows),
+        *(grouped.shape[1], grouped.stride(0), grouped.stride(1)),
         SIZE=size,
-        BLOCK=tile.block,
-        ROWS=tile.rows,
-        ADDED=added is not None,
-        OVERLAP=overlap,
-        num_warps=tile.warps,
-        **({"launch_pdl": True} if overlap else {}),
+        BLOCK=block,
+        ROWS=tile_rows,
+        ADD=added is not None,
+        num_warps=warps,
+        **pdl_options(hidden.device),
     )
     return output
-
-
-def compile_cases(model: ModelShape, dtype: torch.dtype) -> list[CompileCase]:
-    hidden = torch.empty(64, model.hidden_size, dtype=dtype, device="meta")
-    heads = torch.empty(64, model.heads, model.head_dim, dtype=dtype, device="meta")
-    return [
-        lambda: _rms_norm_triton(hidden, hidden[0], 1e-6),
-        lambda: _rms_norm_triton(hidden, hidden[0], 1e-6, hidden),
-        lambda: _rms_norm_triton(heads, heads[0, 0], 1e-6),
-    ]

@@ -1,38 +1,144 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split form: i turns with i + size / 2.
+"""Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) in half-split form: i rotates with i + size / 2.
 
-Some networks turn only the first dimensions of a head. A score is a sum over dimensions, so these may stand in any
-order that queries and keys share: in that of `half_split` both halves begin with what turns, the others turn by an
-angle of zero, and no kernel has to know.
+Some models rotate only the first `rotary_dim` dimensions of a head. An attention score is a sum over dimensions, so
+queries and keys may share any order of them. In `half_split_order` both halves begin with rotated dimensions and the
+others rotate by an angle of zero, so no kernel needs to know `rotary_dim`.
+
+A model reads texts longer than those of its training with scaled frequencies: `RopeScaling`.
 """
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 
+# Positions whose angles are computed in one step: 64 MiB of float64 for 128 frequencies.
+_BLOCK = 2**16
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023, arXiv:2306.15595): every frequency is divided by `factor`."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor = 1.0
+    rope_type = "linear"
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002 - same for all types
+        """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and goes smoothly from one to the other.
+
+    A frequency is low with fewer than `low_freq_factor` turns in `original_max_position_embeddings` positions, and high
+    with more than `high_freq_factor`.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+    attention_factor = 1.0
+    rope_type = "llama3"
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002 - same for all types
+        """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): keeps high frequencies, divides low ones by `factor`.
+
+    Between the dimensions with `beta_fast` and `beta_slow` turns in `original_max_position_embeddings` positions it
+    goes linearly from one to the other. attention_factor: scales cosines and sines, so scores by its square; truncate:
+    whether the bounds are rounded to whole dimensions.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    rope_type = "yarn"
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
+        count = len(frequencies)
+        low, high = (self._dimension(turns, 2 * count, theta) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * count - 1)
+        if low == high:
+            high += 0.001  # no division by zero; the value is that of published implementations
+        divided = ((torch.arange(count, dtype=torch.float64) - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies * (1 - divided + divided / self.factor)
+
+    def _dimension(self, turns: float, rotary_dim: int, theta: float) -> float:
+        """Return the dimension, not rounded, that makes this number of turns in the original context length."""
+        ratio = self.original_max_position_embeddings / (turns * 2 * math.pi)
+        return rotary_dim * math.log(ratio) / (2 * math.log(theta))
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def inverse_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None = None) -> torch.Tensor:
+    """Return the radians per position of each pair of rotated dimensions: [rotary_dim / 2] float64."""
+    frequencies = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    return frequencies if scaling is None else scaling.scaled(frequencies, theta)
+
 
 def rotary_table(
-    head_dim: int, max_positions: int, theta: float, device: torch.device, turning: int | None = None
+    head_dim: int,
+    max_positions: int,
+    theta: float,
+    device: torch.device,
+    rotary_dim: int | None = None,
+    scaling: RopeScaling | None = None,
 ) -> torch.Tensor:
-    """Cosines and sines of every position: [max_positions, head_dim] float32, cosines in the first half.
+    """Return cosines and sines of every position: [max_positions, head_dim] float32, cosines in the first half.
 
-    turning: how many dimensions of a published head turn, all unless it is given; heads are then in half-split order.
+    rotary_dim: number of dimensions of a checkpoint's head that rotate (default: all); heads are then in
+    `half_split_order`. Angles are computed in float64: at position 1,000,000 float32 is wrong by up to 0.03 radians.
     """
-    turning = turning or head_dim
-    frequencies = 1.0 / theta ** (torch.arange(0, turning, 2, dtype=torch.float32, device=device) / turning)
-    frequencies = torch.nn.functional.pad(frequencies, (0, (head_dim - turning) // 2))
-    angles = torch.arange(max_positions, dtype=torch.float32, device=device)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    frequencies = inverse_frequencies(rotary_dim or head_dim, theta, scaling).to(device)
+    attention_factor = 1.0 if scaling is None else scaling.attention_factor
+    table = torch.zeros(max_positions, 2, head_dim // 2, dtype=torch.float32, device=device)
+    table[:, 0, len(frequencies) :] = 1.0  # no rotation, and no attention factor
+    for start in range(0, max_positions, _BLOCK):
+        block = table[start : start + _BLOCK, :, : len(frequencies)]
+        positions = torch.arange(start, start + len(block), dtype=torch.float64, device=device)
+        angles = positions[:, None] * frequencies
+        block[:, 0] = angles.cos() * attention_factor
+        block[:, 1] = angles.sin() * attention_factor
+    return table.view(max_positions, head_dim)
 
 
-def half_split(head_dim: int, turning: int) -> torch.Tensor:
-    """Which dimension of a published head, of which the first `turning` turn, stands at each place: [head_dim]."""
-    halves = zip(torch.arange(turning).tensor_split(2), torch.arange(turning, head_dim).tensor_split(2), strict=True)
+def half_split_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Return, for each dimension of a head here, its index in a checkpoint's head: [head_dim] int64.
+
+    rotary_dim: number of dimensions that rotate, the first ones of a checkpoint's head.
+    """
+    rotated, others = torch.arange(head_dim).split([rotary_dim, head_dim - rotary_dim])
+    halves = zip(rotated.tensor_split(2), others.tensor_split(2), strict=True)
     return torch.cat([part for half in halves for part in half])
 
 
-def apply_rotary(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def apply_rope(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotate each head by its token's position.
 
-    heads: [tokens, heads, head_dim]; table: from `rotary_table`; positions: [tokens] int64.
-    Computed in float32, returned in the type of `heads`.
+    heads: [tokens, heads, head_dim]; table: from `rotary_table`; positions: [tokens] int64. Computed in float32,
+    returned in the type of `heads`.
     """
     cos, sin = table[positions][:, None, :].chunk(2, dim=-1)
     first, second = heads.float().chunk(2, dim=-1)

@@ -1,80 +1,87 @@
-"""Self-attention over the paged cache."""
+"""Self-attention over the paged KV cache."""
 
 import torch
 from torch import nn
 
-from meltcore.kernels.output_gate import gate_output
-from meltcore.kernels.paged_attention import Segments, paged_attention
-from meltcore.kernels.qkv import HeadNorms
-from meltcore.layers.group import Group
-from meltcore.layers.linear import Linear
-from meltcore.layers.norm import MakeNorm
-from meltcore.layers.residual import Residual
+from meltcore.kernels.activation import apply_sigmoid_gate
+from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams, HeadNorms
+from meltcore.kernels.attention.paged import paged_attention
+from meltcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from meltcore.layers.norm import NormFactory
+from meltcore.layers.residual import ResidualStream
+from meltcore.layers.tensor_parallel import TensorParallelGroup
 
 
 class Attention(nn.Module):
-    """residual + output(attention(qkv(norm(residual)))), with grouped queries.
+    """Computes residual + o_proj(attention(qkv_proj(norm(residual)))) with grouped queries.
 
-    qkv_bias: queries, keys and values have a bias (Qwen2's form); head_norms: each head's query and key are normalised
-    (Qwen3's form); output_gate: what comes out of a head is multiplied by the sigmoid of a gate (Qwen3.5's form). The
-    first part of `qkv` is then all heads' gates above all queries.
+    qkv_bias: queries, keys and values have a bias (Qwen2). qk_norm: each head's query and key are normalized (Qwen3).
+    output_gate: each head's output is multiplied by the sigmoid of a gate (Qwen3.5); the first matrix of `qkv_proj`
+    then holds the gates of all heads above the queries of all heads. sliding_window: how many of the newest tokens a
+    query sees, its own included, None for all of them.
     """
 
     def __init__(
         self,
         hidden_size: int,
-        heads: int,
-        kv_heads: int,
+        num_heads: int,
+        num_kv_heads: int,
         head_dim: int,
-        norm: MakeNorm,
+        norm: NormFactory,
         *,
         qkv_bias: bool,
-        head_norms: bool,
+        qk_norm: bool,
         output_gate: bool = False,
+        sliding_window: int | None = None,
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5
         self.output_gate = output_gate
+        self.sliding_window = sliding_window
         self.norm = norm(hidden_size)
-        queries = (1 + output_gate) * heads * head_dim
-        self.qkv = Linear(hidden_size, queries, kv_heads * head_dim, kv_heads * head_dim, bias=qkv_bias)
-        self.output = Linear(heads * head_dim, hidden_size)
-        self.query_norm = norm(head_dim) if head_norms else None
-        self.key_norm = norm(head_dim) if head_norms else None
+        q_size, kv_size = (1 + output_gate) * num_heads * head_dim, num_kv_heads * head_dim
+        self.qkv_proj = ColumnParallelLinear(hidden_size, q_size, kv_size, kv_size, bias=qkv_bias)
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size)
+        self.q_norm = norm(head_dim) if qk_norm else None
+        self.k_norm = norm(head_dim) if qk_norm else None
 
-    def divide(self, group: Group) -> None:
-        """Keep this rank's share of the heads; keys and values of fewer heads than ranks are held by several."""
-        queries = group.share(self.heads, "attention heads (num_attention_heads)")
-        keys = group.share_or_copy(self.kv_heads, "key-value heads (num_key_value_heads)")
-        self.heads, self.kv_heads = len(queries), len(keys)
-        gates = 1 + self.output_gate
-        self.qkv.keep_outputs(self._columns(queries, gates), self._columns(keys), self._columns(keys))
-        self.output.keep_inputs(self._columns(queries), group)
+    def shard(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's heads. If there are fewer KV heads than ranks, several ranks keep the same KV head."""
+        local_heads = group.shard(self.num_heads, "attention heads (num_attention_heads)")
+        local_kv_heads = group.shard_or_replicate(self.num_kv_heads, "key-value heads (num_key_value_heads)")
+        self.num_heads, self.num_kv_heads = len(local_heads), len(local_kv_heads)
+        kv_rows = self._weight_rows(local_kv_heads)
+        self.qkv_proj.shard(self._weight_rows(local_heads, 1 + self.output_gate), kv_rows, kv_rows)
+        self.o_proj.shard(self._weight_rows(local_heads), group)
 
     def forward(
         self,
-        residual: Residual,
+        residual: ResidualStream,
         positions: torch.Tensor,
         rotary: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
-        segments: Segments,
+        metadata: AttentionMetadata,
     ) -> None:
-        """Add to the residual stream. positions: [tokens]; cache: this layer's."""
-        qkv = self.qkv(*residual.read(self.norm))
+        """Add the layer's output to the residual stream. positions: [tokens]; cache: this layer's keys and values."""
+        qkv = self.qkv_proj(*residual.read(self.norm))
         if self.output_gate:
-            gates, qkv = qkv.tensor_split([self.heads * self.head_dim], dim=1)
-        mixed = paged_attention(qkv, self._head_norms(), rotary, positions, *cache, segments, self.scale).flatten(1)
+            gates, qkv = qkv.tensor_split([self.num_heads * self.head_dim], dim=1)
+        params = AttentionParams(self._head_norms(), rotary, *cache, self.scale, self.sliding_window)
+        output = paged_attention(qkv, params, positions, metadata).flatten(1)
         if self.output_gate:
-            mixed = gate_output(mixed, gates)
-        self.output.add_to(residual, mixed)
+            output = apply_sigmoid_gate(output, gates)
+        self.o_proj.add_to(residual, output)
 
-    def _columns(self, heads: range, parts: int = 1) -> range:
-        """parts: how many times a head's size, one after the other, belong to it."""
-        size = parts * self.head_dim
-        return range(heads.start * size, heads.stop * size)
+    def _weight_rows(self, local_heads: range, heads_per_head: int = 1) -> range:
+        """Return the rows of a projection that belong to `local_heads`.
+
+        heads_per_head: 2 when the projection holds a gate of head_dim rows for each head too, else 1.
+        """
+        rows_per_head = heads_per_head * self.head_dim
+        return range(local_heads.start * rows_per_head, local_heads.stop * rows_per_head)
 
     def _head_norms(self) -> HeadNorms | None:
-        if self.query_norm is None or self.key_norm is None:
+        if self.q_norm is None or self.k_norm is None:
             return None
-        return HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.eps)
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)

@@ -1,100 +1,127 @@
-"""Linear layers. Checkpoint matrices that read the same input share one weight, so that one product serves them."""
+"""Linear layers. Checkpoint matrices that read the same input are merged into one weight and one GEMM."""
 
 import torch
 from torch import nn
 
 from meltcore.kernels.norm import Norm
-from meltcore.layers.destination import Destination, reordered
-from meltcore.layers.group import Group
-from meltcore.layers.pieces import piece, stacked_piece, within
-from meltcore.layers.residual import Residual
-from meltcore.layers.weight import DenseWeight, Fp8Weight
+from meltcore.layers.quantization import UNQUANTIZED, LinearWeight, QuantizationMethod
+from meltcore.layers.residual import ResidualStream
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.layers.weight_loader import WeightLoader, as_slice, merged_shard_loader, permuted_loader, shard_loader
 
 
-class Linear(nn.Module):
-    """y = x W^T, plus a bias of [sum(output_sizes)] where there is one.
+class LinearBase(nn.Module):
+    """Computes y = x W^T, where W [sum(output_sizes), input_size] merges one checkpoint matrix per output size.
 
-    weight: [sum(output_sizes), input_size], in the form that layers/weight.py gives it; `part(i)` is where the i-th
-    matrix of a checkpoint goes. In a group of ranks each may keep some outputs of every matrix, or some inputs.
+    The layer holds all rows and columns of each matrix until a subclass shards it; then it holds this rank's part.
     """
 
-    def __init__(self, input_size: int, *output_sizes: int, bias: bool = False) -> None:
+    weight: LinearWeight
+
+    def __init__(self, input_size: int, *output_sizes: int) -> None:
         super().__init__()
-        self._published = (output_sizes, input_size)
+        self._checkpoint_outputs, self._checkpoint_inputs = output_sizes, input_size
         self._outputs = tuple(range(size) for size in output_sizes)
         self._inputs = range(input_size)
-        self._group: Group | None = None
-        self.weight: DenseWeight | Fp8Weight = DenseWeight(sum(output_sizes), input_size)
-        self.bias = nn.Parameter(torch.empty(sum(output_sizes)), requires_grad=False) if bias else None
+        self.quantize(UNQUANTIZED)
 
     @property
     def input_size(self) -> int:
+        """Number of inputs that this rank keeps."""
         return len(self._inputs)
 
     @property
     def output_sizes(self) -> tuple[int, ...]:
+        """Number of outputs that this rank keeps, per matrix."""
         return tuple(map(len, self._outputs))
 
-    def keep_outputs(self, *kept: range) -> None:
-        """Hold only these outputs of each matrix, before anything is loaded."""
-        self._outputs = kept
-        self.weight = DenseWeight(sum(self.output_sizes), self.input_size)
-        if self.bias is not None:
-            self.bias = nn.Parameter(torch.empty(sum(self.output_sizes)), requires_grad=False)
+    def quantize(self, method: QuantizationMethod) -> None:
+        """Allocate the weight in the format of `method`. Must be called before weights are loaded."""
+        self._method = method
+        self._allocate()
 
-    def keep_inputs(self, kept: range, group: Group) -> None:
-        """Hold only these inputs, before anything is loaded: `add_to` adds the sum over the group from now on."""
-        self._inputs, self._group = kept, group
-        self.weight = DenseWeight(sum(self.output_sizes), self.input_size)
+    def loader(self, index: int, row_order: torch.Tensor | None = None) -> WeightLoader:
+        """Return the loader of checkpoint matrix `index`.
 
-    def to_fp8(self) -> None:
-        """Hold the weight in FP8, before anything is loaded into it."""
-        self.weight = Fp8Weight(sum(self.output_sizes), self.input_size)
-
-    def part(self, index: int, order: torch.Tensor | None = None) -> Destination:
-        """order: in which the outputs of that matrix that are kept stand here, see `reordered`."""
-        rows = self._rows_of(index)
-        output_sizes, input_size = self._published
-        return piece(
-            reordered(self.weight.rows(rows.start, rows.stop), order),
-            (output_sizes[index], input_size),
-            within(self._outputs[index]),
-            within(self._inputs),
+        row_order: row i of this rank's rows is row row_order[i] of the checkpoint's; None keeps the order.
+        """
+        rows = self._weight_rows(index)
+        return shard_loader(
+            permuted_loader(self.weight.loader(rows.start, rows.stop), row_order),
+            (self._checkpoint_outputs[index], self._checkpoint_inputs),
+            as_slice(self._outputs[index]),
+            as_slice(self._inputs),
         )
 
-    def joint_part(self, first: int, stop: int) -> Destination:
-        """Where a checkpoint's matrix goes that is several of ours, one below the other."""
-        own = [self._rows_of(index) for index in range(first, stop)]
-        sizes, input_size = self._published[0][first:stop], self._published[1]
-        whole = self.weight.rows(own[0].start, own[-1].stop)
-        if whole.shape[0] == sum(sizes):
-            return whole
-        targets = [self.weight.rows(rows.start, rows.stop) for rows in own]
-        return stacked_piece((sum(sizes), input_size), self._outputs[first:stop], sizes, targets)
+    def _allocate(self) -> None:
+        self.weight = self._method.linear(sum(self.output_sizes), self.input_size)
 
-    def bias_part(self, index: int, order: torch.Tensor | None = None) -> Destination:
-        if self.bias is None:
-            raise ValueError("this layer has no bias")
-        target = reordered(self.bias[within(self._rows_of(index))], order)
-        return piece(target, self._published[0][index : index + 1], within(self._outputs[index]))
-
-    def forward(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
-        """Of norm(hidden) where a norm is given."""
-        product = self.weight.product(hidden, norm)
-        return product if self.bias is None else product.add_(self.bias)
-
-    def gated(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
-        """silu(gate) * up, where the two halves of the product are gate and up."""
-        return self.weight.gated_product(hidden, norm)
-
-    def add_to(self, residual: Residual, hidden: torch.Tensor) -> None:
-        """Add forward(hidden), or in a group the sum of every rank's forward of its own inputs."""
-        if self._group is None:
-            self.weight.add_product(residual.values, hidden)
-        else:
-            residual.add_sum(self._group, self.weight.product(hidden, None))
-
-    def _rows_of(self, index: int) -> range:
-        """Where the i-th matrix stands in the weight."""
+    def _weight_rows(self, index: int) -> range:
+        """Return the rows of the merged weight that hold checkpoint matrix `index`."""
         start = sum(self.output_sizes[:index])
         return range(start, start + self.output_sizes[index])
+
+
+class ColumnParallelLinear(LinearBase):
+    """A merged linear layer whose outputs can be sharded over ranks, with an optional bias [sum(output_sizes)]."""
+
+    def __init__(self, input_size: int, *output_sizes: int, bias: bool = False) -> None:
+        self._has_bias = bias
+        super().__init__(input_size, *output_sizes)
+
+    def shard(self, *local_outputs: range) -> None:
+        """Keep the outputs local_outputs[i] of matrix i. Must be called before weights are loaded."""
+        self._outputs = local_outputs
+        self._allocate()
+
+    def merged_loader(self, first: int, stop: int) -> WeightLoader:
+        """Return the loader of one checkpoint matrix that concatenates matrices `first` to `stop` - 1 of this layer."""
+        rows = [self._weight_rows(index) for index in range(first, stop)]
+        sizes = self._checkpoint_outputs[first:stop]
+        full_loader = self.weight.loader(rows[0].start, rows[-1].stop)
+        if full_loader.shape[0] == sum(sizes):
+            return full_loader
+        targets = [self.weight.loader(row_range.start, row_range.stop) for row_range in rows]
+        return merged_shard_loader((sum(sizes), self._checkpoint_inputs), self._outputs[first:stop], sizes, targets)
+
+    def bias_loader(self, index: int, row_order: torch.Tensor | None = None) -> WeightLoader:
+        """Return the loader of the bias of checkpoint matrix `index`. Raises ValueError if the layer has no bias."""
+        if self.bias is None:
+            raise ValueError("this layer has no bias")
+        target = permuted_loader(self.bias[as_slice(self._weight_rows(index))], row_order)
+        return shard_loader(target, self._checkpoint_outputs[index : index + 1], as_slice(self._outputs[index]))
+
+    def forward(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        """Return norm(hidden) W^T + bias: [tokens, input_size] -> [tokens, sum(output_sizes)]."""
+        output = self.weight.matmul(hidden, norm)
+        return output if self.bias is None else output.add_(self.bias)
+
+    def silu_and_mul(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        """Return silu(gate) * up, where gate and up are the two halves of norm(hidden) W^T."""
+        return self.weight.matmul(hidden, norm, gated=True)
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        size = sum(self.output_sizes)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if self._has_bias else None
+
+
+class RowParallelLinear(LinearBase):
+    """A linear layer that adds its output to the residual stream.
+
+    Its inputs can be sharded over ranks, which then all-reduce their outputs.
+    """
+
+    _group: TensorParallelGroup | None = None
+
+    def shard(self, local_inputs: range, group: TensorParallelGroup) -> None:
+        """Keep the inputs `local_inputs`. Must be called before weights are loaded."""
+        self._inputs, self._group = local_inputs, group
+        self._allocate()
+
+    def add_to(self, residual: ResidualStream, hidden: torch.Tensor) -> None:
+        """Add hidden W^T to `residual`, after an all-reduce if the layer is sharded. hidden: [tokens, input_size]."""
+        if self._group is None:
+            self.weight.matmul(hidden, residual=residual.values)
+        else:
+            residual.add_all_reduce(self._group, self.weight.matmul(hidden))

@@ -1,4 +1,4 @@
-"""Normalisation layers."""
+"""Normalization layers."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from meltcore.kernels import norm as kernels
-from meltcore.layers.destination import Destination
+from meltcore.layers.weight_loader import ConvertingLoader, WeightLoader
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
+    """Applies a root-mean-square norm with a learned scale. weight: [size]."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -18,46 +18,33 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     @property
-    def destination(self) -> Destination:
-        """Where a checkpoint's weight goes."""
+    def loader(self) -> WeightLoader:
+        """The weight loader of the checkpoint's weight."""
         return self.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension of `hidden` [..., size]. Returns the same shape and type."""
         return kernels.rms_norm(hidden, self.weight, self.eps)
 
-    def parts(self) -> kernels.Norm:
-        """For kernels that normalise on the way."""
+    def parameters_for_fusion(self) -> kernels.Norm:
+        """Return weight and eps for a kernel that fuses this norm."""
         return kernels.Norm(self.weight, self.eps)
 
 
-class ZeroCentredNorm(RMSNorm):
-    """A norm whose published weight is the distance of the scale from one.
+class ZeroCenteredRMSNorm(RMSNorm):
+    """An RMS norm whose checkpoint stores its scale minus 1.
 
-    The scale itself is what is held, in float32 whatever the model's type: 16 bits would lose most of what was
-    published.
+    `weight` is the scale itself, in float32 whatever the model's type: 16 bits would lose most of the stored digits.
     """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps, torch.float32)
 
     @property
-    def destination(self) -> Destination:
-        return _OneMore(self.weight)
+    def loader(self) -> WeightLoader:
+        """The weight loader of the checkpoint's weight. It adds one."""
+        return ConvertingLoader(self.weight.shape, lambda source: self.weight.copy_(source.float() + 1))
 
 
-# What makes a layer's norms, from their size.
-MakeNorm = Callable[[int], RMSNorm]
-
-
-class _OneMore:
-    """What arrives is stored plus one."""
-
-    def __init__(self, scale: torch.Tensor) -> None:
-        self._scale = scale
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._scale.shape
-
-    def copy_(self, source: torch.Tensor) -> None:
-        self._scale.copy_(source.float() + 1)
+# Makes a norm of a given size.
+NormFactory = Callable[[int], RMSNorm]

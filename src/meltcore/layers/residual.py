@@ -1,4 +1,4 @@
-"""The residual stream of a step, which every layer reads normalised and adds to."""
+"""The residual stream of a step. Every layer reads the normalized stream and adds its output to the stream."""
 
 from __future__ import annotations
 
@@ -7,61 +7,66 @@ from functools import partial
 
 import torch
 
-from meltcore.kernels.expert_sum import add_choices_normalised
+from meltcore.kernels.moe.combine import combine_add_rms_norm
 from meltcore.kernels.norm import Norm
-from meltcore.layers.group import Group
 from meltcore.layers.norm import RMSNorm
+from meltcore.layers.tensor_parallel import TensorParallelGroup
 
-# Does an addition that was put off; returns the stream as it then is, and that normalised.
-AddNormalised = Callable[[Norm], tuple[torch.Tensor, torch.Tensor]]
+# Performs a deferred addition with the norm of the next layer; returns the stream after it, and that normalized.
+_AddNorm = Callable[[Norm], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Residual:
-    """[tokens, hidden_size]. What a layer adds may be a sum in itself: in a group of ranks of what each rank computed,
-    after routed experts of what a token's own gave.
+class ResidualStream:
+    """The residual stream of a step, with deferred reductions.
 
-    Such a sum is put off until the stream is read, which is when its norm is known: sum, addition and norm are then one
-    launch, in a group for few tokens.
+    values: [tokens, hidden_size].
+
+    An addition that is a reduction (all-reduce over ranks, weighted sum over experts) is deferred until the next read.
+    That read has a norm, so that reduction, addition and norm run as one kernel.
     """
 
-    def __init__(self, values: torch.Tensor, group: Group | None = None) -> None:
-        """It begins as `values`; with a group as the sum of every rank's."""
+    def __init__(self, values: torch.Tensor, group: TensorParallelGroup | None = None) -> None:
+        """Start with `values`, or with the all-reduce of `values` if there is a `group`."""
         self._values = None if group else values
-        self._awaited: AddNormalised | None = partial(group.add_sum_normalised, None, values) if group else None
+        self._deferred_add: _AddNorm | None = partial(group.all_reduce_add_rms_norm, None, values) if group else None
 
     def read(self, norm: RMSNorm) -> tuple[torch.Tensor, Norm | None]:
-        """What a layer computes with: a tensor, and the norm that it still needs, if any."""
-        if self._awaited is None:
-            return self.values, norm.parts()
-        awaited, self._awaited = self._awaited, None
-        self._values, normalised = awaited(norm.parts())
-        return normalised, None
+        """Return a layer's input and the norm that the layer must apply, None if the input is normalized already."""
+        if self._deferred_add is None:
+            return self.values, norm.parameters_for_fusion()
+        deferred_add, self._deferred_add = self._deferred_add, None
+        self._values, normalized = deferred_add(norm.parameters_for_fusion())
+        return normalized, None
 
-    def normalised(self, norm: RMSNorm) -> torch.Tensor:
-        values, still = self.read(norm)
-        return values if still is None else norm(values)
+    def normalized(self, norm: RMSNorm) -> torch.Tensor:
+        """Return norm(values), [tokens, hidden_size]."""
+        values, unapplied_norm = self.read(norm)
+        return values if unapplied_norm is None else norm(values)
 
     @property
     def values(self) -> torch.Tensor:
-        """As they were last read; to add to in place, where there is no group."""
+        """The stream without deferred additions, which callers may add to in place.
+
+        Raises AssertionError while an addition is deferred.
+        """
         assert self._values is not None
-        assert self._awaited is None, "a sum is awaited: read it first"
+        assert self._deferred_add is None, "an addition is deferred: read the stream first"
         return self._values
 
-    def add_sum(self, group: Group, share: torch.Tensor) -> None:
-        """Add the sum of every rank's share [tokens, hidden_size], which is overwritten."""
-        assert self._awaited is None, "a sum is awaited: read it first"
-        self._awaited = partial(group.add_sum_normalised, self._values, share)
+    def add_all_reduce(self, group: TensorParallelGroup, partial_sum: torch.Tensor) -> None:
+        """Add the all-reduce of all ranks' partial sums [tokens, hidden_size]. `partial_sum` is overwritten."""
+        assert self._deferred_add is None, "an addition is deferred: read the stream first"
+        self._deferred_add = partial(group.all_reduce_add_rms_norm, self._values, partial_sum)
 
-    def add_choices(self, outputs: torch.Tensor, weights: torch.Tensor, group: Group | None = None) -> None:
-        """Add each token's outputs [tokens * choices, hidden_size], weighted by [tokens, choices] float32; with a group
-        the sum of every rank's."""
+    def add_experts(
+        self, outputs: torch.Tensor, topk_weights: torch.Tensor, group: TensorParallelGroup | None = None
+    ) -> None:
+        """Add the weighted sum of each token's expert outputs, after an all-reduce if there is a `group`.
+
+        outputs: [tokens * top_k, hidden_size]; topk_weights: [tokens, top_k] float32.
+        """
         values = self.values
         if group is not None:
-            self._awaited = partial(group.add_choices_normalised, values, outputs, weights)
-            return
-
-        def add(norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-            return values, add_choices_normalised(values, outputs, weights, norm)
-
-        self._awaited = add
+            self._deferred_add = partial(group.combine_all_reduce_add_rms_norm, values, outputs, topk_weights)
+        else:
+            self._deferred_add = lambda norm: (values, combine_add_rms_norm(values, outputs, topk_weights, norm))

@@ -1,6 +1,6 @@
-"""`--debug uniform-routing`: experts drawn at random, all alike, and the record of how many a layer met.
+"""Implements `--debug uniform-routing`: draws experts uniformly at random and records how many a layer used.
 
-Dummy weights make tokens so like each other that few experts are read, and a benchmark of them would flatter.
+With dummy weights all tokens are alike and select few experts, so a benchmark would read too little memory.
 """
 
 from __future__ import annotations
@@ -8,52 +8,49 @@ from __future__ import annotations
 import torch
 
 _seed: int | None = None
-# By layer and by tokens of a step: [tokens, choices] int32, the latest draw. A graph's stay where its replays write.
-_drawn: dict[tuple[int, int], torch.Tensor] = {}
+# (layer, tokens of a step) -> [tokens, top_k] int32 of the latest such step. A CUDA graph's replays write to it again.
+_topk_ids: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def route_at_random(on: bool, seed: int) -> None:
-    """In this process, send tokens to experts drawn at random from now on, or no longer.
-
-    Ranks that are given the same seed draw the same.
-    """
+def set_uniform_routing(enabled: bool, seed: int) -> None:
+    """Switch uniform routing on or off in this process. Ranks with the same seed draw the same experts."""
     global _seed
-    _seed = seed if on else None
-    _drawn.clear()
-    if on:
+    _seed = seed if enabled else None
+    _topk_ids.clear()
+    if enabled:
         torch.manual_seed(seed)
 
 
-def drawing_seed() -> int | None:
-    """None where tokens go where the router sends them."""
+def uniform_routing_seed() -> int | None:
+    """Return the seed of uniform routing, None if the router selects the experts."""
     return _seed
 
 
-def note_drawn(layer: int, experts: torch.Tensor) -> None:
-    """Keep what was drawn for a layer, [tokens, choices] int32 below the number of experts, at no cost for a graph.
+def record_routing(layer_id: int, topk_ids: torch.Tensor) -> None:
+    """Record the experts that a layer used in a step, [tokens, top_k] int32. Adds no work to a CUDA graph.
 
-    Steps launched kernel by kernel on a GPU are left out: those are prompts, which meet all experts. So are graphs of a
-    size that is recorded already: those of decode steps are recorded first.
+    Eager steps on a GPU are not recorded: they are prefill and use all experts. A second graph for the same number of
+    tokens is not recorded either, so that decode graphs, which are captured first, count.
     """
-    key = layer, experts.shape[0]
-    if not experts.is_cuda or (torch.cuda.is_current_stream_capturing() and key not in _drawn):
-        _drawn[key] = experts
+    key = layer_id, topk_ids.shape[0]
+    if not topk_ids.is_cuda or (torch.cuda.is_current_stream_capturing() and key not in _topk_ids):
+        _topk_ids[key] = topk_ids
 
 
-@torch.inference_mode()  # as the tensors were made
-def forget_drawn() -> None:
-    """Before what `experts_met` is to tell of."""
-    for experts in _drawn.values():
-        experts.fill_(-1)
+@torch.inference_mode()  # the tensors were made in it
+def clear_routing_record() -> None:
+    """Discard the steps recorded so far, so that `mean_experts_used` counts later steps only."""
+    for topk_ids in _topk_ids.values():
+        topk_ids.fill_(-1)
 
 
-def experts_met() -> dict[int, float]:
-    """By tokens of a step, padding included: how many experts the last such step met, mean over layers.
+def mean_experts_used() -> dict[int, float]:
+    """Return the mean number of experts that a layer used in the latest step, by the number of tokens of the step.
 
-    Of steps since `forget_drawn`; waits for the device.
+    Padding counts as tokens. Covers steps since `clear_routing_record`; synchronizes with the device.
     """
-    met: dict[int, list[int]] = {}
-    for (_, tokens), experts in _drawn.items():
-        if int(experts.min()) >= 0:
-            met.setdefault(tokens, []).append(len(experts.unique()))
-    return {tokens: sum(counts) / len(counts) for tokens, counts in sorted(met.items())}
+    expert_counts: dict[int, list[int]] = {}
+    for (_, num_tokens), topk_ids in _topk_ids.items():
+        if int(topk_ids.min()) >= 0:
+            expert_counts.setdefault(num_tokens, []).append(len(topk_ids.unique()))
+    return {num_tokens: sum(counts) / len(counts) for num_tokens, counts in sorted(expert_counts.items())}

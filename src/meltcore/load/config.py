@@ -1,30 +1,34 @@
-"""What a load run is told: one dataclass, and the small languages of its command-line values."""
+"""Defines the settings of a load run, and parses the values of its command-line options."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from meltcore.errors import ConfigError
+from meltcore.options import option
 
-Arrivals = Literal["constant", "poisson"]
+ArrivalProcess = Literal["poisson", "constant"]
 
 SLO_METRICS = ("ttft", "tpot", "itl", "e2e")
-DEFAULT_WARMUP_CAP = 32  # requests; a whole wave of a high level would cost as much as the level
+DEFAULT_MAX_WARMUPS = 32  # a warm-up as wide as a level of high concurrency would cost as much as the level
 
 _Number = TypeVar("_Number", int, float)
 
-_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
-_OPTION = re.compile(r"([a-z_]+)=(.+)")
+_RANGE_PATTERN = re.compile(r"(\d+)(?:-(\d+))?")
+_FIELD_PATTERN = re.compile(r"([a-z_]+)=(.+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """Seconds. `first_byte` counts from the sending, `idle` from the last byte, `total` from the intended start."""
+class Timeouts(NamedTuple):
+    """Holds the time limits of a request in seconds.
+
+    `first_byte_s` counts from the time the request is sent, `idle_s` from the last received byte, and `total_s` from
+    the intended start.
+    """
 
     connect_s: float = 30.0
     first_byte_s: float = 600.0
@@ -32,159 +36,33 @@ class Timeouts:
     total_s: float = 1800.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadConfig:
-    """A run against one server: closed-loop levels (`concurrency`), or open-loop levels (`rates`, requests a second).
+class AnswerRules(NamedTuple):
+    """Holds the conditions, beyond a finish reason, that make an answer complete.
 
-    `requests` is per level: one value for all, or one each. None: 20 a connection up to 200, at least one each (closed
-    loop); 30 s of arrivals (open loop). `warmup` requests run before each level and stay out of its results; None:
-    as many as the level's concurrency, at most 32.
+    `needs_text`: an answer without text is a failure, although the server counted tokens. `allow_empty`: an answer of
+    only an end token is complete nevertheless, and its token arrives with the finish reason. `needs_usage`: an answer
+    without the server's token counts is a failure.
     """
 
-    url: str
-    concurrency: tuple[int, ...] = (10,)
-    rates: tuple[float, ...] = ()
-    arrivals: Arrivals = "poisson"
-    requests: int | tuple[int, ...] | None = None
-    warmup: int | None = None
-    workload: str = "problems:short"
-    max_tokens: int | None = None  # output limit of prompts that name none; None: left to the server (problems: 512)
-    model: str | None = None  # None: the first one that /v1/models names
-    api_key: str | None = field(default=None, repr=False)
-    seed: int = 0
-    slo_ms: dict[str, float] = field(default_factory=dict)  # ttft, tpot, itl, e2e: limits of a good request
-    processes: int = 1
-    timeouts: Timeouts = Timeouts()
-    stream: bool = True  # else whole answers, which have no TTFT and no ITL
-    continuous_usage: bool = True  # ask for token counts with every chunk; some servers refuse the field
-    temperature: float | None = 0.0  # None: left to the server
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    may_be_empty: bool = False  # an answer of an end token and nothing else is whole
-    keep_text: bool = False  # of every answer, in its record; else only of the sample that `tokenizer` re-counts
-    tokenizer: str | None = None  # tokenizer.json, or a folder with one: re-counts a sample of answers
-    records_path: Path | None = None  # requests.jsonl, appended to
-    record_chunks: bool = False
-
-    def __post_init__(self) -> None:
-        _at_least("concurrency", min(self.concurrency, default=0), 1)
-        _at_least("processes", self.processes, 1)
-        if self.warmup is not None:
-            _at_least("warmup", self.warmup, 0)
-        if self.max_tokens is not None:
-            _at_least("max_tokens", self.max_tokens, 1)
-        for name, limit_s in asdict(self.timeouts).items():
-            if not limit_s > 0:
-                raise ConfigError(f"timeout: {name} must be more than 0 seconds; got {limit_s:g}")
-        for rate in self.rates:
-            if not 0 < rate < math.inf:
-                raise ConfigError(f"rate must be more than 0 requests a second; got {rate}")
-        if isinstance(self.requests, tuple) and len(self.requests) != len(self.levels):
-            raise ConfigError(f"requests has {len(self.requests)} values for {len(self.levels)} levels")
-        unknown = set(self.slo_ms) - set(SLO_METRICS)
-        if unknown:
-            raise ConfigError(f"slo: unknown {', '.join(sorted(unknown))}; there are {', '.join(SLO_METRICS)}")
-        for name, limit_ms in self.slo_ms.items():
-            if not limit_ms > 0:
-                raise ConfigError(f"slo: {name} must be more than 0 ms; got {limit_ms:g}")
-        for level in self.levels:
-            _at_least("requests", level.requests, 1)
-
-    @property
-    def levels(self) -> list[Level]:
-        """The levels in the order they run."""
-        if self.rates:
-            return [
-                Level(concurrency=0, rate=rate, requests=self._requests(at, max(1, round(rate * 30))))
-                for at, rate in enumerate(self.rates)
-            ]
-        return [
-            Level(concurrency=count, rate=None, requests=self._requests(at, max(count, min(200, 20 * count))))
-            for at, count in enumerate(self.concurrency)
-        ]
-
-    def warmup_of(self, level: Level) -> int:
-        if self.warmup is not None:
-            return self.warmup
-        return min(level.concurrency or 8, level.requests, DEFAULT_WARMUP_CAP)
-
-    def _requests(self, position: int, default: int) -> int:
-        if isinstance(self.requests, tuple):
-            return self.requests[position]
-        return default if self.requests is None else self.requests
-
-
-@dataclass(frozen=True, kw_only=True)
-class Level:
-    """One level: `concurrency` connections (closed loop), or `rate` arrivals a second (open loop, concurrency 0)."""
-
-    concurrency: int
-    rate: float | None
-    requests: int
-
-    @property
-    def name(self) -> str:
-        return f"concurrency {self.concurrency}" if self.rate is None else f"rate {self.rate:g}/s"
-
-    @property
-    def width(self) -> int:
-        """Connections opened before the release: never more than there are requests. 0 for an open loop."""
-        return min(self.concurrency, self.requests)
-
-
-@dataclass(frozen=True)
-class Span:
-    """A whole number, fixed or uniform between two bounds, both included."""
-
-    low: int
-    high: int
-
-
-def parse_span(text: str, what: str) -> Span:
-    """`128` or `128-1024`. Raises ConfigError."""
-    match = _SPAN.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"{what}: {text!r} is neither a number nor a range such as 128-1024")
-    span = Span(int(match[1]), int(match[2] or match[1]))
-    if not 1 <= span.low <= span.high:
-        raise ConfigError(f"{what}: {text} must start at 1 or more and not run backwards")
-    return span
-
-
-def parse_options(text: str, what: str, allowed: tuple[str, ...]) -> dict[str, str]:
-    """`in=128,out=64` as a dict. Raises ConfigError for an unknown or repeated name."""
-    options: dict[str, str] = {}
-    for part in filter(None, text.split(",")):
-        match = _OPTION.fullmatch(part)
-        if match is None or match[1] not in allowed:
-            raise ConfigError(f"{what}: {part!r} is not one of {', '.join(f'{name}=...' for name in allowed)}")
-        if match[1] in options:
-            raise ConfigError(f"{what}: {match[1]} is given twice")
-        options[match[1]] = match[2]
-    return options
+    needs_text: bool = False
+    allow_empty: bool = False
+    needs_usage: bool = False
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """`ttft:2000,tpot:100` (milliseconds) as a dict. Raises ConfigError."""
-    limits: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.partition(":")
+    """Parse latency limits such as `ttft:2000,tpot:100` into milliseconds by metric. Raises ConfigError."""
+    slo_ms: dict[str, float] = {}
+    for limit_text in text.split(","):
+        name, _, value = limit_text.partition(":")
         try:
-            limits[name.strip()] = float(value)
+            slo_ms[name.strip()] = float(value)
         except ValueError as error:
-            raise ConfigError(f"slo: {part!r} is not of the form ttft:2000 (milliseconds)") from error
-    return limits
-
-
-def parse_numbers(text: str, what: str, kind: type[_Number]) -> tuple[_Number, ...]:
-    """`10,100` as numbers of `kind`. Raises ConfigError."""
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"{what}: {text!r} is not a list of numbers such as 10,100") from error
+            raise ConfigError(f"--goodput: {limit_text!r} is not of the form ttft:2000 (milliseconds)") from error
+    return slo_ms
 
 
 def parse_extra_body(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ConfigError."""
+    """Parse a JSON object from the command line. Raises ConfigError for any other text."""
     try:
         fields = json.loads(text)
     except ValueError as error:
@@ -194,6 +72,207 @@ def parse_extra_body(text: str) -> dict[str, Any]:
     return fields
 
 
-def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(f"{name} must be at least {low}; got {value}")
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """Describes a run against one server, with closed-loop levels (`concurrency`) or open-loop levels (`request_rate`).
+
+    `num_prompts` has one value for all levels or one value per level. Where it is empty, a closed-loop level sends 20
+    requests per connection, at most 200 but at least one per connection; an open-loop level sends for 30 s.
+    `num_warmups` requests run before each level and stay out of its results; None means the level's concurrency, at
+    most 32.
+    """
+
+    url: str
+    concurrency: tuple[int, ...] = option((10,), "Closed-loop levels: requests in flight.", group="Load")
+    request_rate: tuple[float, ...] = option((), "Open-loop levels: requests per second.", group="Load")
+    arrivals: ArrivalProcess = option("poisson", "Arrival process of an open loop.", group="Load")
+    num_prompts: tuple[int, ...] = option((), "Requests per level: one number for all, or one each.", group="Load")
+    num_warmups: int | None = option(
+        None, "Requests before each level that stay out of its results.", group="Load", limits={"least": 0}
+    )
+    slo_ms: dict[str, float] = option(
+        {},
+        "Latency limits of a good request in ms; also itl and e2e.",
+        group="Load",
+        flag="--goodput",
+        type=parse_slo,
+        metavar="ttft:MS,tpot:MS",
+    )
+    processes: int = option(1, "Client processes.", group="Load")
+    workload: str = option(
+        "problems:short",
+        "Prompts: problems:short, random:in=128-1024,out=128 or FILE.jsonl.",
+        group="Prompts",
+    )
+    max_tokens: int | None = option(None, "Output limit of prompts that set none.", group="Prompts")
+    seed: int = option(0, "Seed of prompts and arrivals.", group="Prompts")
+    model: str | None = option(None, "Model to ask for (default: the first of /v1/models).", group="Server")
+    api_key: str | None = option(None, "Bearer token.", group="Server", metavar="KEY")
+    extra_body: dict[str, Any] = option(
+        {}, "Fields added to every request.", group="Server", type=parse_extra_body, metavar="JSON"
+    )
+    stream: bool = option(True, "Ask for unstreamed answers: TTFT, ITL and TPOT are not measured.", group="Server")
+    continuous_usage: bool = option(
+        True, "Do not ask for token counts with every event; some servers refuse the field.", group="Server"
+    )
+    tokenizer: str | None = option(
+        None,
+        "tokenizer.json, or its folder: checks the server's token counts, and replaces them where it sends none.",
+        group="Results",
+        metavar="PATH",
+    )
+    record_event_times: bool = option(False, "Keep the time of every event in requests.jsonl.", group="Results")
+    timeouts: Timeouts = Timeouts()  # noqa: RUF009 - a NamedTuple cannot be changed
+    temperature: float | None = 0.0  # None: left to the server
+    strict: bool = False  # an answer without text, or without the server's token counts, is a failure
+    allow_empty: bool = False  # but an end token alone is complete
+    keep_text: bool = False  # of every answer, in its record; else only of the sample that `tokenizer` checks
+    records_path: Path | None = None  # requests.jsonl, appended to
+
+    def __post_init__(self) -> None:
+        _check_at_least("concurrency", min(self.concurrency, default=0), 1)
+        _check_at_least("processes", self.processes, 1)
+        if self.num_warmups is not None:
+            _check_at_least("num_warmups", self.num_warmups, 0)
+        if self.max_tokens is not None:
+            _check_at_least("max_tokens", self.max_tokens, 1)
+        for name, limit_s in self.timeouts._asdict().items():
+            if not limit_s > 0:
+                raise ConfigError(f"timeout: {name} must be more than 0 seconds; got {limit_s:g}")
+        for rate in self.request_rate:
+            if not 0 < rate < math.inf:
+                raise ConfigError(f"request_rate must be more than 0 requests per second; got {rate}")
+        num_levels = len(self.request_rate or self.concurrency)
+        if len(self.num_prompts) not in (0, 1, num_levels):
+            raise ConfigError(f"num_prompts has {len(self.num_prompts)} values for {num_levels} levels")
+        unknown_metrics = set(self.slo_ms) - set(SLO_METRICS)
+        if unknown_metrics:
+            raise ConfigError(
+                f"--goodput: unknown {', '.join(sorted(unknown_metrics))}; there are {', '.join(SLO_METRICS)}"
+            )
+        for name, limit_ms in self.slo_ms.items():
+            if not limit_ms > 0:
+                raise ConfigError(f"--goodput: {name} must be more than 0 ms; got {limit_ms:g}")
+        for level in self.levels:
+            _check_at_least("num_prompts", level.num_requests, 1)
+
+    @property
+    def levels(self) -> list[Level]:
+        """Return the levels in the order they run."""
+        if self.request_rate:
+            default_num_requests = [max(1, round(rate * 30)) for rate in self.request_rate]
+            return [
+                Level(concurrency=0, rate=rate, num_requests=num_requests)
+                for rate, num_requests in zip(
+                    self.request_rate, self._num_requests_per_level(default_num_requests), strict=False
+                )
+            ]
+        default_num_requests = [max(concurrency, min(200, 20 * concurrency)) for concurrency in self.concurrency]
+        return [
+            Level(concurrency=concurrency, rate=None, num_requests=num_requests)
+            for concurrency, num_requests in zip(
+                self.concurrency, self._num_requests_per_level(default_num_requests), strict=False
+            )
+        ]
+
+    @property
+    def answer_rules(self) -> AnswerRules:
+        """Return the conditions that make an answer complete.
+
+        The server's token counts are required where answers are not streamed and no tokenizer is given, because there
+        are no events to count.
+        """
+        lacks_token_counts = not self.stream and self.tokenizer is None
+        return AnswerRules(
+            needs_text=self.strict, allow_empty=self.allow_empty, needs_usage=self.strict or lacks_token_counts
+        )
+
+    def num_warmups_for(self, level: Level) -> int:
+        """Return the number of warm-up requests before `level`."""
+        if self.num_warmups is not None:
+            return self.num_warmups
+        return min(level.concurrency or 8, level.num_requests, DEFAULT_MAX_WARMUPS)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings for published results, without the API key, the address and local paths."""
+        unpublished_fields = {"api_key", "records_path", "tokenizer", "url"}
+        published_fields = {name: value for name, value in asdict(self).items() if name not in unpublished_fields}
+        return {**published_fields, "timeouts": self.timeouts._asdict(), "workload": self.workload.rpartition("/")[2]}
+
+    def _num_requests_per_level(self, defaults: list[int]) -> list[int]:
+        """Return the number of requests of each level: `num_prompts` where given, else the defaults."""
+        if len(self.num_prompts) == 1:
+            return list(self.num_prompts) * len(defaults)
+        return list(self.num_prompts) or defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Describes one level of load.
+
+    A closed loop has `concurrency` connections. An open loop has `rate` arrivals per second and a concurrency of 0.
+    """
+
+    concurrency: int
+    rate: float | None
+    num_requests: int
+
+    @property
+    def name(self) -> str:
+        """Return the level's label in records and progress bars."""
+        return f"concurrency {self.concurrency}" if self.rate is None else f"rate {self.rate:g}/s"
+
+    @property
+    def num_connections(self) -> int:
+        """Return the number of connections to open before the release.
+
+        It is never more than the number of requests, and 0 for an open loop.
+        """
+        return min(self.concurrency, self.num_requests)
+
+
+class IntRange(NamedTuple):
+    """Holds the bounds of a whole number, which are both included. Equal bounds make the number fixed."""
+
+    low: int
+    high: int
+
+
+def parse_range(text: str, name: str) -> IntRange:
+    """Parse a number such as `128` or a range such as `128-1024`. Raises ConfigError."""
+    match = _RANGE_PATTERN.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{name}: {text!r} is neither a number nor a range such as 128-1024")
+    bounds = IntRange(int(match[1]), int(match[2] or match[1]))
+    if not 1 <= bounds.low <= bounds.high:
+        raise ConfigError(f"{name}: {text} must start at 1 or more and not run backwards")
+    return bounds
+
+
+def parse_fields(text: str, name: str, allowed_names: tuple[str, ...]) -> dict[str, str]:
+    """Parse fields such as `in=128,out=64` into a dict. Raises ConfigError for an unknown or repeated field."""
+    fields: dict[str, str] = {}
+    for field_text in filter(None, text.split(",")):
+        match = _FIELD_PATTERN.fullmatch(field_text)
+        if match is None or match[1] not in allowed_names:
+            raise ConfigError(
+                f"{name}: {field_text!r} is not one of {', '.join(f'{field}=...' for field in allowed_names)}"
+            )
+        if match[1] in fields:
+            raise ConfigError(f"{name}: {match[1]} is given twice")
+        fields[match[1]] = match[2]
+    return fields
+
+
+def parse_numbers(text: str, name: str, number_type: type[_Number]) -> tuple[_Number, ...]:
+    """Parse numbers such as `10,100` into a tuple of `number_type`. Raises ConfigError."""
+    try:
+        return tuple(number_type(number_text) for number_text in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{name}: {text!r} is not a list of numbers such as 10,100") from error
+
+
+def _check_at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(f"{name} must be at least {minimum}; got {value}")

@@ -1,4 +1,4 @@
-"""One streamed completion, from its first byte to a Record: what counts as text, as the end, and as a failure."""
+"""Reads one answer of the chat or completions API into a record, and decides whether it is complete or failed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from collections.abc import Callable
 
 import msgspec
 
+from meltcore.load.config import AnswerRules
 from meltcore.load.http import EventParser, HttpError
-from meltcore.load.record import Record
+from meltcore.load.record import RequestRecord
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 MAX_DETAIL_CHARS = 300
+MAX_TOKENS = 2**24  # of one request; the longest context of a published model has 10 million
+IMPLAUSIBLE_USAGE = "implausible usage"
+NO_EXTRA_RULES = AnswerRules()
 
 
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # its newer name; a server that sends both says the same in both
+    reasoning: str | None = None  # its newer name; a server that sends both repeats the text
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta | None = None  # chat form
-    message: _Delta | None = None  # chat form, of an answer that comes whole
-    text: str | None = None  # completions form
+    delta: _Delta | None = None  # chat, streamed
+    message: _Delta | None = None  # chat, unstreamed
+    text: str | None = None  # completions
     finish_reason: str | None = None
 
 
@@ -58,215 +62,250 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 _decode_error = msgspec.json.Decoder(_ErrorBody).decode
 
 
-class StreamExchange:
-    """Reads one streamed answer of the chat or completions form into `record`, then calls `on_done` exactly once.
+class StreamedResponse:
+    """Reads one streamed answer into `record`, then calls `on_done` exactly once.
 
-    An answer is whole when it had text, a finish reason, `[DONE]` and the usage. Anything less is a failure with its
-    reason. Text is content and reasoning: both are tokens that a user waited for; the content alone is the answer.
-    `may_be_empty`: an end token alone is an answer too, which came when its finish reason did.
+    An answer is complete when its response ended in order after a finish reason, with text or with counted tokens.
+    Anything less is a failure with its reason; `rules` can require more. Text is content and reasoning: a user waits
+    for the tokens of both, but only the content is the answer. The record tells whether `[DONE]` and the usage arrived.
+    Without usage, the number of events with text is the token count.
+
+    Token counts that cannot be true fail the request: negative ones, more output tokens than `max_output_tokens` (None:
+    the request has no limit), more cached than prompt tokens, or no token for an answer with text.
     """
 
     __slots__ = (
-        "_chunk_times",
-        "_chunk_tokens",
-        "_empty",
-        "_events",
-        "_may_be_empty",
+        "_allow_empty",
+        "_content",
+        "_event_parser",
+        "_event_times",
+        "_event_tokens",
+        "_is_empty",
+        "_max_output_tokens",
         "_on_done",
-        "_parts",
+        "_reasoning",
+        "_rules",
         "_saw_done",
         "_saw_usage",
-        "_thoughts",
         "now_s",
         "record",
     )
 
     CONTENT_TYPE = "text/event-stream"
-    NOT_THAT = "not a stream"
+    WRONG_TYPE_FAILURE = "not a stream"
 
     def __init__(
         self,
-        record: Record,
-        on_done: Callable[[StreamExchange], None],
+        record: RequestRecord,
+        on_done: Callable[[StreamedResponse], None],
         *,
         keep_text: bool,
-        may_be_empty: bool = False,
+        rules: AnswerRules = NO_EXTRA_RULES,
+        max_output_tokens: int | None = None,
     ) -> None:
         self.record = record
         self.now_s = 0.0
-        self._on_done: Callable[[StreamExchange], None] | None = on_done
-        self._events = EventParser()
-        self._parts: list[str] | None = [] if keep_text else None
-        self._thoughts: list[str] = []
-        self._chunk_times = array("d")
-        self._chunk_tokens = array("I")
-        self._may_be_empty = may_be_empty
-        self._empty = False
+        self._on_done: Callable[[StreamedResponse], None] | None = on_done
+        self._event_parser = EventParser()
+        self._content: list[str] | None = [] if keep_text else None
+        self._reasoning: list[str] = []
+        self._event_times = array("d")
+        self._event_tokens = array("I")
+        self._rules = rules
+        self._max_output_tokens = MAX_TOKENS if max_output_tokens is None else max_output_tokens
+        self._allow_empty = rules.allow_empty
+        self._is_empty = False
         self._saw_done = False
         self._saw_usage = False
 
     @property
-    def answer(self) -> str:
-        """What was said, without what a server tells apart from it as reasoning."""
-        return "".join(self._parts or ())
+    def content(self) -> str:
+        """Return the answer without the text that the server marks as reasoning."""
+        return "".join(self._content or ())
 
     @property
-    def thoughts(self) -> str:
-        return "".join(self._thoughts)
+    def reasoning(self) -> str:
+        """Return the text that the server marks as reasoning."""
+        return "".join(self._reasoning)
 
-    @property
-    def text_chunks(self) -> int:
-        return len(self._chunk_times)
-
-    # --- what the connection tells us
+    # --- callbacks of the connection
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
+        """Store the status, and fail a response of another content type."""
         self.record.status = status
         if status == 200 and not headers.get("content-type", "").lower().startswith(self.CONTENT_TYPE):
-            self._end(self.NOT_THAT, f"content-type is {headers.get('content-type', 'absent')}")
+            self._finish(self.WRONG_TYPE_FAILURE, f"content-type is {headers.get('content-type', 'absent')}")
 
     def on_body(self, data: bytes) -> None:
+        """Decode the events in `data`, or collect the body of an error response."""
         if self._on_done is None:
             return
         if self.record.status != 200:
-            if self._parts is None:
-                self._parts = []
-            if sum(map(len, self._parts)) < MAX_ERROR_BODY_BYTES:
-                self._parts.append(data.decode("utf-8", "replace"))
+            if self._content is None:
+                self._content = []
+            if sum(map(len, self._content)) < MAX_ERROR_BODY_BYTES:
+                self._content.append(data.decode("utf-8", "replace"))
             return
         try:
-            events = self._events.feed(data)
+            events = self._event_parser.feed(data)
         except HttpError as error:
-            self._end("malformed response", str(error))
+            self._finish("malformed response", str(error))
             return
         for event in events:
-            if self._on_done is None:  # failed: its record is already out of our hands
+            if self._on_done is None:  # failed: its record was already delivered
                 return
-            self._event(event)
+            self._on_event(event)
 
     def on_end(self) -> None:
+        """Complete the record, as a failure where the answer is not complete."""
         if self.record.status != 200:
-            self._end(f"http {self.record.status}", error_message(self.answer))
+            self._finish(f"http {self.record.status}", error_message(self.content))
         else:
-            self._end(*self._verdict())
+            self._finish(*self._find_failure())
 
     def on_failure(self, reason: str, detail: str) -> None:
-        self._end(reason, detail)
+        """Complete the record as a failure."""
+        self._finish(reason, detail)
 
     # --- inside the stream
 
-    def _event(self, data: bytes) -> None:
+    def _on_event(self, data: bytes) -> None:
         if data == b"[DONE]":
             self._saw_done = True
             return
         try:
             event = _decode_event(data)
         except msgspec.DecodeError as error:
-            self._end("bad json", f"{error}: {data[:80]!r}")
+            self._finish("bad json", f"{error}: {data[:80]!r}")
             return
         usage = event.usage
+        if usage is not None and not 0 <= usage.completion_tokens <= self._max_output_tokens:
+            self._finish(IMPLAUSIBLE_USAGE, self._wrong_completion_tokens(usage.completion_tokens))
+            return
         if event.choices:
             choice = event.choices[0]
             delta = choice.delta or choice.message
-            answer = choice.text if delta is None else delta.content
-            thought = None if delta is None else delta.reasoning_content or delta.reasoning
-            text = answer or thought
-            self._empty = self._may_be_empty and choice.finish_reason == "stop" and not (text or self._chunk_times)
-            if text or self._empty:
-                self._chunk_times.append(self.now_s)
+            content = choice.text if delta is None else delta.content
+            reasoning = None if delta is None else delta.reasoning_content or delta.reasoning
+            text = content or reasoning
+            self._is_empty = self._allow_empty and choice.finish_reason == "stop" and not (text or self._event_times)
+            if text or self._is_empty:
+                self._event_times.append(self.now_s)
                 if usage is not None:
-                    self._chunk_tokens.append(usage.completion_tokens)
-            if answer and self._parts is not None:
-                self._parts.append(answer)
-            if thought and self._parts is not None:
-                self._thoughts.append(thought)
+                    self._event_tokens.append(usage.completion_tokens)
+            if content and self._content is not None:
+                self._content.append(content)
+            if reasoning and self._content is not None:
+                self._reasoning.append(reasoning)
             if choice.finish_reason is not None:
                 self.record.finish_reason = choice.finish_reason
         elif event.error:
-            self._end("error event", error_message(data.decode("utf-8", "replace")))
+            self._finish("error event", error_message(data.decode("utf-8", "replace")))
         if usage is not None:
-            self._usage(usage)
+            self._on_usage(usage)
 
-    def _usage(self, usage: _Usage) -> None:
+    def _on_usage(self, usage: _Usage) -> None:
         self._saw_usage = True
         self.record.prompt_tokens = usage.prompt_tokens
         self.record.output_tokens = usage.completion_tokens
         if usage.prompt_tokens_details is not None:
             self.record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
-    def _verdict(self) -> tuple[str | None, str | None]:
-        """(failure, detail) of a stream that ended in good HTTP order."""
+    def _wrong_completion_tokens(self, count: int) -> str:
+        limit = "" if count < 0 else f", the request allows at most {self._max_output_tokens}"
+        return f"completion_tokens {count}{limit}"
+
+    def _wrong_usage(self) -> str | None:
+        """Return which count of a complete answer cannot be true; `completion_tokens` are checked on arrival."""
+        prompt_tokens, cached_tokens = self.record.prompt_tokens, self.record.cached_tokens
+        if not 0 <= prompt_tokens <= MAX_TOKENS:
+            return f"prompt_tokens {prompt_tokens}" + f", at most {MAX_TOKENS} are possible" * (prompt_tokens > 0)
+        if cached_tokens is not None and not 0 <= cached_tokens <= prompt_tokens:
+            return f"cached_tokens {cached_tokens}" + f" of prompt_tokens {prompt_tokens}" * (cached_tokens > 0)
+        if not self.record.output_tokens and self._event_times and not self._is_empty:
+            return f"completion_tokens 0 for {len(self._event_times)} events with text"
+        return None
+
+    def _find_failure(self) -> tuple[str | None, str | None]:
+        """Return the (reason, detail) of a response that ended in order; (None, None) where it is complete."""
         record = self.record
-        if self._events.inside_event:
+        if self._event_parser.inside_event:
             return "truncated stream", "the last event is unfinished"
         if record.finish_reason is None:
             return "truncated stream", "no finish_reason"
-        if not self._saw_done:
-            return "truncated stream", "no [DONE]"
         if record.finish_reason in ("abort", "error"):
             return "aborted by server", f"finish_reason is {record.finish_reason}"
+        record.saw_done, record.saw_usage = self._saw_done, self._saw_usage
         if not self._saw_usage:
-            return "no usage", "the server sent no usage although stream_options.include_usage asked for it"
-        if not self._chunk_times or (self._empty and record.output_tokens > 1):
+            if self._rules.needs_usage:
+                return "no usage", "the server sent no usage although it was asked for; a --tokenizer can count instead"
+            record.output_tokens = len(self._event_times)
+        elif (wrong := self._wrong_usage()) is not None:
+            return IMPLAUSIBLE_USAGE, wrong
+        lacks_text = not self._event_times or (self._is_empty and record.output_tokens > 1)
+        if lacks_text and (self._rules.needs_text or not record.output_tokens):
             return (
                 "empty answer",
                 f"no text, finish_reason {record.finish_reason}, {record.output_tokens} tokens reported",
             )
         return None, None
 
-    def _end(self, failure: str | None, detail: str | None) -> None:
+    def _finish(self, failure: str | None, detail: str | None) -> None:
         on_done, self._on_done = self._on_done, None
-        if on_done is None:  # failed before, and the rest of its bytes still came in
+        if on_done is None:  # failed before; the rest of its bytes was still received
             return
         record = self.record
         record.ended_s = self.now_s or time.monotonic()
         record.failure = failure
         record.detail = None if detail is None else detail[:MAX_DETAIL_CHARS]
-        if self._chunk_times:
-            record.first_text_s = self._chunk_times[0]
-            record.chunk_times = self._chunk_times.tobytes()
-        if len(self._chunk_tokens) == len(self._chunk_times):
-            record.chunk_tokens = self._chunk_tokens.tobytes()
+        if self._event_times:
+            record.first_text_s = self._event_times[0]
+            record.event_times = self._event_times.tobytes()
+        if len(self._event_tokens) == len(self._event_times):
+            record.event_tokens = self._event_tokens.tobytes()
         on_done(self)
 
 
-class WholeExchange(StreamExchange):
-    """Reads one answer that was not asked to be streamed: all of its text is one chunk, which comes at its end."""
+class UnstreamedResponse(StreamedResponse):
+    """Reads one unstreamed answer into `record`. All of its text is one event, which arrives at its end."""
 
     __slots__ = ("_body",)
 
     CONTENT_TYPE = "application/json"
-    NOT_THAT = "not JSON"
+    WRONG_TYPE_FAILURE = "not JSON"
 
     def __init__(
         self,
-        record: Record,
-        on_done: Callable[[StreamExchange], None],
+        record: RequestRecord,
+        on_done: Callable[[StreamedResponse], None],
         *,
         keep_text: bool,
-        may_be_empty: bool = False,
+        rules: AnswerRules = NO_EXTRA_RULES,
+        max_output_tokens: int | None = None,
     ) -> None:
-        super().__init__(record, on_done, keep_text=keep_text, may_be_empty=may_be_empty)
+        super().__init__(record, on_done, keep_text=keep_text, rules=rules, max_output_tokens=max_output_tokens)
         self._body: list[bytes] = []
 
     def on_body(self, data: bytes) -> None:
+        """Collect the bytes of the answer, or the body of an error response."""
         if self.record.status == 200:
             self._body.append(data)
         else:
             super().on_body(data)
 
     def on_end(self) -> None:
+        """Decode the answer and complete the record."""
         if self.record.status == 200:
-            self._event(b"".join(self._body))
+            self._on_event(b"".join(self._body))
             self._saw_done = True
         super().on_end()
 
 
 def error_message(body: str) -> str:
-    """The message inside an OpenAI error form (or a near relative of it), else the body's beginning."""
+    """Return the message of an error object in OpenAI's or a similar form, else the start of `body`."""
     try:
-        parsed = _decode_error(body.encode())
+        error_body = _decode_error(body.encode())
     except msgspec.DecodeError:
         return body[:MAX_DETAIL_CHARS] or "empty body"
-    message = parsed.error if isinstance(parsed.error, str) else parsed.error.message
-    return message or parsed.message or parsed.detail or body[:MAX_DETAIL_CHARS]
+    message = error_body.error if isinstance(error_body.error, str) else error_body.error.message
+    return message or error_body.message or error_body.detail or body[:MAX_DETAIL_CHARS]

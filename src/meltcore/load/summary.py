@@ -1,258 +1,278 @@
-"""From records to a LevelResult. The metrics are defined in results/definitions.py and computed here, nowhere else."""
+"""Computes the metrics of a level from its records, as results/definitions.py defines them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from meltcore.load.client_monitor import ClientUsage, client_bound_reasons
 from meltcore.load.config import Level
-from meltcore.load.record import Record
-from meltcore.load.selfcheck import ClientWatch, client_limits
-from meltcore.load.spans import InFlight, means, timeline
+from meltcore.load.record import RequestRecord
+from meltcore.load.timeline import MS_PER_S, InFlight, TextArrivals, TokenTimes, bucket_means, timeline
 from meltcore.results.percentiles import distribution
 from meltcore.results.schema import ClientLoad, LevelResult, Steady, TimelinePoint, Verdict
 
-MS = 1000.0
-
 
 @dataclass(frozen=True, kw_only=True)
-class LevelRun:
-    """Everything known of one level once it is over."""
+class LevelMeasurement:
+    """Holds all measurements of one level."""
 
     level: Level
-    records: list[Record]
+    records: list[RequestRecord]
     released_s: float
-    watches: list[ClientWatch]
+    client_usages: list[ClientUsage]
     server_died_s: float | None = None
     interrupted: bool = False
     server_peak_in_flight: int | None = None
-    workload: str = ""
-    judged: bool = False
-    streamed: bool = True
-    warmup_requests: int = 0
+    workload_name: str = ""
+    is_graded: bool = False
+    is_streamed: bool = True
+    fallback_count_source: Literal["tokenizer", "events"] = "events"  # where the server sent no usage
+    num_warmups: int = 0
     slo_ms: dict[str, float]
 
 
-def summarise(run: LevelRun) -> LevelResult:
-    """The numbers of a level. Latencies are of whole answers only; failures stay in every denominator."""
-    whole = [record for record in run.records if record.failure is None]
-    ended_s = max((record.ended_s for record in run.records), default=run.released_s)
-    duration_s = ended_s - run.released_s
-    sent = [record for record in run.records if record.sent_s]
-    in_flight = InFlight(_column(sent, "sent_s"), _column(sent, "ended_s"))
-    prompt_tokens = sum(record.prompt_tokens for record in whole)
-    output_tokens = sum(record.output_tokens for record in whole)
-    chunks = sum(len(record.times_s) for record in whole)
-    tokens = _TokenTimes.of(whole)
+def summarize(measurement: LevelMeasurement) -> LevelResult:
+    """Return the metrics of a level.
+
+    Latencies, queue delay and tokens per event are of complete answers only. Failures stay in the duration, by which
+    rates are divided, and in the number of requests, by which accuracy is.
+    """
+    complete_records = [record for record in measurement.records if record.failure is None]
+    records_with_text = [record for record in complete_records if record.first_text_s]
+    ended_s = max((record.ended_s for record in measurement.records), default=measurement.released_s)
+    duration_s = ended_s - measurement.released_s
+    sent_records = [record for record in measurement.records if record.sent_s]
+    in_flight = InFlight(_field_values(sent_records, "sent_s"), _field_values(sent_records, "ended_s"))
+    prompt_tokens = sum(record.prompt_tokens for record in complete_records)
+    output_tokens = sum(record.output_tokens for record in complete_records)
+    has_token_counts = all(record.cumulative_tokens is not None for record in records_with_text)
+    token_times = TokenTimes.from_records(complete_records)
     result = LevelResult(
-        concurrency=run.level.concurrency,
-        load_kind="closed" if run.level.rate is None else "open",
-        rate_per_s=run.level.rate,
-        workload=run.workload,
-        warmup_requests=run.warmup_requests,
-        requests=len(run.records),
-        succeeded=len(whole),
-        failed=len(run.records) - len(whole),
-        failures=_failures(run.records),
+        concurrency=measurement.level.concurrency,
+        load_kind="closed" if measurement.level.rate is None else "open",
+        rate_per_s=measurement.level.rate,
+        workload=measurement.workload_name,
+        warmup_requests=measurement.num_warmups,
+        requests=len(measurement.records),
+        succeeded=len(complete_records),
+        failed=len(measurement.records) - len(complete_records),
+        failures=_count_failures(measurement.records),
         peak_in_flight=in_flight.peak,
-        server_peak_in_flight=run.server_peak_in_flight,
-        accuracy=_accuracy(run),
+        server_peak_in_flight=measurement.server_peak_in_flight,
+        accuracy=_accuracy(measurement),
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        output_tokens_per_s=_rate(output_tokens, duration_s),
-        total_tokens_per_s=_rate(prompt_tokens + output_tokens, duration_s),
-        chunk_to_token_ratio=chunks / output_tokens if output_tokens else None,
-        steady=_steady(run, in_flight, tokens),
-        timeline=_timeline(run, whole, in_flight, tokens, ended_s),
-        released_s=run.released_s,
-        client=_client(run.watches),
+        output_tokens_per_s=_per_second(output_tokens, duration_s),
+        total_tokens_per_s=_per_second(prompt_tokens + output_tokens, duration_s),
+        events_per_token=_ratio(sum(len(record.times_s) for record in complete_records), output_tokens),
+        token_count_source="server-reported"
+        if all(record.saw_usage for record in complete_records)
+        else measurement.fallback_count_source,
+        steady=_steady_rate(measurement, in_flight, token_times),
+        timeline=timeline(in_flight, token_times, measurement.released_s, ended_s) if measurement.records else [],
+        released_s=measurement.released_s,
+        client=_client_load(measurement.client_usages),
+        e2e_ms=distribution([e2e_ms(record) for record in complete_records]),
+        queue_delay_ms=distribution([(record.sent_s - record.intended_s) * MS_PER_S for record in complete_records]),
     )
-    _add_latencies(result, whole, run.streamed)
-    if run.slo_ms:
-        result.slo = dict(run.slo_ms)
-        result.goodput_per_s = _rate(sum(_meets(record, run.slo_ms) for record in whole), duration_s)
-    result.verdict, result.reasons = _verdict(run, result)
+    if measurement.is_streamed and records_with_text:  # else no first token was seen, nor any other
+        arrivals = TextArrivals.from_records(records_with_text, use_token_counts=has_token_counts)
+        _add_latencies(result, records_with_text, arrivals)
+        result.itl_unit = "token" if has_token_counts else "event"
+        _add_latency_timeline(result.timeline, records_with_text, arrivals, measurement.released_s, ended_s)
+    if measurement.slo_ms:
+        result.slo = dict(measurement.slo_ms)
+        result.goodput_per_s = _per_second(
+            sum(_meets_slo(record, measurement.slo_ms) for record in complete_records), duration_s
+        )
+    result.verdict, result.reasons = _verdict(measurement, result)
     return result
 
 
-# --- one request's numbers
+# --- metrics of one request
 
 
-def ttft_ms(record: Record) -> float:
-    return (record.first_text_s - record.intended_s) * MS
+def ttft_ms(record: RequestRecord) -> float:
+    """Return the time to first token of an answer with text."""
+    return (record.first_text_s - record.intended_s) * MS_PER_S
 
 
-def e2e_ms(record: Record) -> float:
-    return (record.ended_s - record.intended_s) * MS
+def e2e_ms(record: RequestRecord) -> float:
+    """Return the end-to-end latency of a request."""
+    return (record.ended_s - record.intended_s) * MS_PER_S
 
 
-def tpot_ms(record: Record) -> float | None:
-    """None for an answer of one token: it has no second one to wait for."""
+def tpot_ms(record: RequestRecord) -> float | None:
+    """Return the time per output token after the first; None for an answer of one token."""
     if record.output_tokens < 2:
         return None
     return (e2e_ms(record) - ttft_ms(record)) / (record.output_tokens - 1)
 
 
-def itl_ms(record: Record) -> np.ndarray:
-    """Gaps between chunks that carried text: [tokens after the first chunk] where the server counted tokens, each gap
-    shared evenly among those it brought; else [chunks - 1]."""
-    gaps = np.diff(record.times_s) * MS
-    counts = record.tokens_so_far
-    if counts is None:
-        return gaps
-    brought = np.maximum(np.diff(counts.astype(np.int64)), 1)
-    return np.repeat(gaps / brought, brought)
-
-
-def _meets(record: Record, slo_ms: dict[str, float]) -> bool:
-    gaps = itl_ms(record)
-    seen = {
+def _meets_slo(record: RequestRecord, slo_ms: dict[str, float]) -> bool:
+    if not record.first_text_s:  # an answer without text meets no limit
+        return False
+    itl_ms = TextArrivals.from_records([record]).itl_ms
+    latencies_ms = {
         "ttft": ttft_ms(record),
         "tpot": tpot_ms(record),
-        "itl": float(gaps.mean()) if len(gaps) else None,
+        "itl": float(itl_ms.mean()) if len(itl_ms) else None,
         "e2e": e2e_ms(record),
     }
-    return all((value := seen[name]) is None or value <= limit for name, limit in slo_ms.items())
+    return all((value := latencies_ms[name]) is None or value <= limit for name, limit in slo_ms.items())
 
 
-# --- a level's numbers
+# --- metrics of a level
 
 
-@dataclass(frozen=True)
-class _TokenTimes:
-    """When output tokens arrived: `times_s` of chunks, `weights` tokens in each. Sums to the server's own count."""
-
-    times_s: np.ndarray
-    weights: np.ndarray
-
-    @classmethod
-    def of(cls, records: list[Record]) -> _TokenTimes:
-        times = [record.times_s for record in records]
-        weights = [_chunk_weights(record) for record in records]
-        if not times:
-            return cls(np.zeros(0), np.zeros(0))
-        return cls(np.concatenate(times), np.concatenate(weights))
-
-    def between(self, start_s: float, end_s: float) -> float:
-        return float(self.weights[(self.times_s >= start_s) & (self.times_s < end_s)].sum())
-
-
-def _chunk_weights(record: Record) -> np.ndarray:
-    """[chunks] output tokens per chunk: as the server counted them, else spread evenly.
-
-    Tokens after the last text (an end token has none) count with the last chunk.
-    """
-    counts = record.tokens_so_far
-    chunks = len(record.times_s)
-    if counts is None:
-        return np.full(chunks, record.output_tokens / chunks)
-    weights = np.diff(counts.astype(np.float64), prepend=0.0)
-    weights[-1] += record.output_tokens - counts[-1]
-    return weights
-
-
-def _column(records: list[Record], name: str) -> np.ndarray:
+def _field_values(records: list[RequestRecord], name: str) -> np.ndarray:
     return np.array([getattr(record, name) for record in records], dtype=np.float64)
 
 
-def _rate(amount: float, duration_s: float) -> float:
+def _per_second(amount: float, duration_s: float) -> float:
     return amount / duration_s if duration_s > 0 else 0.0
 
 
-def _accuracy(run: LevelRun) -> float | None:
-    if not run.judged or not run.records:
+def _ratio(numerator: int, denominator: int) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _accuracy(measurement: LevelMeasurement) -> float | None:
+    if not measurement.is_graded or not measurement.records:
         return None
-    return sum(record.correct is True for record in run.records) / len(run.records)
+    return sum(record.correct is True for record in measurement.records) / len(measurement.records)
 
 
-def _failures(records: list[Record]) -> dict[str, int]:
-    """Counts by reason, most frequent first, each with the first detail seen: "http 429: the queue is full"."""
+def _count_failures(records: list[RequestRecord]) -> dict[str, int]:
+    """Return the number of failures per reason, most frequent first.
+
+    Each reason includes the detail of its first failure: "http 429: the queue is full".
+    """
     counts = Counter(record.failure for record in records if record.failure is not None)
-    first: dict[str | None, str | None] = {}
+    first_details: dict[str | None, str | None] = {}
     for record in records:
-        first.setdefault(record.failure, record.detail)
-    return {f"{reason}: {first[reason]}" if first[reason] else reason: count for reason, count in counts.most_common()}
+        first_details.setdefault(record.failure, record.detail)
+    return {
+        f"{reason}: {first_details[reason]}" if first_details[reason] else reason: count
+        for reason, count in counts.most_common()
+    }
 
 
-def _steady(run: LevelRun, in_flight: InFlight, tokens: _TokenTimes) -> Steady | None:
-    if run.level.rate is not None:
-        return None
-    window = in_flight.steady_window(run.level.concurrency)
+def _steady_rate(measurement: LevelMeasurement, in_flight: InFlight, token_times: TokenTimes) -> Steady | None:
+    window = in_flight.steady_window(measurement.level.concurrency) if measurement.level.rate is None else None
     if window is None:
         return None
     start_s, end_s = window
-    rate = tokens.between(start_s, end_s) / (end_s - start_s)
-    return Steady(start_s=start_s - run.released_s, end_s=end_s - run.released_s, output_tokens_per_s=rate)
-
-
-def _timeline(
-    run: LevelRun, whole: list[Record], in_flight: InFlight, tokens: _TokenTimes, ended_s: float
-) -> list[TimelinePoint]:
-    if not run.records:
-        return []
-    points = timeline(in_flight, tokens.times_s, tokens.weights, run.released_s, ended_s)
-    if not run.streamed or not whole:
-        return points
-    firsts = np.array([ttft_ms(record) for record in whole])
-    ttfts = means(_column(whole, "first_text_s"), firsts, np.ones(len(whole)), run.released_s, ended_s)
-    counted = all(record.tokens_so_far is not None for record in whole)
-    gaps = np.concatenate([np.diff(record.times_s) * MS for record in whole])
-    brought = [_chunk_weights(record)[1:] if counted else np.ones(len(record.times_s) - 1) for record in whole]
-    at_s = np.concatenate([record.times_s[1:] for record in whole])
-    itls = means(at_s, gaps, np.concatenate(brought), run.released_s, ended_s)
-    for point, ttft, itl in zip(points, ttfts, itls, strict=True):
-        point.ttft_ms, point.itl_ms = ttft, itl
-    return points
-
-
-def _client(watches: list[ClientWatch]) -> ClientLoad:
-    lags = [watch.lag_p99_ms for watch in watches if watch.lag_p99_ms is not None]
-    return ClientLoad(
-        cpu_share=max((watch.cpu_share for watch in watches), default=0.0),
-        loop_lag_p99_ms=max(lags, default=None),
-        processes=len(watches),
+    tokens_per_s = token_times.count_between(start_s, end_s) / (end_s - start_s)
+    return Steady(
+        start_s=start_s - measurement.released_s, end_s=end_s - measurement.released_s, output_tokens_per_s=tokens_per_s
     )
 
 
-def _add_latencies(result: LevelResult, whole: list[Record], streamed: bool) -> None:
-    result.e2e_ms = distribution([e2e_ms(record) for record in whole])
-    result.queue_delay_ms = distribution([(record.sent_s - record.intended_s) * MS for record in whole])
-    if not streamed:  # nobody saw the first token come, nor any other
-        return
-    result.ttft_ms = distribution([ttft_ms(record) for record in whole])
-    result.tpot_ms = distribution([value for record in whole if (value := tpot_ms(record)) is not None])
-    counted = bool(whole) and all(record.tokens_so_far is not None for record in whole)
-    result.itl_unit = "token" if counted else "chunk"
-    gaps = [itl_ms(record) if counted else np.diff(record.times_s) * MS for record in whole]
-    result.itl_ms = distribution(np.concatenate(gaps) if gaps else np.zeros(0))
+def _client_load(client_usages: list[ClientUsage]) -> ClientLoad:
+    cpu_utilizations = [usage.cpu_utilization for usage in client_usages if usage.cpu_utilization is not None]
+    lags_p99_ms = [usage.lag_p99_ms for usage in client_usages if usage.lag_p99_ms is not None]
+    return ClientLoad(
+        cpu_utilization=max(cpu_utilizations, default=None),
+        loop_lag_p99_ms=max(lags_p99_ms, default=None),
+        processes=len(client_usages),
+    )
 
 
-def _verdict(run: LevelRun, result: LevelResult) -> tuple[Verdict, list[str]]:
-    """The gravest word that fits, and every reason there is to distrust the numbers."""
-    reasons = []
+def _add_latencies(result: LevelResult, records_with_text: list[RequestRecord], arrivals: TextArrivals) -> None:
+    result.ttft_ms = distribution([ttft_ms(record) for record in records_with_text])
+    result.tpot_ms = distribution([value for record in records_with_text if (value := tpot_ms(record)) is not None])
+    result.event_gap_ms = distribution(arrivals.gaps_ms)
+    result.itl_ms = distribution(arrivals.itl_ms)
+    result.tokens_per_event = _ratio(sum(record.output_tokens for record in records_with_text), arrivals.num_arrivals)
+
+
+def _add_latency_timeline(
+    timeline_points: list[TimelinePoint],
+    records_with_text: list[RequestRecord],
+    arrivals: TextArrivals,
+    start_s: float,
+    end_s: float,
+) -> None:
+    first_text_s, ttfts_ms = (
+        _field_values(records_with_text, "first_text_s"),
+        np.array([ttft_ms(record) for record in records_with_text]),
+    )
+    mean_ttfts_ms = bucket_means(first_text_s, ttfts_ms, np.ones(len(records_with_text)), start_s, end_s)
+    mean_itls_ms = bucket_means(arrivals.times_s, arrivals.gaps_ms, arrivals.tokens_per_gap, start_s, end_s)
+    for point, mean_ttft_ms, mean_itl_ms in zip(timeline_points, mean_ttfts_ms, mean_itls_ms, strict=True):
+        point.ttft_ms, point.itl_ms = mean_ttft_ms, mean_itl_ms
+
+
+def _verdict(measurement: LevelMeasurement, result: LevelResult) -> tuple[Verdict, list[str]]:
+    """Return the most severe verdict that applies, and every reason to doubt the measurement."""
     verdict: Verdict = "OK"
-    shortest = [value for value in (result.itl_ms.p50, result.ttft_ms.p50) if value is not None]
-    client = client_limits(run.watches, min(shortest, default=None))
-    if client:
+    median_latencies_ms = [value for value in (result.itl_ms.p50, result.ttft_ms.p50) if value is not None]
+    reasons = client_bound_reasons(measurement.client_usages, min(median_latencies_ms, default=None))
+    if reasons:
         verdict = "CLIENT_BOUND"
-        reasons += client
+    reasons += _answer_notes(measurement, result)
+    if any(record.failure is None and not record.first_text_s for record in measurement.records):
+        verdict = "NO_TEXT"
     if result.failed:
         verdict = "FAILED"
-        worst = next(iter(result.failures))
+        top_failure = next(iter(result.failures))
         reasons.append(
-            f"{result.failed} of {result.requests} requests failed ({worst}); latencies are of the other "
+            f"{result.failed} of {result.requests} requests failed ({top_failure}); latencies are of the other "
             f"{result.succeeded}"
         )
-    if run.interrupted:
+    if measurement.interrupted:
         verdict = "PARTIAL"
-        reasons.append(f"interrupted after {result.duration_s:.1f} s: {run.level.requests} requests were planned")
-    if run.server_died_s is not None:
+        reasons.append(
+            f"interrupted after {result.duration_s:.1f} s: {measurement.level.num_requests} requests were planned"
+        )
+    if measurement.server_died_s is not None:
         verdict = "SERVER_DIED"
         reasons.append(
-            f"the server died {run.server_died_s - run.released_s:.1f} s after the release: connections were refused "
-            f"or dropped, and /health did not answer"
+            f"the server died {measurement.server_died_s - measurement.released_s:.1f} s after the release: "
+            f"connections were refused or dropped, and /health did not answer"
         )
     return verdict, reasons
+
+
+def _answer_notes(measurement: LevelMeasurement, result: LevelResult) -> list[str]:
+    """Return notes on what complete answers lack: text, [DONE] or usage."""
+    complete_records = [record for record in measurement.records if record.failure is None]
+    notes = []
+    records_without_text = [record for record in complete_records if not record.first_text_s]
+    if records_without_text:
+        num_tokens = sum(record.output_tokens for record in records_without_text)
+        notes.append(
+            f"{len(records_without_text)} of {len(complete_records)} answers had no text; the server counted "
+            f"{num_tokens:,} tokens in them (a model with random weights generates such); "
+            f"they have no TTFT, ITL and TPOT"
+        )
+    num_without_done = sum(not record.saw_done for record in complete_records)
+    if num_without_done:
+        notes.append(f"{num_without_done} of {len(complete_records)} streams ended after finish_reason, without [DONE]")
+    split_records = [
+        record for record in complete_records if record.saw_usage and record.output_tokens < len(record.times_s)
+    ]
+    if split_records:
+        notes.append(
+            f"{len(split_records)} of {len(complete_records)} answers report fewer tokens than events with text (the "
+            f"first: {split_records[0].output_tokens} tokens, {len(split_records[0].times_s)} events): the server "
+            f"splits tokens into several events, or counts too few"
+        )
+    num_without_usage = sum(not record.saw_usage for record in complete_records)
+    if num_without_usage:
+        counting_note = (
+            "counted with the tokenizer, prompts without the server's template"
+            if result.token_count_source == "tokenizer"
+            else "counted as events that carried text, prompts not at all; --tokenizer counts both"
+        )
+        notes.append(
+            f"{num_without_usage} of {len(complete_records)} answers came without usage: "
+            f"their tokens are {counting_note}"
+        )
+    return notes

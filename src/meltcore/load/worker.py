@@ -1,154 +1,177 @@
-"""A share of a level in a process of its own: both ends of the pipe between them.
-
-Frames are a length (4 bytes, little-endian) and msgpack. Parent: Setup, then Release, and Stop at any time. Worker:
-Opened, then Batches, then End. `time.monotonic()` is one clock for all processes of a machine, so times need no shift.
-A worker whose parent goes away reads end-of-file and leaves.
-"""
+"""Runs one worker's requests of a level: opens connections, waits for the common release, collects the records."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
-from dataclasses import replace
-from typing import Any
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import msgspec
-import uvloop
 
-from meltcore.errors import MeltcoreError
-from meltcore.load.record import Record
-from meltcore.load.share import LocalShare, OnRecords, Setup, ShareEnd
+from meltcore.load.client_monitor import ClientMonitor, ClientUsage
+from meltcore.load.config import Level, LoadConfig
+from meltcore.load.connection import Target
+from meltcore.load.dispatcher import TIMEOUT_CHECK_S, Dispatcher
+from meltcore.load.loops import ClosedLoop, OpenLoop, RequestLoop, arrival_offsets
+from meltcore.load.record import RequestRecord
+from meltcore.load.workload import RequestBuilder, Workload, open_workload
 
-_LENGTH_BYTES = 4
-_START = "from meltcore.load.worker import main; main()"
-_LEAVE_S = 5.0
+INTERRUPTED = "interrupted"
+SERVER_DIED = "server died"
 
-
-class Release(msgspec.Struct, tag="release"):
-    at_s: float
-
-
-class Stop(msgspec.Struct, tag="stop"):
-    pass
+OnRecords = Callable[[list[RequestRecord]], None]
 
 
-class Opened(msgspec.Struct, tag="opened"):
-    connected: int
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes the requests of one worker: `worker_idx`, `worker_idx + num_workers`, ... of one level.
+
+    Request 0 of the level is prompt `first_prompt_idx` of a workload of `num_prompts` prompts.
+    """
+
+    config: LoadConfig
+    target: Target
+    model: str
+    level: Level
+    first_prompt_idx: int
+    num_prompts: int
+    worker_idx: int = 0
+    num_workers: int = 1
 
 
-class Batch(msgspec.Struct, tag="batch"):
-    records: list[Record]
-    in_flight: int
+class WorkerResult(msgspec.Struct, array_like=True):
+    """Holds what a worker reports after all its records."""
+
+    usage: ClientUsage
+    server_died_s: float | None
 
 
-class End(msgspec.Struct, tag="end"):
-    end: ShareEnd
+class LoadWorker(Protocol):
+    """Declares the interface of a worker, in this process or in another.
 
+    A worker passes its records to the callback given at construction.
+    """
 
-_decode_setup = msgspec.msgpack.Decoder(Setup).decode
-_decode_order = msgspec.msgpack.Decoder(Release | Stop).decode
-_decode_answer = msgspec.msgpack.Decoder(Opened | Batch | End).decode
-_encode = msgspec.msgpack.Encoder().encode
+    @property
+    def in_flight(self) -> int:
+        """Return the number of requests that were sent and have not ended, as far as this process knows."""
 
-
-def _frame(message: Any) -> bytes:
-    body = _encode(message)
-    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises asyncio.IncompleteReadError where the other end has gone."""
-    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
-    return await reader.readexactly(length)
-
-
-class RemoteShare:
-    """The parent's end. Raises MeltcoreError where the worker dies before its end."""
-
-    def __init__(self, setup: Setup, on_records: OnRecords) -> None:
-        # The parent alone writes records; a worker never sees the path.
-        self._setup = msgspec.structs.replace(setup, config=replace(setup.config, records_path=None))
-        self._on_records = on_records
-        self._process: asyncio.subprocess.Process | None = None
-        self.in_flight = 0
-        self.connected = 0
+    @property
+    def num_connections(self) -> int:
+        """Return the number of connections opened so far."""
 
     async def open(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _START, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        self._write(self._setup)
-        answer = await self._read()
-        assert isinstance(answer, Opened)
-        self.connected = answer.connected
+        """Open the connections of a closed loop."""
 
-    async def run(self, release_at_s: float) -> ShareEnd:
-        assert self._process is not None
-        self._write(Release(release_at_s))
-        while not isinstance(answer := await self._read(), End):
-            assert isinstance(answer, Batch)
-            self.in_flight = answer.in_flight
-            self._on_records(answer.records)
-        self.in_flight = 0
-        await asyncio.wait_for(self._process.wait(), _LEAVE_S)
-        return answer.end
+    async def run(self, release_at_s: float) -> WorkerResult:
+        """Send the first requests at `release_at_s` (monotonic), and return when every request has its record."""
 
     def stop(self) -> None:
-        self._write(Stop())
+        """Fail the requests in flight as interrupted and send no more, so that `run` returns."""
 
-    def _write(self, message: Any) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(_frame(message))
 
-    async def _read(self) -> Opened | Batch | End:
-        assert self._process is not None
-        assert self._process.stdout is not None
+class LocalWorker:
+    """Implements a worker in this process and event loop."""
+
+    def __init__(self, settings: WorkerSettings, on_records: OnRecords) -> None:
+        self._settings = settings
+        self._on_records = on_records
+        self._records: list[RequestRecord] = []
+        self._is_stopping = False
+        config = settings.config
+        self._dispatcher = Dispatcher(
+            settings.target,
+            config.timeouts,
+            self._records.append,
+            stream=config.stream,
+            rules=config.answer_rules,
+        )
+        self._request_loop = self._make_request_loop(open_workload(config, settings.num_prompts))
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of requests that were sent and have not ended."""
+        return self._dispatcher.in_flight
+
+    @property
+    def num_connections(self) -> int:
+        """Return the number of connections opened so far."""
+        return self._request_loop.num_connections
+
+    async def open(self) -> None:
+        """Open the connections of a closed loop."""
+        await self._request_loop.open()
+        gc.collect()  # now, because the collector is off between the release and the last answer
+
+    def stop(self) -> None:
+        """Fail the requests in flight as interrupted and send no more, so that `run` returns."""
+        self._is_stopping = True
+
+    async def run(self, release_at_s: float) -> WorkerResult:
+        """Send the first requests at `release_at_s` (monotonic), and return when every request has its record."""
+        with _gc_disabled():
+            wait_s = release_at_s - time.monotonic()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            if self._is_stopping:
+                self._end_early(INTERRUPTED, None)
+            else:
+                self._request_loop.release(release_at_s)
+            await asyncio.sleep(0)  # lets the event loop send what the release has written
+            monitor = ClientMonitor()
+            while not self._request_loop.finished.is_set():
+                await self._poll()
+            result = WorkerResult(monitor.finish(), self._dispatcher.server_died_s)
+        self._deliver_records()
+        self._request_loop.close()
+        return result
+
+    async def _poll(self) -> None:
+        """Wait a fraction of a second, then enforce time limits and deliver records."""
         try:
-            return _decode_answer(await _read_frame(self._process.stdout))
-        except asyncio.IncompleteReadError as error:
-            status = await asyncio.wait_for(self._process.wait(), _LEAVE_S)
-            raise MeltcoreError(f"a load worker ended early with status {status}; its error stands above") from error
+            await asyncio.wait_for(self._request_loop.finished.wait(), TIMEOUT_CHECK_S)
+        except TimeoutError:
+            self._dispatcher.fail_overdue()
+        await self._dispatcher.check_server()
+        self._deliver_records()
+        if self._is_stopping:
+            self._end_early(INTERRUPTED, None)
+        elif self._dispatcher.server_died_s is not None:
+            self._end_early(SERVER_DIED, SERVER_DIED)
+
+    def _end_early(self, reason: str, fail_remaining: str | None) -> None:
+        self._request_loop.stop(fail_remaining=fail_remaining)
+        self._dispatcher.abort_all(reason, "was still in flight")
+        self._request_loop.finished.set()
+
+    def _deliver_records(self) -> None:
+        if self._records:
+            records = self._records.copy()
+            self._records.clear()
+            self._on_records(records)
+
+    def _make_request_loop(self, workload: Workload) -> RequestLoop:
+        settings, level, config = self._settings, self._settings.level, self._settings.config
+        builder = RequestBuilder(config, settings.target, settings.model, workload, settings.first_prompt_idx)
+        indexes = range(settings.worker_idx, level.num_requests, settings.num_workers)
+        connect_timeout_s = config.timeouts.connect_s
+        if level.rate is None:
+            num_connections = len(range(settings.worker_idx, level.num_connections, settings.num_workers))
+            return ClosedLoop(self._dispatcher, builder, indexes, connect_timeout_s, num_connections=num_connections)
+        offsets_s = arrival_offsets(level.rate, level.num_requests, config.arrivals, config.seed)
+        worker_offsets_s = offsets_s[settings.worker_idx :: settings.num_workers]
+        return OpenLoop(self._dispatcher, builder, indexes, connect_timeout_s, offsets_s=worker_offsets_s)
 
 
-async def _work() -> None:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", buffering=0))
-    # Blocking writes: a batch is small, and the pipe is read at once.
-    out = os.fdopen(1, "wb", buffering=0)
-
-    def write(message: Any) -> None:
-        frame = memoryview(_frame(message))
-        while frame:
-            frame = frame[out.write(frame) or 0 :]
-
-    share = LocalShare(_decode_setup(await _read_frame(reader)), lambda records: write(Batch(records, share.in_flight)))
-    await share.open()
-    write(Opened(share.connected))
-    order = _decode_order(await _read_frame(reader))
-    if isinstance(order, Stop):
-        share.stop()
-        write(End(await share.run(0.0)))
-        return
-    obedience = asyncio.ensure_future(_obey(reader, share))
-    write(End(await share.run(order.at_s)))
-    obedience.cancel()
-
-
-async def _obey(reader: asyncio.StreamReader, share: LocalShare) -> None:
+@contextmanager
+def _gc_disabled() -> Iterator[None]:
+    """Disable garbage collection inside the block: with 10,000 open streams it stops the client for tens of ms."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        _decode_order(await _read_frame(reader))
-    except asyncio.IncompleteReadError:
-        os._exit(1)  # nobody is left to hand records to
-    share.stop()
-
-
-def main() -> None:
-    """The worker process: serve one share over the standard streams, then leave."""
-    # Ctrl-C and a terminal's end reach every process of the terminal; the parent alone decides, and tells us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    uvloop.run(_work())
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,6 +1,6 @@
-"""What is asked of a server: prompts with their output limits, and where known the way to mark an answer.
+"""Provides prompts with output limits, graders of answers where the right one is known, and encoded requests.
 
-Request `i` of a workload is the same whoever asks for it, so worker processes need no channel to share prompts.
+Request `i` of a workload is the same in every process, so worker processes need no channel to exchange prompts.
 """
 
 from __future__ import annotations
@@ -13,107 +13,192 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import msgspec
+
 from meltcore import problems
 from meltcore.errors import ConfigError
-from meltcore.load.config import Span, parse_options, parse_span
+from meltcore.load.config import IntRange, LoadConfig, parse_fields, parse_range
+from meltcore.load.connection import Target
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 
 PROBLEM_KINDS = ("short", "long", "mixed")
 PROBLEM_MAX_TOKENS = 512
-# Above every control id and below the vocabulary of any published model; a server refuses an id it does not have.
+# Above all control ids and below the vocabulary of any published model; a server refuses an id that it does not have.
 RANDOM_LOW_ID, RANDOM_HIGH_ID = 100, 30_000
 
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
-# That a line of a file may set for its own request.
+# Fields that a line of a file may set for its request.
 _SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
-# An answer that goes on after its end. Special tokens are part of it then: without their text an answer of nothing else
-# is empty, one that begins with some has a late first text, and none can be counted again.
-WHOLE_LENGTH = {"ignore_eos": True, "skip_special_tokens": False}
+# Generation goes on after an end token, so answers hold special tokens. Without their text an answer of nothing else is
+# empty, one that begins with some has a late first text, and none can be counted with a tokenizer.
+IGNORE_EOS_FIELDS = {"ignore_eos": True, "skip_special_tokens": False}
+
+TOKEN_CHECK_SAMPLE_SIZE = 64  # answers per level whose text is kept for the tokenizer
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request: its path, the fields of its body that are its own, and a judge of the answer where there is one."""
+    """Holds a request's path, the body fields that vary, and the grader of its answer where there is one."""
 
     path: str
     fields: dict[str, Any]
-    judge: Callable[[str], bool] | None = None
+    grade: Callable[[str], bool] | None = None
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`prompt(i)` is request i of the run, for any i from 0; `judged` says whether every answer can be marked."""
+    """Describes a source of prompts.
+
+    `make_prompt(i)` returns the prompt of request i of the run, for any i from 0. `is_graded` tells whether every
+    answer can be graded.
+    """
 
     name: str
-    prompt: Callable[[int], Prompt]
-    judged: bool
+    make_prompt: Callable[[int], Prompt]
+    is_graded: bool
 
 
-def load_workload(text: str, *, count: int, seed: int, max_tokens: int | None) -> Workload:
-    """Read `problems:KIND`, `random:in=SPAN,out=SPAN[,vocab=N][,eos=1]` or a path to a JSONL file.
+@dataclass(frozen=True, slots=True)
+class EncodedRequest:
+    """Holds one encoded request and the grader of its answer."""
 
-    `count` is how many requests the run will make at most. Raises ConfigError with what is wrong with the text.
+    index: int
+    data: bytes
+    grade: Callable[[str], bool] | None
+    in_check_sample: bool  # the text is kept in the record
+    needs_token_count: bool  # the text is kept in the record if the server sends no token count
+    max_output_tokens: int | None = None  # of all choices together; None: the request sets no limit
+
+    @property
+    def keep_text(self) -> bool:
+        """Return whether the answer's text is needed once the answer is complete."""
+        return self.grade is not None or self.in_check_sample or self.needs_token_count
+
+
+class RequestBuilder:
+    """Builds request `i` of a level from prompt `first_prompt_idx + i`, so that no level repeats another's prompts."""
+
+    def __init__(
+        self, config: LoadConfig, target: Target, model: str, workload: Workload, first_prompt_idx: int
+    ) -> None:
+        self._common_fields: dict[str, Any] = {"model": model, "stream": config.stream}
+        if config.stream:
+            stream_options = {"include_usage": True}
+            if config.continuous_usage:
+                stream_options["continuous_usage_stats"] = True
+            self._common_fields["stream_options"] = stream_options
+        if config.temperature is not None:
+            self._common_fields["temperature"] = config.temperature
+        self.target = target
+        self._extra_body = config.extra_body
+        self._workload = workload
+        self._first_prompt_idx = first_prompt_idx
+        self._count_tokens = config.tokenizer is not None
+        self._check_sample_size = None if config.keep_text else TOKEN_CHECK_SAMPLE_SIZE if self._count_tokens else 0
+        self._encode = msgspec.json.Encoder().encode
+
+    def build(self, index: int) -> EncodedRequest:
+        """Encode the request `index`, which counts from 0 within the level."""
+        prompt = self._workload.make_prompt(self._first_prompt_idx + index)
+        fields = {**self._common_fields, **prompt.fields, **self._extra_body}
+        body = self._encode(fields)
+        data = self.target.encode_head("POST", prompt.path, len(body)) + body
+        return EncodedRequest(
+            index,
+            data,
+            prompt.grade,
+            self._check_sample_size is None or index < self._check_sample_size,
+            self._count_tokens,
+            max_output_tokens(fields),
+        )
+
+
+def max_output_tokens(fields: dict[str, Any]) -> int | None:
+    """Return the most tokens that the answer to a request with `fields` may have; None where it sets no limit."""
+    limits = [fields.get(name) for name in ("max_tokens", "max_completion_tokens")]
+    choice_counts = [fields.get(name) for name in ("n", "best_of")]
+    known_limits = [limit for limit in limits if isinstance(limit, int)]
+    if not known_limits:
+        return None
+    return max(known_limits) * max([1, *(count for count in choice_counts if isinstance(count, int))])
+
+
+def open_workload(config: LoadConfig, num_requests: int) -> Workload:
+    """Open the workload of `config` for `num_requests` requests. Raises ConfigError where it cannot be read."""
+    return load_workload(config.workload, num_requests=num_requests, seed=config.seed, max_tokens=config.max_tokens)
+
+
+def load_workload(spec: str, *, num_requests: int, seed: int, max_tokens: int | None) -> Workload:
+    """Open the workload that `spec` describes. Raises ConfigError for a malformed `spec` or file.
+
+    `spec` is `problems:KIND`, `random:in=RANGE,out=RANGE[,vocab=N][,eos=1]` or the path of a JSONL file. `num_requests`
+    is the most requests that the run will send.
     """
-    kind, _, rest = text.partition(":")
-    if kind == "problems":
-        return _problems(text, rest or "short", count, seed, max_tokens)
-    if kind == "random":
-        return _random_ids(text, rest, seed, max_tokens)
-    return _file(Path(text), max_tokens)
+    workload_type, _, options_text = spec.partition(":")
+    if workload_type == "problems":
+        return _problem_workload(spec, options_text or "short", num_requests, seed, max_tokens)
+    if workload_type == "random":
+        return _random_workload(spec, options_text, seed, max_tokens)
+    return _file_workload(Path(spec), max_tokens)
 
 
-def check_workload(text: str, *, max_tokens: int | None) -> None:
-    """Raises ConfigError as `load_workload`: to find out before a server is started for it."""
-    load_workload(text, count=1, seed=0, max_tokens=max_tokens)
+def check_workload(spec: str, *, max_tokens: int | None) -> None:
+    """Raise ConfigError where `spec` describes no workload, before a server is started."""
+    load_workload(spec, num_requests=1, seed=0, max_tokens=max_tokens)
 
 
-def _problems(name: str, kind: str, count: int, seed: int, max_tokens: int | None) -> Workload:
+def _problem_workload(name: str, kind: str, num_requests: int, seed: int, max_tokens: int | None) -> Workload:
     if kind not in PROBLEM_KINDS:
         raise ConfigError(f"workload {name}: there are problems:{', problems:'.join(PROBLEM_KINDS)}")
-    made = problems.generate("heldout", kind=cast(Literal["short", "long", "mixed"], kind), count=count, seed=seed)
-    limit = max_tokens or PROBLEM_MAX_TOKENS
+    problem_list = problems.generate(
+        "heldout", kind=cast(Literal["short", "long", "mixed"], kind), num_problems=num_requests, seed=seed
+    )
+    output_limit = max_tokens or PROBLEM_MAX_TOKENS
 
     def prompt(index: int) -> Prompt:
-        problem = made[index % len(made)]
-        fields = {"messages": [{"role": "user", "content": problem.question}], "max_tokens": limit}
-        return Prompt(CHAT_PATH, fields, lambda text: problems.is_right(problem, text))
+        problem = problem_list[index % len(problem_list)]
+        fields = {"messages": [{"role": "user", "content": problem.question}], "max_tokens": output_limit}
+        return Prompt(CHAT_PATH, fields, lambda text: problems.is_correct(problem, text))
 
-    return Workload(name, prompt, judged=True)
+    return Workload(name, prompt, is_graded=True)
 
 
-def _random_ids(name: str, rest: str, seed: int, max_tokens: int | None) -> Workload:
-    """Token ids, not text: decoding random ids and encoding the text again changes the length of most prompts."""
-    options = parse_options(rest, f"workload {name}", ("in", "out", "vocab", "eos"))
-    lengths = parse_span(options.get("in", "128"), "random:in")
-    outputs = parse_span(options.get("out", str(max_tokens or 128)), "random:out")
-    high = parse_span(options.get("vocab", str(RANDOM_HIGH_ID)), "random:vocab").high
-    low = min(RANDOM_LOW_ID, high // 2)
-    ignore_eos = options.get("eos", "0") == "0"
+def _random_workload(name: str, options_text: str, seed: int, max_tokens: int | None) -> Workload:
+    """Return prompts of random token ids. Text decoded from random ids would encode to another number of tokens."""
+    fields = parse_fields(options_text, f"workload {name}", ("in", "out", "vocab", "eos"))
+    input_range = parse_range(fields.get("in", "128"), "random:in")
+    output_range = parse_range(fields.get("out", str(max_tokens or 128)), "random:out")
+    high_id = parse_range(fields.get("vocab", str(RANDOM_HIGH_ID)), "random:vocab").high
+    low_id = min(RANDOM_LOW_ID, high_id // 2)
+    ignore_eos = fields.get("eos", "0") == "0"
 
     def prompt(index: int) -> Prompt:
-        # A generator per request: no shared state, and the run's seed in it keeps prefix caches of other runs cold.
-        rng = random.Random(f"{seed}/{index}")
-        ids = [rng.randrange(low, high) for _ in range(_draw(rng, lengths))]
-        fields: dict[str, Any] = {"prompt": ids, "max_tokens": _draw(rng, outputs)}
+        # A generator per request: no shared state. The run's seed in it prevents hits in prefix caches of other runs.
+        rng = random.Random(f"{seed}/{index}")  # noqa: S311 - must repeat for a seed
+        token_ids = [rng.randrange(low_id, high_id) for _ in range(_draw_length(rng, input_range))]
+        fields: dict[str, Any] = {"prompt": token_ids, "max_tokens": _draw_length(rng, output_range)}
         if ignore_eos:
-            fields |= WHOLE_LENGTH
+            fields |= IGNORE_EOS_FIELDS
         return Prompt(COMPLETIONS_PATH, fields)
 
-    return Workload(name, prompt, judged=False)
+    return Workload(name, prompt, is_graded=False)
 
 
-def _draw(rng: random.Random, span: Span) -> int:
-    return rng.randint(span.low, span.high)
+def _draw_length(rng: random.Random, length_range: IntRange) -> int:
+    return rng.randint(length_range.low, length_range.high)
 
 
-def _file(path: Path, max_tokens: int | None) -> Workload:
-    """One JSON object a line; when the run needs more requests than there are lines, it starts again at the first."""
+def _file_workload(path: Path, max_tokens: int | None) -> Workload:
+    """Return the prompts of a file with one JSON object per line.
+
+    When the run needs more requests than there are lines, it starts again at the first line.
+    """
     try:
-        # Not splitlines(): JSON leaves U+0085, U+2028 and U+2029 as they are inside its strings, and it splits there.
+        # Not splitlines(): JSON strings may hold U+0085, U+2028 and U+2029, where it splits.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -121,51 +206,56 @@ def _file(path: Path, max_tokens: int | None) -> Workload:
             f"or random:in=128-1024,out=128"
         ) from error
     prompts = [
-        _file_prompt(line, f"{path} line {number}", max_tokens) for number, line in enumerate(lines, 1) if line.strip()
+        _parse_prompt_line(line, f"{path} line {line_number}", max_tokens)
+        for line_number, line in enumerate(lines, 1)
+        if line.strip()
     ]
     if not prompts:
         raise ConfigError(f"workload {path}: the file has no requests")
-    judged = all(prompt.judge is not None for prompt in prompts)
-    return Workload(path.name, lambda index: prompts[index % len(prompts)], judged)
+    all_graded = all(prompt.grade is not None for prompt in prompts)
+    return Workload(path.name, lambda index: prompts[index % len(prompts)], all_graded)
 
 
-def _file_prompt(line: str, where: str, max_tokens: int | None) -> Prompt:
+def _parse_prompt_line(line: str, location: str, max_tokens: int | None) -> Prompt:
     try:
-        entry = json.loads(line)
+        request = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: not a JSON object")
-    given = [name for name in _PROMPT_FIELDS if name in entry]
-    unknown = set(entry) - {*_PROMPT_FIELDS, *_SAMPLING_FIELDS, "max_tokens", "answer"}
-    if len(given) != 1 or unknown:
+        raise ConfigError(f"{location}: not JSON: {error}") from error
+    if not isinstance(request, dict):
+        raise ConfigError(f"{location}: not a JSON object")
+    prompt_fields = [name for name in _PROMPT_FIELDS if name in request]
+    unknown_fields = set(request) - {*_PROMPT_FIELDS, *_SAMPLING_FIELDS, "max_tokens", "answer"}
+    if len(prompt_fields) != 1 or unknown_fields:
         raise ConfigError(
-            f"{where}: needs exactly one of prompt, messages, prompt_token_ids (and may have max_tokens, answer, "
+            f"{location}: needs exactly one of prompt, messages, prompt_token_ids (and may have max_tokens, answer, "
             f"{', '.join(_SAMPLING_FIELDS)}); "
-            f"it has {', '.join(entry)}"
+            f"it has {', '.join(request)}"
         )
-    limit = entry.get("max_tokens", max_tokens)
-    fields: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
-    fields |= {name: entry[name] for name in _SAMPLING_FIELDS if name in entry}
-    if given == ["messages"]:
-        path, fields["messages"] = CHAT_PATH, entry["messages"]
+    output_limit = request.get("max_tokens", max_tokens)
+    fields: dict[str, Any] = {} if output_limit is None else {"max_tokens": output_limit}
+    fields |= {name: request[name] for name in _SAMPLING_FIELDS if name in request}
+    if prompt_fields == ["messages"]:
+        path, fields["messages"] = CHAT_PATH, request["messages"]
     else:
-        path, fields["prompt"] = COMPLETIONS_PATH, entry[given[0]]
-    return Prompt(path, fields, _judge(str(entry["answer"])) if "answer" in entry else None)
+        path, fields["prompt"] = COMPLETIONS_PATH, request[prompt_fields[0]]
+    return Prompt(path, fields, _make_grader(str(request["answer"])) if "answer" in request else None)
 
 
-def _judge(answer: str) -> Callable[[str], bool]:
-    """A number must be the last number of the text (worked answers end with it); words must occur in it."""
-    wanted = _as_number(answer)
+def _make_grader(answer: str) -> Callable[[str], bool]:
+    """Return the grader for `answer`.
 
-    def last_number_agrees(text: str) -> bool:
-        found = _NUMBER.findall(text)
-        return bool(found) and _as_number(found[-1]) == wanted
+    A number must be the last number of the text. Any other answer must occur in the text, in upper or lower case.
+    """
+    expected_number = _parse_number(answer)
 
-    if wanted is None:
+    def last_number_matches(text: str) -> bool:
+        numbers = _NUMBER.findall(text)
+        return bool(numbers) and _parse_number(numbers[-1]) == expected_number
+
+    if expected_number is None:
         return lambda text: answer.casefold() in text.casefold()
-    return last_number_agrees
+    return last_number_matches
 
 
-def _as_number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     return float(text.replace(",", "")) if _NUMBER.fullmatch(text.strip()) else None

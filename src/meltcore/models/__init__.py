@@ -1,0 +1,1 @@
+"""Model families, their configurations and the loader of their checkpoints."""

@@ -1,4 +1,6 @@
-"""Where a model comes from: a local folder, a bundled one, or a hub id. No torch here, the front reads it too.
+"""Finds a checkpoint by a local folder, the name of a bundled model, or a hub id.
+
+This module does not import torch, since API servers use it too.
 
 Layout: the published Hugging Face one (config.json, generation_config.json, tokenizer.json, tokenizer_config.json,
 chat_template.jinja, *.safetensors with an optional model.safetensors.index.json).
@@ -17,26 +19,26 @@ from meltcore.models.config_fields import Fields
 
 BUNDLED_MODEL = "meltcore/sums"
 BUNDLED_HYBRID = "meltcore/sums-hybrid"
-_BUNDLED = {
+_BUNDLED_FOLDERS = {
     BUNDLED_MODEL: Path(__file__).parent.parent / "bundled" / "sums",
     BUNDLED_HYBRID: Path(__file__).parent.parent / "bundled" / "sums-hybrid",
 }
-# Published configurations that travel with us, so that random weights of these shapes need no download.
-_PUBLISHED = {
+# Bundled configurations of published models, so that random weights of these shapes need no download.
+_PUBLISHED_CONFIG_FOLDERS = {
     "Qwen/Qwen2.5-1.5B-Instruct": Path(__file__).parent / "published" / "qwen2.5-1.5b-instruct",
     "Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b",
     "Qwen/Qwen3-30B-A3B": Path(__file__).parent / "published" / "qwen3-30b-a3b",
     "Qwen/Qwen3.5-35B-A3B": Path(__file__).parent / "published" / "qwen3.5-35b-a3b",
 }
 
-Files = Literal["config", "text", "all"]
-_TEXT_FILES = ["*.json", "*.jinja"]
-_WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
+CheckpointFiles = Literal["config", "text", "all"]
+_TEXT_PATTERNS = ["*.json", "*.jinja"]
+_WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder and its parsed JSON files. `name` is what the user asked for."""
+    """A checkpoint folder and its parsed JSON files. `name` is the text by which the user selected it."""
 
     name: str
     folder: Path
@@ -45,43 +47,49 @@ class Checkpoint:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """What config.json says of the language model: in one that sees as well, it stands in a part of its own."""
-        text = self.config.get("text_config") or {}
-        return {**self.config, **{name: value for name, value in text.items() if value is not None}}
+        """The fields of the language model in config.json. A multimodal model nests them in `text_config`."""
+        text_fields = self.config.get("text_config") or {}
+        return {**self.config, **{name: value for name, value in text_fields.items() if value is not None}}
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End ids, some of which may be of a larger vocabulary than the model's: generation_config's, one or several,
-        or else the model config's; and that of the tokenizer's end token, with which chats end, since a published
-        config.json may name only the one with which texts do. Raises ConfigError where one is no token id."""
-        config = Fields(self.config)
-        places = (Fields(self.generation_config, "generation_config.json"), config.part("text_config"), config)
-        named = [place.optional("eos_token_id", []) for place in places]
-        ids = next((found if isinstance(found, list) else [found] for found in named if found != []), [])
-        own = self._end_id_of_tokenizer()
-        return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
+        """The ids of end-of-sequence tokens. Some of the ids may be beyond the model's vocabulary.
 
-    def _end_id_of_tokenizer(self) -> int | None:
-        """The id of tokenizer_config.json's eos_token, where it is one of the tokens that are listed with their ids."""
+        They come from generation_config.json, or else from config.json. The id of the tokenizer's end token is added:
+        chats end with it, and a published config.json may name only the end token of plain text. Raises ConfigError for
+        an invalid id.
+        """
+        config = Fields(self.config)
+        sources = (
+            Fields(self.generation_config, "generation_config.json"),
+            config.nested_fields("text_config"),
+            config,
+        )
+        eos_fields = [source.optional("eos_token_id", []) for source in sources]
+        ids = next((eos_ids if isinstance(eos_ids, list) else [eos_ids] for eos_ids in eos_fields if eos_ids != []), [])
+        tokenizer_eos_id = self._tokenizer_eos_id()
+        return tuple(dict.fromkeys([*ids, *([] if tokenizer_eos_id is None else [tokenizer_eos_id])]))
+
+    def _tokenizer_eos_id(self) -> int | None:
+        """Return the id of tokenizer_config.json's eos_token, None if no added token has its text."""
         path = self.folder / "tokenizer_config.json"
         if not path.exists():
             return None
-        settings = Fields(read_json(path), path.name)
-        token = settings.optional("eos_token")
+        tokenizer_config = Fields(read_json(path), path.name)
+        token = tokenizer_config.optional("eos_token")
         if token is None:
             return None
-        text = token if isinstance(token, str) else token["content"]
-        for token_id, added in settings.optional("added_tokens_decoder", {}).items():
-            if added["content"] == text:
+        token_text = token if isinstance(token, str) else token["content"]
+        for token_id, added_token in tokenizer_config.optional("added_tokens_decoder", {}).items():
+            if added_token["content"] == token_text:
                 return int(token_id)
         path = self.folder / "tokenizer.json"
-        listed = Fields(read_json(path), path.name).optional("added_tokens", []) if path.exists() else []
-        return next((added["id"] for added in listed if added["content"] == text), None)
+        added_tokens = Fields(read_json(path), path.name).optional("added_tokens", []) if path.exists() else []
+        return next((added_token["id"] for added_token in added_tokens if added_token["content"] == token_text), None)
 
     @property
     def weight_files(self) -> list[Path]:
-        """Every safetensors shard, in name order. Raises ConfigError where the index names a file that is not there,
-        or none at all."""
+        """The safetensors files in name order. Raises ConfigError when the index names a missing file or no file."""
         index = self.folder / "model.safetensors.index.json"
         if not index.exists():
             return sorted(self.folder.glob("*.safetensors"))
@@ -92,19 +100,18 @@ class Checkpoint:
         return [self.folder / name for name in names]
 
 
-def open_checkpoint(model: str, *, files: Files) -> Checkpoint:
-    """Find `model` and read its configuration.
+def open_checkpoint(model: str, *, files: CheckpointFiles) -> Checkpoint:
+    """Find the checkpoint `model` and read its configuration.
 
-    A hub id is downloaded first, with what `files` asks for: "all", "text" (everything but the weights), or "config",
-    which takes the published configuration we carry where there is one.
+    A hub id is downloaded first. files: "all", or "text" for everything but the weights, or "config" for the same
+    unless a bundled configuration makes the download unnecessary.
 
-    Raises ConfigError where there is no such folder, hub repository or config.json, or what its JSON files say cannot
-    be.
+    Raises ConfigError when there is no such folder, hub repository or config.json, or for an invalid JSON file.
     """
-    folder = _find(model, files)
+    folder = _find_folder(model, files)
     config_path = folder / "config.json"
     if not config_path.exists():
-        raise ConfigError(f"{folder} has no config.json, so it is no checkpoint folder")
+        raise ConfigError(f"{folder} has no config.json, so it is not a checkpoint folder")
     generation_path = folder / "generation_config.json"
     checkpoint = Checkpoint(
         name=model,
@@ -112,42 +119,49 @@ def open_checkpoint(model: str, *, files: Files) -> Checkpoint:
         config=read_json(config_path),
         generation_config=read_json(generation_path) if generation_path.exists() else {},
     )
-    # What is wrong is said now, not after minutes of loading weights, when these are first asked for.
+    # Read now, so that an invalid one is reported before minutes of loading weights.
     Fields(checkpoint.config).optional("architectures")
     _ = checkpoint.eos_token_ids
     return checkpoint
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; a broken one, or one that holds something else, is a ConfigError naming it."""
+    """Read a JSON file that holds an object.
+
+    Raises ConfigError if the file is unreadable, invalid or holds no object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, a number of 5,000 digits
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: invalid JSON or UTF-8, or a number of 5,000 digits
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object; it begins with {json.dumps(content)[:40]}")
     return content
 
 
-def _find(model: str, files: Files) -> Path:
-    if model in _BUNDLED:
-        return _BUNDLED[model]
-    if files == "config" and model in _PUBLISHED:
-        return _PUBLISHED[model]
+def _find_folder(model: str, files: CheckpointFiles) -> Path:
+    if model in _BUNDLED_FOLDERS:
+        return _BUNDLED_FOLDERS[model]
+    if files == "config" and model in _PUBLISHED_CONFIG_FOLDERS:
+        return _PUBLISHED_CONFIG_FOLDERS[model]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
-    looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
-    if looks_local:
+    is_local_path = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
+    if is_local_path:
         raise ConfigError(
-            f"{model}: no such folder (a hub id has the form owner/name; bundled are {' and '.join(_BUNDLED)})"
+            f"{model}: no such folder (a hub id has the form owner/name; bundled are {' and '.join(_BUNDLED_FOLDERS)})"
         )
     # Imported here: it costs 0.2 s and a local folder does not need it.
     from huggingface_hub import snapshot_download
 
-    patterns = _TEXT_FILES + _WEIGHT_FILES if files == "all" else _TEXT_FILES
+    patterns = _TEXT_PATTERNS + _WEIGHT_PATTERNS if files == "all" else _TEXT_PATTERNS
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many unrelated types; each means "not to be had"
+    except Exception as error:  # the hub client raises many unrelated types; each means that the download failed
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{model}: not a local folder, and the hub did not give it: {reason}") from error
+        raise ConfigError(f"{model}: not a local folder, and its download from the hub failed: {reason}") from error

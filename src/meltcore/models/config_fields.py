@@ -1,6 +1,7 @@
-"""What the JSON files of a checkpoint may hold: the type and range of every field that is read, in one table. No torch.
+"""One table with the type and range of every field that is read from a checkpoint's JSON files.
 
-A value of another type would else go into the network as it stands and fail in some later kernel, or in none.
+Without these checks a wrong value would fail in a kernel, or change results without an error. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -11,31 +12,35 @@ from typing import Any, NamedTuple
 
 from meltcore.errors import ConfigError
 
-_SHOWN_CHARS = 120
+_MAX_SHOWN_CHARS = 120
+# Of a context. Memory ends before: at this length the rotary table of heads of 128 dimensions takes 8 GiB.
+MAX_POSITIONS = 2**24
 
 
 class Rule(NamedTuple):
-    """must: what a value has to be, in the words of an error."""
+    """The requirement of a field: as text for errors (after "must be"), and as a check of the value."""
 
-    must: str
-    holds: Callable[[Any], bool]
+    requirement: str
+    is_valid: Callable[[Any], bool]
 
 
-def _whole(least: int, most: int) -> Rule:
+def _integer_rule(minimum: int, maximum: int) -> Rule:
     # type() and not isinstance: true and false are ints to Python.
-    return Rule(f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
+    return Rule(
+        f"a whole number from {minimum} to {maximum}", lambda value: type(value) is int and minimum <= value <= maximum
+    )
 
 
 def _is_id(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+def _is_text_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _is_tokens(value: Any) -> bool:
-    """Of an object: tokenizer_config.json's tokens by their ids."""
+def _is_token_dict(value: Any) -> bool:
+    """Return whether the value is an object of tokens by their ids, as in tokenizer_config.json."""
     return isinstance(value, dict) and all(
         key.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
         for key, token in value.items()
@@ -43,7 +48,7 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _is_token_list(value: Any) -> bool:
-    """tokenizer.json's tokens, each with its id."""
+    """Return whether the value is a list of tokens with their ids, as in tokenizer.json."""
     return isinstance(value, list) and all(
         isinstance(token, dict) and _is_id(token.get("id")) and isinstance(token.get("content"), str) for token in value
     )
@@ -56,15 +61,17 @@ def _is_token(value: Any) -> bool:
 _FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 _OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 _TEXT = Rule("text", lambda value: isinstance(value, str))
-_TEXTS = Rule("a list of texts", _is_texts)
-_SHARE = Rule("a number above 0 and at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
-# The largest numbers are far beyond any network, and small enough that no product of them overflows.
-_COUNT = _whole(1, 2**14)
-_WIDTH = _whole(1, 2**20)
+_TEXT_LIST = Rule("a list of texts", _is_text_list)
+_FRACTION = Rule("a number above 0 and at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
+_POSITIVE = Rule("a number above 0 and at most 1e6", lambda value: type(value) in (int, float) and 0 < value <= 1e6)
+_NON_NEGATIVE = Rule("a number from 0 to 1e6", lambda value: type(value) in (int, float) and 0 <= value <= 1e6)
+# The largest numbers are far beyond any model, and small enough that no product of them overflows.
+_COUNT = _integer_rule(1, 2**14)
+_WIDTH = _integer_rule(1, 2**20)
 
 RULES: dict[str, Rule] = {
     # config.json
-    "architectures": _TEXTS,
+    "architectures": _TEXT_LIST,
     "text_config": _OBJECT,
     "quantization_config": _OBJECT,
     "quant_method": _TEXT,
@@ -74,20 +81,33 @@ RULES: dict[str, Rule] = {
     "num_attention_heads": _COUNT,
     "num_key_value_heads": _COUNT,
     "head_dim": _COUNT,
-    "vocab_size": _whole(1, 2**24),
-    # A prompt's token and an answer's; and float32, of which the rotary table is made, counts no further.
-    "max_position_embeddings": _whole(2, 2**24),
-    "rms_norm_eps": _SHARE,
+    "vocab_size": _integer_rule(1, 2**24),
+    "max_position_embeddings": _integer_rule(2, MAX_POSITIONS),  # at least a prompt's token and an answer's
+    "rms_norm_eps": _FRACTION,
     "rope_theta": Rule("a number from 1 to 1e12", lambda value: type(value) in (int, float) and 1 <= value <= 1e12),
     "rope_scaling": _OBJECT,
     "rope_parameters": _OBJECT,
-    "partial_rotary_factor": _SHARE,
+    "partial_rotary_factor": _FRACTION,
+    # Of rope_parameters and rope_scaling
+    "rope_type": _TEXT,
+    "type": _TEXT,
+    "factor": Rule("a number from 1 to 1e6", lambda value: type(value) in (int, float) and 1 <= value <= 1e6),
+    "original_max_position_embeddings": _integer_rule(1, MAX_POSITIONS),
+    "low_freq_factor": _POSITIVE,
+    "high_freq_factor": _POSITIVE,
+    "beta_fast": _POSITIVE,
+    "beta_slow": _POSITIVE,
+    "attention_factor": _POSITIVE,
+    "mscale": _NON_NEGATIVE,
+    "mscale_all_dim": _NON_NEGATIVE,
+    "truncate": _FLAG,
     "tie_word_embeddings": _FLAG,
     "attention_bias": _FLAG,
+    "mlp_bias": _FLAG,
     "attn_output_gate": _FLAG,
     "use_sliding_window": _FLAG,
     "hidden_act": _TEXT,
-    "layer_types": _TEXTS,
+    "layer_types": _TEXT_LIST,
     "full_attention_interval": _COUNT,
     "linear_num_key_heads": _COUNT,
     "linear_num_value_heads": _COUNT,
@@ -98,7 +118,7 @@ RULES: dict[str, Rule] = {
     "num_local_experts": _COUNT,
     "num_experts_per_tok": _COUNT,
     "moe_intermediate_size": _WIDTH,
-    "shared_expert_intermediate_size": _whole(0, 2**20),
+    "shared_expert_intermediate_size": _integer_rule(0, 2**20),
     "norm_topk_prob": _FLAG,
     "decoder_sparse_step": _COUNT,
     "mlp_only_layers": Rule(
@@ -112,69 +132,74 @@ RULES: dict[str, Rule] = {
     # model.safetensors.index.json
     "weight_map": Rule(
         "an object that names a file for each tensor",
-        lambda value: isinstance(value, dict) and bool(value) and _is_texts(list(value.values())),
+        lambda value: isinstance(value, dict) and bool(value) and _is_text_list(list(value.values())),
     ),
     # tokenizer_config.json and tokenizer.json
     "eos_token": Rule("text, or an object with a text as its content", _is_token),
-    "added_tokens_decoder": Rule("an object of tokens by their ids, each with its content", _is_tokens),
+    "added_tokens_decoder": Rule("an object of tokens by their ids, each with its content", _is_token_dict),
     "added_tokens": Rule("a list of tokens, each with its id and content", _is_token_list),
 }
 
 
 class Fields:
-    """A JSON object of a checkpoint, whose fields are checked by RULES as they are read. null stands for no field."""
+    """A JSON object of a checkpoint. Reading a field checks it by RULES. A field that is null counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], file: str = "config.json", prefix: str = "") -> None:
-        """prefix: the way to this object in the file, dots and all."""
+        """Wrap the object `values`. prefix: the path to this object in `file` for errors, with a dot at its end."""
         self._values, self._file, self._prefix = values, file, prefix
 
     def optional(self, name: str, default: Any = None) -> Any:
-        """The field, or `default` where there is none. Raises ConfigError where it breaks its rule."""
+        """Return a field, or `default` if it is absent. Raises ConfigError when the value breaks its rule."""
         value = self._values.get(name)
         if value is None:
             return default
-        if not RULES[name].holds(value):
-            raise self.wrong(name, RULES[name].must)
+        if not RULES[name].is_valid(value):
+            raise self.rule_error(name, RULES[name].requirement)
         return value
 
-    def not_null(self, name: str, default: Any) -> Any:
-        """The same for a field where null would mean another thing than its absence: it is refused."""
+    def optional_not_null(self, name: str, default: Any) -> Any:
+        """Return a field, or `default` if it is absent.
+
+        Raises ConfigError for null and when the value breaks its rule.
+        """
         if name in self._values and self._values[name] is None:
-            raise self.wrong(name, RULES[name].must)
+            raise self.rule_error(name, RULES[name].requirement)
         return self.optional(name, default)
 
     def required(self, *names: str) -> dict[str, Any]:
-        """Fields by their names. Raises ConfigError that lists all that are missing, or where one breaks its rule."""
+        """Return fields by name. Raises ConfigError that lists all missing fields, or when a value breaks its rule."""
         missing = [self._prefix + name for name in names if self._values.get(name) is None]
         if missing:
             raise ConfigError(f"{self._file} lacks {', '.join(missing)}")
         return {name: self.optional(name) for name in names}
 
-    def part(self, name: str) -> Fields:
-        """The object in a field, empty where there is none."""
+    def nested_fields(self, name: str) -> Fields:
+        """Return the object in a field, an empty object if the field is absent."""
         return Fields(self.optional(name, {}), self._file, f"{self._prefix}{name}.")
 
     def has(self, name: str) -> bool:
+        """Return whether the field is present and not null."""
         return self._values.get(name) is not None
 
-    def replaced(self, **values: Any) -> Fields:
-        """The same with other values in some fields."""
+    def with_values(self, **values: Any) -> Fields:
+        """Return a copy of the object with new values in the named fields."""
         return Fields({**self._values, **values}, self._file, self._prefix)
 
-    def wrong(self, name: str, must: str) -> ConfigError:
-        """For a field whose value is not what it must be."""
-        return self.refused(name, f"must be {must}; got {_shown(self._values.get(name))}")
+    def rule_error(self, name: str, requirement: str) -> ConfigError:
+        """Return the error for a field whose value does not meet `requirement`."""
+        return self.field_error(name, f"must be {requirement}; got {_short_json(self._values.get(name))}")
 
-    def refused(self, name: str, why: str) -> ConfigError:
-        return ConfigError(f"{self._file}: {self._prefix}{name} {why}")
+    def field_error(self, name: str, reason: str) -> ConfigError:
+        """Return the error for a field that cannot be used. reason: text after the field's name."""
+        return ConfigError(f"{self._file}: {self._prefix}{name} {reason}")
 
-    def not_computed(self, name: str, family: str = "this decoder") -> ConfigError:
-        """For a field that asks for a variant which we do not have."""
-        value = _shown(self._values.get(name))
+    def unsupported_field(self, name: str, family: str = "this decoder") -> ConfigError:
+        """Return the error for a field whose value `family` does not support."""
+        value = _short_json(self._values.get(name))
         return ConfigError(f"{self._file} sets {self._prefix}{name} to {value}, which {family} does not compute")
 
 
-def _shown(value: Any) -> str:
-    """As it stands in the file, in one line; of a long one its beginning."""
+def _short_json(value: Any) -> str:
+    """Return the value as one line of JSON, cut after _MAX_SHOWN_CHARS characters."""
     text = json.dumps(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

@@ -1,7 +1,7 @@
 """The decoder that the Qwen families share: pre-norm blocks of grouped-query attention and a gated feed-forward.
 
-What tells the families apart stands in a file each; here it is the switches of DecoderConfig, the `experts` among which
-a token's feed-forward is chosen, and the `recurrent` layers, which are Gated DeltaNet in the place of attention.
+Each family has a file of its own. Families differ by the switches of DecoderConfig, by `experts` (routed instead of
+dense feed-forwards) and by `recurrent` layers (Gated DeltaNet instead of attention).
 """
 
 from __future__ import annotations
@@ -11,77 +11,89 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from meltcore.kernels.linear import linear
-from meltcore.kernels.paged_attention import Segments
+from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.rotary import rotary_table
 from meltcore.layers.attention import Attention
-from meltcore.layers.delta_net import DeltaNet
-from meltcore.layers.destination import Destination
-from meltcore.layers.group import Group
-from meltcore.layers.mlp import GatedMLP
-from meltcore.layers.moe import RoutedMLP
-from meltcore.layers.pieces import piece, within
-from meltcore.layers.residual import Residual
-from meltcore.layers.vocabulary import look_up
-from meltcore.models.cache import CacheGroup, StateGroup
+from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
+from meltcore.layers.gated_delta_net import GatedDeltaNet
+from meltcore.layers.residual import ResidualStream
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.decoder_config import DecoderConfig
+from meltcore.models.kv_cache_specs import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
+from meltcore.models.model import Model
 from meltcore.models.tensor_names import (
     FusedTensor,
     attention_tensors,
-    delta_tensors,
     dense_tensors,
     expert_tensors,
     fused_expert_tensors,
+    gated_delta_tensors,
 )
 
 
 class Block(nn.Module):
-    """What mixes the tokens of a sequence, then a feed-forward; both add to the residual stream."""
+    """Runs attention or Gated DeltaNet, then a feed-forward. Both add their output to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__()
-        self.attention = _attention(config, layer)
-        self.mlp = _feed_forward(config, layer)
+        self.attention = _attention(config, layer_idx)
+        self.mlp = _feed_forward(config, layer_idx)
         self._rotary_dim = config.rotary_dim
 
     def forward(
         self,
-        residual: Residual,
+        residual: ResidualStream,
         positions: torch.Tensor,
         rotary: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
-        segments: Segments,
+        metadata: AttentionMetadata,
     ) -> None:
-        if isinstance(self.attention, DeltaNet):
-            self.attention(residual, cache, segments)
+        """Add the block's outputs to the residual stream and update the layer's cache. positions: [tokens] int64."""
+        if isinstance(self.attention, GatedDeltaNet):
+            self.attention(residual, cache, metadata)
         else:
-            self.attention(residual, positions, rotary, cache, segments)
+            self.attention(residual, positions, rotary, cache, metadata)
         self.mlp(residual)
 
-    def divide(self, group: Group) -> None:
-        self.attention.divide(group)
-        self.mlp.divide(group)
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """Return what the block caches per sequence."""
+        mixer = self.attention
+        if isinstance(mixer, GatedDeltaNet):
+            sizes = mixer.conv_channels, mixer.conv_kernel, mixer.num_heads, mixer.key_dim, mixer.value_dim
+            return RecurrentStateSpec(*sizes)
+        if mixer.sliding_window is not None:
+            return SlidingWindowSpec(mixer.num_kv_heads, mixer.head_dim, mixer.sliding_window)
+        return FullAttentionSpec(mixer.num_kv_heads, mixer.head_dim)
 
-    def checkpoint_tensors(self) -> dict[str, Destination]:
+    def shard(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's shard of attention and feed-forward."""
+        self.attention.shard(group)
+        self.mlp.shard(group)
+
+    def checkpoint_tensors(self) -> dict[str, WeightLoader]:
+        """Return the weight loader of each checkpoint tensor of the block, by the tensor's name within the block."""
         attention, mlp = self.attention, self.mlp
-        table: dict[str, Destination] = {
-            "input_layernorm.weight": attention.norm.destination,
-            "post_attention_layernorm.weight": mlp.norm.destination,
+        loaders: dict[str, WeightLoader] = {
+            "input_layernorm.weight": attention.norm.loader,
+            "post_attention_layernorm.weight": mlp.norm.loader,
         }
-        if isinstance(attention, DeltaNet):
-            table |= delta_tensors(attention)
+        if isinstance(attention, GatedDeltaNet):
+            loaders |= gated_delta_tensors(attention)
         else:
-            table |= attention_tensors(attention, self._rotary_dim)
-        return table | (expert_tensors(mlp) if isinstance(mlp, RoutedMLP) else dense_tensors(mlp))
+            loaders |= attention_tensors(attention, self._rotary_dim)
+        return loaders | (expert_tensors(mlp) if isinstance(mlp, SparseMoeBlock) else dense_tensors(mlp))
 
     def fused_tensors(self) -> dict[str, FusedTensor]:
-        return fused_expert_tensors(self.mlp) if isinstance(self.mlp, RoutedMLP) else {}
+        """Return the checkpoint tensors that merge the weights of several experts, by name within the block."""
+        return fused_expert_tensors(self.mlp) if isinstance(self.mlp, SparseMoeBlock) else {}
 
 
-def _attention(config: DecoderConfig, layer: int) -> Attention | DeltaNet:
+def _attention(config: DecoderConfig, layer_idx: int) -> Attention | GatedDeltaNet:
     recurrent = config.recurrent
-    if recurrent is not None and layer in recurrent.layers:
-        return DeltaNet(
+    if recurrent is not None and layer_idx in recurrent.layers:
+        return GatedDeltaNet(
             config.hidden_size,
             recurrent.linear_num_key_heads,
             recurrent.linear_num_value_heads,
@@ -98,138 +110,125 @@ def _attention(config: DecoderConfig, layer: int) -> Attention | DeltaNet:
         config.head_dim,
         config.norm,
         qkv_bias=config.qkv_bias,
-        head_norms=config.head_norms,
+        qk_norm=config.qk_norm,
         output_gate=config.output_gate,
+        sliding_window=config.sliding_window if layer_idx in config.sliding_layers else None,
     )
 
 
-def _feed_forward(config: DecoderConfig, layer: int) -> GatedMLP | RoutedMLP:
+def _feed_forward(config: DecoderConfig, layer_idx: int) -> GatedMLP | SparseMoeBlock:
     experts = config.experts
-    if experts is None or layer in experts.dense_layers:
+    if experts is None or layer_idx in experts.dense_layers:
         assert config.intermediate_size is not None
         return GatedMLP(config.hidden_size, config.intermediate_size, config.norm)
-    return RoutedMLP(
+    return SparseMoeBlock(
         config.hidden_size,
         experts.moe_intermediate_size,
         experts.num_experts,
         experts.num_experts_per_tok,
         config.norm,
-        renormalised=experts.norm_topk_prob,
-        shared=experts.shared_expert,
+        norm_topk_prob=experts.norm_topk_prob,
+        shared_expert=experts.shared_expert,
     )
 
 
-class Decoder(nn.Module):
-    """hidden states in, logits out; what is kept of a sequence lives outside, in the engine's caches."""
+class Decoder(Model):
+    """A decoder of token embedding, blocks, final norm and output head."""
 
-    prefix = "model."  # of the names of a checkpoint's tensors, but for the head
+    prefix = "model."  # of all tensor names of a checkpoint but the head's
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        shape = (config.vocab_size, config.hidden_size)
-        self.embedding = nn.Parameter(torch.empty(shape), requires_grad=False)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm = config.norm(config.hidden_size)
-        if not config.tie_word_embeddings:
-            self.untied_head = nn.Parameter(torch.empty(shape), requires_grad=False)
+        tie_word_embeddings = config.tie_word_embeddings
+        self.lm_head = self.embedding if tie_word_embeddings else ParallelLMHead(config.vocab_size, config.hidden_size)
         self.rotary = torch.empty(0)
-        self._group: Group | None = None
-        self._vocabulary = range(config.vocab_size)
 
     @property
     def head(self) -> torch.Tensor:
-        return self.embedding if self.config.tie_word_embeddings else self.untied_head
+        """The output head's weight, [vocab_size, hidden_size], or this rank's rows of it."""
+        return self.lm_head.weight.values
 
-    def divide(self, group: Group) -> None:
-        """Keep one rank's share of every layer and of the vocabulary, before anything is loaded.
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights, unless a layer needs another."""
+        return self.embedding.weight.values.dtype
 
-        `logits` are those of its own tokens from now on. Raises ConfigError where not all can have the same share.
-        """
-        self._group = group
-        self._vocabulary = group.share(self.config.vocab_size, "tokens of the vocabulary (vocab_size)")
-        shape = (len(self._vocabulary), self.config.hidden_size)
-        self.embedding = nn.Parameter(torch.empty(shape), requires_grad=False)
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.embedding.weight.values.device
+
+    def shard(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's shard of every layer and of the vocabulary. Must be called before weights are loaded."""
+        self.embedding.shard(group)
         if not self.config.tie_word_embeddings:
-            self.untied_head = nn.Parameter(torch.empty(shape), requires_grad=False)
+            self.lm_head.shard(group)
         for block in self._blocks():
-            block.divide(group)
+            block.shard(group)
 
     def prepare(self, max_model_len: int) -> None:
-        """Build what is computed rather than loaded, on the device that the weights are on."""
-        config, device = self.config, self.embedding.device
-        self.rotary = rotary_table(config.head_dim, max_model_len, config.rope_theta, device, config.rotary_dim)
+        """Build the rotary table for positions up to `max_model_len` on the device of the weights."""
+        config = self.config
+        self.rotary = rotary_table(
+            *(config.head_dim, max_model_len, config.rope_theta, self.device, config.rotary_dim, config.rope_scaling)
+        )
 
-    def cache_groups(self) -> list[CacheGroup | StateGroup]:
-        """What the layers keep of a sequence: one CacheGroup, and a StateGroup where some are recurrent."""
-        layers = [block.attention for block in self._blocks()]
-        attention = [layer for layer in layers if isinstance(layer, Attention)]
-        recurrent = [layer for layer in layers if isinstance(layer, DeltaNet)]
-        groups: list[CacheGroup | StateGroup] = [
-            CacheGroup(len(attention), attention[0].kv_heads, attention[0].head_dim)
-        ]
-        if recurrent:
-            one = recurrent[0]
-            sizes = one.conv_channels, one.kernel, one.heads, one.key_dim, one.value_dim
-            groups.append(StateGroup(len(recurrent), *sizes))
-        return groups
-
-    def recurrent_layers(self) -> frozenset[int]:
-        """The layers whose cache is (conv_states, states) instead of keys and values."""
-        return self.config.recurrent.layers if self.config.recurrent else frozenset()
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Return what each layer caches per sequence."""
+        return [block.kv_cache_spec() for block in self._blocks()]
 
     def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         caches: list[tuple[torch.Tensor, torch.Tensor]],
-        segments: Segments,
+        metadata: list[AttentionMetadata],
     ) -> torch.Tensor:
-        """token_ids, positions: [tokens] int64; caches: each layer's keys and values, or conv_states and states.
+        """Compute hidden states [tokens, hidden_size]. token_ids, positions: [tokens] int64.
 
-        Returns [tokens, hidden_size].
+        caches: each layer's keys and values, or conv_states and states; metadata: each layer's.
         """
-        residual = look_up(self.embedding, token_ids, self._group)
-        for block, cache in zip(self.blocks, caches, strict=True):
-            block(residual, positions, self.rotary, cache, segments)
-        return residual.normalised(self.norm)
+        residual: ResidualStream = self.embedding(token_ids)
+        for block, cache, of_layer in zip(self.blocks, caches, metadata, strict=True):
+            block(residual, positions, self.rotary, cache, of_layer)
+        return residual.normalized(self.norm)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, hidden_size] -> [rows, vocab_size] in the type of the weights, or this rank's share of it.
+        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] in the weights' type.
 
-        out: where to put them, contiguous; memory of their own otherwise.
+        A rank computes logits of its own part of the vocabulary only.
         """
-        return linear(hidden, self.head, out=out)
+        return self.lm_head.logits(hidden, out)
 
-    def checkpoint_tensors(self) -> dict[str, Destination]:
-        """Where each tensor of a published checkpoint goes: its name to our (view of a) parameter."""
-        table: dict[str, Destination] = {
-            f"{self.prefix}embed_tokens.weight": self._rows_of_all(self.embedding),
-            f"{self.prefix}norm.weight": self.norm.destination,
+    def checkpoint_tensors(self) -> dict[str, WeightLoader]:
+        """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""
+        loaders: dict[str, WeightLoader] = {
+            f"{self.prefix}embed_tokens.weight": self.embedding.loader,
+            f"{self.prefix}norm.weight": self.norm.loader,
         }
         if not self.config.tie_word_embeddings:
-            table["lm_head.weight"] = self._rows_of_all(self.head)
+            loaders["lm_head.weight"] = self.lm_head.loader
         for index, block in enumerate(self._blocks()):
             prefix = f"{self.prefix}layers.{index}."
-            table |= {prefix + name: tensor for name, tensor in block.checkpoint_tensors().items()}
-        return table
+            loaders |= {prefix + name: tensor for name, tensor in block.checkpoint_tensors().items()}
+        return loaders
 
     def fused_tensors(self) -> dict[str, FusedTensor]:
-        """Further names, of tensors that hold several of `checkpoint_tensors` at once."""
-        table: dict[str, FusedTensor] = {}
+        """Return the checkpoint tensors that merge several of `checkpoint_tensors`, by name."""
+        fused: dict[str, FusedTensor] = {}
         for index, block in enumerate(self._blocks()):
             prefix = f"{self.prefix}layers.{index}."
-            for name, (tensor, stands_for) in block.fused_tensors().items():
-                table[prefix + name] = FusedTensor(tensor, tuple(prefix + part for part in stands_for))
-        return table
+            for name, (tensor, checkpoint_names) in block.fused_tensors().items():
+                fused[prefix + name] = FusedTensor(tensor, tuple(prefix + suffix for suffix in checkpoint_names))
+        return fused
 
     def ignored_tensor(self, name: str) -> bool:
-        """Tensors a checkpoint may hold that this network does not read: the copy of a tied head."""
+        """Return whether `name` is the copy of a tied output head, which is not read."""
         return self.config.tie_word_embeddings and name == "lm_head.weight"
-
-    def _rows_of_all(self, own: torch.Tensor) -> Destination:
-        """Where a tensor with a row for each token of the vocabulary goes."""
-        return piece(own, (self.config.vocab_size, own.shape[1]), within(self._vocabulary))
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:

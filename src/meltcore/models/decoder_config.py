@@ -1,15 +1,17 @@
-"""What config.json says of a decoder (models/decoder.py), and the switches of its family."""
+"""The configuration of a decoder: fields of config.json, and switches in which model families differ."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from meltcore.layers.norm import RMSNorm, ZeroCentredNorm
+from meltcore.kernels.rotary import RopeScaling
+from meltcore.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from meltcore.models.config_fields import Fields
+from meltcore.models.rope import max_context, read_rope_scaling, rope_fields
 
-# What DecoderConfig takes as it stands in config.json.
-_AS_PUBLISHED = (
+# Fields that DecoderConfig takes unchanged from config.json.
+_UNCHANGED_FIELDS = (
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -26,7 +28,8 @@ _AS_PUBLISHED = (
 class ExpertsConfig:
     """The fields of config.json that shape routed experts.
 
-    dense_layers: those with an ordinary feed-forward; shared_expert: every token goes through one more expert.
+    dense_layers: indices of layers with a dense feed-forward; shared_expert: whether one more expert computes every
+    token.
     """
 
     num_experts: int
@@ -38,32 +41,39 @@ class ExpertsConfig:
 
     @classmethod
     def read(cls, config: Fields) -> ExpertsConfig:
-        """From config.json, whose number of experts has one of two names. Raises ConfigError for a field that is
-        missing or wrong, more experts to a token than there are, or a shared expert that is not as wide as the others.
+        """Read the fields from config.json, where the number of experts is num_experts or num_local_experts.
+
+        Raises ConfigError for a missing or wrong field, for more experts per token than experts, or for a shared expert
+        of another width than the others.
         """
         if not config.has("num_experts"):
-            config = config.replaced(num_experts=config.optional("num_local_experts"))
+            config = config.with_values(num_experts=config.optional("num_local_experts"))
         sizes = config.required("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        experts, width = sizes["num_experts"], sizes["moe_intermediate_size"]
-        if sizes["num_experts_per_tok"] > experts:
-            raise config.wrong("num_experts_per_tok", f"from 1 to num_experts, {experts}")
+        num_experts, width = sizes["num_experts"], sizes["moe_intermediate_size"]
+        if sizes["num_experts_per_tok"] > num_experts:
+            raise config.rule_error("num_experts_per_tok", f"from 1 to num_experts, {num_experts}")
         shared_width = config.optional("shared_expert_intermediate_size", 0)
         if shared_width not in (0, width):
-            raise config.wrong("shared_expert_intermediate_size", f"0 or moe_intermediate_size, {width}")
+            raise config.rule_error("shared_expert_intermediate_size", f"0 or moe_intermediate_size, {width}")
         layers = range(config.required("num_hidden_layers")["num_hidden_layers"])
-        step = config.optional("decoder_sparse_step", 1)
-        dense = {layer for layer in layers if (layer + 1) % step} | set(config.optional("mlp_only_layers", ()))
+        sparse_step = config.optional("decoder_sparse_step", 1)
+        dense_layers = {layer for layer in layers if (layer + 1) % sparse_step} | set(
+            config.optional("mlp_only_layers", ())
+        )
         return cls(
             **sizes,
             norm_topk_prob=config.optional("norm_topk_prob", False),
-            dense_layers=frozenset(dense),
+            dense_layers=frozenset(dense_layers),
             shared_expert=shared_width > 0,
         )
 
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The fields of config.json that shape Gated DeltaNet, and the layers that have it instead of attention."""
+    """The fields of config.json that shape Gated DeltaNet.
+
+    layers: indices of the layers with it instead of attention.
+    """
 
     linear_num_key_heads: int
     linear_num_value_heads: int
@@ -74,40 +84,47 @@ class RecurrentConfig:
 
     @classmethod
     def read(cls, config: Fields) -> RecurrentConfig:
-        """From config.json, which names every layer's kind or says how far layers of attention are apart. Raises
-        ConfigError for a field that is missing or wrong, a kind that we do not compute, or sizes that do not fit
-        together."""
+        """Read the fields from config.json, which has every layer's type or the interval between attention layers.
+
+        Raises ConfigError for a missing or wrong field, an unsupported layer type, or sizes that do not fit together.
+        """
         sizes = config.required(*(name for name in cls.__dataclass_fields__ if name != "layers"))
-        count = config.required("num_hidden_layers")["num_hidden_layers"]
-        kinds = config.optional("layer_types")
-        if kinds is None:
-            apart = config.required("full_attention_interval")["full_attention_interval"]
-            if apart > count:
-                raise config.wrong("full_attention_interval", f"from 1 to num_hidden_layers, {count}")
-            kinds = ["linear_attention" if (layer + 1) % apart else "full_attention" for layer in range(count)]
-        if len(kinds) != count or not {"full_attention"} <= set(kinds) <= {"full_attention", "linear_attention"}:
-            raise config.wrong(
+        num_layers = config.required("num_hidden_layers")["num_hidden_layers"]
+        layer_types = config.optional("layer_types")
+        if layer_types is None:
+            interval = config.required("full_attention_interval")["full_attention_interval"]
+            if interval > num_layers:
+                raise config.rule_error("full_attention_interval", f"from 1 to num_hidden_layers, {num_layers}")
+            layer_types = [
+                "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
+            ]
+        if len(layer_types) != num_layers or not {"full_attention"} <= set(layer_types) <= {
+            "full_attention",
+            "linear_attention",
+        }:
+            raise config.rule_error(
                 "layer_types",
-                f"linear_attention or full_attention for each of {count} layers, and full_attention for one at least",
+                f"linear_attention or full_attention for each of {num_layers} layers, "
+                "and full_attention for one at least",
             )
         heads, key_heads = sizes["linear_num_value_heads"], sizes["linear_num_key_heads"]
         if heads % key_heads:
-            raise config.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {key_heads}")
-        recurrent = (layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
-        return cls(**sizes, layers=frozenset(recurrent))
+            raise config.rule_error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {key_heads}")
+        recurrent_layers = (layer for layer, layer_type in enumerate(layer_types) if layer_type == "linear_attention")
+        return cls(**sizes, layers=frozenset(recurrent_layers))
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """The fields of config.json that shape the network, and the switches of its family.
 
-    intermediate_size: of ordinary feed-forwards, None where all are routed; rotary_dim: how many dimensions of a head
-    turn with its position, the first ones.
+    intermediate_size: width of dense feed-forwards, None when all layers are routed; rotary_dim: number of leading
+    dimensions of a head with rotary embeddings; rope_scaling: None for unscaled frequencies.
 
-    qkv_bias: queries, keys and values have a bias; head_norms: each head's query and key are normalised; output_gate:
-    what comes out of attention is gated; zero_centred_norms: norms have their scale's distance from one as their
-    weight; experts: what feed-forwards choose from, None for a dense network; recurrent: of the layers that are no
-    attention, None where there are none.
+    qkv_bias: queries, keys and values have a bias; qk_norm: each head's query and key are normalized; output_gate: the
+    output of attention is gated; zero_centered_norms: a checkpoint stores a norm's scale minus one; experts: None for a
+    dense model; recurrent: None if all layers have attention; sliding_window: number of newest tokens that a
+    query of the sliding_layers sees, its own included.
     """
 
     hidden_size: int
@@ -121,13 +138,16 @@ class DecoderConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     qkv_bias: bool
-    head_norms: bool
+    qk_norm: bool
     output_gate: bool
-    zero_centred_norms: bool
+    zero_centered_norms: bool
     experts: ExpertsConfig | None
     recurrent: RecurrentConfig | None
+    sliding_window: int | None = None
+    sliding_layers: frozenset[int] = frozenset()
 
     @classmethod
     def read(
@@ -135,66 +155,66 @@ class DecoderConfig:
         config: Fields,
         *,
         qkv_bias: bool,
-        head_norms: bool,
+        qk_norm: bool,
         output_gate: bool = False,
-        zero_centred_norms: bool = False,
-        turning: float = 1.0,
+        zero_centered_norms: bool = False,
+        rotary_factor: float = 1.0,
         experts: ExpertsConfig | None = None,
         recurrent: RecurrentConfig | None = None,
     ) -> DecoderConfig:
-        """From config.json. turning: the share of a head that turns where nothing is said of it; a family in which
-        that is all has no other. Raises ConfigError for a field that is missing or wrong, or a variant that we do not
-        compute."""
-        rope = plain_rope(config)
-        if config.optional("use_sliding_window", False):
-            raise config.not_computed("use_sliding_window")
-        if config.not_null("hidden_act", "silu") != "silu":
-            raise config.not_computed("hidden_act")
+        """Read the configuration from the fields of config.json and the switches of a family.
+
+        rotary_factor: the family's default of partial_rotary_factor; a family with 1.0 supports no other value. Raises
+        ConfigError for a missing or wrong field, or an unsupported variant.
+        """
+        rope_config = rope_fields(config)
+        for name in ("use_sliding_window", "mlp_bias"):
+            if config.optional(name, False):
+                raise config.unsupported_field(name)
+        if config.optional_not_null("hidden_act", "silu") != "silu":
+            raise config.unsupported_field("hidden_act")
         if recurrent is None and set(config.optional("layer_types", ())) - {"full_attention"}:
-            raise config.not_computed("layer_types")
-        config = config.replaced(rope_theta=rope.optional("rope_theta", config.optional("rope_theta")))
-        all_routed = experts is not None and not experts.dense_layers
-        values: dict[str, Any] = {"intermediate_size": None}
-        values |= config.required(*_AS_PUBLISHED, *(() if all_routed else ("intermediate_size",)))
-        heads, key_heads, head_dim = (values[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-        if heads % key_heads:
-            raise config.wrong("num_attention_heads", f"a multiple of num_key_value_heads, {key_heads}")
+            raise config.unsupported_field("layer_types")
+        config = config.with_values(rope_theta=rope_config.optional("rope_theta", config.optional("rope_theta")))
+        all_layers_routed = experts is not None and not experts.dense_layers
+        field_values: dict[str, Any] = {"intermediate_size": None}
+        field_values |= config.required(*_UNCHANGED_FIELDS, *(() if all_layers_routed else ("intermediate_size",)))
+        heads, kv_heads, head_dim = (
+            field_values[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        if heads % kv_heads:
+            raise config.rule_error("num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}")
         return cls(
-            **values,
-            rotary_dim=_rotary_dim(config, rope, head_dim, turning),
+            **field_values,
+            rotary_dim=_rotary_dim(config, rope_config, head_dim, rotary_factor),
+            rope_scaling=read_rope_scaling(config),
             tie_word_embeddings=config.optional("tie_word_embeddings", False),
             qkv_bias=qkv_bias,
-            head_norms=head_norms,
+            qk_norm=qk_norm,
             output_gate=output_gate,
-            zero_centred_norms=zero_centred_norms,
+            zero_centered_norms=zero_centered_norms,
             experts=experts,
             recurrent=recurrent,
         )
 
+    @property
+    def max_context(self) -> int:
+        """The longest context in tokens: the checkpoint's, or the longer one that RoPE scaling gives."""
+        return max_context(self.max_position_embeddings, self.rope_scaling)
+
     def norm(self, size: int) -> RMSNorm:
-        kind = ZeroCentredNorm if self.zero_centred_norms else RMSNorm
-        return kind(size, self.rms_norm_eps)
+        """Create a norm of `size` features with this family's class and eps."""
+        norm_cls = ZeroCenteredRMSNorm if self.zero_centered_norms else RMSNorm
+        return norm_cls(size, self.rms_norm_eps)
 
 
-def plain_rope(config: Fields) -> Fields:
-    """What is said of rotary embeddings, in a field of its own that has one of two names: where there are both, that
-    which transformers takes. Raises ConfigError where either asks for other angles than the plain ones."""
-    for name in ("rope_scaling", "rope_parameters"):
-        said = config.optional(name, {})
-        for key, value in said.items():
-            of_a_kind_of_layer = isinstance(value, dict)
-            if of_a_kind_of_layer or (key in ("rope_type", "type") and value not in (None, "default")):
-                raise config.part(name).not_computed(key)
-    return config.part("rope_scaling" if config.optional("rope_scaling") else "rope_parameters")
-
-
-def _rotary_dim(config: Fields, rope: Fields, head_dim: int, turning: float) -> int:
-    """How many dimensions of a head turn: an even number, since they turn in pairs."""
+def _rotary_dim(config: Fields, rope_config: Fields, head_dim: int, default_factor: float) -> int:
+    """Return how many dimensions of a head have rotary embeddings. The number is even: dimensions rotate in pairs."""
     name = "partial_rotary_factor"
-    share = rope.not_null(name, config.not_null(name, turning))
-    if turning == 1.0 and share != 1.0:
-        raise (rope if rope.has(name) else config).not_computed(name)
-    rotary_dim = int(head_dim * share)
+    factor = rope_config.optional_not_null(name, config.optional_not_null(name, default_factor))
+    if default_factor == 1.0 and factor != 1.0:
+        raise (rope_config if rope_config.has(name) else config).unsupported_field(name)
+    rotary_dim = int(head_dim * factor)
     if head_dim % 2 or rotary_dim % 2 or rotary_dim == 0:
-        raise config.wrong("head_dim", f"even, and so must be as much of it as turns, {share:g} of it")
+        raise config.rule_error("head_dim", f"even, and so must be its rotary part, {factor:g} of it")
     return rotary_dim

@@ -1,47 +1,37 @@
-"""From a checkpoint folder to a model with its weights on the device."""
+"""Loads a checkpoint: builds its model and copies the weights to the device."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from meltcore.config import Quantization
 from meltcore.errors import ConfigError
-from meltcore.layers.destination import Destination
-from meltcore.layers.group import Group
-from meltcore.layers.pieces import Index, Pieces
+from meltcore.host_memory import host_available_bytes
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
-from meltcore.models.decoder import Decoder
-from meltcore.models.quantization import hold_in_fp8
-from meltcore.models.qwen2 import Qwen2
-from meltcore.models.qwen3 import Qwen3
-from meltcore.models.qwen3_5 import Qwen3_5
-from meltcore.models.qwen3_moe import Qwen3Moe
-from meltcore.models.room import require_room
-from meltcore.models.shard import Entry, Shard
+from meltcore.models.model import Model
+from meltcore.models.quantization import quantize_to_fp8
+from meltcore.models.registry import ARCHITECTURES
+from meltcore.models.safetensors_file import SafetensorsFile, TensorEntry
 
 Progress = Callable[[str, float], None]
-ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], Decoder]] = {
-    "Qwen2ForCausalLM": Qwen2,
-    "Qwen3ForCausalLM": Qwen3,
-    "Qwen3_5MoeForCausalLM": Qwen3_5,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3_5,
-    "Qwen3MoeForCausalLM": Qwen3Moe,
-}
-# The spread that published models are initialised with (initializer_range in their configurations).
+# The standard deviation that published models are initialized with (initializer_range in config.json).
 DUMMY_WEIGHT_STD = 0.02
-_NAMES_SHOWN = 5
-# Threads that read, each some tens of megabytes at a time: one copies out of the page cache at 4 GB/s, and a disk wants
-# to be asked for more than one thing.
-_READERS = 4
+GIB = 2**30
+_MAX_NAMES_SHOWN = 5
+# Threads that read some tens of megabytes each: one thread copies from the page cache at 4 GB/s, and a disk is faster
+# with several requests in its queue.
+_NUM_READERS = 4
 _PART_BYTES = 32 * 2**20
 
 
@@ -50,11 +40,12 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization = "none",
-    group: Group | None = None,
-) -> Decoder:
-    """The network that config.json names, its weights allocated on `device` and not yet filled.
+    group: TensorParallelGroup | None = None,
+) -> Model:
+    """Build the model that config.json names, with uninitialized weights on `device`.
 
-    With a group it is one rank's share of it. Raises ConfigError as `outline_model`.
+    group: build only this rank's shard. Raises ConfigError for an unsupported model, quantization or group size, for a
+    quantized checkpoint, and when `device` has too little memory.
     """
     return outline_model(checkpoint, dtype, device, quantization, group).to_empty(device=device)
 
@@ -64,122 +55,144 @@ def outline_model(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization = "none",
-    group: Group | None = None,
-) -> Decoder:
-    """`build_model` for `device`, but on the meta device: every shape, and no memory.
+    group: TensorParallelGroup | None = None,
+) -> Model:
+    """Build the model for `device` on the meta device: every tensor has its shape and takes no memory.
 
-    Raises ConfigError for an architecture that we do not have, or that cannot be quantised or shared out as asked, for
-    a checkpoint that is quantised already, and where `device` has too little memory.
+    group: build only this rank's shard. Raises ConfigError for an unknown architecture, for one that does not support
+    the quantization or the group size, for a quantized checkpoint, and when `device` has too little memory.
     """
     config = Fields(checkpoint.config)
     names = config.optional("architectures", [])
-    known = [name for name in names if name in ARCHITECTURES]
-    if not known:
-        asked = ", ".join(names) or "nothing"
-        raise ConfigError(f"{checkpoint.name}: config.json names {asked}; we have {', '.join(ARCHITECTURES)}")
-    _refuse_quantised(config)
+    supported_names = [name for name in names if name in ARCHITECTURES]
+    if not supported_names:
+        names_text = ", ".join(names) or "nothing"
+        raise ConfigError(f"{checkpoint.name}: config.json names {names_text}; we have {', '.join(ARCHITECTURES)}")
+    _check_not_quantized(config)
     with torch.device("meta"), _default_dtype(dtype):
-        model = ARCHITECTURES[known[0]](checkpoint.config)
+        model = ARCHITECTURES[supported_names[0]](checkpoint.config)
         if group is not None:
-            model.divide(group)
+            model.shard(group)
         if quantization == "fp8":
             if model.config.experts is not None:
                 raise ConfigError(f"--quantization fp8 does not compute routed experts, which {checkpoint.name} has")
-            hold_in_fp8(model, device)
-    require_room(
+            quantize_to_fp8(model, device)
+    check_memory(
         checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, group.size if group else 1
     )
     return model
 
 
-def _refuse_quantised(config: Fields) -> None:
-    """Its weights mean nothing without their scales, which we do not read."""
-    for place in (config, config.part("text_config")):
-        if place.has("quantization_config"):
-            method = place.part("quantization_config").optional("quant_method", "that has no name")
-            raise place.refused(
+def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: int) -> None:
+    """Raise ConfigError when the weights do not fit into the free memory of `device`.
+
+    Must be called before weights are allocated, since a host overcommits memory and later kills a process.
+    weight_bytes: bytes per rank. On a CPU all ranks share the memory.
+    """
+    if device.type == "cpu":
+        needed_bytes, free_bytes = weight_bytes * num_ranks, host_available_bytes()
+        location, advice = "of host memory are available", "a smaller --dtype or model takes less"
+    elif device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, reusable
+        needed_bytes, free_bytes = weight_bytes, torch.cuda.mem_get_info(device)[0] + cached
+        location, advice = f"are free on {device}", "--tensor-parallel-size shards them over several GPUs"
+    else:  # the meta device
+        return
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"{name}: the weights take {needed_bytes / GIB:,.1f} GiB, "
+            f"and {free_bytes / GIB:,.1f} GiB {location}; {advice}"
+        )
+
+
+def _check_not_quantized(config: Fields) -> None:
+    """Raise ConfigError if the checkpoint is quantized, since its scales are not supported."""
+    for part in (config, config.nested_fields("text_config")):
+        if part.has("quantization_config"):
+            method = part.nested_fields("quantization_config").optional("quant_method", "that has no name")
+            raise part.field_error(
                 "quantization_config",
-                f"says that weights are quantised, quant_method {method}; an unquantised checkpoint is needed here "
-                "(--quantization fp8 quantises it while loading)",
+                f"says that weights are quantized, quant_method {method}; an unquantized checkpoint is needed here "
+                "(--quantization fp8 quantizes it while loading)",
             )
 
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What is allocated has this type unless it names another: so some things stay float32 in any model."""
-    before = torch.get_default_dtype()
+    """Return a context in which new tensors have type `dtype` unless their constructor names another type."""
+    previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)
 
 
-def load_weights(model: Decoder, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Copy every tensor of the safetensors shards into the model, converting types on the way.
+def load_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Copy every tensor of the safetensors files into the model, converting types.
 
-    Of a tensor that is shared out among ranks only our part is read. All shards are opened and what they hold is
-    checked before anything is read, which may take minutes.
+    Only this rank's part of a sharded tensor is read. The headers of all files are checked before any tensor is read,
+    since reading may take minutes.
 
     Raises ConfigError naming the tensors that are missing, unexpected, given twice, or of another shape or type than
-    we can take, or the unreadable shard.
+    expected, or the unreadable file.
     """
     files = checkpoint.weight_files
     if not files:
         raise ConfigError(f"{checkpoint.folder} holds no *.safetensors files (--load-format dummy needs none)")
-    with ExitStack() as opened:
-        shards = [opened.enter_context(Shard(path)) for path in files]
-        parts = _plan(model, checkpoint.folder, shards)
-        pinned = model.embedding.device.type == "cuda"  # what a GPU copies from by itself, without the driver's buffer
-        buffers = [torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(_READERS + 1)]
-        pool = opened.enter_context(ThreadPoolExecutor(_READERS))
-        for number, (shard, own) in enumerate(zip(shards, parts, strict=True)):
-            for part, values in _read_ahead(shard, own, pool, buffers):
-                if not part.holds(values):
+    with ExitStack() as stack:
+        opened_files = [stack.enter_context(SafetensorsFile(path)) for path in files]
+        parts = _plan_reads(model, checkpoint.folder, opened_files)
+        pin_memory = model.device.type == "cuda"  # a GPU copies from it directly, without the driver's staging buffer
+        buffers = [torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=pin_memory) for _ in range(_NUM_READERS + 1)]
+        pool = stack.enter_context(ThreadPoolExecutor(_NUM_READERS))
+        for file_index, (file, file_parts) in enumerate(zip(opened_files, parts, strict=True)):
+            for part, values in _read_ahead(file, file_parts, pool, buffers):
+                if not part.is_read_in_place(values):
                     part.target.copy_(values)
-            progress("loading weights", (number + 1) / len(files))
+            progress("loading weights", (file_index + 1) / len(files))
 
 
-def _plan(model: Decoder, folder: Path, shards: Sequence[Shard]) -> list[list[_Part]]:
-    """What is read of each shard. Raises ConfigError where they do not hold what the model has, all of it and once."""
-    table, fused = model.checkpoint_tensors(), model.fused_tensors()
-    given: dict[str, tuple[str, Path]] = {}  # ours, and the tensor and file that each is read from
+def _plan_reads(model: Model, folder: Path, files: Sequence[SafetensorsFile]) -> list[list[_Part]]:
+    """Plan the reads of each file. Raises ConfigError unless the files hold each tensor of the model exactly once."""
+    loaders, fused_tensors = model.checkpoint_tensors(), model.fused_tensors()
+    sources: dict[str, tuple[str, Path]] = {}  # from the model's tensor to the tensor and file that it is read from
     unexpected: list[str] = []
-    parts: list[list[_Part]] = [[] for _ in shards]
-    stands_for: tuple[str, ...]
-    for shard, own in zip(shards, parts, strict=True):
-        for name, entry in shard.entries.items():
-            if name in table:
-                target, stands_for = table[name], (name,)
-            elif name in fused:
-                target, stands_for = fused[name]
+    parts: list[list[_Part]] = [[] for _ in files]
+    checkpoint_names: tuple[str, ...]
+    for file, file_parts in zip(files, parts, strict=True):
+        for name, entry in file.entries.items():
+            if name in loaders:
+                target, checkpoint_names = loaders[name], (name,)
+            elif name in fused_tensors:
+                target, checkpoint_names = fused_tensors[name]
             else:
                 unexpected += [] if model.ignored_tensor(name) else [name]
                 continue
-            for each in stands_for:
-                if each in given:
-                    other, path = given[each]
+            for checkpoint_name in checkpoint_names:
+                if checkpoint_name in sources:
+                    other_name, path = sources[checkpoint_name]
                     raise ConfigError(
-                        f"{folder}: {name} of {shard.path.name} stands in {path.name} too"
-                        + (f", as {other}" if other != name else "")
+                        f"{folder}: {name} of {file.path.name} is in {path.name} too"
+                        + (f", as {other_name}" if other_name != name else "")
                     )
-                given[each] = name, shard.path
-            own += _parts(name, entry, target, shard)
-    missing = sorted(table.keys() - given.keys())
-    problems = [_listed("missing", missing), _listed("unexpected", sorted(unexpected))]
+                sources[checkpoint_name] = name, file.path
+            file_parts += _split_into_parts(name, entry, target, file)
+    missing = sorted(loaders.keys() - sources.keys())
+    problems = [_describe_names("missing", missing), _describe_names("unexpected", sorted(unexpected))]
     if any(problems):
         raise ConfigError(f"{folder}: {'; '.join(filter(None, problems))}")
     return parts
 
 
-def fill_dummy_weights(model: Decoder, seed: int) -> None:
-    """Random weights of the configured shapes: the speed of the real ones, and answers that mean nothing.
+def fill_dummy_weights(model: Model, seed: int) -> None:
+    """Fill the model with random weights, which give the speed of real weights and meaningless answers.
 
-    Ranks draw the whole of a tensor and keep their part, so that together they hold the same weights as one alone.
+    Ranks draw whole tensors and keep their part, so that a group holds the same weights as one device.
     """
-    generator = torch.Generator(device=model.embedding.device).manual_seed(seed)
+    generator = torch.Generator(device=model.device).manual_seed(seed)
     for name, target in model.checkpoint_tensors().items():
-        values = torch.empty(target.shape, dtype=model.embedding.dtype, device=model.embedding.device)
+        values = torch.empty(target.shape, dtype=model.dtype, device=model.device)
         if values.dim() == 1:
             target.copy_(values.fill_(0.0 if name.endswith(".bias") else 1.0))
         else:
@@ -187,65 +200,66 @@ def fill_dummy_weights(model: Decoder, seed: int) -> None:
 
 
 class _Part(NamedTuple):
-    """What is read at once: of the tensor `name` what is `within`, and where it goes."""
+    """One read of a file: the part `slices` of tensor `name`, and the target that it is copied to."""
 
     name: str
-    within: Index
-    target: Destination
+    slices: Index
+    target: WeightLoader
 
-    def own_memory(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """[bytes] uint8: the memory of the target, where it can be read into as it is."""
+    def target_memory(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the target's memory as [bytes] uint8 if the part can be read into it unconverted, else None."""
         target = self.target
         if isinstance(target, torch.Tensor) and target.device.type == "cpu" and target.dtype == dtype:
             return target.detach().view(-1).view(torch.uint8) if target.is_contiguous() else None
         return None
 
-    def holds(self, values: torch.Tensor) -> bool:
-        """Whether they were read to where they go."""
+    def is_read_in_place(self, values: torch.Tensor) -> bool:
+        """Return whether `values` already lie in the memory of the target."""
         return isinstance(self.target, torch.Tensor) and self.target.data_ptr() == values.data_ptr()
 
 
-def _parts(name: str, entry: Entry, target: Destination, shard: Shard) -> Iterator[_Part]:
-    """What we hold of a tensor, in parts of a bounded size where it goes into memory as it is."""
-    dtype = shard.dtype(name)
+def _split_into_parts(name: str, entry: TensorEntry, target: WeightLoader, file: SafetensorsFile) -> Iterator[_Part]:
+    """Yield the reads of the tensor's slices that this rank holds. A plain tensor is read in bounded parts."""
+    dtype = file.dtype(name)
     if entry.shape != tuple(target.shape):
-        shapes = f"{list(entry.shape)}; the configuration asks for {list(target.shape)}"
-        raise ConfigError(f"{shard.path.name}: {name} has shape {shapes}")
-    for index, place in target.pieces if isinstance(target, Pieces) else (((), target),):
-        rows = place.shape[0] if place.shape else 1
-        at_once = max(1, _PART_BYTES // max(1, math.prod(entry.shape[1:]) * dtype.itemsize))
-        if not isinstance(place, torch.Tensor) or rows <= at_once:
-            yield _Part(name, index, place)
+        mismatch = f"{list(entry.shape)}; the configuration asks for {list(target.shape)}"
+        raise ConfigError(f"{file.path.name}: {name} has shape {mismatch}")
+    for index, memory in target.slices if isinstance(target, ShardLoader) else (((), target),):
+        rows = memory.shape[0] if memory.shape else 1
+        max_rows = max(1, _PART_BYTES // max(1, math.prod(entry.shape[1:]) * dtype.itemsize))
+        if not isinstance(memory, torch.Tensor) or rows <= max_rows:
+            yield _Part(name, index, memory)
             continue
         start = (index[0].start or 0) if index else 0
-        for first in range(0, rows, at_once):
-            last = min(rows, first + at_once)
-            yield _Part(name, (slice(start + first, start + last), *index[1:]), place[first:last])
+        for first_row in range(0, rows, max_rows):
+            end_row = min(rows, first_row + max_rows)
+            yield _Part(name, (slice(start + first_row, start + end_row), *index[1:]), memory[first_row:end_row])
 
 
 def _read_ahead(
-    shard: Shard, parts: Iterable[_Part], pool: ThreadPoolExecutor, buffers: Sequence[torch.Tensor]
+    file: SafetensorsFile, parts: Iterable[_Part], pool: ThreadPoolExecutor, buffers: Sequence[torch.Tensor]
 ) -> Iterator[tuple[_Part, torch.Tensor]]:
-    """Parts in their order with what was read, which is good until the next; meanwhile the next few are being read.
+    """Yield each part with its values in order, while threads read the following parts.
 
-    What goes to the host's memory unchanged is read there at once, else into one of the buffers.
+    The values are valid until the next iteration. A part is read into host memory of its target if it needs no
+    conversion, else into one of the buffers.
     """
-    free = list(buffers)
-    pending: deque[tuple[_Part, torch.Tensor, Future[torch.Tensor]]] = deque()
+    free_buffers = list(buffers)
+    reads_in_flight: deque[tuple[_Part, torch.Tensor, Future[torch.Tensor]]] = deque()
     for part in (*parts, *[None] * len(buffers)):
-        if len(pending) == len(buffers) or (part is None and pending):
-            ready, buffer, values = pending.popleft()
-            yield ready, values.result()
-            free.append(buffer)
+        if len(reads_in_flight) == len(buffers) or (part is None and reads_in_flight):
+            next_part, buffer, future = reads_in_flight.popleft()
+            yield next_part, future.result()
+            free_buffers.append(buffer)
         if part is not None:
-            buffer = free.pop()
-            place = part.own_memory(shard.dtype(part.name))
-            into = buffer if place is None else place
-            pending.append((part, buffer, pool.submit(shard.read, part.name, part.within, into)))
+            buffer = free_buffers.pop()
+            target_memory = part.target_memory(file.dtype(part.name))
+            target_buffer = buffer if target_memory is None else target_memory
+            reads_in_flight.append((part, buffer, pool.submit(file.read, part.name, part.slices, target_buffer)))
 
 
-def _listed(word: str, names: list[str]) -> str:
+def _describe_names(problem: str, names: list[str]) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return f"{len(names)} {word} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}"
+    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    return f"{len(names)} {problem} tensors: {', '.join(names[:_MAX_NAMES_SHOWN])}{more}"

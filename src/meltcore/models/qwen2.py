@@ -1,7 +1,6 @@
-"""Qwen2 and Qwen2.5, the dense families (Qwen2ForCausalLM; Qwen2 and Qwen2.5 Technical Reports, arXiv:2407.10671 and
-arXiv:2412.15115).
+"""Qwen2 and Qwen2.5, dense (Qwen2ForCausalLM; Qwen2 and Qwen2.5 Technical Reports, arXiv:2407.10671, arXiv:2412.15115).
 
-The shared decoder with a bias on queries, keys and values, and no norm of theirs. Heads divide the hidden size.
+It is the shared decoder with a bias on queries, keys and values, and without norms on queries and keys.
 """
 
 from __future__ import annotations
@@ -15,11 +14,15 @@ from meltcore.models.decoder_config import DecoderConfig
 
 
 class Qwen2(Decoder):
+    """A dense Qwen2 model. Without `head_dim` in config.json, head_dim is hidden_size / num_attention_heads."""
+
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """From a parsed config.json. Raises ConfigError for a field that is missing or wrong, or a variant that we do
-        not compute."""
+        """Build the model from a parsed config.json.
+
+        Raises ConfigError for a missing or wrong field, or an unsupported variant.
+        """
         fields = Fields(config)
         if not fields.has("head_dim"):
             sizes = fields.required("hidden_size", "num_attention_heads")
-            fields = fields.replaced(head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
-        super().__init__(DecoderConfig.read(fields, qkv_bias=True, head_norms=False))
+            fields = fields.with_values(head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
+        super().__init__(DecoderConfig.read(fields, qkv_bias=True, qk_norm=False))

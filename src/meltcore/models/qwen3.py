@@ -1,6 +1,7 @@
-"""Qwen3, the dense family (Qwen3ForCausalLM; Qwen3 Technical Report, arXiv:2505.09388).
+"""Qwen3, dense and with routed experts (Qwen3ForCausalLM, Qwen3MoeForCausalLM).
 
-The shared decoder with normalised queries and keys, head by head, and no bias anywhere.
+It is the shared decoder with a norm on each head's query and key, and without a bias (Qwen3 Technical Report,
+arXiv:2505.09388).
 """
 
 from __future__ import annotations
@@ -10,14 +11,33 @@ from typing import Any
 
 from meltcore.models.config_fields import Fields
 from meltcore.models.decoder import Decoder
-from meltcore.models.decoder_config import DecoderConfig
+from meltcore.models.decoder_config import DecoderConfig, ExpertsConfig
 
 
 class Qwen3(Decoder):
+    """A dense Qwen3 model."""
+
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """From a parsed config.json. Raises ConfigError for a field that is missing or wrong, or a variant that we do
-        not compute."""
+        """Build the model from a parsed config.json.
+
+        Raises ConfigError for a missing or wrong field, or an unsupported variant.
+        """
         fields = Fields(config)
         if fields.optional("attention_bias", False):
-            raise fields.not_computed("attention_bias", "qwen3 here")
-        super().__init__(DecoderConfig.read(fields, qkv_bias=False, head_norms=True))
+            raise fields.unsupported_field("attention_bias", "qwen3 here")
+        super().__init__(DecoderConfig.read(fields, qkv_bias=False, qk_norm=True))
+
+
+class Qwen3Moe(Decoder):
+    """A Qwen3 model with routed experts in all layers but those that config.json lists as dense."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Build the model from a parsed config.json.
+
+        Raises ConfigError for a missing or wrong field, or an unsupported variant.
+        """
+        fields = Fields(config)
+        if fields.optional("attention_bias", False):
+            raise fields.unsupported_field("attention_bias", "qwen3_moe here")
+        experts = ExpertsConfig.read(fields)
+        super().__init__(DecoderConfig.read(fields, qkv_bias=False, qk_norm=True, experts=experts))

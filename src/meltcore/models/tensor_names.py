@@ -1,4 +1,4 @@
-"""What the tensors of a decoder's block are called in published checkpoints, and where in our layers they go."""
+"""The names of a decoder block's tensors in published checkpoints, and the weight loader of each tensor."""
 
 from __future__ import annotations
 
@@ -6,92 +6,101 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.kernels.rotary import half_split
+from meltcore.kernels.rotary import half_split_order
 from meltcore.layers.attention import Attention
-from meltcore.layers.delta_net import DeltaNet
-from meltcore.layers.destination import Destination, reordered
-from meltcore.layers.mlp import GatedMLP
-from meltcore.layers.moe import RoutedMLP
+from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
+from meltcore.layers.gated_delta_net import GatedDeltaNet
+from meltcore.layers.weight_loader import WeightLoader, permuted_loader
 
 
 class FusedTensor(NamedTuple):
-    """A tensor in which some checkpoints hold several of ours. stands_for: the names of those."""
+    """A checkpoint tensor that merges several tensors, whose usual names are `checkpoint_names`."""
 
-    tensor: Destination
-    stands_for: tuple[str, ...]
-
-
-def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, Destination]:
-    """rotary_dim: how many of a published head's dimensions turn; ours are in the order of kernels/rotary.py."""
-    dims = half_split(attention.head_dim, rotary_dim)
-    table: dict[str, Destination] = {"self_attn.o_proj.weight": attention.output.part(0)}
-    orders = (_query_order(attention, dims), _head_order(attention.kv_heads, dims), None)
-    for part, (name, order) in enumerate(zip(("q_proj", "k_proj", "v_proj"), orders, strict=True)):
-        table[f"self_attn.{name}.weight"] = attention.qkv.part(part, order)
-        if attention.qkv.bias is not None:
-            table[f"self_attn.{name}.bias"] = attention.qkv.bias_part(part, order)
-    if attention.query_norm is not None and attention.key_norm is not None:
-        table["self_attn.q_norm.weight"] = reordered(attention.query_norm.destination, dims)
-        table["self_attn.k_norm.weight"] = reordered(attention.key_norm.destination, dims)
-    return table
+    tensor: WeightLoader
+    checkpoint_names: tuple[str, ...]
 
 
-def _head_order(heads: int, dims: torch.Tensor) -> torch.Tensor:
-    """Which published row of neighbouring heads stands at each place, from that of one head."""
-    return (torch.arange(heads)[:, None] * len(dims) + dims).flatten()
+def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, WeightLoader]:
+    """Return the weight loaders of an attention layer, by tensor name.
+
+    rotary_dim: number of rotary dimensions per head. They are reordered from the published order to half_split_order.
+    """
+    dim_order = half_split_order(attention.head_dim, rotary_dim)
+    loaders: dict[str, WeightLoader] = {"self_attn.o_proj.weight": attention.o_proj.loader(0)}
+    orders = (_query_order(attention, dim_order), _head_order(attention.num_kv_heads, dim_order), None)
+    for matrix_index, (name, order) in enumerate(zip(("q_proj", "k_proj", "v_proj"), orders, strict=True)):
+        loaders[f"self_attn.{name}.weight"] = attention.qkv_proj.loader(matrix_index, order)
+        if attention.qkv_proj.bias is not None:
+            loaders[f"self_attn.{name}.bias"] = attention.qkv_proj.bias_loader(matrix_index, order)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        loaders["self_attn.q_norm.weight"] = permuted_loader(attention.q_norm.loader, dim_order)
+        loaders["self_attn.k_norm.weight"] = permuted_loader(attention.k_norm.loader, dim_order)
+    return loaders
 
 
-def _query_order(attention: Attention, dims: torch.Tensor) -> torch.Tensor:
-    """The same for queries. Published output gates follow their heads one by one; here all come before the queries."""
+def _head_order(num_heads: int, dim_order: torch.Tensor) -> torch.Tensor:
+    """Return, for each row of `num_heads` heads, the row in the checkpoint. dim_order: the rows within one head."""
+    return (torch.arange(num_heads)[:, None] * len(dim_order) + dim_order).flatten()
+
+
+def _query_order(attention: Attention, dim_order: torch.Tensor) -> torch.Tensor:
+    """Return, for each row of gates and queries, the row in the checkpoint.
+
+    In a checkpoint, each head's query is followed by its output gate. Here the gates of all heads precede the queries.
+    """
     if not attention.output_gate:
-        return _head_order(attention.heads, dims)
-    both = torch.cat([dims, len(dims) + torch.arange(len(dims))])
-    queries, gates = _head_order(attention.heads, both).view(attention.heads, 2, -1).unbind(1)
+        return _head_order(attention.num_heads, dim_order)
+    query_and_gate_dims = torch.cat([dim_order, len(dim_order) + torch.arange(len(dim_order))])
+    queries, gates = _head_order(attention.num_heads, query_and_gate_dims).view(attention.num_heads, 2, -1).unbind(1)
     return torch.cat([gates.flatten(), queries.flatten()])
 
 
-def delta_tensors(delta: DeltaNet) -> dict[str, Destination]:
+def gated_delta_tensors(layer: GatedDeltaNet) -> dict[str, WeightLoader]:
+    """Return the weight loaders of a Gated DeltaNet layer, by tensor name."""
     return {
-        "linear_attn.in_proj_qkv.weight": delta.projection.joint_part(0, 3),  # queries, keys and values
-        "linear_attn.in_proj_z.weight": delta.projection.part(3),
-        "linear_attn.in_proj_b.weight": delta.projection.part(4),
-        "linear_attn.in_proj_a.weight": delta.projection.part(5),
-        "linear_attn.conv1d.weight": delta.conv_part(),
-        "linear_attn.A_log": delta.head_part(delta.a_log),
-        "linear_attn.dt_bias": delta.head_part(delta.dt_bias),
-        "linear_attn.norm.weight": delta.value_norm,
-        "linear_attn.out_proj.weight": delta.output.part(0),
+        "linear_attn.in_proj_qkv.weight": layer.in_proj.merged_loader(0, 3),  # queries, keys and values
+        "linear_attn.in_proj_z.weight": layer.in_proj.loader(3),
+        "linear_attn.in_proj_b.weight": layer.in_proj.loader(4),
+        "linear_attn.in_proj_a.weight": layer.in_proj.loader(5),
+        "linear_attn.conv1d.weight": layer.conv_loader(),
+        "linear_attn.A_log": layer.head_loader(layer.a_log),
+        "linear_attn.dt_bias": layer.head_loader(layer.dt_bias),
+        "linear_attn.norm.weight": layer.value_norm,
+        "linear_attn.out_proj.weight": layer.out_proj.loader(0),
     }
 
 
-def dense_tensors(mlp: GatedMLP) -> dict[str, Destination]:
+def dense_tensors(mlp: GatedMLP) -> dict[str, WeightLoader]:
+    """Return the weight loaders of a dense feed-forward, by tensor name."""
     return {
-        "mlp.gate_proj.weight": mlp.gate_up.part(0),
-        "mlp.up_proj.weight": mlp.gate_up.part(1),
-        "mlp.down_proj.weight": mlp.down.part(0),
+        "mlp.gate_proj.weight": mlp.gate_up_proj.loader(0),
+        "mlp.up_proj.weight": mlp.gate_up_proj.loader(1),
+        "mlp.down_proj.weight": mlp.down_proj.loader(0),
     }
 
 
-def expert_tensors(mlp: RoutedMLP) -> dict[str, Destination]:
-    table: dict[str, Destination] = {"mlp.gate.weight": mlp.router[: mlp.experts]}
-    names = [f"mlp.experts.{expert}" for expert in range(mlp.experts)]
-    if mlp.shared:
-        table["mlp.shared_expert_gate.weight"] = mlp.router[mlp.experts :]
+def expert_tensors(mlp: SparseMoeBlock) -> dict[str, WeightLoader]:
+    """Return the weight loaders of the router and of each expert, by tensor name."""
+    loaders: dict[str, WeightLoader] = {"mlp.gate.weight": mlp.router[: mlp.num_experts]}
+    names = [f"mlp.experts.{expert}" for expert in range(mlp.num_experts)]
+    if mlp.shared_expert:
+        loaders["mlp.shared_expert_gate.weight"] = mlp.router[mlp.num_experts :]
         names.append("mlp.shared_expert")
     for expert, name in enumerate(names):
-        table |= {
-            f"{name}.gate_proj.weight": mlp.gate_part(expert),
-            f"{name}.up_proj.weight": mlp.up_part(expert),
-            f"{name}.down_proj.weight": mlp.down_part(expert),
+        loaders |= {
+            f"{name}.gate_proj.weight": mlp.experts.gate_loader(expert),
+            f"{name}.up_proj.weight": mlp.experts.up_loader(expert),
+            f"{name}.down_proj.weight": mlp.experts.down_loader(expert),
         }
-    return table
+    return loaders
 
 
-def fused_expert_tensors(mlp: RoutedMLP) -> dict[str, FusedTensor]:
+def fused_expert_tensors(mlp: SparseMoeBlock) -> dict[str, FusedTensor]:
+    """Return the tensors of checkpoints that merge all routed experts in one tensor, by tensor name."""
     names = [name for name in expert_tensors(mlp) if ".experts." in name]
-    down = tuple(name for name in names if "down_proj" in name)
-    gate_up = tuple(name for name in names if "down_proj" not in name)
+    down_names = tuple(name for name in names if "down_proj" in name)
+    gate_up_names = tuple(name for name in names if "down_proj" not in name)
     return {
-        "mlp.experts.gate_up_proj": FusedTensor(mlp.gate_up_of_all(), gate_up),
-        "mlp.experts.down_proj": FusedTensor(mlp.down_of_all(), down),
+        "mlp.experts.gate_up_proj": FusedTensor(mlp.experts.fused_gate_up_loader(mlp.num_experts), gate_up_names),
+        "mlp.experts.down_proj": FusedTensor(mlp.experts.fused_down_loader(mlp.num_experts), down_names),
     }

@@ -1,6 +1,6 @@
-"""Arithmetic problems with known answers: what the bundled model is trained on, and what a server is marked on."""
+"""Generates arithmetic problems with known answers, to train the bundled model and to test servers."""
 
 from meltcore.problems.generate import evaluation_set, generate
-from meltcore.problems.problem import Problem, extract_answer, is_right
+from meltcore.problems.sums import Problem, extract_answer, is_correct
 
-__all__ = ["Problem", "evaluation_set", "extract_answer", "generate", "is_right"]
+__all__ = ["Problem", "evaluation_set", "extract_answer", "generate", "is_correct"]

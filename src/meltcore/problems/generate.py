@@ -1,4 +1,4 @@
-"""Problems by the batch: the same arguments give the same problems, on every machine."""
+"""Generates lists of problems. The same arguments give the same problems on every machine."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from collections.abc import Callable
 from typing import Literal
 
 from meltcore.problems.pages import page_problem
-from meltcore.problems.problem import Problem, Split
-from meltcore.problems.short import short_problem
 from meltcore.problems.stories import story_problem
+from meltcore.problems.sums import Problem, Split, short_problem
 
-LONG_SHARE = 0.35
-MEDIUM_SHARE = 0.25
+LONG_RATIO = 0.35
+MEDIUM_RATIO = 0.25
 
-_EVALUATION_COUNT = 200
+_NUM_EVALUATION_PROBLEMS = 200
 _EVALUATION_SEED = 2026
 
-_MAKERS: dict[str, Callable[[random.Random, Split], Problem]] = {
+_PROBLEM_MAKERS: dict[str, Callable[[random.Random, Split], Problem]] = {
     "short": short_problem,
     "medium": story_problem,
     "long": page_problem,
 }
 
 
-def generate(split: Split, *, kind: Literal["short", "long", "mixed"], count: int, seed: int) -> list[Problem]:
-    """`count` problems. "mixed" is at least 35 % long and 25 % medium, the rest short, in random order.
+def generate(split: Split, *, kind: Literal["short", "long", "mixed"], num_problems: int, seed: int) -> list[Problem]:
+    """Generate `num_problems` problems.
 
-    Held-out problems turn on an operand combination that no training text contains (see `sums`).
+    The kind "mixed" has at least 35 % long and 25 % medium problems, and the rest short, in random order. Held-out
+    problems use an operand combination that no training text contains (`sums.is_held_out`).
     """
-    rng = random.Random(f"{split}/{kind}/{seed}")
-    return [_MAKERS[each](rng, split) for each in _kinds(rng, kind, count)]
+    rng = random.Random(f"{split}/{kind}/{seed}")  # noqa: S311 - must repeat for a seed
+    return [_PROBLEM_MAKERS[problem_kind](rng, split) for problem_kind in _draw_kinds(rng, kind, num_problems)]
 
 
 def evaluation_set() -> list[Problem]:
-    """The 200 held-out problems, all kinds, that measure a server's accuracy without load."""
-    return generate("heldout", kind="mixed", count=_EVALUATION_COUNT, seed=_EVALUATION_SEED)
+    """Return the 200 held-out problems of all kinds that measure a server's accuracy without load."""
+    return generate("heldout", kind="mixed", num_problems=_NUM_EVALUATION_PROBLEMS, seed=_EVALUATION_SEED)
 
 
-def _kinds(rng: random.Random, kind: str, count: int) -> list[str]:
+def _draw_kinds(rng: random.Random, kind: str, num_problems: int) -> list[str]:
     if kind != "mixed":
-        return [kind] * count
-    kinds = ["long"] * math.ceil(LONG_SHARE * count) + ["medium"] * math.ceil(MEDIUM_SHARE * count)
-    kinds = (kinds + ["short"] * count)[:count]
+        return [kind] * num_problems
+    kinds = ["long"] * math.ceil(LONG_RATIO * num_problems) + ["medium"] * math.ceil(MEDIUM_RATIO * num_problems)
+    kinds = (kinds + ["short"] * num_problems)[:num_problems]
     rng.shuffle(kinds)
     return kinds

@@ -1,8 +1,8 @@
-"""Long problems: a page of facts, then a question that needs one or two from far back.
+"""Generates long problems: a page of facts, then a question that needs one or two of them from far back.
 
 Every needed fact has look-alikes on the page: the same name with other items, the same item with other names, other
-towns, other prices. Only the right one, read at the right place, gives the right number; so a wrong mask, position or
-memory page shows as a wrong answer. Homes and houses are asked for in training alone: they pad a held-out page.
+towns, other prices. Only the needed fact gives the correct number, so a wrong mask, position or memory page causes a
+wrong answer. Questions about homes and houses occur in training only. On a held-out page, such facts are fillers.
 """
 
 from __future__ import annotations
@@ -11,115 +11,130 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meltcore.problems.problem import Problem, Split
-from meltcore.problems.sums import Sum, draw_main, random_sum
-from meltcore.problems.words import ASIDES, GOODS, ITEMS, NAMES, TOWNS
+from meltcore.problems.stories import ASIDES, GOODS, ITEMS, NAMES, TOWNS
+from meltcore.problems.sums import Problem, Split, Sum, draw_main_operation, random_sum
 
 # A fact is 6 to 10 tokens, so 30 to 116 facts make pages of about 240 to 920 tokens, and the 26 facts that follow
 # the last needed one put it at least three 64-token pages back.
-FEWEST_FACTS, MOST_FACTS = 30, 116
-_FACTS_AFTER = 26
-_PER_PARAGRAPH = 6
+MIN_FACTS, MAX_FACTS = 30, 116
+_NUM_FACTS_AFTER = 26
+_FACTS_PER_LINE = 6
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A question, the facts it needs in the order of the working, and the sum they lead to.
+class _Question:
+    """Holds a question, the facts it needs in the order of the working, and their sum.
 
-    A fact is its key and the full sentence; no other sentence on the page may have the same key.
+    `facts` maps the key of a fact to its sentence. No other sentence on the page may have the same key.
     """
 
-    question: str
+    text: str
     facts: dict[tuple[str, ...], str]
     sum: Sum
 
 
-def page_problem(rng: random.Random, split: Split, *, facts: int | None = None) -> Problem:
-    """A page of `facts` sentences (drawn from 30 to 116 where not given; at least 3) and a question about it.
+def page_problem(rng: random.Random, split: Split, *, num_facts: int | None = None) -> Problem:
+    """Generate a page of `num_facts` sentences and a question about it.
 
-    On a page of fewer than 30 the needed facts stand anywhere: those are for learning on, not for evaluation.
+    The default is a random number from MIN_FACTS to MAX_FACTS; the minimum is 3. On a page of fewer than MIN_FACTS
+    sentences the needed facts are at random positions. Such pages are for training only.
     """
-    size = rng.randint(FEWEST_FACTS, MOST_FACTS) if facts is None else facts
-    asked = rng.choice(_QUESTIONS if split == "heldout" else _TRAINING_QUESTIONS)(rng, split)
-    needed = list(asked.facts.values())
-    others = _others(rng, size - len(needed), taken=list(asked.facts))
-    first_part = size - len(needed) - _FACTS_AFTER if size >= FEWEST_FACTS else len(others)
-    page = others[:first_part]
-    for fact in needed:
+    num_page_facts = rng.randint(MIN_FACTS, MAX_FACTS) if num_facts is None else num_facts
+    question = rng.choice(_QUESTIONS if split == "heldout" else _TRAINING_QUESTIONS)(rng, split)
+    needed_facts = list(question.facts.values())
+    fillers = _draw_fillers(rng, num_page_facts - len(needed_facts), used_keys=list(question.facts))
+    num_fillers_before = (
+        num_page_facts - len(needed_facts) - _NUM_FACTS_AFTER if num_page_facts >= MIN_FACTS else len(fillers)
+    )
+    page = fillers[:num_fillers_before]
+    for fact in needed_facts:
         page.insert(rng.randint(0, len(page)), fact)
-    page += others[first_part:]
-    lines = [" ".join(page[at : at + _PER_PARAGRAPH]) for at in range(0, len(page), _PER_PARAGRAPH)]
-    working = " ".join([*needed, f"{asked.sum.worked}."])
-    question = "\n".join([*lines, asked.question])
-    return Problem(question, f"{working} The answer is {asked.sum.value}.", asked.sum.value, "long")
+    page += fillers[num_fillers_before:]
+    lines = [" ".join(page[i : i + _FACTS_PER_LINE]) for i in range(0, len(page), _FACTS_PER_LINE)]
+    working_text = " ".join([*needed_facts, f"{question.sum.solved_text}."])
+    problem_text = "\n".join([*lines, question.text])
+    return Problem(problem_text, f"{working_text} The answer is {question.sum.value}.", question.sum.value, "long")
 
 
-def _count(name: str, item: str, number: int) -> str:
+def _count_sentence(name: str, item: str, number: int) -> str:
     return f"{name} counted {item}: {number}."
 
 
-def _price(goods: str, number: int) -> str:
+def _price_sentence(goods: str, number: int) -> str:
     return f"Price of {goods}: {number}."
 
 
-def _home(name: str, town: str) -> str:
+def _home_sentence(name: str, town: str) -> str:
     return f"{name} lives in {town}."
 
 
-def _houses(town: str, number: int) -> str:
+def _houses_sentence(town: str, number: int) -> str:
     return f"Houses in {town}: {number}."
 
 
-def _others(rng: random.Random, count: int, *, taken: list[tuple[str, ...]]) -> list[str]:
-    """`count` sentences, shuffled, none with a key in `taken`; about half are counts by name and item."""
-    few = max(1, count // 8)
-    homes = [name for name in rng.sample(NAMES, min(few, len(NAMES))) if (name,) not in taken]
-    chosen = [_home(name, rng.choice(TOWNS)) for name in homes]
-    towns = [town for town in rng.sample(TOWNS, min(few, len(TOWNS))) if (town,) not in taken]
-    chosen += [_houses(town, rng.randint(100, 899)) for town in towns]
-    priced = [goods for goods in rng.sample(GOODS, min(few, len(GOODS))) if (goods,) not in taken]
-    chosen += [_price(goods, rng.randint(11, 99)) for goods in priced]
-    chosen = chosen[:count]
-    chosen += rng.sample(ASIDES, min(few // 2, count - len(chosen)))
-    chosen += _counts(rng, count - len(chosen), taken)
-    rng.shuffle(chosen)
-    return chosen
+def _draw_fillers(rng: random.Random, count: int, *, used_keys: list[tuple[str, ...]]) -> list[str]:
+    """Draw `count` sentences in random order whose keys are not in `used_keys`.
 
-
-def _counts(rng: random.Random, count: int, taken: list[tuple[str, ...]]) -> list[str]:
-    """Counts by (name, item), from the smallest grid that holds them, so that names and items repeat.
-
-    The grid includes the names and items asked about, and the first keys drawn from it are their look-alikes.
+    About half of them are counts by name and item.
     """
-    pairs = [key for key in taken if len(key) == 2]
-    side = 3
-    while side * side < count + len(pairs) + 2:
-        side += 1
-    names = _widened(rng, [name for name, _ in pairs], NAMES, side)
-    items = _widened(rng, [item for _, item in pairs], ITEMS, side)
-    free = [(name, item) for name in names for item in items if (name, item) not in taken]
-    rng.shuffle(free)
-    alike = [next(key for key in free if key[part] == pair[part]) for pair in pairs for part in (0, 1)]
-    keys = list(dict.fromkeys(alike + free))[:count]
-    return [_count(name, item, rng.randint(10, 99)) for name, item in keys]
+    num_per_type = max(1, count // 8)
+    home_names = [name for name in rng.sample(NAMES, min(num_per_type, len(NAMES))) if (name,) not in used_keys]
+    sentences = [_home_sentence(name, rng.choice(TOWNS)) for name in home_names]
+    towns = [town for town in rng.sample(TOWNS, min(num_per_type, len(TOWNS))) if (town,) not in used_keys]
+    sentences += [_houses_sentence(town, rng.randint(100, 899)) for town in towns]
+    goods_names = [goods for goods in rng.sample(GOODS, min(num_per_type, len(GOODS))) if (goods,) not in used_keys]
+    sentences += [_price_sentence(goods, rng.randint(11, 99)) for goods in goods_names]
+    sentences = sentences[:count]
+    sentences += rng.sample(ASIDES, min(num_per_type // 2, count - len(sentences)))
+    sentences += _draw_counts(rng, count - len(sentences), used_keys)
+    rng.shuffle(sentences)
+    return sentences
 
 
-def _widened(rng: random.Random, start: list[str], words: list[str], size: int) -> list[str]:
-    """`start` without repeats, filled from `words` up to `size`."""
-    kept = list(dict.fromkeys(start))
-    rest = [word for word in words if word not in kept]
-    return kept + rng.sample(rest, max(0, size - len(kept)))
+def _draw_counts(rng: random.Random, count: int, used_keys: list[tuple[str, ...]]) -> list[str]:
+    """Draw counts by (name, item) from the smallest grid that is large enough, so that names and items repeat.
+
+    The grid includes the names and items of the question. The first keys drawn from it are look-alikes of these.
+    """
+    used_pairs = [key for key in used_keys if len(key) == 2]
+    grid_size = 3
+    while grid_size * grid_size < count + len(used_pairs) + 2:
+        grid_size += 1
+    names = _extend_words(rng, [name for name, _ in used_pairs], NAMES, grid_size)
+    items = _extend_words(rng, [item for _, item in used_pairs], ITEMS, grid_size)
+    free_keys = [(name, item) for name in names for item in items if (name, item) not in used_keys]
+    rng.shuffle(free_keys)
+    lookalikes = [next(key for key in free_keys if key[i] == used_pair[i]) for used_pair in used_pairs for i in (0, 1)]
+    keys = list(dict.fromkeys(lookalikes + free_keys))[:count]
+    return [_count_sentence(name, item, rng.randint(10, 99)) for name, item in keys]
 
 
-def _two_counts(rng: random.Random) -> list[tuple[str, str]]:
-    """Two different (name, item) keys; half of the time they share the name or the item."""
-    one, other = rng.sample(NAMES, 2)
-    item, second = rng.sample(ITEMS, 2)
-    return [(one, item), rng.choice([(other, second), (other, second), (one, second), (other, item)])]
+def _extend_words(rng: random.Random, first_words: list[str], words: list[str], num_words: int) -> list[str]:
+    """Return `first_words` without repeats, extended with random words from `words` to `num_words`."""
+    unique_words = list(dict.fromkeys(first_words))
+    other_words = [word for word in words if word not in unique_words]
+    return unique_words + rng.sample(other_words, max(0, num_words - len(unique_words)))
+
+
+def _draw_count_keys(rng: random.Random) -> list[tuple[str, str]]:
+    """Draw two different (name, item) keys. Half of the time they share the name or the item."""
+    first_name, second_name = rng.sample(NAMES, 2)
+    first_item, second_item = rng.sample(ITEMS, 2)
+    return [
+        (first_name, first_item),
+        rng.choice(
+            [
+                (second_name, second_item),
+                (second_name, second_item),
+                (first_name, second_item),
+                (second_name, first_item),
+            ]
+        ),
+    ]
 
 
 def _count_facts(keys: list[tuple[str, str]], sum_: Sum) -> dict[tuple[str, ...], str]:
-    return {key: _count(*key, number) for key, number in zip(keys, (sum_.a, sum_.b), strict=True)}
+    return {key: _count_sentence(*key, number) for key, number in zip(keys, (sum_.a, sum_.b), strict=True)}
 
 
 def _two_digit(rng: random.Random, operation: str) -> Sum:
@@ -127,38 +142,41 @@ def _two_digit(rng: random.Random, operation: str) -> Sum:
     return Sum("+", a, b) if operation == "+" else Sum("-", max(a, b), min(a, b))
 
 
-def _together(rng: random.Random, split: Split) -> _Asked:
-    keys = _two_counts(rng)
-    total = draw_main(split, lambda: _two_digit(rng, "+"))
-    (one, item), (other, second) = keys
-    question = f"How many are the {item} of {one} and the {second} of {other} together?"
-    return _Asked(question, _count_facts(keys, total), total)
+def _total_question(rng: random.Random, split: Split) -> _Question:
+    keys = _draw_count_keys(rng)
+    total = draw_main_operation(split, lambda: _two_digit(rng, "+"))
+    (first_name, first_item), (second_name, second_item) = keys
+    question = f"How many are the {first_item} of {first_name} and the {second_item} of {second_name} together?"
+    return _Question(question, _count_facts(keys, total), total)
 
 
-def _how_many_more(rng: random.Random, split: Split) -> _Asked:
-    keys = _two_counts(rng)
-    gap = draw_main(split, lambda: _two_digit(rng, "-"))
-    (one, item), (other, second) = keys
-    question = f"How many more are the {item} of {one} than the {second} of {other}?"
-    return _Asked(question, _count_facts(keys, gap), gap)
+def _difference_question(rng: random.Random, split: Split) -> _Question:
+    keys = _draw_count_keys(rng)
+    difference = draw_main_operation(split, lambda: _two_digit(rng, "-"))
+    (first_name, first_item), (second_name, second_item) = keys
+    question = f"How many more are the {first_item} of {first_name} than the {second_item} of {second_name}?"
+    return _Question(question, _count_facts(keys, difference), difference)
 
 
-def _cost(rng: random.Random, split: Split) -> _Asked:
+def _cost_question(rng: random.Random, split: Split) -> _Question:
     goods = rng.choice(GOODS)
-    cost = draw_main(split, lambda: random_sum(rng, "*", largest=999))
+    cost = draw_main_operation(split, lambda: random_sum(rng, "*", max_value=999))
     question = f"How much do {cost.b} {goods} cost?"
-    return _Asked(question, {(goods,): _price(goods, cost.a)}, cost)
+    return _Question(question, {(goods,): _price_sentence(goods, cost.a)}, cost)
 
 
-def _town_grows(rng: random.Random, split: Split) -> _Asked:
+def _town_question(rng: random.Random, split: Split) -> _Question:
     name, town = rng.choice(NAMES), rng.choice(TOWNS)
-    grown = draw_main(split, lambda: Sum("+", rng.randint(100, 899), rng.randint(10, 99)))
-    question = f"The town where {name} lives gets {grown.b} new houses. How many houses does it have then?"
-    facts: dict[tuple[str, ...], str] = {(name,): _home(name, town), (town,): _houses(town, grown.a)}
-    return _Asked(question, facts, grown)
+    num_houses = draw_main_operation(split, lambda: Sum("+", rng.randint(100, 899), rng.randint(10, 99)))
+    question = f"The town where {name} lives gets {num_houses.b} new houses. How many houses does it have then?"
+    facts: dict[tuple[str, ...], str] = {
+        (name,): _home_sentence(name, town),
+        (town,): _houses_sentence(town, num_houses.a),
+    }
+    return _Question(question, facts, num_houses)
 
 
-_QUESTIONS: list[Callable[[random.Random, Split], _Asked]] = [_together, _how_many_more, _cost]
-# The town question is too hard to be marked on, yet training needs it: there a name alone leads to the fact. Six
-# trainings without it came to find a count by one of its keys and stopped there; the two with it found it by both.
-_TRAINING_QUESTIONS = [*_QUESTIONS, _town_grows]
+_QUESTIONS: list[Callable[[random.Random, Split], _Question]] = [_total_question, _difference_question, _cost_question]
+# The town question is too hard for evaluation, but training needs it: there one name leads to the fact. Six trainings
+# without it only learned to find a count by one of its keys; the two with it learned to use both.
+_TRAINING_QUESTIONS = [*_QUESTIONS, _town_question]

@@ -1,43 +1,72 @@
-"""One operation on two numbers, and the rule that keeps some of them out of training.
+"""Defines arithmetic problems with one operation on two numbers, and which of them are held out.
 
-A combination is an operation with its two operands, in either order for + and *. A keyed hash of it decides whether
-it is held out: one in five is, and no training text shows it, not even as a step. Sums within 20 are the tables
-every pupil learns: they have too few neighbours to be worked out from, so they are always training. The hash has no
-seed to choose: the split is the same for everybody.
+A combination is an operation with its two operands, in either order for + and *. A keyed hash decides whether it is
+held out: one in five is, and no training text contains it, not even as a step. Sums within 20 are always in training:
+they have too few neighbors to be inferred. The hash has no seed: the split is the same on every machine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from meltcore.problems.problem import Split
+Split = Literal["train", "heldout"]
+
+_ANSWER = re.compile(r"The answer is\s*(-?\d[\d,]*)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Holds one problem and its answer.
+
+    `question` is the user's message. `answer` is the worked text, which ends in "The answer is 42."; `value` is that
+    number. `kind` is "short" (one operation), "medium" (a story of two steps) or "long" (a page of facts, then a
+    question).
+    """
+
+    question: str
+    answer: str
+    value: int
+    kind: str
+
+
+def extract_answer(text: str) -> int | None:
+    """Return the number after the last "The answer is", or None. The number may have thousands commas."""
+    answers = _ANSWER.findall(text)
+    return int(answers[-1].replace(",", "")) if answers else None
+
+
+def is_correct(problem: Problem, text: str) -> bool:
+    """Return whether an answer states the problem's number. The working before it is not graded."""
+    return extract_answer(text) == problem.value
+
 
 Operation = Literal["+", "-", "*"]
 
-_KEY = b"meltcore sums"
-_ONE_IN = 5
-TABLES_TO = 20
+_HASH_KEY = b"meltcore sums"
+_HELD_OUT_ONE_IN = 5
+MAX_TABLE_OPERAND = 20
 
 
 def is_held_out(operation: Operation, a: int, b: int) -> bool:
-    """Whether the combination appears in held-out problems only."""
-    if max(a, b) <= TABLES_TO:
+    """Return whether a combination appears in held-out problems only."""
+    if max(a, b) <= MAX_TABLE_OPERAND:
         return False
     if operation != "-":
         a, b = sorted((a, b))
-    digest = hashlib.blake2b(f"{a}{operation}{b}".encode(), key=_KEY, digest_size=4).digest()
-    return int.from_bytes(digest) % _ONE_IN == 0
+    digest = hashlib.blake2b(f"{a}{operation}{b}".encode(), key=_HASH_KEY, digest_size=4).digest()
+    return int.from_bytes(digest) % _HELD_OUT_ONE_IN == 0
 
 
 @dataclass(frozen=True)
 class Sum:
-    """`a` `operation` `b`, worked as a pupil would: a product is taken tens and ones apart, then added.
+    """Represents `a` `operation` `b`, worked as taught at school.
 
-    Products take one factor below 10 (`b`); differences are never negative.
+    A multiplication has a factor below 10 (`b`) and adds the products of tens and ones. Differences are never negative.
     """
 
     operation: Operation
@@ -46,57 +75,112 @@ class Sum:
 
     @property
     def value(self) -> int:
+        """Return the result of the operation."""
         if self.operation == "+":
             return self.a + self.b
         return self.a - self.b if self.operation == "-" else self.a * self.b
 
     @property
-    def parts(self) -> Sum | None:
-        """Of a product beyond the tables, the sum of its tens and its ones: 34 * 6 is 180 + 24."""
+    def partial_products(self) -> Sum | None:
+        """Return the sum of tens and ones of a multiplication beyond the tables: 34 * 6 is 180 + 24. Otherwise None."""
         if self.operation != "*" or self.a < 10:
             return None
         return Sum("+", self.a // 10 * 10 * self.b, self.a % 10 * self.b)
 
     @property
-    def text(self) -> str:
+    def expression(self) -> str:
+        """Return the expression as text: "34 + 27"."""
         return f"{self.a} {self.operation} {self.b}"
 
     @property
-    def worked(self) -> str:
-        """ "34 + 27 = 61", or "34 * 6 = 180 + 24 = 204"."""
-        between = f"{self.parts.text} = " if self.parts else ""
-        return f"{self.text} = {between}{self.value}"
+    def solved_text(self) -> str:
+        """Return the expression with its result: "34 + 27 = 61", or "34 * 6 = 180 + 24 = 204"."""
+        intermediate_text = f"{self.partial_products.expression} = " if self.partial_products else ""
+        return f"{self.expression} = {intermediate_text}{self.value}"
 
     @property
     def held_out(self) -> bool:
+        """Return whether the combination appears in held-out problems only."""
         return is_held_out(self.operation, self.a, self.b)
 
     @property
-    def trainable(self) -> bool:
-        """Whether no expression in the worked text is held out."""
-        return not self.held_out and (self.parts is None or not self.parts.held_out)
+    def is_trainable(self) -> bool:
+        """Return whether training may use it: no expression in `solved_text` is held out."""
+        return not self.held_out and (self.partial_products is None or not self.partial_products.held_out)
 
 
-def draw_main(split: Split, propose: Callable[[], Sum]) -> Sum:
-    """The first proposal that may be a problem's main operation: held out for "heldout", trainable for "train"."""
+def draw_main_operation(split: Split, make_candidate: Callable[[], Sum]) -> Sum:
+    """Return the first candidate that may be a main operation.
+
+    A main operation is held out for the split "heldout", and trainable for the split "train".
+    """
     while True:
-        proposed = propose()
-        if proposed.trainable if split == "train" else proposed.held_out:
-            return proposed
+        candidate = make_candidate()
+        if candidate.is_trainable if split == "train" else candidate.held_out:
+            return candidate
 
 
-def draw_step(split: Split, propose: Callable[[], Sum]) -> Sum:
-    """The first proposal that may be a further step: any for "heldout", trainable for "train"."""
+def draw_step(split: Split, make_candidate: Callable[[], Sum]) -> Sum:
+    """Return the first candidate that may be a further step: any for "heldout", a trainable one for "train"."""
     while True:
-        proposed = propose()
-        if split == "heldout" or proposed.trainable:
-            return proposed
+        candidate = make_candidate()
+        if split == "heldout" or candidate.is_trainable:
+            return candidate
 
 
-def random_sum(rng: random.Random, operation: Operation, *, largest: int) -> Sum:
-    """Operands from 2 up, no number above `largest`; a product is two digits by one."""
+def random_sum(rng: random.Random, operation: Operation, *, max_value: int) -> Sum:
+    """Draw a sum of operands of at least 2 with no number above `max_value`.
+
+    A multiplication has one operand of two digits and one of one digit, whatever `max_value` is.
+    """
     if operation == "*":
         return Sum("*", rng.randint(11, 99), rng.randint(2, 9))
-    whole = rng.randint(4, largest)
-    part = rng.randint(2, whole - 2)
-    return Sum("+", part, whole - part) if operation == "+" else Sum("-", whole, part)
+    total = rng.randint(4, max_value)
+    part = rng.randint(2, total - 2)
+    return Sum("+", part, total - part) if operation == "+" else Sum("-", total, part)
+
+
+_PHRASINGS: dict[Operation, list[str]] = {
+    "+": ["{a} + {b}", "{a} plus {b}", "the sum of {a} and {b}"],
+    "-": ["{a} - {b}", "{a} minus {b}", "the difference between {a} and {b}"],
+    "*": ["{a} * {b}", "{a} times {b}", "the product of {a} and {b}"],
+}
+_QUESTION_TEMPLATES = [
+    "What is {phrasing}?",
+    "Work out {phrasing}.",
+    "Find {phrasing}.",
+    "How much is {phrasing}?",
+    "Tell me {phrasing}.",
+]
+_OPERATIONS: list[Operation] = ["+", "-", "*"]
+_OPERATION_PROBABILITIES = [0.45, 0.4, 0.15]
+_TABLE_RATIO = 0.08
+
+
+def short_problem(rng: random.Random, split: Split) -> Problem:
+    """Generate a short problem: "What is 37 + 45?", "The answer is 82.".
+
+    The answer to a multiplication shows the two partial products first.
+    """
+    operation = rng.choices(_OPERATIONS, _OPERATION_PROBABILITIES)[0]
+    if split == "train" and rng.random() < _TABLE_RATIO:
+        problem_sum = draw_main_operation(split, lambda: _draw_table_sum(rng, operation))
+    else:
+        max_value = 99 if rng.random() < 0.4 else 999
+        problem_sum = draw_main_operation(split, lambda: random_sum(rng, operation, max_value=max_value))
+    first_operand, second_operand = problem_sum.a, problem_sum.b
+    if operation == "*" and rng.random() < 0.5:
+        first_operand, second_operand = second_operand, first_operand
+    phrasing = rng.choice(_PHRASINGS[operation]).format(a=first_operand, b=second_operand)
+    working_text = f"{problem_sum.partial_products.expression}. " if problem_sum.partial_products else ""
+    return Problem(
+        rng.choice(_QUESTION_TEMPLATES).format(phrasing=phrasing),
+        f"{working_text}The answer is {problem_sum.value}.",
+        problem_sum.value,
+        "short",
+    )
+
+
+def _draw_table_sum(rng: random.Random, operation: Operation) -> Sum:
+    a, b = rng.randint(0, MAX_TABLE_OPERAND), rng.randint(0, 9 if operation == "*" else MAX_TABLE_OPERAND)
+    return Sum(operation, max(a, b), min(a, b)) if operation == "-" else Sum(operation, a, b)

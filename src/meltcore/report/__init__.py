@@ -1,5 +1,1 @@
-"""The HTML report of a run: one self-contained file, no script, no network."""
-
-from meltcore.report.page import render, save
-
-__all__ = ["render", "save"]
+"""Reports of everything that measures: one document model, rendered as HTML and on the console."""

@@ -1,35 +1,39 @@
-"""What the project's commands wrote, found by its content: every kind of document a page can be drawn of."""
+"""Finds, opens and converts the documents that meltcore's commands wrote, by their content."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast, get_args
 
 import msgspec
 
 from meltcore.errors import ConfigError
-from meltcore.report.certificate_page import CERTIFICATE_PAGE
-from meltcore.results.card import CARD_FILE, CARD_PAGE, CARD_VERSION, Card, PartKind
-from meltcore.results.certificate import CERTIFICATE_FILE, Certificate, read_certificate
-from meltcore.results.gaps import GAPS_FILE, GAPS_PAGE, GAPS_VERSION, Profile
-from meltcore.results.judgement import JUDGEMENT_FILE, JUDGEMENT_VERSION, Judgement
-from meltcore.results.runfolder import REPORT_FILE, REQUESTS_FILE, RESULT_FILE, read_result
+from meltcore.report.certificate import CERTIFICATE_PAGE
+from meltcore.results.card import CARD_FILE, CARD_PAGE, Card, EvidenceType
+from meltcore.results.certificate import CERTIFICATE_FILE, Certificate
+from meltcore.results.comparison import COMPARISON_FILE, ComparisonResult
+from meltcore.results.convert import RENAMES, document_type, to_current
+from meltcore.results.files import REQUESTS_FILE, parse_json, read_document, write_atomic
+from meltcore.results.gaps import GAPS_FILE, GAPS_PAGE, Profile
+from meltcore.results.runfolder import REPORT_FILE, RESULT_FILE
 from meltcore.results.schema import Fingerprint, RunResult
 from meltcore.results.score import ScoredRun
-from meltcore.results.snapshot import Snapshot, read_snapshot
-from meltcore.results.tuning import TUNING_FILE, TUNING_VERSION, Tuning
+from meltcore.results.snapshot import Snapshot
+from meltcore.results.starts import StartSet
+from meltcore.results.tuning import TUNING_FILE, Tuning
 
-Content = Snapshot | Certificate | RunResult | Tuning | Profile | Judgement | Card
+Content = Snapshot | Certificate | RunResult | Tuning | Profile | ComparisonResult | Card
+DOCUMENT_TYPES = (Snapshot, Certificate, RunResult, ScoredRun, Tuning, Profile, ComparisonResult, Card)
 SNAPSHOT_FILE = "snapshot.json"  # of `meltcore snapshot --json`, which makes no run folder
-# In a folder, and the page that is drawn beside each.
-PAGES = {
+_VERSION_1_COMPARISON_FILE = "judgement.json"
+# The documents of run folders, and the page beside each.
+PAGE_FILES = {
     CERTIFICATE_FILE: CERTIFICATE_PAGE,
     RESULT_FILE: REPORT_FILE,
     TUNING_FILE: REPORT_FILE,
-    JUDGEMENT_FILE: REPORT_FILE,
+    COMPARISON_FILE: REPORT_FILE,
+    _VERSION_1_COMPARISON_FILE: REPORT_FILE,
     GAPS_FILE: GAPS_PAGE,
     CARD_FILE: CARD_PAGE,
 }
@@ -37,35 +41,29 @@ PAGES = {
 
 @dataclass(frozen=True)
 class Document:
-    """`content` as read from `path`."""
+    """A document that was read from `path`, with its parsed `content`."""
 
     path: Path
     content: Content
 
     @property
     def source(self) -> str:
-        """The name of its run folder; of a file that no run folder holds, its own."""
-        return self.path.resolve().parent.name if self.path.name in PAGES else self.path.name
+        """The name of the document's run folder, or of its file outside a run folder."""
+        return self.path.resolve().parent.name if self.path.name in PAGE_FILES else self.path.name
 
     @property
-    def kind(self) -> PartKind | None:
-        """None for a card, which is no part of another."""
-        content = self.content
-        if isinstance(content, ScoredRun):
-            return "benchmark"
-        if isinstance(content, RunResult):
-            return "load" if content.command == "load" else "evaluation"
-        kinds: dict[type, PartKind] = {
-            Snapshot: "snapshot",
-            Certificate: "certificate",
-            Tuning: "tuning",
-            Profile: "profile",
-            Judgement: "comparison",
-        }
-        return kinds.get(type(content))
+    def type(self) -> EvidenceType | None:
+        """The type of evidence that the document is; None for a card and for a sweep, which are no evidence."""
+        tag = str(self.content.__struct_config__.tag)
+        if tag == "run" and isinstance(self.content, RunResult):
+            return "load" if self.content.command == "load" else "evaluation"
+        if isinstance(self.content, ScoredRun):
+            return "benchmark" if self.content.score.grid is None else None
+        return next((name for name in get_args(EvidenceType) if name == tag), None)
 
     @property
     def taken(self) -> str:
+        """The time of the document in ISO 8601; empty where it has none."""
         content = self.content
         if isinstance(content, RunResult | Certificate):
             return content.started
@@ -73,7 +71,7 @@ class Document:
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """The machine it is of; None where the document does not tell."""
+        """The fingerprint of the measured machine; None where the document has none."""
         content = self.content
         if isinstance(content, Certificate):
             return content.snapshot.fingerprint
@@ -81,60 +79,61 @@ class Document:
 
 
 def find_documents(path: Path) -> list[Document]:
-    """Of a file, of a run folder, or of the run folders within a folder and a snapshot beside them. Raises ConfigError
-    where there is none."""
+    """Reads the documents of a file, a run folder, or a folder of run folders and a snapshot.
+
+    Raises ConfigError where there is no document.
+    """
     if path.is_file():
-        return [read_document(path)]
+        return [open_document(path)]
     if not path.is_dir():
         raise ConfigError(f"there is no {path}")
-    found = _within(path) or [file for folder in sorted(path.iterdir()) if folder.is_dir() for file in _within(folder)]
-    found += [file for file in [path / SNAPSHOT_FILE] if file.is_file()]
-    if not found:
+    files = _documents_in(path) or [
+        file for folder in sorted(path.iterdir()) if folder.is_dir() for file in _documents_in(folder)
+    ]
+    files += [file for file in [path / SNAPSHOT_FILE] if file.is_file()]
+    if not files:
         if (path / REQUESTS_FILE).exists():
             raise ConfigError(f"{path} holds no result: the run ended before it could write one")
         raise ConfigError(
-            f"{path} holds nothing to report on: none of {', '.join([*PAGES, SNAPSHOT_FILE])}, nor has a folder in it"
+            f"{path} holds nothing to report on: none of {', '.join([*PAGE_FILES, SNAPSHOT_FILE])}, nor has a folder "
+            "in it"
         )
-    return [read_document(file) for file in found]
+    return [open_document(file) for file in files]
 
 
-def read_document(path: Path) -> Document:
-    """Whatever kind it is. Raises ConfigError for a file of no kind, or of another version than this meltcore reads."""
-    try:
-        head = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
-    keys: set[str] = set(head) if isinstance(head, dict) else set()
-    for needed, read in _READERS:
-        if needed <= keys:
-            return Document(path, read(path))
-    raise ConfigError(f"{path} is nothing that a command of meltcore wrote")
+def open_document(path: Path) -> Document:
+    """Reads a document of any type from its file. Raises ConfigError for a file that is no valid document."""
+    return Document(path, cast(Content, read_document(path, *DOCUMENT_TYPES)))
 
 
-def _within(folder: Path) -> list[Path]:
-    return [folder / name for name in PAGES if (folder / name).is_file()]
+def convert_folder(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Rewrite every version-1 document below `folder`. Returns (rewritten files, files of the current version).
+
+    All documents are converted and checked before the first is written, and each file is replaced atomically. An
+    interrupted conversion leaves files of both versions, all of them readable; a second call completes it.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    converted: dict[Path, bytes] = {}
+    current_files = []
+    for path in sorted(folder.rglob("*.json")):
+        raw_content = parse_json(path)
+        if document_type(raw_content) not in RENAMES:
+            continue
+        read_document(path, *DOCUMENT_TYPES, StartSet)
+        current_content = to_current(raw_content)
+        if current_content is raw_content:
+            current_files.append(path)
+        else:
+            converted[path] = msgspec.json.format(msgspec.json.encode(current_content), indent=2) + b"\n"
+    for path, content in converted.items():
+        if path.name == _VERSION_1_COMPARISON_FILE:
+            write_atomic(path.with_name(COMPARISON_FILE), content)
+            path.unlink()
+        else:
+            write_atomic(path, content)
+    return list(converted), current_files
 
 
-def _read(path: Path, *, version: tuple[str, int], kind: type[msgspec.Struct]) -> Content:
-    name, wanted = version
-    try:
-        found: Any = msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} breaks its own form: {error}") from error
-    if getattr(found, name) != wanted:
-        raise ConfigError(f"{path} has {name} {getattr(found, name)}; this meltcore reads {wanted}")
-    return cast(Content, found)
-
-
-# The keys that tell a kind, the first that are all there.
-_READERS: Sequence[tuple[set[str], Callable[[Path], Content]]] = (
-    ({"card_version"}, partial(_read, version=("card_version", CARD_VERSION), kind=Card)),
-    ({"tuning_version"}, partial(_read, version=("tuning_version", TUNING_VERSION), kind=Tuning)),
-    ({"judgement_version"}, partial(_read, version=("judgement_version", JUDGEMENT_VERSION), kind=Judgement)),
-    ({"gaps_version"}, partial(_read, version=("gaps_version", GAPS_VERSION), kind=Profile)),
-    ({"schema_version", "tier", "checks"}, read_certificate),
-    ({"schema_version", "topology"}, read_snapshot),
-    ({"schema_version", "command"}, read_result),
-)
+def _documents_in(folder: Path) -> list[Path]:
+    return [folder / name for name in PAGE_FILES if (folder / name).is_file()]

@@ -1,7 +1,8 @@
-"""What two samples of server starts say: the change between them, its interval, and p.
+"""Compares two samples of server starts: the change of the mean, its confidence interval, and the p-value.
 
-The unit is a fresh start of a server. Requests of one start share its luck (memory layout, clocks, neighbours), so
-thousands of them are still one observation: a comparison within one start called identical source 9 % slower.
+One observation is a fresh start of a server. Requests of one start share its conditions (memory layout, clocks,
+neighbors), so thousands of them are still one observation: a comparison within one start called identical source
+9 % slower.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-RESAMPLES = 4999
+NUM_RESAMPLES = 4999
 CONFIDENCE = 0.95
 _SEED = 20_261_121  # of the bootstrap: the same numbers always get the same interval
 
 
 @dataclass(frozen=True)
 class Change:
-    """`change` is new over old minus one; it, its interval and `p` are None where the samples cannot give one."""
+    """The means of two samples, and the relative change from `old` to `new`.
+
+    `low` and `high` bound the change; `p` is the p-value. All are None where the samples cannot give a number.
+    """
 
     old: float
     new: float
@@ -32,26 +36,30 @@ class Change:
     p: float | None = None
 
 
-def compare_samples(old: Sequence[float], new: Sequence[float], resamples: int = RESAMPLES) -> Change:
-    """Both samples hold one value a start. The means, their relative change, a bootstrap interval, Mann-Whitney's p."""
-    before, after = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
-    if not before.size or not after.size:
+def compare_samples(old: Sequence[float], new: Sequence[float], resamples: int = NUM_RESAMPLES) -> Change:
+    """Compares samples [starts]: means, relative change, bootstrap interval, and Mann-Whitney's p.
+
+    Raises ValueError for a sample without values.
+    """
+    old_values, new_values = np.asarray(old, dtype=np.float64), np.asarray(new, dtype=np.float64)
+    if not old_values.size or not new_values.size:
         raise ValueError("a sample without values compares with nothing")
-    means = float(before.mean()), float(after.mean())
-    sizes = before.size, after.size
+    means = float(old_values.mean()), float(new_values.mean())
+    sizes = old_values.size, new_values.size
     if means[0] == 0:
         return Change(*means, *sizes)
     change = means[1] / means[0] - 1
     if min(sizes) < 2:
         return Change(*means, *sizes, change=change)
-    low, high = _interval(before, after, resamples)
-    return Change(*means, *sizes, change=change, low=low, high=high, p=_mann_whitney(before, after))
+    low, high = _bootstrap_interval(old_values, new_values, resamples)
+    return Change(*means, *sizes, change=change, low=low, high=high, p=_mann_whitney(old_values, new_values))
 
 
 def noise_floor(control: Sequence[float], n_old: int, n_new: int) -> float | None:
-    """How far two sets of `n_old` and `n_new` starts of ONE server lie apart, relative, 19 times in 20.
+    """Returns the relative difference of means that two sets of starts of one server exceed in 5 % of cases.
 
-    From the spread of `control`, starts of one server one after another. None where there are too few to have one.
+    The sets have `n_old` and `n_new` starts. The spread between starts is that of `control`, consecutive starts of one
+    server. None where `control` has fewer than two values or a mean of 0.
     """
     values = np.asarray(control, dtype=np.float64)
     if values.size < 2 or values.mean() == 0:
@@ -61,7 +69,7 @@ def noise_floor(control: Sequence[float], n_old: int, n_new: int) -> float | Non
 
 
 def _mann_whitney(old: npt.NDArray[np.float64], new: npt.NDArray[np.float64]) -> float:
-    """Two-sided p; exact for small samples without ties, which is what scipy picks by itself."""
+    """Returns the two-sided p-value of the Mann-Whitney test, exact for small samples without ties."""
     from scipy.stats import mannwhitneyu  # a second to import, and only comparisons need it
 
     if np.unique(np.concatenate([old, new])).size == 1:
@@ -69,27 +77,29 @@ def _mann_whitney(old: npt.NDArray[np.float64], new: npt.NDArray[np.float64]) ->
     return float(mannwhitneyu(old, new, alternative="two-sided").pvalue)
 
 
-def _interval(
+def _bootstrap_interval(
     old: npt.NDArray[np.float64], new: npt.NDArray[np.float64], resamples: int
 ) -> tuple[float | None, float | None]:
-    """Bootstrap interval of the change of means, widened for few starts.
+    """Returns the bootstrap interval of the change of means, widened for few starts.
 
-    The plain percentile interval of six values holds the truth some 90 times in 100. The expanded one takes the
-    quantiles that make it as wide as Student's: T. Hesterberg, "What Teachers Should Know About the Bootstrap",
-    The American Statistician 69 (2015), section 5.3.
+    The plain 95 % percentile interval of six values contains the true change in only some 90 % of cases. The expanded
+    interval takes the quantiles that make it as wide as Student's: T. Hesterberg, "What Teachers Should Know About
+    the Bootstrap", The American Statistician 69 (2015), section 5.3.
     """
     from scipy.stats import bootstrap, norm, t
 
-    fewest = min(old.size, new.size)
-    tail = norm.cdf(math.sqrt(fewest / (fewest - 1)) * t.ppf((1 - CONFIDENCE) / 2, old.size + new.size - 2))
-    found = bootstrap(
+    min_size = min(old.size, new.size)
+    tail_probability = norm.cdf(
+        math.sqrt(min_size / (min_size - 1)) * t.ppf((1 - CONFIDENCE) / 2, old.size + new.size - 2)
+    )
+    interval = bootstrap(
         (old, new),
         lambda before, after, axis: after.mean(axis=axis) / before.mean(axis=axis) - 1,
         n_resamples=resamples,
-        confidence_level=float(1 - 2 * tail),
+        confidence_level=float(1 - 2 * tail_probability),
         method="percentile",
         vectorized=True,
         rng=np.random.default_rng(_SEED),
     ).confidence_interval
-    low, high = float(found.low), float(found.high)
+    low, high = float(interval.low), float(interval.high)
     return (low, high) if math.isfinite(low) and math.isfinite(high) else (None, None)

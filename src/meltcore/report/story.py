@@ -1,7 +1,7 @@
-"""Perf stories: which setting was changed, what it gave, and what speaks for that.
+"""Builds perf stories: a changed setting, its gain, and the evidence for the gain.
 
 A tuning finds a setting with one start each, which proves nothing; a comparison of fresh starts confirms it, or does
-not. The two belong together where the comparison changed the command line by the words that the tuning tried.
+not. The two form one story if the comparison changed the command line by the arguments that the tuning tried.
 """
 
 from __future__ import annotations
@@ -10,92 +10,100 @@ import shlex
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-from meltcore.report.judge_output import headline
-from meltcore.report.tune_rows import setting_of
+from meltcore.report.comparison import comparison_headline
 from meltcore.results.card import Story, StoryState
-from meltcore.results.judgement import Judgement
+from meltcore.results.comparison import ComparisonResult
+from meltcore.results.formatting import format_change, format_load_settings, format_number
 from meltcore.results.tuning import Tuning, TuningPoint, gain
-from meltcore.results.wording import change, load_words, number
 
-_STATES: dict[str, StoryState] = {"IMPROVEMENT": "CONFIRMED", "REGRESSION": "CONTRADICTED"}
+_STORY_STATES: dict[str, StoryState] = {"IMPROVEMENT": "CONFIRMED", "REGRESSION": "CONTRADICTED"}
 _SAME_LOAD = ("workload", "concurrency", "max_tokens", "seed")
 
 
-def stories(tunings: Sequence[Tuning], comparisons: Sequence[Judgement]) -> list[Story]:
-    """One of every comparison that changed the command, then one of every tuning that no comparison looked at."""
-    told = [
-        _judged(place, found, tunings)
-        for place, found in enumerate(comparisons)
-        if changed_words(found.old_command, found.new_command) != ([], [])
+def build_stories(tunings: Sequence[Tuning], comparisons: Sequence[ComparisonResult]) -> list[Story]:
+    """Returns one story per comparison that changed the command, then one per tuning without a comparison."""
+    comparison_stories = [
+        _comparison_story(index, comparison, tunings)
+        for index, comparison in enumerate(comparisons)
+        if changed_arguments(comparison.old_command, comparison.new_command) != ([], [])
     ]
-    looked_at = {story.tuning for story in told}
-    alone = [_tuned(place, found) for place, found in enumerate(tunings) if place not in looked_at]
-    return told + [story for story in alone if story is not None]
+    compared_tunings = {story.tuning for story in comparison_stories}
+    tuning_stories = [
+        _tuning_story(index, tuning) for index, tuning in enumerate(tunings) if index not in compared_tunings
+    ]
+    return comparison_stories + [story for story in tuning_stories if story is not None]
 
 
-def changed_words(old: str, new: str) -> tuple[list[str], list[str]]:
-    """The words of the old command that the new one lacks, and the other way round, in their order."""
-    before, after = shlex.split(old), shlex.split(new)
-    gone: list[str] = []
-    came: list[str] = []
-    for kind, first, last, begin, end in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
-        if kind != "equal":
-            gone += before[first:last]
-            came += after[begin:end]
-    return gone, came
+def changed_arguments(old_command: str, new_command: str) -> tuple[list[str], list[str]]:
+    """Returns the arguments removed from the old command and those added in the new one, in order."""
+    old_args, new_args = shlex.split(old_command), shlex.split(new_command)
+    removed: list[str] = []
+    added: list[str] = []
+    for tag, old_start, old_end, new_start, new_end in SequenceMatcher(
+        None, old_args, new_args, autojunk=False
+    ).get_opcodes():
+        if tag != "equal":
+            removed += old_args[old_start:old_end]
+            added += new_args[new_start:new_end]
+    return removed, added
 
 
-def _judged(place: int, found: Judgement, tunings: Sequence[Tuning]) -> Story:
-    gone, came = changed_words(found.old_command, found.new_command)
+def _comparison_story(index: int, comparison: ComparisonResult, tunings: Sequence[Tuning]) -> Story:
+    removed, added = changed_arguments(comparison.old_command, comparison.new_command)
     story = Story(
-        change=_in_words(gone, came),
-        workload=load_words(found.load),
-        state=_STATES.get(found.verdict, "NOT CONFIRMED") if not found.doubts else "NOT CONFIRMED",
-        judged=f"{found.verdict}: {headline(found)}",
-        comparison=place,
+        change=_describe_change(removed, added),
+        workload=format_load_settings(comparison.load),
+        state=_STORY_STATES.get(comparison.verdict, "NOT CONFIRMED") if not comparison.doubts else "NOT CONFIRMED",
+        compared=f"{comparison.verdict}: {comparison_headline(comparison)}",
+        comparison=index,
     )
-    for at, tuning in enumerate(tunings):
-        point = next((each for each in tuning.points if each.words and each.words == came), None)
-        if point is not None and not gone:
-            story.tuning = at
-            story.tuned = _one_start(tuning, point)
-            if any(tuning.load.get(name) != found.load.get(name) for name in _SAME_LOAD):
-                story.tuned += f" It was tuned on another load: {load_words(tuning.load) or 'not told'}."
+    for tuning_index, tuning in enumerate(tunings):
+        point = next((candidate for candidate in tuning.points if candidate.args and candidate.args == added), None)
+        if point is not None and not removed:
+            story.tuning = tuning_index
+            story.tuned = _describe_tuning(tuning, point)
+            if any(tuning.load.get(name) != comparison.load.get(name) for name in _SAME_LOAD):
+                story.tuned += f" It was tuned on another load: {format_load_settings(tuning.load) or 'not told'}."
             break
     return story
 
 
-def _tuned(place: int, found: Tuning) -> Story | None:
-    """Of a tuning alone: its knee where it has one, or else its fastest setting. None where nothing was gained."""
-    ran = [point for point in found.points if point.ok and point.words and point.output_tokens_per_s]
-    if not ran or found.shipped is None:
+def _tuning_story(index: int, tuning: Tuning) -> Story | None:
+    """Returns the story of a tuning without a comparison; None if no setting has a gain.
+
+    The story is about the tuning's knee, else about its fastest setting.
+    """
+    successful_points = [point for point in tuning.points if point.ok and point.args and point.output_tokens_per_s]
+    if not successful_points or tuning.default is None:
         return None
-    fastest = max(ran, key=lambda point: point.output_tokens_per_s or 0.0)
-    point = fastest if found.knee is None else found.points[found.knee]
-    if (gain(point, found.shipped) or 0.0) <= 0:
+    fastest = max(successful_points, key=lambda point: point.output_tokens_per_s or 0.0)
+    point = fastest if tuning.knee is None else tuning.points[tuning.knee]
+    if (gain(point, tuning.default) or 0.0) <= 0:
         return None
     return Story(
-        change=_in_words([], point.words),
-        workload=load_words(found.load),
+        change=_describe_change([], point.args),
+        workload=format_load_settings(tuning.load),
         state="NOT CONFIRMED",
-        tuned=_one_start(found, point),
-        judged="No comparison of fresh starts changed just this.",
-        tuning=place,
+        tuned=_describe_tuning(tuning, point),
+        compared="No comparison of fresh starts changed just this.",
+        tuning=index,
     )
 
 
-def _one_start(tuning: Tuning, point: TuningPoint) -> str:
-    shipped = tuning.shipped
-    rate = (
-        f"tune {tuning.kind}, one start each: {setting_of(point)} gave {number(point.output_tokens_per_s)} output tok/s"
+def _describe_tuning(tuning: Tuning, point: TuningPoint) -> str:
+    default = tuning.default
+    rate = format_number(point.output_tokens_per_s)
+    line = f"tune {tuning.kind}, one start each: {point.label} gave {rate} output tok/s"
+    relative_gain = gain(point, default)
+    if default is None or relative_gain is None:
+        return f"{line}."
+    return (
+        f"{line}, {format_change(relative_gain)} over the default settings "
+        f"({format_number(default.output_tokens_per_s)})."
     )
-    gained = gain(point, shipped)
-    if shipped is None or gained is None:
-        return f"{rate}."
-    return f"{rate}, {change(gained)} on the server as it is shipped ({number(shipped.output_tokens_per_s)})."
 
 
-def _in_words(gone: Sequence[str], came: Sequence[str]) -> str:
-    if not gone:
-        return f"with {' '.join(came)}"
-    return f"{' '.join(came)} in place of {' '.join(gone)}" if came else f"without {' '.join(gone)}"
+def _describe_change(removed: Sequence[str], added: Sequence[str]) -> str:
+    if not removed:
+        return f"with {' '.join(added)}"
+    return f"{' '.join(added)} in place of {' '.join(removed)}" if added else f"without {' '.join(removed)}"

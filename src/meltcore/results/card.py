@@ -1,4 +1,4 @@
-"""A node's report card: all that was found out about it, side by side, with one verdict and the perf stories."""
+"""A node's report card: all evidence about it, with one verdict and the perf stories."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.results.certificate import EXIT_CODES, Certificate, Verdict
+from meltcore.results.certificate import Certificate
+from meltcore.results.comparison import ComparisonResult
 from meltcore.results.gaps import Profile
-from meltcore.results.judgement import Judgement
-from meltcore.results.schema import RunResult
+from meltcore.results.schema import SCHEMA_VERSION, RunResult
 from meltcore.results.score import ScoredRun
 from meltcore.results.snapshot import Snapshot
 from meltcore.results.tuning import Tuning
 
-CARD_VERSION = 1
 CARD_FILE, CARD_PAGE = "card.json", "card.html"
 
-PartKind = Literal["snapshot", "certificate", "benchmark", "evaluation", "tuning", "profile", "comparison", "load"]
-# What a whole card holds, and the command that makes each; a run of `meltcore load` is shown where there is one.
-MADE_BY: dict[PartKind, str] = {
+EvidenceType = Literal["snapshot", "certificate", "benchmark", "evaluation", "tuning", "profile", "comparison", "load"]
+# The command that makes each type of evidence.
+COMMANDS: dict[EvidenceType, str] = {
     "snapshot": "meltcore snapshot --json",
     "certificate": "meltcore certify",
     "benchmark": "meltcore bench",
@@ -27,58 +26,66 @@ MADE_BY: dict[PartKind, str] = {
     "tuning": "meltcore tune",
     "profile": "meltcore profile",
     "comparison": "meltcore compare --run",
+    "load": "meltcore load",
 }
+# What a card requires by default: an evaluation stands for the load on a server.
+REQUIRED: tuple[EvidenceType, ...] = tuple(name for name in COMMANDS if name != "load")
 
-# RECORDED: something to look up that nothing is judged by, such as a snapshot.
-PartVerdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "RECORDED"]
+# RECORDED: a record that nothing is judged by, such as a snapshot.
+EvidenceVerdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "RECORDED"]
+# INCOMPLETE: nothing found is wrong, and required evidence is missing.
+CardVerdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "INCOMPLETE"]
+CARD_EXIT_CODES: dict[CardVerdict, int] = {"PASS": 0, "WARN": 1, "FAIL": 2, "UNKNOWN": 3, "INCOMPLETE": 4}
 StoryState = Literal["CONFIRMED", "NOT CONFIRMED", "CONTRADICTED"]
 
 
-class Part(msgspec.Struct, kw_only=True):
-    """One document of the card. `line` says in a sentence what it found, `reasons` why it is not a PASS.
+class Evidence(msgspec.Struct, kw_only=True):
+    """One document of the card. `summary` is its result in a sentence, `reasons` say why it is not a PASS.
 
-    `source` is the name of its folder or file; `taken` an ISO time, empty where the document does not tell.
+    `source` is the name of the document's folder or file; `taken` is an ISO time, empty where the document has none.
     """
 
-    kind: PartKind
-    verdict: PartVerdict
-    line: str
+    type: EvidenceType
+    verdict: EvidenceVerdict
+    summary: str
     source: str
     taken: str = ""
     reasons: list[str] = msgspec.field(default_factory=list)
 
 
 class Story(msgspec.Struct, kw_only=True):
-    """One setting that was changed: what it gave by one start each (`tuned`), and by a comparison (`judged`).
+    """A changed setting of a server, with its gain by a tuning (`tuned`) and by a comparison (`compared`).
 
-    `change` is the setting in the server's words, `workload` what it was measured on. `tuning` and `comparison` are
-    places in the card's lists.
+    `change` is the setting as the server's arguments, `workload` what it was measured on. `tuning` and `comparison` are
+    indices into the card's lists.
     """
 
     change: str
     workload: str
     state: StoryState
     tuned: str = ""
-    judged: str = ""
+    compared: str = ""
     tuning: int | None = None
     comparison: int | None = None
 
 
-class Card(msgspec.Struct, kw_only=True):
-    """`verdict` is the gravest of the parts; `missing` are kinds that are not there, and so neither passed nor failed.
+class Card(msgspec.Struct, kw_only=True, tag_field="document", tag="card"):
+    """All evidence about a node, and one verdict.
 
-    `earlier` names documents that a newer one of the same kind stands for; `doubts` say why these may not be of one
-    machine. The documents themselves follow whole, so the card can be drawn again from this alone.
+    `verdict` is the worst of the evidence, and INCOMPLETE at best while a type of `required` is `missing`. `superseded`
+    names documents that a newer one of the same subject replaces; `doubts` say why these may not be of one machine. The
+    documents themselves follow whole, so the card can be rendered from this alone.
     """
 
-    card_version: int = CARD_VERSION
-    verdict: Verdict
-    why: str
+    schema_version: int = SCHEMA_VERSION
+    verdict: CardVerdict
+    reason: str
     taken: str
     machine: str
-    parts: list[Part]
-    missing: list[PartKind]
-    earlier: list[str] = msgspec.field(default_factory=list)
+    evidence: list[Evidence]
+    missing: list[EvidenceType]
+    required: list[EvidenceType] = msgspec.field(default_factory=list)
+    superseded: list[str] = msgspec.field(default_factory=list)
     doubts: list[str] = msgspec.field(default_factory=list)
     stories: list[Story] = msgspec.field(default_factory=list)
     snapshot: Snapshot | None = None
@@ -87,8 +94,9 @@ class Card(msgspec.Struct, kw_only=True):
     runs: list[RunResult] = msgspec.field(default_factory=list)
     tunings: list[Tuning] = msgspec.field(default_factory=list)
     profiles: list[Profile] = msgspec.field(default_factory=list)
-    comparisons: list[Judgement] = msgspec.field(default_factory=list)
+    comparisons: list[ComparisonResult] = msgspec.field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.verdict]
+        """The exit status of `meltcore report`."""
+        return CARD_EXIT_CODES[self.verdict]

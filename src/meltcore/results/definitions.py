@@ -1,6 +1,6 @@
-"""What every metric means, once. The load generator computes these; the report and the CLI's help quote them.
+"""Definitions of all metrics. The load generator computes these; the report and the CLI's help quote them.
 
-Tools use the same words for different numbers, so each definition says what starts and ends the clock and what counts.
+Tools use the same words for different numbers, so each definition states the start, the end and what counts.
 """
 
 import textwrap
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Definition:
-    """One metric: the key results use, the name people say, its unit, and one or two sentences."""
+    """The definition of a metric: its key in results, name and unit, and a text of one or two sentences."""
 
     key: str
     name: str
@@ -22,15 +22,23 @@ DEFINITIONS: tuple[Definition, ...] = (
         "ttft_ms",
         "TTFT",
         "ms",
-        "Time to first token: from the intended start of a request to the first chunk that carries text. "
-        "The empty chunk that only names the role does not count.",
+        "Time to first token: from the intended start of a request to the first event that carries text. "
+        "The event that only names the role does not count.",
     ),
     Definition(
         "itl_ms",
         "ITL",
         "ms",
-        "Inter-token latency: the gaps between chunks that carry text, pooled over all requests. Where the server "
-        "reports tokens per chunk, a gap is shared evenly among the tokens it brought; elsewhere it is one per chunk.",
+        "Inter-token latency: the gaps between events that carry text, pooled over all complete answers with text. "
+        "Where the server reports tokens per event, a gap is divided evenly among the tokens of its event; elsewhere "
+        "there is one gap per event.",
+    ),
+    Definition(
+        "event_gap_ms",
+        "Event gap",
+        "ms",
+        "Time between events that carry text, for any number of tokens per event, pooled over all complete answers "
+        "with text. Events that were read together count as one.",
     ),
     Definition(
         "tpot_ms",
@@ -38,15 +46,13 @@ DEFINITIONS: tuple[Definition, ...] = (
         "ms",
         "Time per output token of one request, without its first: (end-to-end - TTFT) / (output tokens - 1).",
     ),
-    Definition(
-        "e2e_ms", "End to end", "ms", "From the intended start of a request to the last byte of its whole answer."
-    ),
+    Definition("e2e_ms", "End to end", "ms", "From the intended start of a request to the last byte of its answer."),
     Definition(
         "queue_delay_ms",
         "Queue delay",
         "ms",
-        "Time a request spent in the client: from its intended start to the moment it was sent. "
-        "It is inside TTFT and end-to-end, and shown apart so that a late client cannot hide.",
+        "Time a request spent in the client, from its intended start to the moment it was sent. TTFT and end to end "
+        "include it; its own metric shows a late client.",
     ),
     Definition(
         "output_tokens_per_s",
@@ -65,57 +71,63 @@ DEFINITIONS: tuple[Definition, ...] = (
         "steady",
         "Steady tok/s",
         "tokens/s",
-        "Output tokens a second within the longest span that has at least 90 % of the level in flight; "
-        '"none" where the level never held that many.',
+        "Output tokens per second within the longest window that has at least 90 % of the level in flight; "
+        '"none" where the level never reached that.',
     ),
     Definition(
         "goodput_per_s",
         "Goodput",
         "requests/s",
-        "Requests that met every limit of --slo, divided by the duration of the level. Failed requests meet none.",
+        "Requests that met every limit of --goodput, divided by the duration of the level. Failed requests meet none.",
     ),
     Definition(
         "peak_in_flight",
         "Peak in flight",
         "requests",
-        "The most requests that were sent and not yet answered in full at one moment, counted by the client.",
+        "Most requests that were sent and not yet completed at one time, counted by the client.",
     ),
     Definition(
         "accuracy",
         "Accuracy",
-        "share",
-        "Requests whose answer was right, divided by all requests of the level. A failed request is not right.",
+        "ratio",
+        "Requests with a correct answer, divided by all requests of the level. A failed request is not correct.",
     ),
     Definition(
         "succeeded",
         "Succeeded",
         "requests",
-        "Requests that got their whole answer: a finish reason, the end-of-stream mark, and the token counts.",
+        "Requests with a complete answer: a finish reason, and a response that ended in order.",
     ),
     Definition(
-        "chunk_to_token_ratio",
-        "Chunks per token",
+        "events_per_token",
+        "Events per token",
         "ratio",
-        "Chunks that carried text, divided by output tokens. Below 1, the server put several tokens in one chunk.",
+        "Events that carried text, divided by output tokens. Below 1, the server put several tokens into one event.",
+    ),
+    Definition(
+        "tokens_per_event",
+        "Tokens per event",
+        "tokens",
+        "Output tokens, divided by events that carried text; events that were read together count as one.",
     ),
 )
 
-# What the GPU score's words mean: its measurer talks to an engine, not to a server, and counts token ids.
+# Metrics of the GPU score, which is measured on an engine, not a server, and counts token ids.
 SCORE_DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "score",
-        "The score",
+        "GPU score",
         "tokens/s",
         "Output tokens over the window of the sustained run, counted by the measuring process from the token ids it "
-        "received. The window begins when as many requests have ended as run at once, and both its ends are ends of "
-        "steps.",
+        "received. The window begins when as many requests have ended as run concurrently; it starts and ends at the "
+        "end of an engine step.",
     ),
     Definition(
         "score_ttft_ms",
         "TTFT",
         "ms",
-        "From the sending of a request to its first token, for requests whose first token came within the window. "
-        "Where more are in flight than run at once, this is mostly waiting.",
+        "From the sending of a request to its first token, for requests whose first token arrived within the window. "
+        "Where more are in flight than run concurrently, this is mostly waiting.",
     ),
     Definition(
         "score_itl_ms",
@@ -127,23 +139,31 @@ SCORE_DEFINITIONS: tuple[Definition, ...] = (
         "tokens_per_joule",
         "Tokens per joule",
         "tokens/J",
-        "Output tokens over the growth of the GPU's own energy counter in the same window. The host's energy is not "
-        "in it.",
+        "Output tokens divided by the increase of the GPU's energy counter in the same window, without the host's "
+        "energy.",
     ),
     Definition(
         "health",
         "Health",
         "verdict",
-        "DEGRADED: something happened that does not happen on a healthy GPU (a slowdown by heat or power brake, a new "
-        "ECC or XID error, clocks that drift under load). UNKNOWN: nothing did as far as could be seen, and not all "
-        "could be seen. A value that the product does not have is neutral.",
+        "DEGRADED: an event that does not happen on a healthy GPU (a slowdown by heat or power brake, a new ECC or XID "
+        "error, clocks that drift under load). UNKNOWN: no such event was seen, and not all values could be read. A "
+        "value that the GPU model does not have is neutral.",
+    ),
+    Definition(
+        "utilization",
+        "Utilization",
+        "%",
+        "Means over a window, from NVML's GPM counters. SM active: the share of time in which an SM had work, over all "
+        "SMs. Tensor cores: the share of cycles in which they computed. DRAM bandwidth: the share of its peak, which "
+        "DCGM calls DRAM active.",
     ),
     Definition(
         "nvml_utilization",
         "NVML utilization",
         "%",
-        "The share of NVML's last window with at least one kernel resident: a single thread on a single SM makes it "
-        "100 %. It is shown because people look for it, and no verdict uses it; SM activity is what it is taken for.",
+        "Time with at least one resident kernel within NVML's last sampling period: a single thread on a single SM "
+        "makes it 100 %. No verdict uses it; SM activity is the meaningful metric.",
     ),
 )
 
@@ -151,14 +171,19 @@ _BY_KEY = {definition.key: definition for definition in (*DEFINITIONS, *SCORE_DE
 
 
 def define(key: str) -> Definition:
-    """The definition of one metric. Raises KeyError for a key that results do not have."""
+    """Return the definition of one metric. Raises KeyError for a key that results do not have."""
     return _BY_KEY[key]
 
 
-def as_text(*keys: str, width: int = 100) -> str:
-    """Definitions of `keys` (or all) as wrapped lines for a command's help."""
-    chosen = [define(key) for key in keys] if keys else list(DEFINITIONS)
+def definitions_text(*keys: str, width: int = 100) -> str:
+    """Format the definitions of `keys` (default: all) as wrapped lines for a command's help."""
+    definitions = [define(key) for key in keys] if keys else list(DEFINITIONS)
     return "\n".join(
-        textwrap.fill(f"{item.name} ({item.unit}): {item.text}", width, initial_indent="  ", subsequent_indent="    ")
-        for item in chosen
+        textwrap.fill(
+            f"{definition.name} ({definition.unit}): {definition.text}",
+            width,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
+        for definition in definitions
     )

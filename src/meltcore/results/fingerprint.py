@@ -1,4 +1,4 @@
-"""What a run ran on and with: hardware, driver, versions, arguments, seed, revision. No host name, path or secret."""
+"""Hardware, driver, versions, arguments, seed and revision of a run. No host name, path or secret."""
 
 import json
 import os
@@ -12,21 +12,21 @@ from importlib import metadata
 from pathlib import Path
 
 import meltcore
-from meltcore.results.patience import answer_within
+from meltcore.process import call_with_timeout
 from meltcore.results.schema import Fingerprint, Gpu
 
-# Packages whose version can move a number or an answer. Read from their metadata: importing torch takes seconds.
+# Packages whose version can change a number or an answer. Read from their metadata: importing torch takes seconds.
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "starlette", "uvicorn", "uvloop", "httptools", "pyzmq",
              "msgspec", "numpy", "nvidia-ml-py")  # fmt: skip
 _OPTION = re.compile(r"--?[a-z][\w.-]*", re.IGNORECASE)
 _SECRET_OPTION = re.compile(r"--?[\w.-]*(key|token|secret|password)", re.IGNORECASE)
-# NAME of a NAME=value; TOKENIZERS_PARALLELISM is what every other command sets.
+# NAME of a NAME=value, but not TOKENIZERS_PARALLELISM, which is common and no secret.
 _SECRET_NAME = re.compile(r"[\w.-]*(key|token(?!iz)|secret|password)[\w.-]*", re.IGNORECASE)
-_FOLDERS = re.compile(r"(~[\w.-]*)?/+[^/]")
+_ABSOLUTE_PATH = re.compile(r"(~[\w.-]*)?/+[^/]")
 _URL_LOGIN = re.compile(r"//[^/@]*@")
 _SPACE = re.compile(r"\s")
 _LATER_OPTION = re.compile(r"\s--?[a-z]", re.IGNORECASE)
-# A word of a command line with its quotes, as shlex delimits it; a quote without its partner is a letter.
+# A word of a command line with its quotes, as shlex delimits it; an unmatched quote is an ordinary character.
 _WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*"|['"\\])+""", re.DOTALL)
 _QUOTES = re.compile(r"['\"\\]")
 _GIT_TIMEOUT_S = 5.0
@@ -34,7 +34,10 @@ _DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPU
 
 
 def take_fingerprint(arguments: Sequence[str] = (), seed: int | None = None) -> Fingerprint:
-    """Read this machine. `arguments`: the command line after the program's name; secrets and folders are taken out."""
+    """Return the fingerprint of this machine.
+
+    `arguments` is the command line without the program's name; secrets and folders are removed from it.
+    """
     gpus, driver = _gpus()
     return Fingerprint(
         cpu=_cpu_model(),
@@ -53,49 +56,51 @@ def take_fingerprint(arguments: Sequence[str] = (), seed: int | None = None) -> 
 
 
 def clean_arguments(arguments: Sequence[str]) -> list[str]:
-    """Arguments fit to publish: the value of a secret option or of a NAME_OF_KEY=value becomes "***", an absolute path
-    its last name. A command line in one argument stays one, its words cleaned in their places.
+    """Return arguments without secrets and folders, fit to publish.
+
+    The value of a secret option or of a NAME_OF_KEY=value becomes "***"; an absolute path becomes its last name. A
+    command line in one argument stays one argument, its words cleaned in place.
     """
     cleaned: list[str] = []
     hide_next = False
     for argument in arguments:
-        cleaned.append("***" if hide_next else _clean(argument))
+        cleaned.append("***" if hide_next else _clean_argument(argument))
         hide_next = not hide_next and bool(_SECRET_OPTION.fullmatch(argument))
     return cleaned
 
 
-def _clean(argument: str) -> str:
+def _clean_argument(argument: str) -> str:
     name, equals, value = argument.partition("=")
     if equals and _OPTION.fullmatch(name):
-        return f"{name}=***" if _SECRET_OPTION.fullmatch(name) else f"{name}={_clean(value)}"
-    # A path or a secret may hold spaces itself: what begins with one is a command line only where an option follows.
+        return f"{name}=***" if _SECRET_OPTION.fullmatch(name) else f"{name}={_clean_argument(value)}"
+    # A path or a secret may contain spaces: an argument that starts with one is a command line only with an option.
     if not _LATER_OPTION.search(argument):
         if equals and _SECRET_NAME.fullmatch(name):
             return f"{name}=***"
-        argument = f".../{Path(argument).name}" if _FOLDERS.match(argument) else argument
+        argument = f".../{Path(argument).name}" if _ABSOLUTE_PATH.match(argument) else argument
         argument = _URL_LOGIN.sub("//***@", argument)
     return _clean_line(argument) if _SPACE.search(argument) and not _is_json(argument) else argument
 
 
 def _clean_line(line: str) -> str:
-    """What needs no cleaning keeps its quotes and the spaces around it."""
-    found = list(_WORD.finditer(line))
-    words = [_unquoted(each[0]) for each in found]
+    """Returns a command line with each word cleaned; unchanged words keep their quotes and spacing."""
+    matches = list(_WORD.finditer(line))
+    words = [_unquote(word_match[0]) for word_match in matches]
     parts, end = [], 0
-    for match, word, clean in zip(found, words, clean_arguments(words), strict=True):
-        parts += [line[end : match.start()], match[0] if clean == word else _quoted(clean)]
+    for match, word, cleaned in zip(matches, words, clean_arguments(words), strict=True):
+        parts += [line[end : match.start()], match[0] if cleaned == word else _quote(cleaned)]
         end = match.end()
     return "".join([*parts, line[end:]])
 
 
-def _unquoted(word: str) -> str:
+def _unquote(word: str) -> str:
     try:
         return "".join(shlex.split(word))
-    except ValueError:  # a quote without its partner
+    except ValueError:  # an unmatched quote
         return _QUOTES.sub("", word)
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
     return shlex.quote(word) if _SPACE.search(word) or _QUOTES.search(word) else word
 
 
@@ -112,7 +117,7 @@ def _cpu_model() -> str:
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else f"{platform.machine()} (model not told by the system)"
+    return names[0] if names else f"{platform.machine()} (model name unavailable)"
 
 
 def _versions() -> dict[str, str]:
@@ -126,14 +131,17 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[list[Gpu], str | None]:
-    """GPUs and driver by NVML; none where there is no driver. One that does not answer stands in the driver's place."""
+    """Returns the GPUs and the driver version from NVML; no GPUs and None without a driver.
+
+    After a timeout, its message is in place of the version.
+    """
     try:
-        return answer_within(_DRIVER_TIMEOUT_S, _ask_driver)
+        return call_with_timeout(_DRIVER_TIMEOUT_S, _query_driver)
     except TimeoutError as error:
         return [], f"NVML gave {error}"
 
 
-def _ask_driver() -> tuple[list[Gpu], str | None]:
+def _query_driver() -> tuple[list[Gpu], str | None]:
     import pynvml
 
     try:
@@ -142,16 +150,16 @@ def _ask_driver() -> tuple[list[Gpu], str | None]:
         return [], None
     try:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        found = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [gpu for gpu in found if gpu is not None], driver
+        gpus = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [gpu for gpu in gpus if gpu is not None], driver
     except pynvml.NVMLError as error:
-        return [], f"NVML said: {error}"
+        return [], f"NVML error: {error}"
     finally:
         pynvml.nvmlShutdown()
 
 
 def _gpu(index: int) -> Gpu | None:
-    """None for a GPU that a cgroup keeps from this job, as CUDA leaves it out, and for one that is lost."""
+    """Returns the GPU of an index; None if it is lost or a cgroup denies access, as CUDA omits such GPUs too."""
     import pynvml
 
     try:
@@ -172,20 +180,21 @@ def _text(value: str | bytes) -> str:
 
 
 def _git_revision() -> str | None:
-    """The revision of the checkout this file is tracked in; None for an installed package (even inside a checkout)."""
-    here = Path(__file__)
-    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+    """Returns the git revision of the checkout that tracks this file; None for an installed package."""
+    source_file = Path(__file__)
+    if _git(source_file.parent, "ls-files", "--error-unmatch", source_file.name) is None:
         return None
-    revision = _git(here.parent, "rev-parse", "HEAD")
-    changed = _git(here.parent, "status", "--porcelain", "--untracked-files=no")
-    return f"{revision}-dirty" if changed else revision
+    revision = _git(source_file.parent, "rev-parse", "HEAD")
+    changes = _git(source_file.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{revision}-dirty" if changes else revision
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
+        command = ["git", *arguments]  # the one that PATH names
+        completed = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return completed.stdout.strip() if completed.returncode == 0 else None

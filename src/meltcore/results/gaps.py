@@ -1,4 +1,4 @@
-"""Where a GPU was not computing, and why: what `meltcore profile` finds in a trace. Times in microseconds."""
+"""The result of `meltcore profile`: the gaps in which a GPU did not compute, and their causes, in microseconds."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.results.schema import Fingerprint
+from meltcore.results.schema import SCHEMA_VERSION, Fingerprint
 
-GAPS_VERSION = 1
 GAPS_FILE = "gaps.json"
 GAPS_PAGE = "gaps.html"
 
 Cause = Literal[
-    "host late", "synchronisation", "copy", "collective wait", "no work", "host silent", "queued", "unknown"
+    "late launch",
+    "synchronization",
+    "exposed copy",
+    "exposed communication",
+    "no work",
+    "untraced host",
+    "kernel wait",
+    "unknown",
 ]
 
 CAUSES: dict[Cause, str] = {
-    "host late": "the next kernel was launched after the GPU had gone idle, and the host was busy until then",
-    "synchronisation": "the host waited for the GPU before it launched the next kernel",
-    "copy": "nothing but copies ran",
-    "collective wait": "nothing but collectives ran",
-    "no work": "the launching thread sat in a recorded wait: for requests, a lock or a message",
-    "host silent": "the launching thread recorded nothing: it waited, or ran Python that the trace does not hold",
-    "queued": "launched in time: the GPU's own time between kernels, or a wait for another stream",
-    "unknown": "the trace does not hold the launch of the next kernel",
+    "late launch": "the host was busy and launched the next kernel after the GPU had gone idle",
+    "synchronization": "the host waited for the GPU before it launched the next kernel",
+    "exposed copy": "only copies ran",
+    "exposed communication": "only collectives ran",
+    "no work": "the launching thread waited for requests, a lock or a message",
+    "untraced host": "the trace holds nothing of the launching thread: it waited, or ran untraced Python",
+    "kernel wait": "launched in time: the GPU's own time between kernels, or a wait for another stream",
+    "unknown": "the trace lacks the launch of the next kernel",
 }
-# Groups of a step's budget that are no computing: their own time stands among the causes too.
+# Groups of a time budget that do not compute. Time in which only they run is a cause of gaps too.
 COLLECTIVES, COPIES = "collectives", "copies"
 NOT_COMPUTING = (COLLECTIVES, COPIES)
 SIZES: tuple[tuple[str, float], ...] = (
@@ -37,16 +43,16 @@ SIZES: tuple[tuple[str, float], ...] = (
 )
 
 
-class Part(msgspec.Struct, kw_only=True):
-    """A share of the window: `count` stretches, `total_us` together."""
+class GapTotal(msgspec.Struct, kw_only=True):
+    """The number and the total length of all gaps of one cause or one size class."""
 
     name: str
     count: int
     total_us: float
 
 
-class Pair(msgspec.Struct, kw_only=True):
-    """Gaps between one kernel and the next, all of the same two names."""
+class KernelPair(msgspec.Struct, kw_only=True):
+    """The gaps between two kernels of the same two names."""
 
     before: str
     after: str
@@ -57,24 +63,24 @@ class Pair(msgspec.Struct, kw_only=True):
 
 
 class BudgetRow(msgspec.Struct, kw_only=True):
-    """A group of kernels over the window: `count` of them, the time that is theirs, and the idle time in front of them.
+    """A group of kernels over the window: their count, their time, and the idle time before them.
 
-    Over all rows, `ran_us` and `before_us` add up to the window. A moment in which several kernels ran is that of the
-    one which began first; collectives and copies have only what they ran alone.
+    Over all rows, `ran_us` and `idle_before_us` add up to the window. Where kernels overlap, the time belongs to
+    the one that began first; collectives and copies have only the time in which they ran alone.
     """
 
     name: str
     count: int
     ran_us: float
-    before_us: float
+    idle_before_us: float
 
 
 class GapReport(msgspec.Struct, kw_only=True):
     """One GPU over `window_us`. `computing_us`: at least one kernel other than a collective ran, on any stream.
 
-    `recoverable_share` is an upper bound of what could be won: all time not computing, less that without work.
-    `untrusted` says why the trace may hold less than the GPU did; empty where nothing speaks against it. `steps` of the
-    window, by what is counted for one (`steps_by`); None where nothing marks them.
+    `recoverable_share` is an upper bound of the possible gain: time not computing, without that of the cause "no work".
+    `untrusted` holds reasons why the trace may be incomplete. `steps` counts kernels or ranges named `step_marker`;
+    None where nothing marks steps.
     """
 
     device: int
@@ -83,25 +89,25 @@ class GapReport(msgspec.Struct, kw_only=True):
     busy_us: float
     kernels: int
     streams: int
-    by_cause: list[Part]
-    by_size: list[Part]
-    pairs: list[Pair]
+    by_cause: list[GapTotal]
+    by_size: list[GapTotal]
+    pairs: list[KernelPair]
     recoverable_share: float
     graph_launches: int = 0
     graph_kernels: int = 0
     budget: list[BudgetRow] = msgspec.field(default_factory=list)
     steps: int | None = None
-    steps_by: str = ""
+    step_marker: str = ""
     untrusted: list[str] = msgspec.field(default_factory=list)
 
 
-class Profile(msgspec.Struct, kw_only=True):
-    """A whole `gaps.json`: a report a GPU. `source` is the trace's name; `taken` is when it was read.
+class Profile(msgspec.Struct, kw_only=True, tag_field="document", tag="profile"):
+    """A `gaps.json`: one report per GPU. `source` is the file name of the trace, `taken` the time it was read.
 
-    `fingerprint` is None for a trace that was recorded elsewhere or some other time: it does not say on what.
+    `fingerprint` is None for a trace from a file, which does not say on which machine it was recorded.
     """
 
-    gaps_version: int = GAPS_VERSION
+    schema_version: int = SCHEMA_VERSION
     source: str
     taken: str
     fingerprint: Fingerprint | None = None

@@ -1,9 +1,9 @@
-"""Percentiles only where the sample is large enough to mean one.
+"""Percentiles, stated only where there are enough samples.
 
 The rule is MLPerf's early stopping at 99 % confidence (https://github.com/mlcommons/inference_policies, appendix on
-early stopping): a percentile p may be stated from n samples when, were the true share below the estimate only p, the
-chance of seeing at most one sample above it would be at most 1 %. That asks for 11 samples for the median, 64 for p90,
-130 for p95, 662 for p99 and 6,636 for p99.9. With fewer, the word is "n too small", not a number.
+early stopping): a percentile p may be stated from n samples if the chance of at most one sample above the
+estimate is at most 1 %, assuming that the true fraction below it is only p. That takes 11 samples for the median, 64
+for p90, 130 for p95, 662 for p99 and 6,636 for p99.9. With fewer, reports show "n too small".
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,19 @@ TOO_SMALL = "n too small"
 
 
 def distribution(samples: Sequence[float] | npt.NDArray[np.float64]) -> Distribution:
-    """Summarise `samples` [n]; a percentile that n is too small for stays None. ValueError on NaN or infinity."""
-    values = np.asarray(samples, dtype=np.float64)
-    if values.size == 0:
+    """Summarize `samples` [n]; a percentile is None where n is too small. Raises ValueError for NaN or infinity."""
+    sample_values = np.asarray(samples, dtype=np.float64)
+    if sample_values.size == 0:
         return Distribution()
-    if not np.isfinite(values).all():
-        raise ValueError("a sample is not finite, so the distribution would mean nothing")
-    names = [name for name, needed in SAMPLES_NEEDED.items() if values.size >= needed]
-    found = np.quantile(values, [QUANTILES[name] for name in names])
-    percentiles = {name: float(value) for name, value in zip(names, found, strict=True)}
+    if not np.isfinite(sample_values).all():
+        raise ValueError("a sample is not finite")
+    names = [name for name, min_samples in SAMPLES_NEEDED.items() if sample_values.size >= min_samples]
+    quantiles = np.quantile(sample_values, [QUANTILES[name] for name in names])
+    percentiles = {name: float(value) for name, value in zip(names, quantiles, strict=True)}
     return Distribution(
-        n=int(values.size), mean=float(values.mean()), min=float(values.min()), max=float(values.max()), **percentiles
+        n=int(sample_values.size),
+        mean=float(sample_values.mean()),
+        min=float(sample_values.min()),
+        max=float(sample_values.max()),
+        **percentiles,
     )

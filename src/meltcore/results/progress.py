@@ -1,4 +1,4 @@
-"""What people see while something is measured: progress bars and one line a check."""
+"""Console output during a measurement: progress bars, and one line per check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meltcore.results.schema import CheckResult, Gate
 
 
 def progress_bar(console: Console) -> Progress:
-    """One bar a task: description, bar, done of total, time. `fields[note]` is free text at the end."""
+    """Returns a progress display with one bar per task: description, bar, count, time and the field `note`."""
     return Progress(
         TextColumn("{task.description:<22}"),
         BarColumn(bar_width=32),
@@ -25,30 +25,33 @@ def progress_bar(console: Console) -> Progress:
 
 
 @contextmanager
-def answers_bar(
-    console: Console, shown: bool = True, what: str = "held-out problems"
+def answer_progress(
+    console: Console, is_shown: bool = True, description: str = "held-out problems"
 ) -> Iterator[Callable[[int, int, int], None] | None]:
-    """A bar over problems; yields `on_answer(done, right, asked)`, or None where it is not to be shown.
+    """Shows a bar over problems; yields `on_answer(done, correct, total)`, or None where `is_shown` is False.
 
-    The bar appears when that is first called: what cannot begin leaves none behind.
+    The bar appears with the first call, so a run that fails before it shows none.
     """
-    if not shown:
+    if not is_shown:
         yield None
         return
     progress = progress_bar(console)
-    task = progress.add_task(what, total=None, note="")
+    task = progress.add_task(description, total=None, note="")
 
-    def show(done: int, right: int, asked: int) -> None:
+    def show(done: int, correct: int, total: int) -> None:
         progress.start()
-        progress.update(task, completed=done, total=asked, note=f"{right} right")
+        progress.update(task, completed=done, total=total, note=f"{correct} correct")
 
-    with stopped_at_the_end(progress):
+    with stop_progress(progress):
         yield show
 
 
 @contextmanager
-def stopped_at_the_end(progress: Progress) -> Iterator[None]:
-    """Bars that may never have been started, which Rich ends with an empty line where there is no terminal."""
+def stop_progress(progress: Progress) -> Iterator[None]:
+    """Stops a progress display after the block if it was started.
+
+    Without a terminal, Rich prints an empty line when an unstarted display is stopped.
+    """
     try:
         yield
     finally:
@@ -56,8 +59,8 @@ def stopped_at_the_end(progress: Progress) -> Iterator[None]:
             progress.stop()
 
 
-def quietly(console: Console) -> Callable[[str], None]:
-    """Prints what people should know while they wait, and need not read."""
+def dim_printer(console: Console) -> Callable[[str], None]:
+    """Returns a function that prints progress messages in dim text."""
     return lambda text: console.print(text, style="dim", markup=False, highlight=False)
 
 
@@ -65,6 +68,7 @@ _STYLES = {"PASS": "green", "FAIL": "bold red", "NOT RUN": "yellow"}
 
 
 def print_check(console: Console, check: CheckResult | Gate) -> None:
+    """Prints one check or gate with its status in color."""
     style = _STYLES[check.status]
     detail = f"[dim]: {escape(check.detail)}[/]" if check.detail else ""
     console.print(f"[{style}]{check.status}[/]  {escape(check.name)}{detail}", highlight=False)

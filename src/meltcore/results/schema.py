@@ -1,24 +1,26 @@
 """The one result schema of every command that measures. Written as `result.json`, read by reports and comparisons.
 
-Units stand in the names: `_s` seconds, `_ms` milliseconds, `_per_s` a second. `None` means "not measured" or, inside a
-`Distribution`, "too few samples" (see percentiles.py). What each metric means stands in definitions.py.
+Units are in the names: `_s` seconds, `_ms` milliseconds, `_per_s` per second. `None` means "not measured" or, inside a
+`Distribution`, "too few samples" (see percentiles.py). definitions.py defines each metric.
 """
 
 from typing import Any, Literal
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # of every document; convert.py reads version 1
 
-Verdict = Literal["OK", "CLIENT_BOUND", "SERVER_DIED", "PARTIAL", "FAILED"]
+# NO_TEXT: the server counted tokens of answers that had no text, so what it generated was not seen.
+Verdict = Literal["OK", "CLIENT_BOUND", "NO_TEXT", "SERVER_DIED", "PARTIAL", "FAILED"]
 Status = Literal["complete", "partial"]
 LoadKind = Literal["closed", "open"]
-# confirmed: the server's figures, which a count of our own agrees with ("re-counted" in files of before).
-TokenCountSource = Literal["server-reported", "confirmed", "re-counted"]
+# confirmed: the server's counts, with which the tokenizer agrees. tokenizer, events: the server sent no usage with some
+# answers, whose tokens were counted with the tokenizer, or as events that carried text.
+TokenCountSource = Literal["server-reported", "confirmed", "tokenizer", "events"]
 
 
 class Distribution(msgspec.Struct, kw_only=True):
-    """A summary of `n` samples. A percentile that `n` is too small for is None, and so are mean, min and max at n 0."""
+    """Summary of `n` samples. A percentile for which `n` is too small is None, as are mean, min and max for n 0."""
 
     n: int = 0
     mean: float | None = None
@@ -32,7 +34,7 @@ class Distribution(msgspec.Struct, kw_only=True):
 
 
 class Steady(msgspec.Struct, kw_only=True):
-    """The longest span with at least 90 % of the level in flight; times count from the release of the level."""
+    """The longest window with at least 90 % of the level in flight; times count from the release of the level."""
 
     start_s: float
     end_s: float
@@ -40,17 +42,20 @@ class Steady(msgspec.Struct, kw_only=True):
 
 
 class ClientLoad(msgspec.Struct, kw_only=True):
-    """How hard the load generator itself worked. `cpu_share` is of one core, of its busiest process."""
+    """Load of the load generator itself. `cpu_utilization` is a ratio of one core, of its busiest process.
 
-    cpu_share: float
+    Both measurements are None for a level too short to take them, which is about 1 s.
+    """
+
+    cpu_utilization: float | None
     loop_lag_p99_ms: float | None = None
     processes: int = 1
 
 
 class TimelinePoint(msgspec.Struct, kw_only=True):
-    """One bucket of a level, starting `t_s` after its release: mean output rate in it, and requests open at its end.
+    """One bucket of a level, starting `t_s` after its release: its mean output rate, and requests in flight at its end.
 
-    `ttft_ms` is the mean of the first tokens that came in it, `itl_ms` of the others; None where none did.
+    `ttft_ms` is the mean of the first tokens that arrived in it, `itl_ms` of the others; None where none did.
     """
 
     t_s: float
@@ -63,7 +68,7 @@ class TimelinePoint(msgspec.Struct, kw_only=True):
 class GpuTimeline(msgspec.Struct, kw_only=True):
     """One GPU during a level: `values[key][i]` is the mean from `i * bucket_s` after its release on, None: no reading.
 
-    Keys are those of hardware/metrics.py; one that never gave a number is in `absent`, with the word why.
+    Keys are the GPU metrics of hardware/nvml; one without any reading is in `absent`, with its reason.
     """
 
     gpu: str
@@ -74,43 +79,45 @@ class GpuTimeline(msgspec.Struct, kw_only=True):
 
 
 class LevelChecks(msgspec.Struct, kw_only=True):
-    """What `meltcore eval throughput` checked of a level beside its speed.
+    """Checks of a level by `meltcore eval throughput`.
 
-    The counted tokens are the tokenizer's: of the prompts' text without the server's template, and of the answers.
+    Tokens are counted with the tokenizer: of the prompts' text without the server's template, and of the answers.
+    `counted_content_tokens` leaves out end tokens and reasoning, as the public harness does.
     """
 
     spot_checks: int
-    spot_checks_right: int
+    spot_checks_correct: int
     counted_prompt_tokens: int
     counted_output_tokens: int
     counts_agree: bool
+    counted_content_tokens: int | None = None
 
 
-class SpeedSum(msgspec.Struct, kw_only=True):
-    """Throughput of the levels 1 to 64 weighted 1, 1, 2, 2, 4, 4, 8, answers unchecked: not a score."""
+class WeightedThroughput(msgspec.Struct, kw_only=True):
+    """Throughput at concurrency 1 to 64, weighted 1, 1, 2, 2, 4, 4, 8, with unchecked answers: not a score."""
 
     total_tokens_per_s: float
     output_tokens_per_s: float
 
 
 class EvalScore(msgspec.Struct, kw_only=True):
-    """The same weighted sums, of a server whose answers were checked; both are zero where a gate or a level failed.
+    """Weighted throughput of a server whose answers were checked; both sums are zero where a gate or a level failed.
 
-    `total_tokens_per_s` counts prompts and answers, as the public harness does; `output_tokens_per_s` answers alone, as
-    its rules are written. `zero_because` says what failed.
+    `total_tokens_per_s` counts prompts and answers, as the public harness does; `output_tokens_per_s` counts answers
+    alone, as its rules are written. `zero_reasons` lists what failed.
     """
 
     total_tokens_per_s: float
     output_tokens_per_s: float
-    zero_because: list[str] = msgspec.field(default_factory=list)
+    zero_reasons: list[str] = msgspec.field(default_factory=list)
 
 
 class LevelResult(msgspec.Struct, kw_only=True):
-    """One level of load. `requests` counts every request tried: succeeded + failed == requests, whatever went wrong.
+    """One level of load. `requests` counts every request that was tried: succeeded + failed == requests.
 
-    `concurrency` is the number of requests kept open (closed loop) or the cap on them (open loop, 0: none);
-    `rate_per_s` is the arrival rate of an open loop. `failures` maps a reason to a count. `released_s` is the level's
-    start on the machine's monotonic clock, which GPU recordings are on too.
+    `concurrency` is the number of requests kept in flight (closed loop), or 0 (open loop); `rate_per_s` is the arrival
+    rate of an open loop. `failures` maps a reason to a count. `released_s` is the level's start on the machine's
+    monotonic clock, which GPU recordings use too.
     """
 
     concurrency: int
@@ -132,13 +139,15 @@ class LevelResult(msgspec.Struct, kw_only=True):
     steady: Steady | None = None
     ttft_ms: Distribution = msgspec.field(default_factory=Distribution)
     itl_ms: Distribution = msgspec.field(default_factory=Distribution)
+    event_gap_ms: Distribution = msgspec.field(default_factory=Distribution)
     tpot_ms: Distribution = msgspec.field(default_factory=Distribution)
     e2e_ms: Distribution = msgspec.field(default_factory=Distribution)
     queue_delay_ms: Distribution = msgspec.field(default_factory=Distribution)
-    itl_unit: Literal["token", "chunk"] = "chunk"
+    itl_unit: Literal["token", "event"] = "event"
     goodput_per_s: float | None = None
     slo: dict[str, float] | None = None
-    chunk_to_token_ratio: float | None = None
+    events_per_token: float | None = None
+    tokens_per_event: float | None = None
     token_count_source: TokenCountSource = "server-reported"
     failures: dict[str, int] = msgspec.field(default_factory=dict)
     client: ClientLoad | None = None
@@ -151,37 +160,37 @@ class LevelResult(msgspec.Struct, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
-    """Answers checked against the known values. `low` and `high` bound the share right (Wilson, 95 %).
+    """Answers compared with the expected ones. `ci_low` and `ci_high` are the 95 % Wilson interval of the accuracy.
 
-    `failed` requests gave no answer; they stay in `asked`, and `first_failure` says why the first of them, in the order
-    of the problems, gave none. `strict_right` counts the answers that also end in the form
-    that was asked for, where an evaluation marks both ways.
+    `failed` requests yielded no answer; they count in `total`. `first_failure` is the reason of the first of them in
+    the order of the problems. `strict_correct` counts by strict extraction, where an evaluation grades in both ways.
     """
 
-    asked: int
-    right: int
+    total: int
+    correct: int
     failed: int
-    low: float
-    high: float
-    strict_right: int | None = None
+    ci_low: float
+    ci_high: float
+    strict_correct: int | None = None
     first_failure: str | None = None
-    wrong: list["WrongAnswer"] = msgspec.field(default_factory=list)
+    incorrect: list["IncorrectAnswer"] = msgspec.field(default_factory=list)
 
     @property
-    def share(self) -> float:
-        return self.right / self.asked if self.asked else 0.0
+    def accuracy(self) -> float:
+        """The ratio of correct answers to all; 0 if there are none."""
+        return self.correct / self.total if self.total else 0.0
 
 
-class WrongAnswer(msgspec.Struct, kw_only=True):
-    """One problem not answered rightly: the end of its question, what was expected and what came (or the failure)."""
+class IncorrectAnswer(msgspec.Struct, kw_only=True):
+    """One problem not answered correctly: the end of its question, the expected and the actual answer (or failure)."""
 
     question: str
     expected: str
-    got: str
+    actual: str
 
 
 class CheckResult(msgspec.Struct, kw_only=True):
-    """One check of a server's API form. A check that could not run is a FAIL with the reason, never a pass."""
+    """One check of a server's API. A check that could not run is a FAIL with its reason, never a PASS."""
 
     name: str
     status: Literal["PASS", "FAIL"]
@@ -189,7 +198,7 @@ class CheckResult(msgspec.Struct, kw_only=True):
 
 
 class Gate(msgspec.Struct, kw_only=True):
-    """One condition that a result must meet to count. A gate that was left out says NOT RUN, which is no pass."""
+    """One condition that a result must meet to count. A gate that was left out is NOT RUN, which is not a PASS."""
 
     name: str
     status: Literal["PASS", "FAIL", "NOT RUN"]
@@ -197,15 +206,17 @@ class Gate(msgspec.Struct, kw_only=True):
 
 
 class Gpu(msgspec.Struct, kw_only=True):
+    """A GPU as recorded in a fingerprint: its name, UUID and memory."""
+
     name: str
     uuid: str
     memory_bytes: int
 
 
 class Fingerprint(msgspec.Struct, kw_only=True):
-    """What a run ran on and with. Two runs compare only as far as their fingerprints agree.
+    """The hardware, software and arguments of a run. Two runs compare only as far as their fingerprints agree.
 
-    Holds no host name and no path. `git_revision` ends in "-dirty" where tracked files had changed.
+    There is no host name and no path in a fingerprint. `git_revision` ends in "-dirty" where tracked files had changed.
     """
 
     cpu: str
@@ -222,11 +233,11 @@ class Fingerprint(msgspec.Struct, kw_only=True):
     taken: str
 
 
-class RunResult(msgspec.Struct, kw_only=True):
-    """One run of one command: what `result.json` holds. `accuracy` is the unloaded share right, 0 to 1.
+class RunResult(msgspec.Struct, kw_only=True, tag_field="document", tag="run"):
+    """One run of one command: the contents of `result.json`. `accuracy` is measured without load, 0 to 1.
 
-    `started` is UTC in ISO 8601. A run with status "partial" never enters a comparison. `reasons` says why the verdict
-    is not OK; `notes` holds reasons to read an OK result with care.
+    `started` is UTC in ISO 8601. A run with status "partial" never enters a comparison. `reasons` are those of a
+    verdict other than OK; `notes` are remarks for readers of the result.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -241,7 +252,7 @@ class RunResult(msgspec.Struct, kw_only=True):
     checks: list[CheckResult] = msgspec.field(default_factory=list)
     gates: list[Gate] = msgspec.field(default_factory=list)
     levels: list[LevelResult] = msgspec.field(default_factory=list)
-    speed_sum: SpeedSum | None = None
+    weighted_throughput: WeightedThroughput | None = None
     eval_score: EvalScore | None = None
     verdict: Verdict = "OK"
     reasons: list[str] = msgspec.field(default_factory=list)

@@ -1,7 +1,7 @@
-"""What a node is at one moment: its GPUs' facts, links and topology. `meltcore snapshot` writes it.
+"""A snapshot of a node: its GPUs' facts, links and topology. `meltcore snapshot` writes it.
 
-A fact is a value, NOT_APPLICABLE (the driver says "not supported", and the product is known to have no such thing) or
-UNKNOWN (it should be readable and is not). UNKNOWN is never taken for zero.
+A fact is a value, NOT_APPLICABLE (the driver reports "not supported", and the GPU type is known to lack the feature) or
+UNKNOWN (it should be readable and is not). UNKNOWN never counts as zero.
 """
 
 from pathlib import Path
@@ -9,74 +9,63 @@ from typing import Final, Literal
 
 import msgspec
 
-from meltcore.errors import ConfigError
-from meltcore.results.schema import Fingerprint
-
-SNAPSHOT_SCHEMA_VERSION = 1
+from meltcore.results.files import read_document
+from meltcore.results.schema import SCHEMA_VERSION, Fingerprint
 
 UNKNOWN: Final = "UNKNOWN"
 NOT_APPLICABLE: Final = "NOT_APPLICABLE"
 Fact = int | float | str
 
-LinkPower = Literal["up", "down", "UNKNOWN"]
+NvLinkStatus = Literal["up", "down", "UNKNOWN"]
 
 
-class LinkState(msgspec.Struct, kw_only=True):
-    """One NVLink of a GPU. `speed_gbps`: 10^9 bytes a second one way; `peer`: "switch", a GPU's bus id, or UNKNOWN."""
+class NvLinkState(msgspec.Struct, kw_only=True):
+    """One NVLink of a GPU. `speed_gbps`: 10^9 bytes per second, one way; `peer`: "switch", a bus id, or UNKNOWN."""
 
     link: int
-    state: LinkPower
+    state: NvLinkStatus
     speed_gbps: float | None = None
     peer: str = UNKNOWN
 
 
-class GpuState(msgspec.Struct, kw_only=True):
-    """One GPU, or one MIG slice. `facts` by the keys of hardware/facts.py; `index` as nvidia-smi numbers boards."""
+class GpuSnapshot(msgspec.Struct, kw_only=True):
+    """One GPU, or one MIG device. `facts` has the keys of hardware/nvml/facts.py; `index` is that of nvidia-smi."""
 
     index: int
     name: str
     uuid: str
     mig: bool = False
     facts: dict[str, Fact]
-    links: list[LinkState] = []
+    links: list[NvLinkState] = []
 
     @property
     def label(self) -> str:
+        """A short name for tables: "GPU 3", or with the start of its UUID for a MIG device."""
         return f"GPU {self.index}" + (f" {self.uuid[:12]}" if self.mig else "")
 
     def number(self, key: str) -> float | None:
-        """A fact as a number; None where it is absent or no number."""
+        """Returns a fact as a number; None where it is absent or not a number."""
         value = self.facts.get(key)
         return None if isinstance(value, str) or value is None else float(value)
 
-    def links_up(self) -> list[LinkState]:
+    def links_up(self) -> list[NvLinkState]:
+        """Returns the NVLinks that are up."""
         return [link for link in self.links if link.state == "up"]
 
 
-class Snapshot(msgspec.Struct, kw_only=True):
-    """`topology[i][j]`: the path between GPUs i and j, in nvidia-smi's words (NV18, PIX, NODE, SYS, ...)."""
+class Snapshot(msgspec.Struct, kw_only=True, tag_field="document", tag="snapshot"):
+    """`topology[i][j]`: the path between GPUs i and j in nvidia-smi's terms (NV18, PIX, NODE, SYS, ...)."""
 
-    schema_version: int = SNAPSHOT_SCHEMA_VERSION
+    schema_version: int = SCHEMA_VERSION
     fingerprint: Fingerprint
     driver: str = UNKNOWN
     cuda_driver: str = UNKNOWN
     libraries: dict[str, str] = {}
-    gpus: list[GpuState] = []
+    gpus: list[GpuSnapshot] = []
     topology: list[list[str]] = []
     notes: list[str] = []
 
 
 def read_snapshot(path: Path | str) -> Snapshot:
-    """Raises ConfigError for a file that cannot be read, is no snapshot, or is of another schema version."""
-    try:
-        snapshot = msgspec.json.decode(Path(path).read_bytes(), type=Snapshot)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no snapshot of meltcore snapshot --json: {error}") from error
-    if snapshot.schema_version != SNAPSHOT_SCHEMA_VERSION:
-        raise ConfigError(
-            f"{path} has snapshot schema version {snapshot.schema_version}; this meltcore reads version "
-            f"{SNAPSHOT_SCHEMA_VERSION}"
-        )
-    return snapshot
+    """Reads a snapshot. Raises ConfigError as `read_document` does."""
+    return read_document(path, Snapshot)

@@ -1,4 +1,4 @@
-"""A set of fresh starts of one server, each loaded the same way: what a baseline keeps and a comparison judges."""
+"""Sets of fresh starts of one server under the same load: the content of baselines, the input of comparisons."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 import msgspec
 
 from meltcore.errors import ConfigError
-from meltcore.results.runfolder import write_whole
-from meltcore.results.schema import RunResult
+from meltcore.results.files import read_document, write_document
+from meltcore.results.schema import SCHEMA_VERSION, RunResult
 
-STARTS_VERSION = 1
 SET_FILE = "set.json"
 
 
-class StartSet(msgspec.Struct, kw_only=True):
-    """`starts` in the order they ran, one result each, and `load` is what each was loaded with.
+class StartSet(msgspec.Struct, kw_only=True, tag_field="document", tag="baseline"):
+    """The results of `starts` in the order they ran, under the same `load`.
 
-    `command` started the server, its secrets and folders taken out; empty for a server that ran already.
+    `command` is the server's command line without secrets and folders; empty for a server that was running already.
     """
 
-    starts_version: int = STARTS_VERSION
+    schema_version: int = SCHEMA_VERSION
     name: str
     command: str
     taken: str
@@ -29,33 +28,19 @@ class StartSet(msgspec.Struct, kw_only=True):
     starts: list[RunResult]
 
 
-def write_set(folder: Path, found: StartSet) -> Path:
-    """Into `folder`, which is made where missing; whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / SET_FILE
-    write_whole(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    return path
+def write_start_set(folder: Path, start_set: StartSet) -> Path:
+    """Write a set to `folder`, which is created where missing."""
+    return write_document(folder / SET_FILE, start_set)
 
 
-def read_set(folder: Path | str) -> StartSet:
-    """Raises ConfigError for no set, one that is not ours, or one of another version."""
-    path = Path(folder)
-    if path.is_dir():
-        path = path / SET_FILE
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=StartSet)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no set of starts: {error}") from error
-    if found.starts_version != STARTS_VERSION:
-        raise ConfigError(
-            f"{path} has version {found.starts_version} of sets of starts; this meltcore reads {STARTS_VERSION}"
-        )
-    if not found.starts:
-        raise ConfigError(f"{path} holds no start")
-    return found
+def read_start_set(folder: Path | str) -> StartSet:
+    """Read a set from its file or folder. Raises ConfigError as `read_document` does, and for a set without starts."""
+    start_set = read_document(folder, StartSet, name=SET_FILE)
+    if not start_set.starts:
+        raise ConfigError(f"{folder} has no starts")
+    return start_set
 
 
-def is_set(path: Path) -> bool:
+def is_start_set(path: Path) -> bool:
+    """Return whether `path` is the file of a set or a folder with one."""
     return path.name == SET_FILE or (path / SET_FILE).is_file()

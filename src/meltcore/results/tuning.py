@@ -1,4 +1,4 @@
-"""What `meltcore tune` tried and found: one point a start of the server, and what follows from them."""
+"""The result of `meltcore tune`: one point per start of the server, and what follows from them."""
 
 from __future__ import annotations
 
@@ -7,71 +7,82 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.results.schema import Fingerprint
+from meltcore.results.schema import SCHEMA_VERSION, Fingerprint
 
-TUNING_VERSION = 1
 TUNING_FILE = "tuning.json"
+MIN_SLO_ATTAINMENT = 0.95  # share of requests that must meet every limit of the SLO
+
+_LABELS = {"max_num_seqs": "seqs", "max_num_batched_tokens": "tokens", "max_model_len": "length"}
 
 TuningKind = Literal["context", "batching", "precision"]
 
 
-class Answers(msgspec.Struct, kw_only=True):
-    """Answers of one precision beside those of the first. Shares are of all questions asked.
+class AnswerComparison(msgspec.Struct, kw_only=True):
+    """Answers of one precision compared with those of the first.
 
-    `logprob_mean` and `logprob_most` are absolute differences of the log probability of the chosen token, over
-    `tokens_compared` tokens: those up to the first one that differs, so both sides had the same beginning. None where
-    the server gives no logprobs.
+    Of the questions `asked`, `correct` were answered right, `failed` got no answer, `identical` got the same text.
+    `logprob_diff_*` are absolute differences of the chosen token's log probability over `tokens_compared` tokens: those
+    up to the first one that differs, so that both sides have the same prefix. None where the server gives no logprobs.
     """
 
     asked: int
-    right: int
+    correct: int
     failed: int
-    same_text: int
+    identical: int
     tokens_compared: int = 0
-    logprob_mean: float | None = None
-    logprob_most: float | None = None
+    logprob_diff_mean: float | None = None
+    logprob_diff_max: float | None = None
 
 
 class TuningPoint(msgspec.Struct, kw_only=True):
-    """One start with `settings`. `ok`: it started and all that was asked of it was answered; else `why` says.
+    """One start with `settings`, passed as `args`; both are empty for the server's default settings.
 
-    `words` are the settings as the server's arguments; both are empty where the server ran as it is shipped.
-    `within_limits` is the share of requests that met every latency limit, None where none was given.
+    `ok`: it started and answered every request; otherwise `reason` says what happened. `slo_attainment` is the share of
+    requests that met every latency limit, None without limits.
     """
 
     settings: dict[str, int | str]
-    words: list[str] = msgspec.field(default_factory=list)
+    args: list[str] = msgspec.field(default_factory=list)
     ok: bool
-    why: str = ""
+    reason: str = ""
     ready_s: float | None = None
     output_tokens_per_s: float | None = None
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    within_limits: float | None = None
-    running_peak: int | None = None
+    slo_attainment: float | None = None
+    peak_running: int | None = None
     preemptions: int | None = None
-    answers: Answers | None = None
+    answers: AnswerComparison | None = None
+
+    @property
+    def label(self) -> str:
+        """The settings in a few characters: "seqs 32, tokens 2,048", "fp8" or "default"."""
+        values = (
+            f"{_LABELS.get(name, '')} {value:,}" if isinstance(value, int) else str(value)
+            for name, value in self.settings.items()
+        )
+        return ", ".join(values) or "default"
 
 
 class Fact(msgspec.Struct, kw_only=True):
-    """A figure with where it comes from: found by search, reported by the server, or reckoned."""
+    """A value and its source: found by search, reported by the server, or calculated."""
 
     name: str
     value: str
     source: str
 
 
-class Tuning(msgspec.Struct, kw_only=True):
-    """`knee` and `best` are places in `points`, None where no point qualifies; `finding` is the answer in words."""
+class Tuning(msgspec.Struct, kw_only=True, tag_field="document", tag="tuning"):
+    """All points of a tuning. `finding` is the result in a sentence; `best` and `knee` are indices of `points`."""
 
-    tuning_version: int = TUNING_VERSION
+    schema_version: int = SCHEMA_VERSION
     kind: TuningKind
     finding: str
     command: str
     taken: str
     fingerprint: Fingerprint
     load: dict[str, Any] = msgspec.field(default_factory=dict)
-    limits_ms: dict[str, float] = msgspec.field(default_factory=dict)
+    slo_ms: dict[str, float] = msgspec.field(default_factory=dict)
     points: list[TuningPoint]
     best: int | None = None
     knee: int | None = None
@@ -80,21 +91,22 @@ class Tuning(msgspec.Struct, kw_only=True):
 
     @property
     def answered(self) -> bool:
-        """Whether the question has an answer: a knee within the limits, or at least one start that worked."""
+        """Whether there is a result: a knee that meets the SLO, or at least one start that worked."""
         return self.knee is not None if self.kind == "batching" else any(point.ok for point in self.points)
 
     @property
-    def shipped(self) -> TuningPoint | None:
-        return shipped_point(self.points)
+    def default(self) -> TuningPoint | None:
+        """The point of the default settings, as `default_point`."""
+        return default_point(self.points)
 
 
-def shipped_point(points: Sequence[TuningPoint]) -> TuningPoint | None:
-    """The start without any setting, which gains are counted from; None where there was none, or it did not run."""
+def default_point(points: Sequence[TuningPoint]) -> TuningPoint | None:
+    """Return the point of the default settings, from which gains are counted; None where it did not run."""
     return next((point for point in points if not point.settings and point.ok), None)
 
 
-def gain(point: TuningPoint, shipped: TuningPoint | None) -> float | None:
-    """0.25 where the output rate is a quarter above the shipped one; None where either is not known."""
-    if shipped is None or not shipped.output_tokens_per_s or point.output_tokens_per_s is None:
+def gain(point: TuningPoint, default: TuningPoint | None) -> float | None:
+    """Return how much the output rate exceeds that of `default`, 0.25 for 25 %; None where either is unknown."""
+    if default is None or not default.output_tokens_per_s or point.output_tokens_per_s is None:
         return None
-    return point.output_tokens_per_s / shipped.output_tokens_per_s - 1
+    return point.output_tokens_per_s / default.output_tokens_per_s - 1

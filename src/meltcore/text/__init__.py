@@ -1,0 +1,1 @@
+"""Converts between text and token ids: tokenizer, chat template, detokenizer, reasoning and stop strings."""

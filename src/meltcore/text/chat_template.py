@@ -1,4 +1,4 @@
-"""A checkpoint's chat template, run in Jinja's sandbox: it can compute text and nothing else."""
+"""Renders a checkpoint's chat template in Jinja's sandbox, where it can do nothing but compute text."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import read_json
 
-MAX_RENDERED_CHARS = 64 * 2**20  # a template may multiply its input; what it makes is bounded like what it is given
+MAX_RENDERED_CHARS = 64 * 2**20  # a template may multiply its input
 
 Message = dict[str, Any]
 _NO_TEMPLATE = "this model has no chat template, so it takes prompts at /v1/completions but no chats"
-# What a template gets from us; a request's chat_template_kwargs cannot take their place.
-_RESERVED = frozenset(
+# Variables that the server sets; a request's chat_template_kwargs cannot replace them.
+_RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token", "eos_token"}
 )
 
 
 class ChatTemplate:
-    """Turns messages into the prompt text a model was trained on."""
+    """Converts messages into the prompt text that a model was trained on."""
 
     def __init__(
         self, source: str, special_tokens: dict[str, str] | None = None, defaults: dict[str, Any] | None = None
     ) -> None:
-        """`special_tokens`: names a template may use (bos_token, eos_token, ...); `defaults`: variables that a request
-        may set to something else. Raises ConfigError on bad syntax."""
+        """Compile the template. Raises ConfigError for a syntax error.
+
+        `special_tokens` are variables such as bos_token and eos_token. `defaults` are variables that a request may
+        change.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
@@ -48,9 +51,9 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
-        """Read chat_template.jinja, else tokenizer_config.json's `chat_template`; None where there is neither.
+        """Read chat_template.jinja, else `chat_template` of tokenizer_config.json; None where there is neither.
 
-        Raises ConfigError, which names the file where one cannot be read.
+        Raises ConfigError, which names the file that cannot be read.
         """
         config_path = folder / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
@@ -58,12 +61,13 @@ class ChatTemplate:
         return None if source is None else cls(source, _special_tokens(config), defaults)
 
     def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
-        """The prompt for `messages`, ending where the assistant's answer begins.
+        """Return the prompt for `messages`, which ends where the assistant's answer begins.
 
-        Raises RequestError (400) with the template's own message where it refuses the messages or fails on them.
+        Raises RequestError (400) with the template's own message where the template rejects the messages or fails on
+        them.
         """
         kwargs = kwargs or {}
-        for name in sorted(_RESERVED & kwargs.keys()):
+        for name in sorted(_RESERVED_VARIABLES & kwargs.keys()):
             raise RequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
         variables = {**self._variables, **kwargs, "messages": messages, "add_generation_prompt": True}
         parts: list[str] = []
@@ -82,7 +86,7 @@ class ChatTemplate:
 
 
 def render_chat(template: ChatTemplate | None, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
-    """`template.render`, or a RequestError (400) for a model that has no template."""
+    """Return the prompt for `messages`. Raises RequestError (400) for a model that has no template."""
     if template is None:
         raise RequestError(_NO_TEMPLATE, param="messages")
     return template.render(messages, kwargs)
@@ -110,32 +114,35 @@ def _find_source(folder: Path, config: dict[str, Any]) -> str | None:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-    found = config.get("chat_template")
-    if found is None or isinstance(found, str):
-        return found
+    template = config.get("chat_template")
+    if template is None or isinstance(template, str):
+        return template
     try:
-        named = {entry["name"]: entry["template"] for entry in found}
+        templates_by_name = {entry["name"]: entry["template"] for entry in template}
     except (TypeError, KeyError) as error:
         raise ConfigError(f"{folder}: chat_template is neither text nor a list of named templates") from error
-    if "default" not in named:
-        raise ConfigError(f"{folder}: of the chat templates {sorted(named)} none is named 'default'")
-    return str(named["default"])
+    if "default" not in templates_by_name:
+        raise ConfigError(f"{folder}: of the chat templates {sorted(templates_by_name)} none is named 'default'")
+    return str(templates_by_name["default"])
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and their like: plain text, or the text inside an added-token object."""
+    """Return the texts of bos_token, eos_token and the other special tokens of tokenizer_config.json, by name.
+
+    The file has a plain text or an added-token object for each.
+    """
     tokens: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
+        token_text = config.get(name)
+        if isinstance(token_text, dict):
+            token_text = token_text.get("content")
+        if isinstance(token_text, str):
+            tokens[name] = token_text
     return tokens
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    """Plain JSON: Jinja's own filter escapes HTML, which would change the prompt."""
+    """Return `value` as plain JSON. Jinja's own filter escapes HTML, which would change the prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 
 

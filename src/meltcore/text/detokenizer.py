@@ -1,155 +1,172 @@
-"""Token ids to text as they come: never half a character, and no text that may turn out to begin a stop string."""
+"""Converts token ids to text as they arrive, without incomplete characters and text that may begin a stop string."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from meltcore.engine.sampling_params import SamplingParams
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.text.reasoning import ReasoningParser
 from meltcore.text.stop_strings import StopStrings
-from meltcore.text.thinking import ThoughtMarks
 from meltcore.text.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
-WINDOW_TOKENS = 8  # a character takes at most 4 byte tokens; more unfinished ones than this are no character
+REPLACEMENT_CHAR = "\ufffd"
+MAX_WINDOW_TOKENS = 8  # a character takes at most 4 byte tokens; more unfinished ones than this are no character
 
 
-class _IncrementalDecoder(Protocol):
-    def add(self, token_id: int) -> str: ...
-    def flush(self) -> str: ...
+class IncrementalDecoder(Protocol):
+    """Converts token ids to text one by one. The results, joined, are the text of all ids."""
+
+    def add(self, token_id: int) -> str:
+        """Return the text that is complete with this token."""
+
+    def flush(self) -> str:
+        """Return the text of the tokens that were incomplete."""
 
 
 class _ByteDecoder:
-    """For byte-level vocabularies: each token is a run of bytes, and UTF-8 decoding is the only state."""
+    """Decodes byte-level vocabularies: each token is a sequence of bytes, and UTF-8 decoding is the only state."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._piece = tokenizer.piece
+        self._token_bytes = tokenizer.token_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def add(self, token_id: int) -> str:
-        return self._decode(self._piece(token_id))
+        return self._decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
         return self._decode(b"", final=True)
 
 
 class _WindowDecoder:
-    """For any other vocabulary: the text of a token depends on its neighbours, so a short window is decoded twice.
+    """Decodes any other vocabulary, where the text of a token depends on its neighbors.
 
-    New text is what the window's text gains by the token; it is held while it ends in an unfinished character.
+    A short window of tokens is decoded twice, without and with the new token. The new text is the difference. It is
+    held back while it ends in an unfinished character.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._known: list[int] = []  # already given out; context for what follows
-        self._fresh: list[int] = []  # not given out yet
+        self._skip_special_tokens = skip_special_tokens
+        self._decoded_ids: list[int] = []  # their text has been returned
+        self._pending_ids: list[int] = []  # their text has not
 
     def add(self, token_id: int) -> str:
-        self._fresh.append(token_id)
-        text = self._gain()
-        if not text or (text.endswith(REPLACEMENT) and len(self._fresh) < WINDOW_TOKENS):
+        self._pending_ids.append(token_id)
+        text = self._new_text()
+        if not text or (text.endswith(REPLACEMENT_CHAR) and len(self._pending_ids) < MAX_WINDOW_TOKENS):
             return ""
-        self._known, self._fresh = self._fresh, []
+        self._decoded_ids, self._pending_ids = self._pending_ids, []
         return text
 
     def flush(self) -> str:
-        text = self._gain()
-        self._fresh = []
+        text = self._new_text()
+        self._pending_ids = []
         return text
 
-    def _gain(self) -> str:
-        before = self._tokenizer.decode(self._known, skip_special_tokens=self._skip)
-        both = self._tokenizer.decode(self._known + self._fresh, skip_special_tokens=self._skip)
-        return both[len(before) :]
+    def _new_text(self) -> str:
+        decoded_text = self._tokenizer.decode(self._decoded_ids, skip_special_tokens=self._skip_special_tokens)
+        full_text = self._tokenizer.decode(
+            self._decoded_ids + self._pending_ids, skip_special_tokens=self._skip_special_tokens
+        )
+        return full_text[len(decoded_text) :]
+
+
+def incremental_decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> IncrementalDecoder:
+    """The cheapest decoder that is correct for the tokenizer's vocabulary."""
+    return _ByteDecoder(tokenizer) if tokenizer.is_byte_level else _WindowDecoder(tokenizer, skip_special_tokens)
 
 
 class Detokenizer:
-    """The text of one answer, token by token, at a constant cost a token.
+    """Converts the tokens of one answer to text, at a constant cost per token.
 
-    The pieces that `add` and `flush` return, joined, are the text of all ids. After a stop string nothing more comes:
+    The results of `add` and `flush`, joined, are the text of all ids. After a stop string no more text is returned:
     `token_count` then counts the tokens up to and including the one that completed it.
 
-    With `marks`, text between them is not returned but appended to `thoughts`, and is not searched for stop strings;
-    blanks at the beginning of what follows are dropped. `thinking`: the prompt has begun thoughts.
+    With a `reasoning_parser`, reasoning is not returned but appended to `reasoning`, which the caller empties.
+    Reasoning is not searched for stop strings, and whitespace between it and the answer is dropped. `prompt` decides
+    whether the text starts with reasoning.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         params: SamplingParams,
-        marks: ThoughtMarks | None = None,
-        *,
-        thinking: bool = False,
+        reasoning_parser: ReasoningParser | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        self._decoder: _IncrementalDecoder
-        if tokenizer.is_byte_level:
-            self._decoder = _ByteDecoder(tokenizer)
-        else:
-            self._decoder = _WindowDecoder(tokenizer, params.skip_special_tokens)
-        self._hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
-        self._marks = marks
-        if marks is not None:
-            self._hidden |= set(marks)
-        self._thinking, self._after_thoughts = thinking, False
-        self.thoughts: list[str] = []  # whoever shows them takes them from here
-        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None
+        self._decoder = incremental_decoder(tokenizer, params.skip_special_tokens)
+        self._hidden_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._parser = reasoning_parser
+        self._in_reasoning = False
+        if reasoning_parser is not None:
+            self._hidden_ids |= {reasoning_parser.start_id, reasoning_parser.end_id}
+            self._in_reasoning = reasoning_parser.starts_in_reasoning(prompt)
+        self._after_reasoning = False
+        self.reasoning: list[str] = []
+        self._stop_strings = (
+            StopStrings(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
+        )
         self._min_tokens = params.min_tokens
         self.token_count = 0
-        self.stopped: str | None = None
+        self.matched_stop: str | None = None
 
     def add(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
-        """New text to show, and the stop string that ended the answer, if one did.
+        """Return the new text of the answer, and the stop string that ended it or None.
 
         Text of the first `min_tokens` tokens is not searched for stop strings.
         """
-        if self.stopped is not None:
-            return "", self.stopped
-        shown = ""
+        if self.matched_stop is not None:
+            return "", self.matched_stop
+        visible_text = ""
         for token_id in token_ids:
             self.token_count += 1
-            text = self._hide(token_id) if token_id in self._hidden else self._decoder.add(token_id)
-            if self._thinking or self._after_thoughts:
-                text = self._apart(text)
-            if self._stops is None or self.token_count <= self._min_tokens:
-                shown += text
+            text = self._on_hidden_token(token_id) if token_id in self._hidden_ids else self._decoder.add(token_id)
+            if self._in_reasoning or self._after_reasoning:
+                text = self._take_answer_text(text)
+            if self._stop_strings is None or self.token_count <= self._min_tokens:
+                visible_text += text
                 continue
-            released, self.stopped = self._stops.feed(text)
-            shown += released
-            if self.stopped is not None:
+            released_text, self.matched_stop = self._stop_strings.feed(text)
+            visible_text += released_text
+            if self.matched_stop is not None:
                 break
-        return shown, self.stopped
+        return visible_text, self.matched_stop
+
+    def is_hidden(self, token_id: int) -> bool:
+        """Return whether a token has no text in the answer."""
+        return token_id in self._hidden_ids
 
     def flush(self) -> str:
-        """The text still held back, once the answer has ended for another reason than a stop string."""
-        if self.stopped is not None:
+        """Return the text still held back, once the answer has ended without a stop string."""
+        if self.matched_stop is not None:
             return ""
         text = self._decoder.flush()
-        if self._thinking:
-            text = self._apart(text)
-        if self._stops is None:
+        if self._in_reasoning:
+            text = self._take_answer_text(text)
+        if self._stop_strings is None:
             return text
-        released, self.stopped = self._stops.feed(text)
-        return released if self.stopped is not None else released + self._stops.release()
+        released_text, self.matched_stop = self._stop_strings.feed(text)
+        return released_text if self.matched_stop is not None else released_text + self._stop_strings.release()
 
-    def _hide(self, token_id: int) -> str:
-        """A token without a text of its own; a mark ends one text and begins another."""
-        if self._marks is None or token_id not in self._marks:
+    def _on_hidden_token(self, token_id: int) -> str:
+        """Return the text completed before a hidden token, and switch between reasoning and answer at its marks."""
+        if self._parser is None or token_id not in (self._parser.start_id, self._parser.end_id):
             return ""
         text = self._decoder.flush()
-        if self._thinking:
-            text = self._apart(text)
-        self._thinking = token_id == self._marks.begin
-        self._after_thoughts = token_id == self._marks.end
+        if self._in_reasoning:
+            text = self._take_answer_text(text)
+        self._in_reasoning = token_id == self._parser.start_id
+        self._after_reasoning = token_id == self._parser.end_id
         return text
 
-    def _apart(self, text: str) -> str:
-        """Of new text, what belongs to the answer."""
-        if self._thinking:
+    def _take_answer_text(self, text: str) -> str:
+        """Return the part of new text that belongs to the answer, and store the reasoning."""
+        if self._in_reasoning:
             if text:
-                self.thoughts.append(text)
+                self.reasoning.append(text)
             return ""
         text = text.lstrip()
-        self._after_thoughts = not text
+        self._after_reasoning = not text
         return text

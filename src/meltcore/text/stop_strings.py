@@ -1,4 +1,4 @@
-"""Finding stop strings in text that arrives in pieces, holding back no more of it than could begin one."""
+"""Finds stop strings in a stream of text, and holds back only what could begin one."""
 
 from __future__ import annotations
 
@@ -8,69 +8,72 @@ from functools import lru_cache
 
 
 class _Matcher:
-    """Knuth, Morris and Pratt (1977): how much of one string the text ends with, at a constant cost a character."""
+    """Finds one string in a stream of characters, at a constant cost per character (Knuth, Morris and Pratt, 1977)."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
-        self.matched = 0  # length of the longest proper prefix of `pattern` that the text ends with
-        self._fallback = _fallbacks(pattern)
+        self.matched_length = 0  # length of the longest proper prefix of `pattern` that the text ends with
+        self._fallback_lengths = _compute_fallback_lengths(pattern)
 
     def feed(self, char: str) -> bool:
-        """Take one character; True where it completes the string."""
-        length = self.matched
+        """Read one character and return whether it completes the string."""
+        length = self.matched_length
         while length and self.pattern[length] != char:
-            length = self._fallback[length - 1]
-        self.matched = length + (self.pattern[length] == char)
-        return self.matched == len(self.pattern)
+            length = self._fallback_lengths[length - 1]
+        self.matched_length = length + (self.pattern[length] == char)
+        return self.matched_length == len(self.pattern)
 
 
 @lru_cache(maxsize=256)
-def _fallbacks(pattern: str) -> array[int]:
-    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix.
+def _compute_fallback_lengths(pattern: str) -> array[int]:
+    """Return, for each prefix of `pattern`, the length of its longest proper prefix that is also its suffix.
 
-    Made once for all answers of a request, which may be a thousand, and for the requests after it: nobody changes it.
+    All answers of a request, which may be a thousand, and later requests share the array. It is never changed.
     """
-    table = array("I", bytes(array("I").itemsize * len(pattern)))
+    fallback_lengths = array("I", bytes(array("I").itemsize * len(pattern)))
     length = 0
     for index in range(1, len(pattern)):
         while length and pattern[length] != pattern[index]:
-            length = table[length - 1]
+            length = fallback_lengths[length - 1]
         length += pattern[length] == pattern[index]
-        table[index] = length
-    return table
+        fallback_lengths[index] = length
+    return fallback_lengths
 
 
 class StopStrings:
-    """Several stop strings over one text. The first to be completed wins; of those completed together, the longest.
+    """Searches one text for several stop strings. The first to be completed wins; at the same character, the longest.
 
-    What it finds does not depend on how the text was cut into pieces.
+    The result does not depend on how the text is divided into calls.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+    def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
         # Longest first, so that the first match found at a character is the longest one there.
         self._matchers = [_Matcher(stop) for stop in sorted(stops, key=len, reverse=True)]
-        self._include = include
-        self._held = ""
+        self._include_stop = include_stop
+        self._held_text = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Text that can be shown now, and the stop string that was completed (the text then ends before or with it)."""
-        start = len(self._held)
-        self._held += text
+        """Return the text that can be shown now, and the stop string that was completed or None.
+
+        With `include_stop` the shown text ends after the stop string, else before it.
+        """
+        start = len(self._held_text)
+        self._held_text += text
         for offset, char in enumerate(text, start + 1):
-            found: str | None = None
+            matched_stop: str | None = None
             for matcher in self._matchers:
-                if matcher.feed(char) and found is None:
-                    found = matcher.pattern
-            if found is not None:
-                end = offset if self._include else offset - len(found)
-                shown, self._held = self._held[:end], ""
-                return shown, found
-        keep = max(matcher.matched for matcher in self._matchers)
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
-        return shown, None
+                if matcher.feed(char) and matched_stop is None:
+                    matched_stop = matcher.pattern
+            if matched_stop is not None:
+                end = offset if self._include_stop else offset - len(matched_stop)
+                visible_text, self._held_text = self._held_text[:end], ""
+                return visible_text, matched_stop
+        num_held = max(matcher.matched_length for matcher in self._matchers)
+        num_visible = len(self._held_text) - num_held
+        visible_text, self._held_text = self._held_text[:num_visible], self._held_text[num_visible:]
+        return visible_text, None
 
     def release(self) -> str:
-        """What is still held back, when no more text will come."""
-        text, self._held = self._held, ""
+        """Return the text still held back, when no more text will arrive."""
+        text, self._held_text = self._held_text, ""
         return text

@@ -1,4 +1,4 @@
-"""Text to token ids and back, through the `tokenizers` library and a checkpoint's tokenizer.json."""
+"""Converts text to token ids and back, with the `tokenizers` library and a checkpoint's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from meltcore.errors import ConfigError
 
-BYTE_COUNT = 256
-LONG_TOKENS = 1024
+NUM_BYTES = 256
+MIN_BATCH_DECODE_TOKENS = 1024
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in a byte-level vocabulary, mapped to the byte.
+    """Return the byte of each printable character in a byte-level vocabulary.
 
-    GPT-2's table: printable Latin-1 bytes stand for themselves, the other 68 take the characters from U+0100 on.
+    The table is GPT-2's: printable Latin-1 bytes stand for themselves, the other 68 take the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    shifted = [byte for byte in range(BYTE_COUNT) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(BYTE_COUNT + n): byte for n, byte in enumerate(shifted)}
+    unprintable = [byte for byte in range(NUM_BYTES) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(NUM_BYTES + i): byte for i, byte in enumerate(unprintable)}
 
 
 _ALPHABET = byte_alphabet()
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. `synthetic` marks the made-up one of a dummy model that has none."""
+    """Holds a checkpoint's tokenizer.
 
-    def __init__(self, raw: tokenizers.Tokenizer, *, synthetic: bool = False) -> None:
-        self._raw = raw
-        self.synthetic = synthetic
-        raw.no_truncation()  # a tokenizer.json may ask for it; a prompt is never cut here, only refused
-        raw.no_padding()
-        self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
-        added = raw.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.is_byte_level = _is_byte_level(raw)
-        self._pieces: dict[int, bytes] = {}
+    `is_synthetic` marks the substitute for a dummy model without one.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, is_synthetic: bool = False) -> None:
+        self._backend = backend
+        self.is_synthetic = is_synthetic
+        backend.no_truncation()  # a tokenizer.json may ask for it; a prompt that is too long is refused, never cut
+        backend.no_padding()
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added_tokens = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
+        self.is_byte_level = _is_byte_level(backend)
+        self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -54,50 +57,58 @@ class Tokenizer:
 
     @classmethod
     def synthetic_bytes(cls, vocab_size: int) -> Tokenizer:
-        """A byte-level tokenizer for a model that has none: id n is byte n up to 255, the rest are words like " t300".
+        """Return a byte-level tokenizer for a model without one.
 
-        Encoding gives one token a byte, so lengths of prompts are easy to predict; every id decodes to some text.
+        Id n is byte n up to 255; the others are texts like " t300". Encoding gives one token per byte, so prompt
+        lengths are easy to predict, and every id decodes to some text. Raises ConfigError for a vocabulary of fewer
+        than 256 ids.
         """
-        if vocab_size < BYTE_COUNT:
-            raise ConfigError(f"a synthetic tokenizer needs a vocabulary of at least {BYTE_COUNT}; got {vocab_size}")
-        vocab = dict(_ALPHABET) | {f"Ġt{token_id}": token_id for token_id in range(BYTE_COUNT, vocab_size)}
-        raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        raw.decoder = decoders.ByteLevel()
-        return cls(raw, synthetic=True)
+        if vocab_size < NUM_BYTES:
+            raise ConfigError(f"a synthetic tokenizer needs a vocabulary of at least {NUM_BYTES}; got {vocab_size}")
+        vocab = dict(_ALPHABET) | {f"Ġt{token_id}": token_id for token_id in range(NUM_BYTES, vocab_size)}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return cls(backend, is_synthetic=True)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds what the tokenizer's post-processor adds (a BOS, say)."""
-        # Not `encode`: it holds the GIL for as long as it takes (tokenizers 0.23, seconds for a megabyte), and it
-        # computes character offsets that nobody here reads.
-        encoded = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoded[0].ids
-        return ids
+        """Return the token ids of `text`.
+
+        `add_special_tokens` adds the tokens of the tokenizer's post-processor, such as a BOS token.
+        """
+        # `encode` would hold the GIL throughout (tokenizers 0.23: seconds per megabyte) and compute character offsets,
+        # which are not used here.
+        encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        token_ids: list[int] = encodings[0].ids
+        return token_ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
+        """Return the text of `token_ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
         text: str
-        # `decode` holds Python's lock, `decode_batch` does not; of a few tokens it costs twice as much.
-        if len(token_ids) > LONG_TOKENS:
-            [text] = self._raw.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        # `decode` holds the GIL, `decode_batch` does not; for few tokens it costs twice as much.
+        if len(token_ids) > MIN_BATCH_DECODE_TOKENS:
+            [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         else:
-            text = self._raw.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            text = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text in the vocabulary; None where there is none."""
-        found: int | None = self._raw.token_to_id(token)
-        return found
+        """Return the id of a token by its text in the vocabulary; None where there is no such token."""
+        result: int | None = self._backend.token_to_id(token)
+        return result
 
-    def piece(self, token_id: int) -> bytes:
-        """The bytes one token stands for, alone. Joined and decoded they give the text of a byte-level vocabulary."""
-        found = self._pieces.get(token_id)
-        if found is None:
-            found = self._pieces[token_id] = self._find_piece(token_id)
-        return found
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token.
 
-    def _find_piece(self, token_id: int) -> bytes:
-        token = self._raw.id_to_token(token_id)
+        In a byte-level vocabulary, the bytes of all tokens, joined and decoded, are the text.
+        """
+        result = self._token_bytes.get(token_id)
+        if result is None:
+            result = self._token_bytes[token_id] = self._find_bytes(token_id)
+        return result
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
         if not self.is_byte_level:
@@ -108,9 +119,9 @@ class Tokenizer:
             return token.encode()
 
 
-def _is_byte_level(raw: tokenizers.Tokenizer) -> bool:
-    if raw.decoder is None:
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    if backend.decoder is None:
         return False
-    state = json.loads(raw.decoder.__getstate__())
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    return [step["type"] for step in steps] == ["ByteLevel"]
+    decoder_state = json.loads(backend.decoder.__getstate__())
+    decoder_steps = decoder_state["decoders"] if decoder_state["type"] == "Sequence" else [decoder_state]
+    return [step["type"] for step in decoder_steps] == ["ByteLevel"]

@@ -1,1 +1,1 @@
-"""`meltcore tune`: finds the limits and the good settings of a server by restarting it with one after another."""
+"""`meltcore tune`: finds the limits and the best settings of a server by restarting it with different settings."""

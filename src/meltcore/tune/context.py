@@ -1,183 +1,227 @@
-"""The largest context and the most sequences at once before memory runs out: found by search, beside the arithmetic."""
+"""Search the longest context and the maximum number of concurrent sequences that fit in memory."""
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from meltcore.compare.server import RunningServer
+from meltcore.errors import ConfigError
 from meltcore.evals.api import Api, ApiError
 from meltcore.load.config import LoadConfig
-from meltcore.load.probe import read_gauges
-from meltcore.results.schema import RunResult
+from meltcore.load.probe import parse_gauges
 from meltcore.results.tuning import Fact, TuningPoint
-from meltcore.trials.server import RunningServer
-from meltcore.tune.arithmetic import reported_capacity, sequences_that_fit
-from meltcore.tune.attempt import Bench, attempt
-from meltcore.tune.search import largest
+from meltcore.tune.config import ANSWER_TOKENS, ContextOptions
+from meltcore.tune.run import Tuner
 
-_ANSWER_TOKENS = 16  # of the one request that fills a context
-LEAST_LENGTH = _ANSWER_TOKENS + 1  # that a context can be tried at
 _POLL_S = 0.02
+# What servers log about their KV cache: ours counts pages, vLLM tokens.
+_PAGES = re.compile(r"([\d,]+) KV pages of (\d+) tokens")
+_TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
+_FULL_ATTENTION = "full_attention"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """`length` is what each of the sequences holds, prompt and answer; `most_*` and `step` bound the searches.
+def kv_bytes_per_token(config: dict[str, Any], element_size: int) -> int:
+    """Return 2 (keys, values) x layers x KV heads x head size x `element_size`, the KV cache bytes per token.
 
-    `load` carries model, seed and the vocabulary's workload options. `bytes_per_token` is the arithmetic's, if known.
+    `config` is a checkpoint's config.json. Where `layer_types` is given, only full attention layers count. Raises
+    ConfigError where a number is missing.
     """
+    text_config = config.get("text_config", config)
+    try:
+        num_layers = text_config["num_hidden_layers"]
+        layer_types = text_config.get("layer_types") or [_FULL_ATTENTION] * num_layers
+        num_kv_heads = text_config.get("num_key_value_heads") or text_config["num_attention_heads"]
+        head_dim = text_config.get("head_dim") or text_config["hidden_size"] // text_config["num_attention_heads"]
+    except KeyError as error:
+        raise ConfigError(f"config.json has no {error.args[0]}, so the KV cache cannot be calculated") from error
+    return int(2 * layer_types.count(_FULL_ATTENTION) * num_kv_heads * head_dim * element_size)
 
-    load: LoadConfig
-    least_length: int = 1024
-    most_length: int | None = None
-    step: int = 1024
-    length: int = 2048
-    most_seqs: int = 1024
-    vocabulary: int | None = None
-    bytes_per_token: int | None = None
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config.json, or that of a folder. Raises ConfigError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} is not a JSON object")
+    return config
+
+
+def reported_capacity(log: str) -> tuple[int, int] | None:
+    """Return (tokens in the KV cache, page size) from a server's log; None where the log has neither form."""
+    if pages := _PAGES.search(log):
+        return int(pages[1].replace(",", "")) * int(pages[2]), int(pages[2])
+    if tokens := _TOKENS.search(log):
+        return int(tokens[1].replace(",", "")), 1
+    return None
+
+
+def sequences_that_fit(capacity: int, length: int, page_size: int) -> int:
+    """Return how many sequences of `length` tokens, in whole pages, fit in a cache of `capacity` tokens."""
+    return capacity // (-(-length // page_size) * page_size)
+
+
+def largest_that_fits(fits: Callable[[int], bool], low: int, high: int, step: int) -> int | None:
+    """Return the largest multiple of `step` in [low, high] that fits; None where none does.
+
+    Assumes that all values below one that fits fit too. Each try costs a start, so the order matters: `high` first,
+    often
+    the answer; then doubling from `low`, because a start far above the limit fails slowest; then bisection.
+    """
+    fitting, too_large = -(-low // step), high // step
+    if too_large < fitting:
+        raise ValueError(f"no multiple of {step} lies from {low} to {high}")
+    if fits(too_large * step):
+        return too_large * step
+    if fitting == too_large or not fits(fitting * step):
+        return None
+    while 2 * fitting < too_large and fits(2 * fitting * step):
+        fitting *= 2
+    too_large = min(too_large, 2 * fitting)
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        if fits(middle * step):
+            fitting = middle
+        else:
+            too_large = middle
+    return fitting * step
 
 
 @dataclass
-class Found:
-    """`capacity`: tokens of the largest cache a server reported, and its page."""
+class ContextSearch:
+    """The two searches and their results so far.
 
-    points: list[TuningPoint] = field(default_factory=list)
-    model_length: int | None = None
-    length: int | None = None
-    seqs: int | None = None
-    capacity: int | None = None
-    page: int = 1
-
-
-def search_context(bench: Bench, wanted: Wanted) -> Found:
-    """Search the context first, then the sequences, each try a fresh start."""
-    found = Found()
-    most = wanted.most_length or _own_length(bench, found)
-    if most is not None:
-        found.length = largest(
-            lambda length: _holds_length(bench, wanted, found, length),
-            min(wanted.least_length, most),
-            most,
-            min(wanted.step, most),
-        )
-    found.seqs = largest(lambda seqs: _holds_seqs(bench, wanted, found, seqs), 1, wanted.most_seqs, 1)
-    return found
-
-
-def facts(found: Found, wanted: Wanted) -> list[Fact]:
-    """What was found beside what is reported and reckoned."""
-    rows = []
-    if found.model_length is not None:
-        rows.append(Fact(name="context as started", value=f"{found.model_length:,} tokens", source="server-reported"))
-    rows.append(Fact(name="largest context", value=_tokens(found.length), source="found by search"))
-    seqs = "none" if found.seqs is None else f"{found.seqs:,}"
-    rows.append(Fact(name=f"sequences of {wanted.length:,} tokens at once", value=seqs, source="found by search"))
-    if found.capacity is None:
-        rows.append(Fact(name="cache", value="not told", source="server-reported"))
-        return rows
-    rows.append(Fact(name="largest cache seen", value=_tokens(found.capacity), source="server-reported"))
-    fitting = sequences_that_fit(found.capacity, wanted.length, found.page)
-    rows.append(
-        Fact(name=f"sequences of {wanted.length:,} tokens that it holds", value=f"{fitting:,}", source="reckoned")
-    )
-    if wanted.bytes_per_token is not None:
-        size = found.capacity * wanted.bytes_per_token / 2**20
-        value = f"{wanted.bytes_per_token:,} bytes a token, {size:,.1f} MiB in all"
-        rows.append(Fact(name="keys and values", value=value, source="reckoned from config.json"))
-    return rows
-
-
-def finding(found: Found, wanted: Wanted) -> str:
-    """The answer in a sentence."""
-    seqs = "no sequence" if found.seqs is None else f"{found.seqs:,} sequences"
-    bound = " (the most that was tried)" if found.seqs == wanted.most_seqs else ""
-    return (
-        f"The largest context that starts and answers is {_tokens(found.length)}; {seqs} of {wanted.length:,} tokens "
-        f"run at once without preemption{bound}."
-    )
-
-
-def _own_length(bench: Bench, found: Found) -> int | None:
-    """The context the server takes by itself, asked of a start without settings."""
-
-    def look(server: RunningServer, result: RunResult | None, point: TuningPoint) -> None:
-        del result
-        found.model_length = _listed_length(Api(server.url))
-        if found.model_length is None:
-            point.why = "the server does not say its context: give one with --most"
-
-    found.points.append(attempt(bench, {"length": "as started"}, None, words=[], look=look))
-    return found.model_length
-
-
-def _listed_length(api: Api) -> int | None:
-    listing: Any = api.get("/v1/models").json()
-    try:
-        return int(listing["data"][0]["max_model_len"])
-    except (KeyError, IndexError, TypeError, ValueError):
-        return None
-
-
-def _holds_length(bench: Bench, wanted: Wanted, found: Found, length: int) -> bool:
-    """Whether a context of `length` starts, and answers one request that fills it."""
-    load = _load(wanted, length - _ANSWER_TOKENS, _ANSWER_TOKENS, at_once=1)
-    point = attempt(bench, {"length": length}, load, look=_note_capacity(found))
-    found.points.append(point)
-    return point.ok
-
-
-def _holds_seqs(bench: Bench, wanted: Wanted, found: Found, seqs: int) -> bool:
-    """Whether `seqs` sequences run at once, all of them, and none is preempted.
-
-    Half of each is answer, so that the first still run when the last has been read in.
+    `load` carries model and seed. `vocab_size` and `bytes_per_token` come from a config.json, where there is one.
+    `capacity` is the largest KV cache that a server reported, in tokens, `page_size` its page.
     """
-    load = _load(wanted, wanted.length // 2, wanted.length - wanted.length // 2, at_once=seqs)
-    settings: dict[str, int | str] = {"length": wanted.length, "seqs": seqs}
-    note = _note_capacity(found)
-    watch: _Watch | None = None
 
-    def before(server: RunningServer) -> None:
-        nonlocal watch
-        watch = _Watch(Api(server.url, timeout_s=10.0))
+    tuner: Tuner
+    options: ContextOptions
+    load: LoadConfig
+    vocab_size: int | None = None
+    bytes_per_token: int | None = None
+    points: list[TuningPoint] = field(default_factory=list)
+    default_model_len: int | None = None
+    model_len: int | None = None
+    num_seqs: int | None = None
+    capacity: int | None = None
+    page_size: int = 1
 
-    def look(server: RunningServer, result: RunResult | None, point: TuningPoint) -> None:
-        note(server, result, point)
-        assert watch is not None
-        point.running_peak, point.preemptions = watch.stop()
-        if point.ok and point.preemptions:
-            point.ok, point.why = False, f"memory ran out: {point.preemptions:,} preempted"
-        elif point.ok and point.running_peak is not None and point.running_peak < seqs:
-            point.ok, point.why = False, f"at most {point.running_peak:,} ran at once"
+    def run(self) -> None:
+        """Search the longest context, then the most sequences. Each try is a fresh start."""
+        options = self.options
+        high = options.max_model_len or self._measure_default()
+        if high is not None:
+            low, step = min(options.min_model_len, high), min(options.model_len_step, high)
+            self.model_len = largest_that_fits(self._model_len_fits, low, high, step)
+        self.num_seqs = largest_that_fits(self._num_seqs_fits, 1, options.max_num_seqs, 1)
 
-    point = attempt(bench, settings, load, before=before, look=look)
-    found.points.append(point)
-    return point.ok
+    @property
+    def facts(self) -> list[Fact]:
+        """The facts found by search, reported by the server, and calculated."""
+        seq_len = f"{self.options.seq_len:,} tokens"
+        rows = []
+        if self.default_model_len is not None:
+            rows.append(("default context", f"{self.default_model_len:,} tokens", "server-reported"))
+        rows.append(("largest context", _tokens(self.model_len), "found by search"))
+        seqs = "none" if self.num_seqs is None else f"{self.num_seqs:,}"
+        rows.append((f"concurrent sequences of {seq_len}", seqs, "found by search"))
+        if self.capacity is None:
+            rows.append(("KV cache", "not reported", "server-reported"))
+        else:
+            rows.append(("largest KV cache seen", _tokens(self.capacity), "server-reported"))
+            num_sequences = sequences_that_fit(self.capacity, self.options.seq_len, self.page_size)
+            rows.append((f"sequences of {seq_len} that fit in it", f"{num_sequences:,}", "calculated"))
+            if self.bytes_per_token is not None:
+                size = self.capacity * self.bytes_per_token / 2**20
+                text = f"{self.bytes_per_token:,} bytes per token, {size:,.1f} MiB in all"
+                rows.append(("keys and values", text, "calculated from config.json"))
+        return [Fact(name=name, value=value, source=source) for name, value, source in rows]
 
+    @property
+    def finding(self) -> str:
+        """The result in a sentence."""
+        seqs = "no sequence" if self.num_seqs is None else f"{self.num_seqs:,} sequences"
+        bound = " (the most that was tried)" if self.num_seqs == self.options.max_num_seqs else ""
+        return (
+            f"The largest context that starts and answers is {_tokens(self.model_len)}; {seqs} of "
+            f"{self.options.seq_len:,} tokens run concurrently without preemption{bound}."
+        )
 
-def _load(wanted: Wanted, prompt: int, answer: int, *, at_once: int) -> LoadConfig:
-    vocabulary = "" if wanted.vocabulary is None else f",vocab={wanted.vocabulary}"
-    workload = f"random:in={prompt},out={answer}{vocabulary}"
-    return replace(wanted.load, concurrency=(at_once,), requests=at_once, warmup=0, workload=workload)
+    def _measure_default(self) -> int | None:
+        """The context of a server with default settings."""
 
+        def inspect(server: RunningServer, point: TuningPoint) -> None:
+            listing: Any = Api(server.url).get("/v1/models").json()
+            try:
+                self.default_model_len = int(listing["data"][0]["max_model_len"])
+            except (KeyError, IndexError, TypeError, ValueError):
+                point.reason = "the server does not report its context: set --max-model-len"
 
-def _note_capacity(found: Found) -> Callable[[RunningServer, RunResult | None, TuningPoint], None]:
-    def look(server: RunningServer, result: RunResult | None, point: TuningPoint) -> None:
-        del result, point
+        self.points.append(self.tuner.measure({"max_model_len": "default"}, None, args=[], inspect=inspect))
+        return self.default_model_len
+
+    def _model_len_fits(self, length: int) -> bool:
+        """Whether the server starts with a context of `length` and answers a request that fills it."""
+        load = self._load(length - ANSWER_TOKENS, ANSWER_TOKENS, concurrency=1)
+        point = self.tuner.measure({"max_model_len": length}, load, inspect=self._record_capacity)
+        self.points.append(point)
+        return point.ok
+
+    def _num_seqs_fits(self, seqs: int) -> bool:
+        """Whether `seqs` sequences all run concurrently and none is preempted.
+
+        Half of each is the answer, so that the first still runs when the last has been prefilled.
+        """
+        length = self.options.seq_len
+        load = self._load(length // 2, length - length // 2, concurrency=seqs)
+        watches: list[_GaugeWatch] = []
+
+        def inspect(server: RunningServer, point: TuningPoint) -> None:
+            self._record_capacity(server, point)
+            point.peak_running, point.preemptions = watches[0].stop()
+            if point.ok and point.preemptions:
+                point.ok, point.reason = False, f"out of memory: {point.preemptions:,} preemptions"
+            elif point.ok and point.peak_running is not None and point.peak_running < seqs:
+                point.ok, point.reason = False, f"at most {point.peak_running:,} ran concurrently"
+
+        point = self.tuner.measure(
+            {"max_model_len": length, "max_num_seqs": seqs},
+            load,
+            on_ready=lambda server: watches.append(_GaugeWatch(Api(server.url, timeout_s=10.0))),
+            inspect=inspect,
+        )
+        self.points.append(point)
+        return point.ok
+
+    def _load(self, prompt: int, answer: int, *, concurrency: int) -> LoadConfig:
+        vocab = "" if self.vocab_size is None else f",vocab={self.vocab_size}"
+        workload = f"random:in={prompt},out={answer}{vocab}"
+        return replace(
+            self.load, concurrency=(concurrency,), num_prompts=(concurrency,), num_warmups=0, workload=workload
+        )
+
+    def _record_capacity(self, server: RunningServer, point: TuningPoint) -> None:
+        del point
         capacity = reported_capacity(server.process.log)
-        if capacity is not None and capacity[0] > (found.capacity or 0):
-            found.capacity, found.page = capacity
-
-    return look
+        if capacity is not None and capacity[0] > (self.capacity or 0):
+            self.capacity, self.page_size = capacity
 
 
 def _tokens(count: int | None) -> str:
     return "none" if count is None else f"{count:,} tokens"
 
 
-class _Watch:
-    """Samples the server's own counts from a thread: most sequences running, and preemptions since the start."""
+class _GaugeWatch:
+    """Samples the server's own metrics from a thread: peak of running requests, preemptions since the start."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -188,7 +232,7 @@ class _Watch:
         self._thread.start()
 
     def stop(self) -> tuple[int | None, int | None]:
-        """(most running, preemptions); None where the server has no such gauge."""
+        """Return (peak of running requests, preemptions); None where the server has no such metric."""
         self._stopping.set()
         self._thread.join(15.0)
         last = self._read().get("num_preemptions_total")
@@ -204,5 +248,5 @@ class _Watch:
         try:
             reply = self._api.get("/metrics")
         except ApiError:
-            return {}  # a server without such a page is judged by its answers alone
-        return read_gauges(reply.body.decode("utf-8", "replace")) if reply.status == 200 else {}
+            return {}  # a server without metrics is judged by its answers alone
+        return parse_gauges(reply.body.decode("utf-8", "replace")) if reply.status == 200 else {}

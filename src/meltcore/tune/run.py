@@ -1,57 +1,155 @@
-"""Puts what was tried and found into one result, and that into the run folder."""
+"""Start a server with one setting, load it, record a point; assemble the points to the result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 
+from meltcore.compare.server import START_LIMIT_S, RunningServer, ServerCommand, run_server
+from meltcore.errors import ConfigError
 from meltcore.load.config import LoadConfig
-from meltcore.load.run import settings
-from meltcore.report.tune_page import render_tuning
+from meltcore.load.run import measure
+from meltcore.process import ProcessError
+from meltcore.report.html import write_page
+from meltcore.report.tuning import tuning_page
+from meltcore.results.files import write_document
 from meltcore.results.fingerprint import take_fingerprint
-from meltcore.results.runfolder import RunFolder, write_whole
-from meltcore.results.tuning import TUNING_FILE, Fact, Tuning, TuningKind, TuningPoint
-from meltcore.tune.attempt import Bench
-from meltcore.tune.batching import WITHIN_LIMITS, best_and_knee
+from meltcore.results.runfolder import RunFolder
+from meltcore.results.schema import RunResult
+from meltcore.results.tuning import MIN_SLO_ATTAINMENT, TUNING_FILE, Fact, Tuning, TuningKind, TuningPoint
 
-ONE_START = "One start a point: confirm a gain with `meltcore compare --run` before relying on it."
-MONOTONE = "The search takes it that what is smaller than a value that works, works too."
+# Options of the server by setting; ours and vLLM's have the same names.
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
+POINTS_FILE = "points.jsonl"
+ONE_START = "One start per point: confirm a gain with `meltcore compare --run` before relying on it."
+MONOTONE = "The search assumes that a value below one that works also works."
+_REASON_LINES = 3
+
+OnServer = Callable[[RunningServer], None]
+Inspect = Callable[[RunningServer, TuningPoint], None]
 
 
-def tuning(
+@dataclass(frozen=True, kw_only=True)
+class Tuner:
+    """The server to tune, the folder for its logs, and callbacks for lines to the user and for measured points.
+
+    `flags` maps settings to options of the server.
+    """
+
+    command: ServerCommand
+    folder: Path
+    report: Callable[[str], None]
+    on_point: Callable[[TuningPoint], None]
+    flags: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+    start_limit_s: float = START_LIMIT_S
+
+    def measure(
+        self,
+        settings: dict[str, int | str],
+        load: LoadConfig | None,
+        *,
+        args: Sequence[str] | None = None,
+        on_ready: OnServer | None = None,
+        inspect: Inspect | None = None,
+    ) -> TuningPoint:
+        """Start the server with `settings`, load it, end it. Failed starts yield a point with `ok` False.
+
+        `args` replaces the arguments made of `settings`. `on_ready` gets the server before the load; `inspect` gets it
+        after the load, with the point to complete.
+        """
+        if args is None:
+            args = [part for name, value in settings.items() for part in (self.flags[name], str(value))]
+        point = TuningPoint(settings=settings, args=list(args), ok=True)
+        name = "-".join(str(value).replace(" ", "-") for value in settings.values()) or "default"
+        log_path = self.folder / f"server-{name}.log"
+        try:
+            with run_server(
+                self.command, log_path, report=self.report, args=args, limit_s=self.start_limit_s
+            ) as server:
+                point.ready_s = server.ready_s
+                if on_ready is not None:
+                    on_ready(server)
+                if load is not None:
+                    _record_load(point, measure(replace(load, url=server.url), self.arguments))
+                if inspect is not None:
+                    inspect(server, point)
+        except ProcessError as error:
+            point.ok, point.reason = False, _reason(error)
+        with (self.folder / POINTS_FILE).open("ab") as points:  # an interruption must not lose an hour of starts
+            points.write(msgspec.json.encode(point) + b"\n")
+        self.on_point(point)
+        return point
+
+
+def parse_flags(texts: Sequence[str]) -> dict[str, str]:
+    """Return FLAGS with those of another server, such as `max_num_seqs=-np`. Raises ConfigError."""
+    flags = dict(FLAGS)
+    for text in texts:
+        name, _, flag = text.partition("=")
+        if name not in FLAGS or not flag:
+            raise ConfigError(f"--flag {text!r} is not of the form SETTING=OPTION; settings are {', '.join(FLAGS)}")
+        flags[name] = flag
+    return flags
+
+
+def make_tuning(
     kind: TuningKind,
-    bench: Bench,
+    tuner: Tuner,
     load: LoadConfig,
     points: Sequence[TuningPoint],
     finding: str,
+    *,
+    best_and_knee: tuple[int | None, int | None] = (None, None),
     facts: Sequence[Fact] = (),
 ) -> Tuning:
-    """The whole result. The knee is marked where there is a sweep."""
-    best, knee = best_and_knee(points) if kind == "batching" else (None, None)
+    """Make the whole result. Only a sweep has a best point and a knee, given as indices of `points`."""
     notes = [MONOTONE if kind == "context" else ONE_START]
     if load.slo_ms:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in load.slo_ms.items())
-        share = f"{100 * WITHIN_LIMITS:.0f} %"
-        notes.append(f"Limits: {limits}; a point counts where {share} of its requests meet them all.")
+        notes.append(
+            f"SLO: {limits}; a point qualifies where {100 * MIN_SLO_ATTAINMENT:.0f} % of its requests meet it."
+        )
     return Tuning(
         kind=kind,
         finding=finding,
-        command=bench.command.published,
+        command=tuner.command.redacted,
         taken=datetime.now(UTC).isoformat(timespec="seconds"),
-        fingerprint=take_fingerprint(bench.arguments, load.seed),
-        load={} if kind == "context" else settings(load),  # the search has loads of its own, one a try
-        limits_ms=dict(load.slo_ms),
+        fingerprint=take_fingerprint(tuner.arguments, load.seed),
+        load={} if kind == "context" else load.settings,  # a search loads each try differently
+        slo_ms=dict(load.slo_ms),
         points=list(points),
-        best=best,
-        knee=knee,
+        best=best_and_knee[0],
+        knee=best_and_knee[1],
         facts=list(facts),
         notes=notes,
     )
 
 
-def save_tuning(folder: RunFolder, found: Tuning) -> None:
-    """As JSON and as a page."""
-    write_whole(folder.path / TUNING_FILE, msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
-    folder.write_report(render_tuning(found))
+def save_tuning(folder: RunFolder, tuning: Tuning) -> None:
+    """Write the result as JSON and as an HTML page."""
+    write_document(folder.path / TUNING_FILE, tuning)
+    write_page(folder.report_path, tuning_page(tuning))
+
+
+def _record_load(point: TuningPoint, result: RunResult) -> None:
+    """Copy the numbers of the one level. Raises KeyboardInterrupt where the load was interrupted."""
+    if result.verdict == "PARTIAL":
+        raise KeyboardInterrupt
+    level = result.levels[-1]
+    point.output_tokens_per_s = level.output_tokens_per_s
+    point.ttft_ms, point.itl_ms = level.ttft_ms.p50, level.itl_ms.p50
+    if level.goodput_per_s is not None and level.requests:
+        point.slo_attainment = round(level.goodput_per_s * level.duration_s) / level.requests
+    if level.verdict not in ("OK", "CLIENT_BOUND"):
+        point.ok, point.reason = False, "; ".join(level.reasons) or level.verdict
+
+
+def _reason(error: ProcessError) -> str:
+    """The first line of the error and the last lines of the log, which name the cause."""
+    first, *log = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{first} {' | '.join(log[-_REASON_LINES:])}".strip()

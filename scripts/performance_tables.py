@@ -1,0 +1,138 @@
+"""Writes the tables of the documentation from the result files under benchmarks/results/ and from the code.
+
+    performance_tables.py           write the tables in place
+    performance_tables.py --check   exit 1 where a table is not what the result files say
+
+A table stands between two comments. The first names a result file, a subject (empty for none) and, if only some rows
+are wanted, a regular expression that is searched in "WORK [UNIT]":
+
+    <!-- results: offline/h200.json | Qwen/Qwen3-0.6B | output tokens/s -->
+    <!-- end of results -->
+
+Tables of gpu_types.py and code_tables.py, which are computed, stand between others:
+
+    <!-- generated: gpu types -->
+    <!-- end of generated -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import code_tables
+import gpu_types
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+_BLOCK = re.compile(
+    r"(?P<head><!-- results: (?P<file>[^|]+?) \|(?P<subject>[^|]*?)(?:\|(?P<rows>[^\n]*?))? -->\n)"
+    r"(?P<table>.*?)(?P<end><!-- end of results -->)",
+    re.DOTALL,
+)
+_GENERATED = re.compile(
+    r"(?P<head><!-- generated: (?P<name>[^\n]*?) -->\n).*?(?P<end><!-- end of generated -->)", re.DOTALL
+)
+_TABLES = {**gpu_types.TABLES, **code_tables.TABLES}
+_MAIN_VERSIONS = ("meltcore", "vllm", "torch", "triton")
+
+
+def documents() -> list[Path]:
+    """The files that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def target(row: dict[str, Any]) -> str:
+    if "reach" not in row:
+        return ""
+    bound = f"{'≥' if row['better'] == 'higher' else '≤'} {number(row['reach'])}"
+    met = {True: "met", False: "not met"}.get(row.get("met"), "no peer")  # type: ignore[arg-type]
+    return f"{bound}{'×' if row['reach_of'] == 'ratio' else ''}, {met}"
+
+
+def peer(row: dict[str, Any]) -> str:
+    return f"{number(row['peer_value'])} ({row['peer']})" if "peer_value" in row else ""
+
+
+_COLUMNS = {
+    "work": lambda row: row["work"],
+    "value": lambda row: number(row["value"]),
+    "unit": lambda row: row["unit"],
+    "peer": peer,
+    "ratio": lambda row: f"{row['ratio']:.2f}×" if "ratio" in row else "",
+    "of limit": lambda row: f"{row['limit_share']:.0%}" if "limit_share" in row else "",
+    "target": target,
+}
+
+
+def run_table(run: dict[str, Any], wanted: re.Pattern[str]) -> list[str]:
+    """Lines of one run's table and of its source; none where no row is wanted."""
+    rows = [row for row in run["rows"] if wanted.search(f"{row['work']} [{row['unit']}]")]
+    if not rows:
+        return []
+    columns = {name: cells for name, of in _COLUMNS.items() if any(cells := [of(row) for row in rows])}
+    align = "|".join("---" if name in ("work", "unit", "peer", "target") else "--:" for name in columns)
+    lines = [f"| {' | '.join(columns)} |", f"|{align}|"]
+    lines += [f"| {' | '.join(cells)} |" for cells in zip(*columns.values(), strict=True)]
+    gpus = run["machine"]["gpus"] if "machine" in run else []
+    machine = (
+        f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else gpus[0] if gpus else f"CPU, {run['machine']['cores']} cores"
+    )
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in _MAIN_VERSIONS if name in run["versions"])
+    return [*lines, "", f"{run['date']}, {machine}, {versions}: `{run['command']}`", ""]
+
+
+def table(file: str, subject: str, rows: str) -> str:
+    """The tables of all runs of a subject, newest first. Raises ValueError where no row is found."""
+    runs = [run for run in json.loads((RESULTS / file).read_text())["runs"] if run["subject"] == subject]
+    wanted = re.compile(rows)
+    lines = [line for run in reversed(runs) for line in run_table(run, wanted)]
+    if not lines:
+        raise ValueError(f"{file} has no rows for {subject!r} and {rows!r}")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def rendered(text: str) -> str:
+    """A document with every table as the result files and the code have it."""
+
+    def replace(match: re.Match[str]) -> str:
+        found = table(match["file"].strip(), match["subject"].strip(), (match["rows"] or "").strip())
+        return match["head"] + found + match["end"]
+
+    def generate(match: re.Match[str]) -> str:
+        if match["name"] not in _TABLES:
+            raise ValueError(f"no generated table {match['name']!r}; one of {', '.join(_TABLES)}")
+        return "\n".join([match["head"], *_TABLES[match["name"]](), "", match["end"]])
+
+    return _GENERATED.sub(generate, _BLOCK.sub(replace, text))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="Write nothing; exit 1 where a table is out of date.")
+    check = parser.parse_args().check
+    stale = []
+    for path in documents():
+        before = path.read_text()
+        after = rendered(before)
+        if after != before:
+            stale.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(after)
+    if stale:
+        print(f"{'out of date' if check else 'written'}: {', '.join(stale)}")
+    return 1 if stale and check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Backend: what the API talks to. A table maps each model name to one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from meltcore.api.generation import Generation
+from meltcore.api.log import shorten
+from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meltcore.api.stats import ModelStats
+from meltcore.config import Profiler
+from meltcore.errors import RequestError
+from meltcore.protocol.shell import ProfileDone
+
+ServerStatus = Literal["loading", "ready", "draining", "dead"]
+
+# A replica with open requests that finishes no step for so long is stuck. The longest step, on a slow CPU, is shorter.
+STUCK_AFTER_S = 120.0
+
+
+class Backend(Protocol):
+    """One model that can answer requests."""
+
+    names: tuple[str, ...]  # every one is accepted; the first stands in metrics and logs
+    stats: ModelStats
+    health: Health
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
+        """Check `request`, fill `generation` with its choices and start to generate.
+
+        Raises RequestError (400, 429, 503), in which case nothing was started.
+        """
+
+    def release(self, generation: Generation, error: RequestError | None = None) -> None:
+        """End the open choices of `generation`, with `error`, or because its client has disconnected."""
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """Answer POST /tokenize."""
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """Answer POST /detokenize."""
+
+    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
+        """Start or stop a profile. Raises EngineDeadError."""
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """An entry of GET /v1/models."""
+
+
+class Health:
+    """Whether a model can be served: its engine lives, and finishes steps while requests are open."""
+
+    def __init__(self, stats: ModelStats, stuck_after_s: float = STUCK_AFTER_S) -> None:
+        self.status: ServerStatus = "loading"
+        self.reason = "loading: starting"
+        self._stats = stats
+        self._stuck_after_s = stuck_after_s
+
+    def set(self, status: ServerStatus, reason: str) -> None:
+        """Change the status. "dead" is final."""
+        if self.status != "dead":
+            self.status = status
+            self.reason = reason
+
+    def problem(self) -> str | None:
+        """The reason why the model cannot be served now; None when it can."""
+        if self.status != "ready":
+            return self.reason
+        for replica in self._stats.live_replicas():
+            age_s = time.monotonic() - self._stats.last_message_s(replica)
+            if self._stats.open_requests(replica) and age_s > self._stuck_after_s:
+                of = f" of replica {replica}" if self._stats.replicas > 1 else ""
+                return f"stuck: no step{of} has finished for {age_s:.0f} s while requests are open"
+        return None
+
+
+class ModelTable:
+    """Finds the backend of a model by any of its names."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self.backends = list(backends)
+        self._by_name = {name: backend for backend in backends for name in backend.names}
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no model can serve."""
+        for backend in self.backends:
+            if backend.health.status == "ready":
+                return
+        self.backends[0].check_ready()
+
+    def find(self, name: str | None) -> Backend:
+        """The backend of the model `name` (None: the first), which is ready.
+
+        Raises RequestError: 404 with the known names where there is no such model, 503 while it cannot serve.
+        """
+        backend = self.backends[0] if name is None else self._by_name.get(name)
+        if backend is None:
+            raise RequestError(
+                f"there is no model {shorten(name)!r} here; this server has {', '.join(self._by_name)}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        backend.check_ready()
+        return backend

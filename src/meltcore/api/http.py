@@ -1,0 +1,145 @@
+"""HTTP at the level of raw ASGI messages: request bodies, JSON responses, errors, API keys."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import uuid
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from meltcore.api.log import shorten
+from meltcore.errors import RequestError
+
+Headers = list[tuple[bytes, bytes]]
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    499: "client_closed_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_DISCARD_BYTES = 256 * 2**20
+_DISCARD_S = 5.0
+_MAX_MESSAGE_CHARS = 2048  # of an error: parts of it are what the client sent
+_REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
+
+
+class ClientDisconnectedError(Exception):
+    """The client disconnected while its request was being read."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of a name (in lower case), None without one."""
+    for key, value in scope["headers"]:
+        if key == name:
+            found: bytes = value
+            return found
+    return None
+
+
+def request_id(scope: Scope) -> str:
+    """The client's x-request-id if it is a plain token of at most 128 characters, else a new id."""
+    header_value = header(scope, b"x-request-id")
+    return (
+        header_value.decode() if header_value is not None and _REQUEST_ID.fullmatch(header_value) else uuid.uuid4().hex
+    )
+
+
+def check_api_key(scope: Scope, api_key: str | None) -> None:
+    """Raise RequestError (401) unless the request carries `api_key` as its bearer token."""
+    if api_key is None:
+        return
+    header_value = header(scope, b"authorization")
+    if header_value is None:
+        raise RequestError(
+            "no API key; send it as the header 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
+        )
+    scheme, _, key = header_value.partition(b" ")
+    if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), api_key.encode()):
+        raise RequestError("the API key is wrong", status=401, code="invalid_api_key")
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole request body. Raises RequestError (413) past `limit_bytes`, with or without a content-length."""
+    length = header(scope, b"content-length")
+    if length is not None and int(length) > limit_bytes:
+        await _discard(receive)
+        raise _too_large(f"{int(length)} bytes", limit_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        body = message.get("body", b"")
+        size += len(body)
+        if size > limit_bytes:
+            await _discard(receive)
+            raise _too_large(f"more than {limit_bytes} bytes", limit_bytes)
+        chunks.append(body)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read on and drop the data, within bounds: a client that is still sending would lose the response to a reset."""
+    size = 0
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            while size < _DISCARD_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _too_large(size_text: str, limit_bytes: int) -> RequestError:
+    return RequestError(
+        f"the body has {size_text}; the limit is {limit_bytes} bytes (--max-body)", status=413, code="body_too_large"
+    )
+
+
+def error_json(error: RequestError) -> bytes:
+    """OpenAI's error form."""
+    error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    message, param = error.message[:_MAX_MESSAGE_CHARS], shorten(error.param)
+    error_fields = {"message": message, "type": error_type, "param": param, "code": error.code}
+    return msgspec.json.encode({"error": error_fields})
+
+
+async def send_json(send: Send, body: bytes, *, status: int = 200, headers: Headers | None = None) -> None:
+    """Respond with JSON."""
+    await send_bytes(send, body, b"application/json", status=status, headers=headers)
+
+
+async def send_bytes(
+    send: Send, body: bytes, content_type: bytes, *, status: int = 200, headers: Headers | None = None
+) -> None:
+    """Respond with a body whose length is known."""
+    all_headers = [
+        (b"content-type", content_type),
+        (b"content-length", b"%d" % len(body)),
+        *(headers or ()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: RequestError, *, headers: Headers | None = None) -> None:
+    """Respond with `error`. 429 and 503 say when to retry; after a 413 the rest of the body is not read."""
+    extra: Headers = list(headers or ())
+    if error.status in (429, 503):
+        extra.append((b"retry-after", b"1"))
+    if error.status == 401:
+        extra.append((b"www-authenticate", b"Bearer"))
+    if error.status == 413:
+        extra.append((b"connection", b"close"))
+    await send_json(send, error_json(error), status=error.status, headers=extra)

@@ -1,0 +1,221 @@
+"""The OpenAI request forms, decoded into typed structs. No field is silently ignored.
+
+`null` means absent for optional fields. A known but unsupported field is accepted only with a neutral value (`"n": 1`,
+`"tools": null`); any other value, and any unknown field, is a 400 that names it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
+
+from meltcore.errors import RequestError
+
+Role = Literal["system", "developer", "user", "assistant"]
+TokenId = int
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's stream_options, and vLLM's continuous_usage_stats."""
+
+    include_usage: bool | None = None  # one last event with the whole usage
+    continuous_usage_stats: bool | None = None  # usage so far in every event
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A content part with text, the only type that a text model accepts."""
+
+    text: str
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One message. The fields after `content` occur in answers that are sent back as history.
+
+    The chat template receives `reasoning_content` and has its own rule for it. `name` is not used. The others must be
+    null or empty.
+    """
+
+    role: Role
+    content: str | list[TextPart]
+    reasoning_content: str | None = None
+    name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+
+
+class _Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that chat and completion requests share."""
+
+    model: str
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None  # lower runs earlier
+    user: str | None = None  # the caller's name for its end user: written to the request log, nothing else
+    # Accepted and not used: they concern OpenAI's storage, abuse monitoring and cache, and change no answer.
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # Known, not supported.
+    n: Any = None
+    logit_bias: Any = None
+    response_format: Any = None
+
+
+class ChatRequest(_Sampling, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Known, not supported.
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    service_tier: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(_Sampling, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[TokenId]]
+    logprobs: int | None = None
+    echo: bool | None = None  # begin the text with the prompt, and the log-probabilities with its tokens'
+    # Known, not supported.
+    best_of: Any = None
+    suffix: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize, with either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True  # for `prompt`; a chat template writes its own
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+# The values of unsupported fields that are accepted.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "refusal": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_UNSUPPORTED: dict[type[msgspec.Struct], tuple[str, ...]] = {
+    struct: tuple(name for name in struct.__struct_fields__ if name in _NEUTRAL)
+    for struct in (ChatMessage, ChatRequest, CompletionRequest)
+}
+
+Request = TypeVar("Request", bound=msgspec.Struct)
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    struct: msgspec.json.Decoder(struct)
+    for struct in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+}
+
+
+def decode_request(body: bytes, form: type[Request]) -> Request:
+    """Parse a request body. Raises RequestError (400) naming the field at fault."""
+    try:
+        request: Request = _DECODERS[form].decode(body)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+    check_supported(request)
+    for index, message in enumerate(getattr(request, "messages", None) or ()):
+        check_supported(message, f"messages[{index}].")
+    return request
+
+
+def check_supported(struct: msgspec.Struct, prefix: str = "") -> None:
+    """Raise RequestError for the first field that asks for something not supported."""
+    for name in _UNSUPPORTED.get(type(struct), ()):
+        value = getattr(struct, name)
+        if value is not None and not _is_neutral(value, _NEUTRAL[name]):
+            accepted = " or ".join(["null", *(msgspec.json.encode(neutral).decode() for neutral in _NEUTRAL[name])])
+            raise RequestError(f"{prefix}{name} is not supported; leave it out or set {accepted}", param=prefix + name)
+
+
+def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
+    # By type as well: in Python True equals 1, in JSON it does not.
+    return any(type(value) is type(neutral_value) and value == neutral_value for neutral_value in neutral_values)
+
+
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")
+
+
+def _validation_error(text: str) -> RequestError:
+    """msgspec's message with the field first: "Expected `str`, got `int` - at `$.model`" names `model`."""
+    path_match = _PATH.search(text)
+    path = path_match["path"] if path_match else ""
+    reason = text[: path_match.start()] if path_match else text
+    reason = reason.replace("Object contains unknown field", "unknown field")
+    reason = reason.replace("Object missing required field", "missing field")
+    field_match = _NAMED_FIELD.search(reason)
+    param = ".".join(part for part in (path, field_match["name"] if field_match else "") if part)
+    if reason.startswith("unknown field"):
+        reason = "this field is not known here, so it is not supported"
+    elif reason.startswith("missing field"):
+        reason = "this field is required"
+    elif reason.startswith("Invalid enum value"):  # Role is the one enumeration
+        reason += f"; known are {', '.join(get_args(Role))}"
+    return RequestError(f"{param}: {reason}" if param else reason, param=param or None)

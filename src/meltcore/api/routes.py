@@ -1,0 +1,193 @@
+"""All routes of the API, and the ASGI application that joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from meltcore import __version__
+from meltcore.api.backend import ModelTable
+from meltcore.api.completions import CompletionsEndpoint
+from meltcore.api.http import (
+    ClientDisconnectedError,
+    check_api_key,
+    error_json,
+    read_body,
+    request_id,
+    send_bytes,
+    send_error,
+)
+from meltcore.api.log import Log, shorten
+from meltcore.api.metrics import Metrics
+from meltcore.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode_request,
+)
+from meltcore.config import ServerConfig
+from meltcore.errors import EngineDeadError, RequestError
+
+JSON = b"application/json"
+PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+Handler = Callable[[Scope, Receive], Awaitable[Any]]
+
+
+def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: Log) -> ASGIApp:
+    """The ASGI application. /health, /live and /metrics need no key: they hold counts and times, no user's text."""
+    completions = {
+        "/v1/chat/completions": CompletionsEndpoint(models, config, log, ChatRequest),
+        "/v1/completions": CompletionsEndpoint(models, config, log, CompletionRequest),
+    }
+    app = _build_starlette(_Handlers(models, config, metrics), config, completions)
+    # Requests of web pages need Starlette's headers; for all others its layers would be a fifth of the cost per token.
+    return app if config.allowed_origins else _Shortcut(app, completions)
+
+
+class _Shortcut:
+    """Routes completion requests directly to their endpoint, and all others through `app`."""
+
+    def __init__(self, app: ASGIApp, completions: dict[str, CompletionsEndpoint]) -> None:
+        self._app = app
+        self._completions = completions
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        endpoint = self._completions.get(scope["path"]) if scope["method"] == "POST" else None
+        return self._app(scope, receive, send) if endpoint is None else endpoint(scope, receive, send)
+
+
+def _build_starlette(
+    handlers: _Handlers, config: ServerConfig, completions: dict[str, CompletionsEndpoint]
+) -> Starlette:
+    key = config.api_key
+    routes = [
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
+        Route("/v1/models", _Endpoint(handlers.models, key), methods=["GET"]),
+        Route("/v1/models/{name:path}", _Endpoint(handlers.model, key), methods=["GET"]),
+        Route("/tokenize", _Endpoint(handlers.tokenize, key), methods=["POST"]),
+        Route("/detokenize", _Endpoint(handlers.detokenize, key), methods=["POST"]),
+        Route("/health", _Endpoint(handlers.health), methods=["GET"]),
+        Route("/live", _Endpoint(handlers.live), methods=["GET"]),
+        Route("/metrics", _Endpoint(handlers.metrics, content_type=PROMETHEUS), methods=["GET"]),
+    ]
+    if config.profiling:
+        routes.append(Route("/start_profile", _Endpoint(handlers.start_profile, key), methods=["POST"]))
+        routes.append(Route("/stop_profile", _Endpoint(handlers.stop_profile, key), methods=["POST"]))
+    middleware = []
+    if config.allowed_origins:
+        origins = list(config.allowed_origins)
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error, Exception: _server_error}
+    )
+
+
+class _Endpoint:
+    """Checks the key, calls a handler, and encodes its result or its error."""
+
+    def __init__(self, handler: Handler, api_key: str | None = None, *, content_type: bytes = JSON) -> None:
+        self._handler = handler
+        self._api_key = api_key
+        self._content_type = content_type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"x-request-id", request_id(scope).encode())]
+        try:
+            check_api_key(scope, self._api_key)
+            result = await self._handler(scope, receive)
+        except RequestError as error:
+            await send_error(send, error, headers=headers)
+        except ClientDisconnectedError:
+            return
+        else:
+            body = result if isinstance(result, bytes) else msgspec.json.encode(result)
+            await send_bytes(send, body, self._content_type, headers=headers)
+
+
+class _Handlers:
+    """The responses of all routes but the two for completions."""
+
+    def __init__(self, models: ModelTable, config: ServerConfig, metrics: Metrics) -> None:
+        self._models = models
+        self._config = config
+        self._metrics = metrics
+
+    async def health(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
+        backends = self._models.backends
+        for backend in backends:
+            if (problem := backend.health.problem()) is not None:
+                raise RequestError(problem, status=503, code="not_ready")
+        replicas = sum(backend.stats.replicas for backend in backends)
+        if replicas == 1:
+            return {"status": "ready"}
+        living = sum(len(backend.stats.live_replicas()) for backend in backends)
+        return {"status": "ready" if living == replicas else "degraded", "replicas": f"{living} of {replicas}"}
+
+    async def live(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
+        return {"status": "live", "version": __version__}
+
+    async def metrics(self, _scope: Scope, _receive: Receive) -> bytes:
+        return self._metrics.text()
+
+    async def models(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
+        self._models.check_ready()
+        ready = (backend for backend in self._models.backends if backend.health.status == "ready")
+        return {"object": "list", "data": [backend.model_card(name) for backend in ready for name in backend.names]}
+
+    async def model(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
+        name = scope["path_params"]["name"]
+        return self._models.find(name).model_card(name)
+
+    async def tokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        request = decode_request(await self._body(scope, receive), TokenizeRequest)
+        return await self._models.find(request.model).tokenize(request)
+
+    async def detokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        request = decode_request(await self._body(scope, receive), DetokenizeRequest)
+        return await self._models.find(request.model).detokenize(request)
+
+    async def start_profile(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
+        return await self._profile("start")
+
+    async def stop_profile(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
+        return await self._profile("stop")
+
+    async def _profile(self, action: Literal["start", "stop"]) -> dict[str, str]:
+        """Start or stop the profile of the first model: a trace in --profile-dir, or Nsight Systems' capture range."""
+        profiler = self._config.profiler
+        directory = "" if profiler == "cuda" else str(self._config.profile_dir)
+        try:
+            done = await self._models.find(None).profile(action, directory, profiler)
+        except EngineDeadError as error:
+            raise RequestError(str(error), status=500, code="engine_dead") from error
+        if done.error is not None:
+            raise RequestError(f"the profiler could not {action}: {done.error}", status=409)
+        return {"path": done.path}
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        return await read_body(scope, receive, self._config.max_body_bytes)
+
+
+async def _server_error(_request: Request, error: Exception) -> Response:
+    """An unexpected exception: the client gets OpenAI's error form, and Starlette raises it on to the log."""
+    body = error_json(RequestError(f"the server failed: {type(error).__name__}", status=500))
+    return Response(body, status_code=500, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own errors (no such path, wrong method), in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {shorten(request.url.path)}: {error.detail}"
+    body = error_json(RequestError(message, status=error.status_code))
+    return Response(body, status_code=error.status_code, media_type="application/json", headers=error.headers)

@@ -1,0 +1,299 @@
+"""Statistics in shared memory: one row of numbers per process, which all processes of a server have mapped.
+
+A process writes its own row and reads all of them, so counting takes neither a message nor a lock, and every API server
+process knows the whole server's numbers. A process that dies leaves its row behind, so no count is lost. Row 0 is the
+supervisor's, the others are those of the API server processes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from meltcore.protocol.generation import EngineStats, RequestTimes
+
+_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_REQUEST_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
+
+# Name, help, upper bounds in seconds.
+HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
+    ("time_to_first_token_seconds", "Time from arrival to the step that made the first token", _REQUEST_BOUNDS_S),
+    ("inter_token_latency_seconds", "Time between the steps that made two tokens of a request", _TOKEN_BOUNDS_S),
+    ("e2e_request_latency_seconds", "Time from arrival to the last token of finished requests", _REQUEST_BOUNDS_S),
+    ("request_queue_time_seconds", "Time from arrival to first schedule of finished requests", _REQUEST_BOUNDS_S),
+    ("request_prefill_time_seconds", "Time from first schedule to first token of finished requests", _REQUEST_BOUNDS_S),
+    ("request_decode_time_seconds", "Time from first token to last of finished requests", _REQUEST_BOUNDS_S),
+)
+REJECTIONS = ("queue_full", "loading", "draining", "dead")
+_PROCESS_COLUMNS = ("connections_closed", "cpu_s", "log_lines_dropped")
+_MODEL_COLUMNS = (
+    *("accepted", "finished", "aborted", "failed", "in_flight", "in_flight_peak", "waiting_prompt_tokens"),
+    *("success_stop", "success_length", "prompt_tokens", "generation_tokens"),
+    *(f"rejected_{reason}" for reason in REJECTIONS),
+)
+# Per replica: its open requests and their tokens, when it last gave a sign of life, whether it has died (in the
+# supervisor's row), and the engine's own statistics after the time of the step that they describe.
+_REPLICA_COLUMNS = ("requests", "tokens", "last_message_s", "died")
+_ENGINE_COLUMNS = ("engine_at_s", *EngineStats.__struct_fields__)
+# Doubles: whole numbers are exact up to 2^53, and an aligned store is never seen half done.
+_CELL_BYTES = 8
+
+
+class SharedStats:
+    """Rows of named numbers in shared memory, all 0 at first. `fd` passes the memory to another process."""
+
+    def __init__(self, names: Sequence[str], num_rows: int, fd: int | None = None) -> None:
+        """Create the memory, or map that of `fd`, which must have been created with the same names and rows."""
+        self.fd = os.memfd_create("meltcore-stats") if fd is None else fd
+        self.column = {name: index for index, name in enumerate(names)}
+        if len(self.column) != len(names):
+            raise ValueError("two columns have the same name")
+        size = len(names) * num_rows * _CELL_BYTES
+        if fd is None:
+            os.ftruncate(self.fd, size)
+        cells = memoryview(mmap.mmap(self.fd, size)).cast("d")
+        self.rows = [cells[row * len(names) : (row + 1) * len(names)] for row in range(num_rows)]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold a lock for a decision on all rows together. The kernel releases the lock of a process that dies."""
+        fcntl.lockf(self.fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self.fd, fcntl.LOCK_UN)
+
+
+class Histogram:
+    """Counts of values in seconds, one per upper bound."""
+
+    def __init__(self, shared: SharedStats, row: int, first: int, bounds: Sequence[float]) -> None:
+        """`first`: the column of the lowest bound; the sum of all values is in the last one."""
+        self._rows = shared.rows
+        self._row = shared.rows[row]
+        self._bounds = bounds
+        self._first = first
+        self._sum = first + len(bounds) + 1
+
+    def observe(self, value_s: float, count: int = 1) -> None:
+        """Count a value."""
+        self._row[self._first + bisect.bisect_left(self._bounds, value_s)] += count
+        self._row[self._sum] += value_s * count
+
+    def totals(self) -> tuple[list[tuple[str, float]], float]:
+        """Over all processes: Prometheus' cumulative (`le`, count) pairs, and the sum of the values."""
+        buckets = []
+        total = 0.0
+        for column, bound in enumerate([*map(str, self._bounds), "+Inf"], self._first):
+            total += sum(row[column] for row in self._rows)
+            buckets.append((bound, total))
+        return buckets, sum(row[self._sum] for row in self._rows)
+
+
+class _Columns:
+    """Named columns of one process's row, and their totals over all processes."""
+
+    def __init__(self, shared: SharedStats, row: int, prefix: str) -> None:
+        self.shared = shared
+        self._row = shared.rows[row]
+        self._column = {
+            name.removeprefix(prefix): index for name, index in shared.column.items() if name.startswith(prefix)
+        }
+
+    def add(self, name: str, delta: float = 1) -> None:
+        """Add to this process's value."""
+        self._row[self._column[name]] += delta
+
+    def set(self, name: str, value: float) -> None:
+        """Replace this process's value."""
+        self._row[self._column[name]] = value
+
+    def own_value(self, name: str) -> float:
+        """This process's value."""
+        return self._row[self._column[name]]
+
+    def total(self, name: str) -> float:
+        """The sum over all processes."""
+        column = self._column[name]
+        return sum(row[column] for row in self.shared.rows)
+
+
+class ServerStats(_Columns):
+    """Statistics of a server as one of its processes sees them; `models` has those of each model."""
+
+    def __init__(
+        self, replicas: Sequence[int] = (1,), *, num_processes: int = 1, process_index: int = 0, fd: int | None = None
+    ) -> None:
+        """`replicas`: the number of each model's. `process_index`: the row of this process."""
+        names = [f"server/{name}" for name in _PROCESS_COLUMNS]
+        for model, num_replicas in enumerate(replicas):
+            names += [f"{model}/{name}" for name in _model_columns(num_replicas)]
+        super().__init__(SharedStats(names, num_processes, fd), process_index, "server/")
+        self.models = [
+            ModelStats(self.shared, process_index, model, num_replicas) for model, num_replicas in enumerate(replicas)
+        ]
+
+    @property
+    def api_servers(self) -> int:
+        """The number of API server processes."""
+        return len(self.shared.rows) - 1
+
+    def record_cpu_time(self) -> None:
+        """Note this process's CPU time."""
+        self.set("cpu_s", time.process_time())
+
+    def closed_connections(self) -> list[float]:
+        """Connections that each process has closed since the start, by its row."""
+        column = self._column["connections_closed"]
+        return [row[column] for row in self.shared.rows]
+
+    def open_requests(self) -> int:
+        """Requests of all models that are accepted and have not ended."""
+        return round(sum(model.total("in_flight") for model in self.models))
+
+    def events(self) -> float:
+        """Requests and ends of connections of this process."""
+        return self.own_value("connections_closed") + sum(model.own_value("accepted") for model in self.models)
+
+    def is_idle(self) -> bool:
+        """Whether this process has no request in flight."""
+        return not any(model.own_value("in_flight") for model in self.models)
+
+
+class ModelStats(_Columns):
+    """Statistics of one model: this process's row, and the sums over all processes."""
+
+    def __init__(self, shared: SharedStats, process_index: int, model: int, replicas: int) -> None:
+        super().__init__(shared, process_index, f"{model}/")
+        self.replicas = replicas
+        self._last_message_at, self._died_at, self._engine_at = (
+            [self._column[f"replica_{name}/{replica}"] for replica in range(replicas)]
+            for name in ("last_message_s", "died", _ENGINE_COLUMNS[0])
+        )
+        self.histograms = {
+            name: Histogram(shared, process_index, self._column[f"{name}/0"], bounds) for name, _, bounds in HISTOGRAMS
+        }
+        self.time_to_first_token = self.histograms["time_to_first_token_seconds"]
+        self.inter_token_latency = self.histograms["inter_token_latency_seconds"]
+
+    def max_value(self, name: str) -> float:
+        """The largest value of any process."""
+        column = self._column[name]
+        return max(row[column] for row in self.shared.rows)
+
+    def set_in_flight(self, count: int) -> None:
+        """This process has `count` requests in flight. The peak is that of the server, as the process sees it."""
+        self.set("in_flight", count)
+        self.set("in_flight_peak", max(self.own_value("in_flight_peak"), self.total("in_flight")))
+
+    def record_step(self, stats: EngineStats, ended_s: float, replica: int = 0) -> None:
+        """Note a replica's statistics after a step that ended at `ended_s`."""
+        self._row[self._last_message_at[replica]] = time.monotonic()
+        first = self._engine_at[replica]
+        self._row[first] = ended_s
+        for column, value in enumerate(msgspec.structs.astuple(stats), first + 1):
+            self._row[column] = value
+
+    def engine(self, replica: int) -> EngineStats:
+        """The newest statistics of a replica. Of a dead one only the counters remain."""
+        first = self._engine_at[replica]
+        newest_row = max(self.shared.rows, key=lambda row: row[first])
+        values = dict(
+            zip(EngineStats.__struct_fields__, newest_row[first + 1 : first + len(_ENGINE_COLUMNS)], strict=True)
+        )
+        if self._died(replica):
+            values = {name: value if name.endswith("_total") else 0.0 for name, value in values.items()}
+        return EngineStats(**dict[str, Any](values))
+
+    def engines(self) -> EngineStats:
+        """The sums over all replicas."""
+        stats_per_replica = [msgspec.structs.astuple(self.engine(replica)) for replica in range(self.replicas)]
+        return EngineStats(*map(sum, zip(*stats_per_replica, strict=True)))
+
+    # --- replicas
+
+    def live_replicas(self) -> list[int]:
+        """The replicas that have not died."""
+        return [replica for replica in range(self.replicas) if not self._died(replica)]
+
+    def assign(self, replica: int, tokens: int) -> None:
+        """Count a request of at most `tokens` tokens for `replica`; the step time limit of an idle replica starts."""
+        if not self.open_requests(replica):
+            self._row[self._last_message_at[replica]] = time.monotonic()
+        self.add(f"replica_requests/{replica}")
+        self.add(f"replica_tokens/{replica}", tokens)
+
+    def unassign(self, replica: int, tokens: int) -> None:
+        """Remove a request of `replica` that has ended."""
+        self.add(f"replica_requests/{replica}", -1)
+        self.add(f"replica_tokens/{replica}", -tokens)
+
+    def open_requests(self, replica: int) -> float:
+        """Open requests of `replica`, from all API servers."""
+        return self.total(f"replica_requests/{replica}")
+
+    def open_tokens(self, replica: int) -> float:
+        """Prompt tokens and allowed output tokens of the open requests of `replica`."""
+        return self.total(f"replica_tokens/{replica}")
+
+    def last_message_s(self, replica: int) -> float:
+        """The time of the last message of `replica` to any process, in monotonic seconds."""
+        column = self._last_message_at[replica]
+        return max(row[column] for row in self.shared.rows)
+
+    def mark_replica_dead(self, replica: int) -> None:
+        """Mark a replica as dead. For the supervisor."""
+        self.shared.rows[0][self._died_at[replica]] = 1
+
+    def fail_process_requests(self, process_index: int) -> int:
+        """Count the open requests of a process that has died as failed; returns their number. For the supervisor."""
+        row = self.shared.rows[process_index]
+        with self.shared.locked():
+            num_failed = round(row[self._column["in_flight"]])
+            row[self._column["failed"]] += num_failed
+            for name in ("in_flight", "waiting_prompt_tokens"):
+                row[self._column[name]] = 0
+            for replica in range(self.replicas):
+                row[self._column[f"replica_requests/{replica}"]] = row[self._column[f"replica_tokens/{replica}"]] = 0
+        return num_failed
+
+    def _died(self, replica: int) -> bool:
+        return bool(self.shared.rows[0][self._died_at[replica]])
+
+    def finish(
+        self,
+        finish_reason: str,
+        *,
+        prompt_tokens: int,
+        arrived_s: float,
+        first_token_s: float | None,
+        now_s: float,
+        times: RequestTimes | None,
+    ) -> None:
+        """Count one finished request. The engine's `times` exist only where the engine ended it."""
+        self.add(f"success_{finish_reason}")
+        self.add("prompt_tokens", prompt_tokens)
+        self.histograms["e2e_request_latency_seconds"].observe(now_s - arrived_s)
+        if first_token_s is not None:
+            self.histograms["request_decode_time_seconds"].observe(now_s - first_token_s)
+        if times is not None:
+            self.histograms["request_queue_time_seconds"].observe(times.scheduled_s - times.arrived_s)
+            self.histograms["request_prefill_time_seconds"].observe(times.first_token_s - times.scheduled_s)
+
+
+def _model_columns(replicas: int) -> Iterator[str]:
+    yield from _MODEL_COLUMNS
+    yield from (
+        f"replica_{name}/{replica}" for replica in range(replicas) for name in (*_REPLICA_COLUMNS, *_ENGINE_COLUMNS)
+    )
+    for name, _, bounds in HISTOGRAMS:
+        yield from (f"{name}/{bound}" for bound in range(len(bounds) + 1))
+        yield f"{name}/sum"

@@ -1,0 +1,1 @@
+"""What the API talks to: engines in processes of this machine."""

@@ -1,0 +1,149 @@
+"""One engine process per replica, started, watched and ended by the supervisor.
+
+A replica that dies stays out of use: its requests fail immediately, the others continue, and the server ends with the
+last one. It is not restarted, since a fault of its GPU would make it die again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meltcore.backends.engine_link import EngineLink
+from meltcore.config import EngineConfig
+from meltcore.errors import ConfigError, EngineDeadError
+from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
+from meltcore.process import STDERR, describe_exit, end_async, is_stopped, start_async
+from meltcore.protocol.generation import FromEngine, GenerationReady, ToEngine
+from meltcore.protocol.shell import EngineFailed, Shutdown
+
+ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine")
+_EXIT_LIMIT_S = 3.0  # from asking the engine to exit until it is killed
+_LAST_MESSAGE_S = 1.0  # for the last message of an engine to pass ZeroMQ's thread on a busy machine
+
+
+class LocalEngineProcess:
+    """Starts an engine, and calls `on_message` on the event loop for each of its messages to the supervisor."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        command: Sequence[str],
+        on_message: Callable[[FromEngine], None],
+        *,
+        directory: Path,
+        client_count: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`command` starts the engine; `directory`, of the sockets, and the number of its clients follow.
+
+        `environment` is added to ours.
+        """
+        self._config = config
+        self._command = (*command, str(directory), str(client_count))
+        self._on_message = on_message
+        self._directory = directory
+        self._environment = dict(environment or {})
+        self._link: EngineLink | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready: asyncio.Future[GenerationReady] | None = None
+        self._failure_reason: str | None = None  # as the engine reported it
+
+    async def start(self) -> GenerationReady:
+        """Start the engine and wait until it can serve.
+
+        Raises ConfigError with the reason that the engine reports, EngineDeadError when it dies without one.
+        """
+        self._ready = asyncio.get_running_loop().create_future()
+        self._link = EngineLink(self._directory, 0, self._receive, self.fail)
+        self._process = await start_async(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=STDERR,
+            environment=os.environ | ONE_ARENA_ENVIRONMENT | self._environment,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")  # kept open: the engine exits at its end
+        exited = asyncio.create_task(self._process.wait())
+        pending_futures: set[asyncio.Future[Any]] = {self._ready, exited}
+        await asyncio.wait(pending_futures, return_when=asyncio.FIRST_COMPLETED)
+        self._link.receive()  # its last message may be in the socket, or on its way there
+        await asyncio.wait({self._ready}, timeout=_LAST_MESSAGE_S)
+        if self._ready.done():
+            exited.cancel()
+            return self._ready.result()
+        raise EngineDeadError(f"the engine ended while loading ({describe_exit(exited.result())})")
+
+    async def wait(self) -> str:
+        """Wait until the process has ended; returns why."""
+        assert self._process is not None
+        exit_text = describe_exit(await self._process.wait())
+        return f"{self._failure_reason} ({exit_text})" if self._failure_reason else exit_text
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message to the engine."""
+        assert self._link is not None
+        self._link.send(message)
+
+    async def stop(self) -> None:
+        """End the engine; kill it when it does not exit in time. Can be called twice."""
+        if self._process is not None and self._process.returncode is None and self._link is not None:
+            self._link.send(Shutdown())
+            self._link.flush()
+            await end_async(self._process, _EXIT_LIMIT_S if self.loaded is not None else 0)
+        self.close_link()
+
+    def close_link(self) -> None:
+        """Close the sockets to the engine. Can be called twice."""
+        if self._link is not None:
+            self._link.close()
+
+    def kill(self) -> None:
+        """End the process now."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    def fail(self, reason: str) -> None:
+        """End an engine that cannot be used; `reason` replaces its own."""
+        self.kill()
+        self._receive(EngineFailed(reason))
+
+    @property
+    def loaded(self) -> GenerationReady | None:
+        """The engine's limits once it can serve, else None."""
+        ready = self._ready
+        return ready.result() if ready is not None and ready.done() and ready.exception() is None else None
+
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped (SIGSTOP, SIGTSTP or a debugger)."""
+        return self._process is not None and is_stopped(self._process.pid)
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, EngineFailed):
+            self._failure_reason = message.message
+        if self._ready is not None and not self._ready.done():
+            if isinstance(message, GenerationReady):
+                self._ready.set_result(message)
+            elif isinstance(message, EngineFailed):
+                self._ready.set_exception(ConfigError(message.message))
+        self._on_message(message)
+
+
+def common_limits(engines: Sequence[GenerationReady]) -> GenerationReady:
+    """The smallest limits of all replicas, with the memory table of the first one."""
+    return msgspec.structs.replace(
+        engines[0],
+        max_model_len=min(engine.max_model_len for engine in engines),
+        max_num_seqs=min(engine.max_num_seqs for engine in engines),
+        pages_total=min(engine.pages_total for engine in engines),
+        load_s=max(engine.load_s for engine in engines),
+    )

@@ -1,0 +1,255 @@
+"""The backend of a model whose engines run on this machine, as one API server process sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from meltcore.api.admission import Admission
+from meltcore.api.backend import Health
+from meltcore.api.generation import Echo, Generation
+from meltcore.api.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
+from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meltcore.api.sampling import is_echo_only, sampling_params
+from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.backends.engine_link import EngineLink, socket_folder
+from meltcore.backends.open_requests import OpenRequests, RequestTimeLimit, client_disconnected
+from meltcore.backends.text_model import TextModel
+from meltcore.config import ModelConfig, Profiler
+from meltcore.errors import EngineDeadError, RequestError
+from meltcore.protocol.generation import FromEngine, GenerationReady, StepOutputs, ToEngine, pack_token_ids
+from meltcore.protocol.shell import Profile, ProfileDone
+
+ENGINE_DEAD = "the engine has died; the server is going down"
+REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
+
+
+class ServedModel(NamedTuple):
+    """The served model, once it is loaded."""
+
+    text: TextModel
+    engine: GenerationReady  # the limits that all replicas have in common
+    created: int  # Unix seconds
+
+
+class LocalEngine:
+    """Tokenizes and admits requests, sends each to the replica with the least to do, and feeds their generations."""
+
+    def __init__(
+        self, config: ModelConfig, server: ServerStats, stats: ModelStats, *, request_timeout_s: float
+    ) -> None:
+        self.config = config
+        self.names = config.names
+        self.stats = stats
+        self.health = Health(stats)
+        self._server_stats = server
+        self._links: list[EngineLink] = []
+        self._requests = OpenRequests(stats, self._send)
+        self._time_limit = RequestTimeLimit(request_timeout_s, self._end_overdue)
+        self._model: ServedModel | None = None
+        self._admission: Admission | None = None
+        self._profiles: list[tuple[int, asyncio.Future[ProfileDone]]] = []  # by the replica that was asked
+
+    # --- connections and life cycle
+
+    def connect(
+        self, directory: Path, engines: Sequence[int], client_index: int, on_unreadable: Callable[[int, str], object]
+    ) -> None:
+        """Bind the sockets to `engines`, one per replica. `on_unreadable(replica, reason)`: see EngineLink."""
+        for replica, engine in enumerate(engines):
+            folder = socket_folder(directory, engine)
+            on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
+            self._links.append(EngineLink(folder, client_index, on_message, on_error))
+
+    def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:
+        """Register the loaded model. Requests are accepted once the status is set to "ready"."""
+        self._model = ServedModel(text, engine, created)
+        self._admission = Admission(
+            max_queue=self.config.max_queue,
+            max_queue_tokens=self.config.max_queue_tokens,
+            max_num_seqs=engine.max_num_seqs,
+        )
+
+    def replica_died(self, replica: int, reason: str) -> None:
+        """Fail every open request of a replica whose death `stats` shows. With the last one the model is dead."""
+        message = REPLICA_DEAD
+        if not self.stats.live_replicas():
+            message = ENGINE_DEAD
+            self.health.set("dead", f"{ENGINE_DEAD} ({reason})")
+        self._requests.end_all(RequestError(message, status=500, code="engine_dead"), "failed", replica)
+        for profiled_replica, waiter in self._profiles:
+            if profiled_replica == replica and not waiter.done():
+                waiter.set_exception(EngineDeadError(message))
+        self._profiles = [waiting_profile for waiting_profile in self._profiles if waiting_profile[0] != replica]
+        self._links[replica].close()
+
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"]) -> None:
+        """End every open request with an error."""
+        self._requests.end_all(error, outcome)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for link in self._links:
+            link.close()
+
+    def on_message(self, replica: int, message: FromEngine) -> None:
+        """Handle a message of a replica's engine to this process."""
+        if isinstance(message, StepOutputs):
+            self._server_stats.record_cpu_time()
+            self._requests.on_step(message, replica)
+        elif isinstance(message, ProfileDone):
+            for index, (profiled_replica, waiter) in enumerate(self._profiles):
+                if profiled_replica == replica:
+                    del self._profiles[index]
+                    if not waiter.done():
+                        waiter.set_result(message)
+                    return
+
+    def _send(self, message: ToEngine, replica: int) -> None:
+        self._links[replica].send(message)
+
+    # --- requests
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+        self._loaded()
+
+    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
+        """Tokenize, check and admit a request.
+
+        Raises RequestError (400, 429, 503), in which case nothing was started.
+        """
+        model = self._loaded()
+        text, limit = model.text, model.engine.max_model_len
+        reasoning_parser = None
+        if isinstance(request, ChatRequest):
+            reasoning_parser = text.reasoning_parser
+            kwargs = request.chat_template_kwargs
+            prompts = [await chat_prompt(text.tokenizer, text.template, request.messages, kwargs, limit)]
+        else:
+            prompts = await completion_prompts(text.tokenizer, model.engine.vocab_size, request, limit)
+        params = [
+            sampling_params(
+                request,
+                prompt_tokens=len(prompt),
+                max_model_len=limit,
+                vocab_size=model.engine.vocab_size,
+                defaults=text.sampling_defaults,
+            )
+            for prompt in prompts
+        ]
+        echoes = await self._echoes(model, request, prompts)
+        for prompt, settings, echo in zip(prompts, params, echoes, strict=True):
+            generation.add_choice(prompt, settings, text.tokenizer, reasoning_parser, echo)
+        self._admit(generation, request.priority or 0)
+
+    def release(self, generation: Generation, error: RequestError | None = None) -> None:
+        """End the open choices of `generation`, with `error`, or because its client has disconnected."""
+        self._time_limit.forget(generation)
+        self._requests.end(generation, error or client_disconnected(), "aborted")
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a text or of a chat."""
+        model = self._loaded()
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        text = model.text
+        if request.messages is not None:
+            tokens = await chat_prompt(text.tokenizer, text.template, request.messages, request.chat_template_kwargs)
+        else:
+            add_special_tokens = request.add_special_tokens
+            (tokens,) = await encode_all(
+                text.tokenizer, [request.prompt or ""], "prompt", add_special_tokens=add_special_tokens
+            )
+        return {"count": len(tokens), "max_model_len": model.engine.max_model_len, "tokens": tokens}
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
+        model = self._loaded()
+        return {"prompt": await decode(model.text.tokenizer, request.tokens, model.engine.vocab_size)}
+
+    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
+        """Start or stop the profiler of the first replica alone: all do the same. Raises EngineDeadError."""
+        self._loaded()
+        replica = min(self.stats.live_replicas(), default=None)
+        if replica is None:
+            raise EngineDeadError(ENGINE_DEAD)
+        done: asyncio.Future[ProfileDone] = asyncio.get_running_loop().create_future()
+        self._profiles.append((replica, done))
+        self._send(Profile(action, directory, profiler), replica)
+        return await done
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """OpenAI's fields, and the facts that a measurement must record."""
+        model = self._loaded()
+        return {
+            "id": name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "meltcore",
+            "max_model_len": model.engine.max_model_len,
+            "weights": model.engine.weights,
+            "tokenizer": "synthetic" if model.text.tokenizer.is_synthetic else "real",
+            "device": model.engine.device,
+            "dtype": model.engine.dtype,
+            "weight_dtypes": model.engine.weight_dtypes,
+            "kv_cache_dtype": model.engine.kv_cache_dtype,
+            "speculative_decoding": model.engine.speculative_decoding,
+            "replicas": self.config.data_parallel_size,
+            "debug": list(self.config.engine.debug_options),
+            "hf_overrides": self.config.engine.hf_overrides,
+        }
+
+    def _loaded(self) -> ServedModel:
+        if self._model is None or self.health.status != "ready":
+            self.stats.add(f"rejected_{self.health.status}")
+            raise RequestError(self.health.reason, status=503, code="not_ready")
+        return self._model
+
+    async def _echoes(
+        self, model: ServedModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
+    ) -> list[Echo | None]:
+        """The prompts that the answers begin with, where the request asks for `echo`."""
+        if not isinstance(request, CompletionRequest) or not request.echo:
+            return [None] * len(prompts)
+        if request.stream and request.logprobs is not None:
+            raise RequestError(
+                "echo with logprobs is not supported in a stream; leave out one of the three", param="echo"
+            )
+        texts = await prompt_texts(model.text.tokenizer, request, prompts)
+        alone = is_echo_only(request)
+        return [Echo(text, pack_token_ids(prompt), alone) for text, prompt in zip(texts, prompts, strict=True)]
+
+    def _admit(self, generation: Generation, priority: int) -> None:
+        """Send the request to the engines; its time is limited until `release`. Raises RequestError (429, 503)."""
+        stats = self.stats
+        living = len(stats.live_replicas())
+        if not living:  # known to the supervisor, whose message is on its way
+            self.health.set("dead", ENGINE_DEAD)
+        self._loaded()  # the status may have changed while tokenizing
+        assert self._admission is not None
+        with stats.shared.locked():  # the limits are those of all API servers together
+            try:
+                self._admission.check(
+                    requests=len(generation.choices),
+                    replicas=living,
+                    tokens=generation.prompt_tokens,
+                    in_flight=round(stats.total("in_flight")),
+                    waiting_tokens=round(stats.total("waiting_prompt_tokens")),
+                )
+            except RequestError:
+                stats.add("rejected_queue_full")
+                raise
+            self._requests.add(generation, priority)
+        self._time_limit.watch(generation)
+
+    def _end_overdue(self, generation: Generation) -> None:
+        error = RequestError(
+            f"the answer took longer than {self._time_limit.limit_s:g} s (--request-timeout)",
+            status=504,
+            code="request_timeout",
+        )
+        self._requests.end(generation, error, "aborted")

@@ -1,0 +1,211 @@
+"""The requests in progress: each is accepted, receives its output, and is ended here exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from meltcore.api.generation import MAX_UNSENT_CHARS, Choice, Generation, Outcome
+from meltcore.api.stats import ModelStats
+from meltcore.errors import RequestError
+from meltcore.protocol.generation import AddRequest, SequenceOutput, StepOutputs, ToEngine
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.protocol.shell import AbortRequests
+
+TIME_CHECK_S = 1.0
+MIN_TIME_CHECKS = 20  # within the limit: a request ends at most a twentieth of it late
+
+
+def client_disconnected() -> RequestError:
+    """The error of a request whose client has left: 499 is nginx's number for it, seen only in the log."""
+    return RequestError("the client closed the connection", status=499, code="client_closed")
+
+
+def slow_reader() -> RequestError:
+    """The error of a request whose client leaves too much output unread."""
+    return RequestError(
+        f"the client reads too slowly: more than {MAX_UNSENT_CHARS} characters wait for it",
+        status=499,
+        code="slow_reader",
+    )
+
+
+class OpenRequests:
+    """Every choice of one model that an engine works on for this API server, by its id.
+
+    `waiting_prompt_tokens` of the statistics counts the prompts without a first token.
+    """
+
+    def __init__(self, stats: ModelStats, send: Callable[[ToEngine, int], None]) -> None:
+        """`send(message, replica)` sends a message to one of the engines."""
+        self._stats = stats
+        self._send = send
+        self._open: dict[str, Choice] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, generation: Generation, priority: int) -> None:
+        """Send every choice of `generation` to an engine; it is then accepted, and will be ended once.
+
+        Each goes to the living replica with the fewest open tokens; there must be one.
+        """
+        for choice in generation.choices:
+            choice.replica = min(self._stats.live_replicas(), key=self._stats.open_tokens)
+            self._stats.assign(choice.replica, choice.max_total_tokens)
+            self._open[choice.request_id] = choice
+            self._send(
+                AddRequest(
+                    request_id=choice.request_id,
+                    prompt_token_ids=choice.prompt_token_ids,
+                    sampling=_without_stops(choice.params),
+                    priority=priority,
+                    arrived_s=generation.arrived_s,
+                ),
+                choice.replica,
+            )
+            choice.prompt_token_ids = b""  # the engine has them; for 10,000 requests a second copy takes much memory
+        self._stats.add("waiting_prompt_tokens", generation.prompt_tokens)
+        self._stats.add("accepted", len(generation.choices))
+        self._stats.set_in_flight(len(self._open))
+
+    def on_step(self, step: StepOutputs, replica: int = 0) -> None:
+        """Give each choice its new tokens. Outputs of requests that have ended here already are dropped."""
+        self._stats.record_step(step.stats, step.step_ended_s, replica)
+        for output in step.outputs:
+            choice = self._open.get(output.request_id)
+            if choice is None:
+                continue
+            try:
+                self._on_output(choice, output, step.step_ended_s)
+            except Exception as error:  # one answer that fails must not cost the others of this step theirs
+                failure = RequestError(f"the server failed on this answer: {type(error).__name__}", status=500)
+                self.end(choice.generation, failure, "failed")
+                context = {"message": "an output could not be handled", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
+
+    def _on_output(self, choice: Choice, output: SequenceOutput, now_s: float) -> None:
+        generation = choice.generation
+        if output.finish_reason == "error" or output.finish_reason == "abort":
+            self._end(choice, "failed")
+            self.end(generation, RequestError(output.error or "the engine ended the request", status=500), "failed")
+            return
+        received_text = bool(choice.text)
+        num_new_tokens = choice.accept(output)
+        if num_new_tokens:
+            self._note_tokens(choice, num_new_tokens, now_s)
+        if choice.finish_reason is not None:
+            if output.finish_reason is None:  # a stop string: the engine does not know yet
+                self._send(AbortRequests([choice.request_id]), choice.replica)
+            self._stats.finish(
+                choice.finish_reason,
+                prompt_tokens=choice.prompt_tokens,
+                arrived_s=generation.arrived_s,
+                first_token_s=choice.first_token_s,
+                now_s=now_s,
+                times=output.times,
+            )
+            self._end(choice, "finished")
+            if generation.streaming or not generation.open_choices:
+                generation.wake()
+        elif generation.streaming:
+            if generation.every_token or (choice.text and not received_text):
+                generation.wake()
+            if generation.unsent_chars > generation.max_unsent_chars:
+                self.end(generation, slow_reader(), "aborted")
+
+    def _note_tokens(self, choice: Choice, num_new_tokens: int, now_s: float) -> None:
+        if choice.first_token_s is None:
+            choice.first_token_s = now_s
+            self._stats.add("waiting_prompt_tokens", -choice.prompt_tokens)
+            self._stats.time_to_first_token.observe(now_s - choice.generation.arrived_s)
+        else:
+            self._stats.inter_token_latency.observe((now_s - choice.last_token_s) / num_new_tokens, num_new_tokens)
+        choice.last_token_s = now_s
+        self._stats.add("generation_tokens", num_new_tokens)
+
+    def end(self, generation: Generation, error: RequestError, outcome: Outcome) -> None:
+        """End the open choices of `generation` with an error. No effect on a generation that has ended."""
+        if generation.error is not None:
+            return
+        open_choices = [choice for choice in generation.choices if choice.request_id in self._open]
+        if not open_choices and not generation.sending and outcome != "failed":
+            return
+        generation.error = error
+        for replica in sorted({choice.replica for choice in open_choices}):
+            ids = [choice.request_id for choice in open_choices if choice.replica == replica]
+            self._send(AbortRequests(ids), replica)
+        for choice in open_choices:
+            self._end(choice, outcome)
+        generation.wake()
+        if generation.sending and generation.disconnect is not None:
+            generation.disconnect()
+
+    def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
+        """End every request, or every request of `replica`."""
+        for choice in list(self._open.values()):
+            if replica is None or choice.replica == replica:
+                self.end(choice.generation, error, outcome)
+
+    def _end(self, choice: Choice, outcome: Outcome) -> None:
+        if self._open.pop(choice.request_id, None) is None:
+            return
+        if not self._open:
+            self._open.clear()  # an emptied dict keeps the memory of its largest size
+        choice.generation.open_choices -= 1
+        if choice.first_token_s is None:
+            self._stats.add("waiting_prompt_tokens", -choice.prompt_tokens)
+        self._stats.unassign(choice.replica, choice.max_total_tokens)
+        self._stats.add(outcome)
+        self._stats.set("in_flight", len(self._open))
+
+
+class RequestTimeLimit:
+    """Calls `on_overdue` once for each watched request that is older than `limit_s`. One timer serves all requests.
+
+    A timer per request would be three more objects each in the event loop, which keeps hundreds of them for reuse:
+    scattered over the memory of a burst, they retain far more than their own size.
+    """
+
+    def __init__(self, limit_s: float, on_overdue: Callable[[Generation], None]) -> None:
+        self.limit_s = limit_s
+        self._on_overdue = on_overdue
+        self._watched: set[Generation] = set()
+        self._scheduled = False
+
+    def watch(self, generation: Generation) -> None:
+        """Limit the time of a request, from its arrival on."""
+        self._watched.add(generation)
+        if not self._scheduled:
+            self._schedule()
+
+    def forget(self, generation: Generation) -> None:
+        """Stop watching a request that has ended. No effect on one that is not watched."""
+        self._watched.discard(generation)
+        if not self._watched:
+            self._watched.clear()  # an emptied set keeps the memory of its largest size
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        asyncio.get_running_loop().call_later(min(TIME_CHECK_S, self.limit_s / MIN_TIME_CHECKS), self._check)
+
+    def _check(self) -> None:
+        arrived_before_s = time.monotonic() - self.limit_s
+        overdue = [generation for generation in self._watched if generation.arrived_s <= arrived_before_s]
+        for generation in overdue:
+            self._watched.discard(generation)
+            self._on_overdue(generation)
+        self._scheduled = False
+        if self._watched:
+            self._schedule()
+
+
+def _without_stops(params: SamplingParams) -> SamplingParams:
+    """The settings that an engine needs. Stop strings are found here, where the text is.
+
+    A request of 1,024 prompts may have 64 KiB of them, which would be sent with each.
+    """
+    return msgspec.structs.replace(params, stop=()) if params.stop else params

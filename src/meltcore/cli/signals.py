@@ -1,0 +1,49 @@
+"""Signals that end a command in order, with the servers, probes and samplers that it started."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+@contextmanager
+def signals_as_ctrl_c() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP interrupt as Ctrl-C does, so that no process stays on a GPU.
+
+    `timeout` and job schedulers send SIGTERM, the end of an ssh session sends SIGHUP. SIGHUP stays ignored where it is
+    ignored already, as under nohup.
+    """
+    before: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, _handle_sighup)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Interrupt by SIGINT, which may have a handler or be ignored.
+
+    A shell script starts its background programs with SIGINT ignored, which Python keeps; they are interrupted, too.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.default_int_handler(number, frame)
+    signal.raise_signal(signal.SIGINT)
+
+
+def _handle_sighup(*_: object) -> None:
+    """Interrupt as SIGTERM, and discard output if the terminal is gone: its error would cost the result."""
+    # Both the kernel and the shell send it; a second one must not interrupt the orderly end.
+    signal.signal(signal.SIGHUP, lambda *_: None)
+    for output in (1, 2):
+        try:
+            os.write(output, b"")
+        except OSError:  # EIO: the terminal is gone
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, output)
+            os.close(null)
+    signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,1 @@
+"""A/B comparison of servers: fresh starts from command lines, baselines, verdicts."""

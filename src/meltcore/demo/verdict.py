@@ -1,0 +1,65 @@
+"""The gates of a demo: derive the verdict and its reasons from the measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meltcore.results.formatting import format_load, format_percent
+from meltcore.results.schema import CheckResult, Evaluation, LevelResult, Verdict
+
+MIN_UNLOADED_ACCURACY = 0.95
+ACCURACY_MARGIN = 0.01  # each level's accuracy may differ from the unloaded one by this much, either way
+_ROUNDING = 1e-9  # of binary fractions, so that a difference of exactly one point passes
+
+
+def judge(
+    checks: Sequence[CheckResult], evaluation: Evaluation, levels: Sequence[LevelResult], planned: Sequence[int]
+) -> tuple[Verdict, list[str]]:
+    """Return the verdict of a demo that was to run the `planned` levels, and all reasons against it."""
+    reasons = [f"API check failed: {check.name}: {check.detail}" for check in checks if check.status == "FAIL"]
+    reasons += _unloaded_reasons(evaluation)
+    reasons += [reason for level in levels for reason in _level_reasons(evaluation, level)]
+    done = [level.concurrency for level in levels]
+    missing = [f"{concurrency:,}" for concurrency in planned if concurrency not in done]
+    if missing:
+        reasons.append(f"levels not run: {', '.join(missing)}")
+    if any(level.verdict == "SERVER_DIED" for level in levels):
+        return "SERVER_DIED", reasons
+    if reasons:
+        return "FAILED", reasons
+    return ("CLIENT_BOUND" if any(level.verdict == "CLIENT_BOUND" for level in levels) else "OK"), []
+
+
+def passed(verdict: Verdict) -> bool:
+    """Whether a verdict passes. A client-bound run distorts latencies, not answers; the report states it."""
+    return verdict in ("OK", "CLIENT_BOUND")
+
+
+def _unloaded_reasons(evaluation: Evaluation) -> list[str]:
+    reasons = []
+    if evaluation.failed:
+        reasons.append(f"unloaded: {evaluation.failed} of {evaluation.total} requests failed")
+    if evaluation.accuracy < MIN_UNLOADED_ACCURACY:
+        reasons.append(
+            f"unloaded accuracy is {format_percent(evaluation.accuracy)}; "
+            f"the limit is {format_percent(MIN_UNLOADED_ACCURACY)}"
+        )
+    return reasons
+
+
+def _level_reasons(evaluation: Evaluation, level: LevelResult) -> list[str]:
+    reasons = []
+    if level.succeeded != level.requests:
+        reasons.append(f"{level.succeeded:,} of {level.requests:,} requests got their complete answer")
+    if level.peak_in_flight < level.concurrency:
+        reasons.append(f"only {level.peak_in_flight:,} were in flight together")
+    if level.verdict in ("PARTIAL", "FAILED", "SERVER_DIED"):
+        reasons.append(f"{level.verdict}: {'; '.join(level.reasons) or 'no reason recorded'}")
+    if level.accuracy is None:
+        reasons.append("accuracy was not measured")
+    elif abs(level.accuracy - evaluation.accuracy) > ACCURACY_MARGIN + _ROUNDING:
+        reasons.append(
+            f"accuracy {format_percent(level.accuracy)} is more than one point "
+            f"from the unloaded {format_percent(evaluation.accuracy)}"
+        )
+    return [f"{format_load(level)}: {reason}" for reason in reasons]

@@ -1,0 +1,1 @@
+"""The generation engine: requests, scheduling, KV-cache pages and recurrent states. One engine per replica."""

@@ -1,0 +1,235 @@
+"""Converts the chunks of a step to the flat arrays that the device reads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meltcore.engine.core.kv_cache import PAGE_SIZE, pages_for
+from meltcore.engine.core.scheduler import Chunk
+from meltcore.kernels.attention.metadata import PaddedGroup, make_query_tiles
+from meltcore.kernels.gated_delta.common import make_chunk_indices
+
+# A padded group's mask has sequences * queries * keys entries; a larger group is split (16 MiB of bool).
+_MASK_LIMIT = 2**24
+
+
+class RecurrentBatch(NamedTuple):
+    """Inputs of a step for recurrent layers.
+
+    slots: each chunk's; first_tokens: the index of each chunk's first token, then the number of tokens; chunks: how
+    sequences of several tokens are cut for the kernels (`delta_chunks`); restores, snapshots: (from, to) slots to copy
+    in this order before the step and after it.
+    """
+
+    slots: list[int]
+    first_tokens: np.ndarray
+    chunks: np.ndarray
+    restores: list[tuple[int, int]]
+    snapshots: list[tuple[int, int]]
+
+
+class PromptTargets(NamedTuple):
+    """The prompt tokens of a step whose log-probabilities are requested.
+
+    tokens: the index in the batch of the token before each; token_ids: the prompt tokens themselves; top: the maximum
+    number of alternatives that a request asks for.
+    """
+
+    tokens: list[int]
+    token_ids: list[int]
+    top: int
+
+
+class Batch(NamedTuple):
+    """The chunks of a step, flat, ordered so that neighbors pad well together. Token arrays follow that order.
+
+    decodes: number of chunks of one token, which come first; tiles: query tiles of the others (`query_tiles`), counted
+    from the first of them; groups, padded_positions: padding for the reference attention (`PaddedGroup`);
+    token_ids: known ids, 0 for a token that is still on the device only; device_tokens, device_rows: the indices of
+    those, and the rows whose last token they are; last_tokens, sample_rows: for each chunk that samples, the index of
+    its last token and its row; recurrent: None for a model without recurrent layers; prompt_targets: None unless a
+    request asks for prompt log-probabilities.
+    """
+
+    decodes: int
+    tiles: np.ndarray
+    groups: list[PaddedGroup]
+    token_ids: np.ndarray
+    positions: np.ndarray
+    token_rows: np.ndarray
+    padded_positions: np.ndarray
+    rows: list[int]
+    starts: list[int]
+    device_tokens: list[int]
+    device_rows: list[int]
+    last_tokens: list[int]
+    sample_rows: list[int]
+    recurrent: RecurrentBatch | None
+    prompt_targets: PromptTargets | None = None
+
+
+class NewPages(NamedTuple):
+    """Changed entries of the device's page table: row rows[i] has pages[i] in column columns[i]."""
+
+    rows: list[int]
+    columns: list[int]
+    pages: list[int]
+
+
+class Step(NamedTuple):
+    """All inputs of a step for the device, as numbers, so that they can be sent to other ranks.
+
+    When every sequence decodes a token that is on the device already, `rows` and `positions` describe the step and
+    `batch` is None. Otherwise they are empty.
+    """
+
+    new_pages: NewPages
+    rows: list[int]
+    positions: list[int]
+    batch: Batch | None
+
+
+def take_new_pages(chunks: list[Chunk], sub_groups: int = 1, table_rows: int = 0) -> NewPages:
+    """The pages allocated to the sequences since their last step. They count as sent from now on.
+
+    The page table has `table_rows` rows per sub-group, one sub-group after another.
+    """
+    rows: list[int] = []
+    columns: list[int] = []
+    pages: list[int] = []
+    for chunk in chunks:
+        request = chunk.request
+        sent, held = request.sent_pages, len(request.pages)
+        if sent < held:
+            first, end = sent // sub_groups, held // sub_groups
+            for sub_group in range(sub_groups):
+                rows += [request.row + sub_group * table_rows] * (end - first)
+                columns += range(first, end)
+                pages += request.pages[sent + sub_group :: sub_groups]
+            request.sent_pages = held
+    return NewPages(rows, columns, pages)
+
+
+def longest_first(chunks: list[Chunk]) -> list[Chunk]:
+    """Decoding sequences by falling length, the best order to start their attention in.
+
+    The last one to start runs on alone, so it should be short (longest processing time first: Graham 1969, "Bounds on
+    Multiprocessing Timing Anomalies").
+    """
+    return sorted(chunks, key=lambda chunk: chunk.start, reverse=True)
+
+
+def build_batch(scheduled: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk], Batch]:
+    """Sort, group and flatten the chunks of a step, at least one. Returns the chunks in the order of the batch too."""
+    chunks = sorted(longest_first(scheduled), key=_order)
+    sizes = np.array([chunk.size for chunk in chunks])
+    ends = np.cumsum(sizes)
+    starts = np.array([chunk.start for chunk in chunks])
+    rows = np.array([chunk.request.row for chunk in chunks])
+    offsets = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)  # of each token in its chunk
+    groups = _groups(chunks, ends.tolist())
+    decodes = int((sizes == 1).sum())
+
+    token_ids = np.zeros(ends[-1], dtype=np.int64)
+    device_tokens, device_rows = [], []
+    for chunk, end in zip(chunks, ends.tolist(), strict=True):
+        known = chunk.request.token_ids
+        if chunk.start < len(known):
+            token_ids[end - chunk.size : end] = known[chunk.start : chunk.start + chunk.size]
+        else:
+            device_tokens.append(end - 1)
+            device_rows.append(chunk.request.row)
+
+    padded_positions = offsets.copy()
+    for group in groups:
+        sequences = np.arange(group.last - group.first).repeat(sizes[group.first : group.last])
+        padded_positions[group.first_token : group.last_token] += sequences * group.max_queries
+    samples = [(end - 1, chunk.request.row) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples]
+    batch = Batch(
+        decodes=decodes,
+        tiles=make_query_tiles(
+            [
+                (chunk.request.row, end - chunk.size - decodes, chunk.size, chunk.start)
+                for chunk, end in zip(chunks[decodes:], ends.tolist()[decodes:], strict=True)
+            ]
+        ),
+        groups=groups,
+        token_ids=token_ids,
+        positions=offsets + np.repeat(starts, sizes),
+        token_rows=np.repeat(rows, sizes),
+        padded_positions=padded_positions,
+        rows=rows.tolist(),
+        starts=starts.tolist(),
+        device_tokens=device_tokens,
+        device_rows=device_rows,
+        last_tokens=[token for token, _ in samples],
+        sample_rows=[row for _, row in samples],
+        recurrent=_recurrent_batch(scheduled, chunks, sizes, decodes) if recurrent else None,
+        prompt_targets=_prompt_targets(chunks, ends.tolist()),
+    )
+    return chunks, batch
+
+
+def scored_positions(chunk: Chunk) -> range:
+    """The positions of a chunk whose logits score the next prompt token; empty unless that is requested."""
+    if chunk.request.sampling.prompt_logprobs is None:
+        return range(0)
+    return range(chunk.start, max(chunk.start, min(chunk.end, chunk.request.prompt_length - 1)))
+
+
+def _prompt_targets(chunks: list[Chunk], ends: list[int]) -> PromptTargets | None:
+    tokens: list[int] = []
+    token_ids: list[int] = []
+    top = 0
+    for chunk, end in zip(chunks, ends, strict=True):
+        if positions := scored_positions(chunk):
+            first = end - chunk.size
+            tokens += range(first, first + len(positions))
+            token_ids += chunk.request.token_ids[positions.start + 1 : positions.stop + 1]
+            top = max(top, chunk.request.sampling.prompt_logprobs or 0)
+    return PromptTargets(tokens, token_ids, top) if tokens else None
+
+
+def _recurrent_batch(scheduled: list[Chunk], chunks: list[Chunk], sizes: np.ndarray, decodes: int) -> RecurrentBatch:
+    """Slots, chunks and copies of recurrent states for a step.
+
+    Copies keep the order of `scheduled`: a snapshot may be evicted and its slot allocated once its copy is scheduled.
+    """
+    return RecurrentBatch(
+        slots=[chunk.request.recurrent_slot for chunk in chunks],
+        first_tokens=np.concatenate([[0], np.cumsum(sizes)]),
+        chunks=make_chunk_indices(sizes.tolist(), decodes),
+        restores=[(chunk.restore, chunk.request.recurrent_slot) for chunk in scheduled if chunk.restore],
+        snapshots=[(chunk.request.recurrent_slot, chunk.snapshot) for chunk in scheduled if chunk.snapshot],
+    )
+
+
+def _order(chunk: Chunk) -> tuple[int, int]:
+    """Single tokens first, then chunks that pad well together as neighbors; within a size the longest first."""
+    queries, pages = _padding_class(chunk)
+    return queries, -pages
+
+
+def _padding_class(chunk: Chunk) -> tuple[int, int]:
+    """Sizes and page counts rounded up to powers of two: chunks of one class waste less than half by padding."""
+    return (chunk.size - 1).bit_length(), (pages_for(chunk.start + chunk.size) - 1).bit_length()
+
+
+def _groups(chunks: list[Chunk], ends: list[int]) -> list[PaddedGroup]:
+    groups = []
+    first = 0
+    while first < len(chunks):
+        last = first + 1
+        queries, pages = chunks[first].size, pages_for(chunks[first].start + chunks[first].size)
+        while last < len(chunks) and _padding_class(chunks[last]) == _padding_class(chunks[first]):
+            wider = max(queries, chunks[last].size)
+            longer = max(pages, pages_for(chunks[last].start + chunks[last].size))
+            if (last + 1 - first) * wider * longer * PAGE_SIZE > _MASK_LIMIT:
+                break
+            queries, pages, last = wider, longer, last + 1
+        first_token = ends[first - 1] if first else 0
+        groups.append(PaddedGroup(first, last, first_token, ends[last - 1], queries, pages))
+        first = last
+    return groups

@@ -1,0 +1,319 @@
+"""Pages of the KV cache: their allocation, and the prefix cache that finds those of earlier sequences.
+
+A page is free (its content is unused), referenced (by one or more sequences), or cached: unreferenced, but its
+content is kept for the prefix cache until its memory is needed.
+
+A sequence's tokens are cut into columns of one page's tokens. In each column every sub-group of layers has its own
+page, and a cache group has those of its sub-groups, a bundle. A model of one cache group has one page per column. A
+sliding group keeps pages only for the columns that its window still reaches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from meltcore.engine.core.request import Request
+from meltcore.models.kv_cache_specs import KVCacheGroups
+
+PAGE_SIZE = 64  # tokens; equals the chunk of Gated DeltaNet, so that pages, recurrent states and hashes share one grid
+_HASH_BYTES = 16
+
+
+def pages_for(tokens: int) -> int:
+    """Number of pages that hold this many tokens."""
+    return -(-tokens // PAGE_SIZE)
+
+
+class PageGroup(NamedTuple):
+    """A cache group's place in the pages of a column: `pages` from index `first`. window: None for full attention."""
+
+    first: int
+    pages: int
+    window: int | None
+
+    def first_column(self, tokens: int) -> int:
+        """The first column that a query at position `tokens`, or a later one, reads."""
+        return 0 if self.window is None else max(0, tokens - self.window + 1) // PAGE_SIZE
+
+    def most_columns(self, tokens: int, chunk: int) -> int:
+        """The most columns with pages at any time in a sequence of `tokens`, computed in chunks of at most `chunk`."""
+        if self.window is None:
+            return pages_for(tokens)
+        span = self.window - 1 + chunk  # tokens that the queries of a chunk see; it may start anywhere in a page
+        return min(pages_for(tokens), (span + PAGE_SIZE - 2) // PAGE_SIZE + 1)
+
+
+class PageLayout(NamedTuple):
+    """The cache groups of a model, those of full attention first.
+
+    A sequence's pages are a flat list: column by column, and within a column group by group. The null page, 0, stands
+    for pages that slid out of a window.
+    """
+
+    groups: tuple[PageGroup, ...]
+
+    @classmethod
+    def of(cls, caches: KVCacheGroups) -> PageLayout:
+        """The layout of a model's caches."""
+        groups: list[PageGroup] = []
+        for group in caches.attention:
+            first = groups[-1].first + groups[-1].pages if groups else 0
+            groups.append(PageGroup(first, len(group.layers) // caches.layers_per_page, group.window))
+        return cls(tuple(groups))
+
+    @property
+    def column_pages(self) -> int:
+        """Number of pages in a column, of all groups: the number of sub-groups."""
+        return self.groups[-1].first + self.groups[-1].pages
+
+    @property
+    def sliding(self) -> tuple[PageGroup, ...]:
+        """The groups with a window."""
+        return tuple(group for group in self.groups if group.window is not None)
+
+    def table_rows(self, max_num_seqs: int) -> int:
+        """Rows of the page table per sub-group: one for padding, and one per sequence.
+
+        Their number is even where sub-groups follow each other: then each starts at a multiple of 16 bytes, for which
+        kernels are compiled.
+        """
+        rows = max_num_seqs + 1
+        return rows if self.column_pages == 1 else rows + rows % 2
+
+    def most_pages(self, tokens: int, chunk: int) -> int:
+        """The most pages that a sequence of `tokens` holds at any time, computed in chunks of at most `chunk`."""
+        return sum(group.pages * group.most_columns(tokens, chunk) for group in self.groups)
+
+    def missing_pages(self, tokens: int, hit: int, chunk: int) -> int:
+        """How many of them it allocates at most beyond those of a prefix-cache hit of `hit` columns."""
+        missing = 0
+        for group in self.groups:
+            held = hit - group.first_column(hit * PAGE_SIZE)
+            grown = pages_for(tokens) - hit + held
+            missing += group.pages * (min(grown, group.most_columns(tokens, chunk)) - held)
+        return missing
+
+    def longest(self, pages: int, tokens: int, chunk: int) -> int:
+        """The length in tokens, of whole columns, of the longest sequence that `pages` pages hold, below `tokens`."""
+        fitting, too_long = 0, pages_for(tokens)
+        while too_long - fitting > 1:
+            columns = (fitting + too_long) // 2
+            if self.most_pages(columns * PAGE_SIZE, chunk) <= pages:
+                fitting = columns
+            else:
+                too_long = columns
+        return fitting * PAGE_SIZE
+
+
+FULL_ATTENTION = PageLayout((PageGroup(0, 1, None),))
+
+
+class PagePool:
+    """Allocates page numbers 1..pages. Page 0 is never allocated: padding writes to it."""
+
+    def __init__(self, pages: int) -> None:
+        self.total = pages
+        self._free = list(range(pages, 0, -1))
+        self._references = [0] * (pages + 1)
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._registered: set[int] = set()
+        self.on_evict: Callable[[int], None] = lambda _: None
+
+    @property
+    def available(self) -> int:
+        """Number of pages that `allocate` could give now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        """Number of referenced pages."""
+        return self.total - self.available
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages, evicting the oldest cached ones when none are free. The caller checked `available`."""
+        if count > self.available:
+            raise RuntimeError(f"asked for {count} pages, {self.available} available")
+        return [self._take() for _ in range(count)]
+
+    def add_references(self, pages: Iterable[int]) -> None:
+        """Add one reference to each page, referenced or cached."""
+        for page in pages:
+            if self._references[page] == 0:
+                del self._cached[page]
+            self._references[page] += 1
+
+    def is_cached(self, page: int) -> bool:
+        """Whether the page is unreferenced and its content is kept."""
+        return page in self._cached
+
+    @property
+    def registered(self) -> set[int]:
+        """Pages whose content the prefix cache can find."""
+        return self._registered
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop one reference to each page. An unreferenced page is cached when it is registered, else free."""
+        for page in pages:
+            self._references[page] -= 1
+            if self._references[page] < 0:
+                raise RuntimeError(f"page {page} released more often than referenced")
+            if self._references[page] == 0:
+                if page in self._registered:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
+
+    def register(self, page: int) -> None:
+        """Keep the content of a referenced page after its last release."""
+        self._registered.add(page)
+
+    def unregister(self, page: int) -> None:
+        """Free a cached page."""
+        self._registered.discard(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._free.append(page)
+
+    def check(self) -> None:
+        """Raise AssertionError when the bookkeeping is inconsistent; for tests and for an idle engine."""
+        referenced = {page for page in range(1, self.total + 1) if self._references[page] > 0}
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert referenced.isdisjoint(free | cached), "a referenced page can be allocated"
+        assert free.isdisjoint(cached), "a page is free and cached"
+        assert len(referenced) + len(free) + len(cached) == self.total, "a page is lost"
+        assert cached <= self._registered, "a cached page that the prefix cache does not know"
+
+    def _take(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            self._registered.discard(page)
+            self.on_evict(page)
+        self._references[page] = 1
+        return page
+
+
+class PrefixCache:
+    """Finds pages that already hold the prefix of a new prompt.
+
+    Each full column has a keyed hash of the previous column's hash and of its own tokens, so two sequences share a page
+    exactly when all tokens up to its end are equal. The key is random per process: no prompt can be crafted to collide.
+
+    Of a column each cache group's bundle of pages is kept or lost as a whole, independently of other groups. A prefix
+    needs the bundles of all its columns in groups of full attention, and those that the next token's window reaches in
+    sliding ones.
+    """
+
+    def __init__(self, pool: PagePool, layout: PageLayout = FULL_ATTENTION) -> None:
+        self._pool = pool
+        self._layout = layout
+        self._bundles: list[dict[bytes, list[int]]] = [{} for _ in layout.groups]
+        self._bundle_of: dict[int, tuple[int, bytes]] = {}  # index of the group, and hash
+        self._secret = secrets.token_bytes(_HASH_BYTES)
+        self.on_forget: Callable[[bytes], None] = lambda _: None
+        pool.on_evict = self._forget
+
+    def hits(self, request: Request) -> Sequence[int]:
+        """The lengths in columns of all cached prefixes of a sequence, ascending. At least one token is left."""
+        hashes = self.page_hashes(request, (len(request.token_ids) - 1) // PAGE_SIZE)
+        sliding = []
+        for group, bundles in zip(self._layout.groups, self._bundles, strict=True):
+            if group.window is None:
+                del hashes[_known_columns(hashes, bundles) :]
+            else:
+                sliding.append((group, bundles))
+        if not sliding:
+            return range(1, len(hashes) + 1)
+        hits = []
+        starts = [0] * len(sliding)  # of each group's known columns that end at the current one
+        for length, page_hash in enumerate(hashes, 1):
+            for index, (_, bundles) in enumerate(sliding):
+                if page_hash not in bundles:
+                    starts[index] = length
+            if all(
+                start <= group.first_column(length * PAGE_SIZE)
+                for start, (group, _) in zip(starts, sliding, strict=True)
+            ):
+                hits.append(length)
+        return hits
+
+    def pages_of(self, request: Request, hit: int) -> list[int]:
+        """The pages of a cached prefix of `hit` columns; the null page where no window reaches."""
+        needed = [
+            (group.first_column(hit * PAGE_SIZE), [0] * group.pages, bundles)
+            for group, bundles in zip(self._layout.groups, self._bundles, strict=True)
+        ]
+        pages: list[int] = []
+        for column, page_hash in enumerate(self.page_hashes(request, hit)):
+            for first, null, bundles in needed:
+                pages += bundles[page_hash] if column >= first else null
+        return pages
+
+    def register(self, request: Request) -> None:
+        """Register the full columns of a running sequence that are computed and whose tokens the host knows."""
+        full = min(request.num_computed_tokens, len(request.token_ids)) // PAGE_SIZE
+        if full <= request.registered_columns:
+            return
+        hashes = self.page_hashes(request, full)
+        for column in range(request.registered_columns, full):
+            page_hash, column_start = hashes[column], column * self._layout.column_pages
+            for index, (group, bundles) in enumerate(zip(self._layout.groups, self._bundles, strict=True)):
+                if page_hash in bundles:  # another sequence computed it first, and one copy is enough
+                    continue
+                first = column_start + group.first
+                bundles[page_hash] = bundle = request.pages[first : first + group.pages]
+                for page in bundle:
+                    self._bundle_of[page] = index, page_hash
+                    self._pool.register(page)
+        request.registered_columns = full
+
+    def page_hashes(self, request: Request, count: int) -> list[bytes]:
+        """The hashes of the first `count` columns of a sequence, all of whose tokens the host knows."""
+        hashes = request.page_hashes
+        while len(hashes) < count:
+            start = len(hashes) * PAGE_SIZE
+            hashes.append(self._hash(hashes[-1] if hashes else b"", request.token_ids[start : start + PAGE_SIZE]))
+        return hashes[:count]
+
+    def is_known(self, page_hash: bytes) -> bool:
+        """Whether the column with this hash is registered in every group."""
+        return all(page_hash in bundles for bundles in self._bundles)
+
+    def check(self) -> None:
+        """Raise AssertionError when the two maps disagree; for tests and for an idle engine."""
+        pages = {
+            page: (index, page_hash)
+            for index, bundles in enumerate(self._bundles)
+            for page_hash, bundle in bundles.items()
+            for page in bundle
+        }
+        assert pages == self._bundle_of, "maps disagree"
+        assert set(self._bundle_of) == self._pool.registered, "the pool registers other pages than the cache"
+
+    def _hash(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
+        content = parent + array("I", token_ids).tobytes()
+        return hashlib.blake2b(content, digest_size=_HASH_BYTES, key=self._secret).digest()
+
+    def _forget(self, page: int) -> None:
+        """Forget the bundle of an evicted page, and free its other pages."""
+        index, page_hash = self._bundle_of.pop(page)
+        for other in self._bundles[index].pop(page_hash):
+            if other != page:
+                del self._bundle_of[other]
+                self._pool.unregister(other)
+        self.on_forget(page_hash)
+
+
+def _known_columns(hashes: list[bytes], bundles: dict[bytes, list[int]]) -> int:
+    """How many of the first hashes are known."""
+    for column, page_hash in enumerate(hashes):
+        if page_hash not in bundles:
+            return column
+    return len(hashes)

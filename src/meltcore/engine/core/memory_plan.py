@@ -1,0 +1,187 @@
+"""Computes the memory of a generation engine and its parts from bytes, shapes and counts.
+
+No torch: a planner can call this without a GPU. The engine asserts at its start that it allocates what the plan says.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
+from meltcore.errors import ConfigError
+from meltcore.models.kv_cache_specs import KVCacheGroups
+from meltcore.protocol.shell import MemoryRow
+
+# For activations, workspaces and fragmentation: what a step needs beside weights and caches.
+RESERVE_FRACTION = 0.08
+# At most this fraction of the reserve holds token counts of sequences with penalties, 1 % of all memory. Qwen3 takes
+# 0.7 MiB per sequence: 1,024 sequences on 80 GB, and 78 on 6 GB, where 78 sequences have pages for 480 tokens each
+# (Qwen3-0.6B).
+PENALTY_FRACTION = 0.125
+# Per slot and token of the vocabulary: a count in int32, and whether the prompt holds it.
+PENALTY_BYTES = 5
+# At most this fraction of the reserve holds logits of sequences that are not greedy, which are sampled in blocks.
+LOGITS_FRACTION = 0.25
+LOGIT_BYTES = 6  # in 16 bits as the model computes them, and in float32 for penalties
+# At most this fraction of what weights and reserve leave holds recurrent states, unless --max-num-seqs asks for more:
+# a sequence of a few thousand tokens takes about as much in pages (Qwen3.5-35B-A3B: 62 MiB, and 20 KiB per token).
+RECURRENT_FRACTION = 0.5
+TABLE_ENTRY_BYTES = 8  # page numbers are int64
+# Snapshots to keep when their fraction allows it, though fewer sequences run: they may be turns of conversations.
+CONVERSATIONS = 64
+
+
+class ModelShape(NamedTuple):
+    """The sizes of a model that the plan needs; on a tensor-parallel rank, of its shards and the whole vocabulary.
+
+    element_size, cache_element_size: bytes of the model's type and of the KV cache's.
+    """
+
+    weight_bytes: int
+    vocab_size: int
+    caches: KVCacheGroups
+    element_size: int
+    cache_element_size: int
+
+
+class MemoryPlan(NamedTuple):
+    """How many pages, recurrent-state slots and penalty slots to allocate, and for how many running sequences.
+
+    logit_rows: how many sequences are sampled from their logits in one block; rows: the table for the user.
+    """
+
+    pages: int
+    recurrent_slots: int
+    penalty_slots: int
+    logit_rows: int
+    max_num_seqs: int
+    page_bytes: int
+    slot_bytes: int
+    rows: list[MemoryRow]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches with the null page and the null slot, which padding uses."""
+        slots = (self.recurrent_slots + 1) * self.slot_bytes
+        return (self.pages + 1) * self.page_bytes + slots
+
+
+class _Budget(NamedTuple):
+    """A memory budget and its parts.
+
+    Bytes: the whole budget, those of weights, reserve and page tables, and those of one page and of one recurrent-state
+    slot.
+    """
+
+    total: int
+    weights: int
+    reserve: int
+    tables: int
+    page: int
+    slot: int
+
+    @property
+    def left(self) -> int:
+        return self.total - self.weights - self.reserve - self.tables
+
+    def states(self, slots: int) -> int:
+        """Bytes of this many slots and the null slot."""
+        return self.slot * (slots + 1)
+
+
+def plan_memory(
+    model: ModelShape,
+    *,
+    memory_bytes: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    may_run_fewer: bool,
+    snapshots: bool = True,
+) -> MemoryPlan:
+    """Divide `memory_bytes` without weights and reserve. Raises ConfigError when no full sequence fits.
+
+    max_num_batched_tokens: a sliding group keeps its window and as many tokens while a prompt is prefilled.
+    may_run_fewer: `max_num_seqs` is a default, lowered when the recurrent states would exceed their fraction.
+    Otherwise it was set by the user, and a ConfigError says that it does not fit. snapshots: whether the prefix cache
+    keeps recurrent states.
+    """
+    page_bytes = model.caches.page_bytes(PAGE_SIZE, model.cache_element_size)
+    slot_bytes = model.caches.slot_bytes(model.element_size)
+    layout = PageLayout.of(model.caches)
+    needed = layout.most_pages(max_model_len, max_num_batched_tokens)
+    # The page table of a model with one sub-group is part of the reserve: at most some MiB.
+    table_entries = layout.column_pages * layout.table_rows(max_num_seqs) * pages_for(max_model_len)
+    tables = table_entries * TABLE_ENTRY_BYTES if layout.column_pages > 1 else 0
+    reserve = int(memory_bytes * RESERVE_FRACTION)
+    budget = _Budget(memory_bytes, model.weight_bytes, reserve, tables, page_bytes, slot_bytes)
+
+    slots = 0
+    if slot_bytes:
+        max_bytes = min(int(budget.left * RECURRENT_FRACTION), budget.left - page_bytes * needed)
+        most = max(0, max_bytes // slot_bytes - 1)
+        if may_run_fewer:
+            max_num_seqs = max(1, min(max_num_seqs, most * 3 // 4))
+        slots = max_num_seqs + (_snapshots(max_num_seqs, most) if snapshots else 0)
+    fitting = max(0, (budget.left - budget.states(slots)) // page_bytes)
+    if fitting < needed:
+        longest = layout.longest(fitting, max_model_len, max_num_batched_tokens)
+        raise ConfigError(_refusal(budget, needed, longest, slots, max_num_seqs, max_model_len))
+    pages = min(needed * max_num_seqs, fitting)
+    penalty_bytes = PENALTY_BYTES * model.vocab_size
+    penalty_slots = max(1, min(max_num_seqs, int(budget.reserve * PENALTY_FRACTION) // penalty_bytes))
+    logit_rows = max(1, int(budget.reserve * LOGITS_FRACTION) // (LOGIT_BYTES * model.vocab_size))
+    counts = f"penalties of {penalty_slots:,} sequences ({_size(penalty_slots * penalty_bytes)})"
+    rows = [
+        MemoryRow("weights", model.weight_bytes),
+        MemoryRow("KV pages", pages * page_bytes, f"{pages:,} pages of {PAGE_SIZE} tokens{_layers(model.caches)}"),
+        MemoryRow("reserve", budget.reserve, f"activations, workspaces, {counts}"),
+    ]
+    if slots:
+        note = f"{slots:,} slots of {_size(slot_bytes)}: {max_num_seqs:,} to run, the rest for snapshots"
+        rows.insert(1, MemoryRow("recurrent states", budget.states(slots), note))
+    if tables:
+        rows.insert(-1, MemoryRow("page tables", tables, f"{layout.column_pages} of {max_num_seqs:,} sequences"))
+    return MemoryPlan(pages, slots, penalty_slots, logit_rows, max_num_seqs, page_bytes, slot_bytes, rows)
+
+
+def _snapshots(max_num_seqs: int, most: int) -> int:
+    """Number of snapshots: as many as running sequences, as long as all states fit into `most` slots."""
+    return max(min(max(max_num_seqs, CONVERSATIONS), most - max_num_seqs), _min_snapshots(max_num_seqs))
+
+
+def _min_snapshots(max_num_seqs: int) -> int:
+    """The minimum number of snapshots with which the prefix cache is useful."""
+    return max(max_num_seqs // 8, 1)
+
+
+def _layers(caches: KVCacheGroups) -> str:
+    """What a page holds, if not all layers with pages."""
+    most = sum(len(group.layers) for group in caches.attention)
+    return "" if caches.layers_per_page == most else f" in {caches.layers_per_page} of {most} layers"
+
+
+def _refusal(budget: _Budget, pages: int, longest: int, slots: int, max_num_seqs: int, max_model_len: int) -> str:
+    """The error for a `max_model_len` of which no sequence fits, with the largest settings that fit.
+
+    pages: of one full sequence; longest: the largest `max_model_len` that fits.
+    """
+    needed = budget.page * pages
+    advice = [f"--max-model-len {longest} or less"] if longest else []
+    tables = f", page tables ({_size(budget.tables)})" if budget.tables else ""
+    states = ""
+    if slots:
+        states = f", the recurrent states of {max_num_seqs} sequences and of snapshots ({_size(budget.states(slots))})"
+        fitting = max(0, (budget.left - needed) // budget.slot - 1)
+        most = max((count for count in range(fitting) if count + _min_snapshots(count) <= fitting), default=0)
+        advice += [f"--max-num-seqs {most} or less"] if 0 < most < max_num_seqs else []
+    return (
+        f"{_size(budget.total)} hold the weights ({_size(budget.weights)}){states}{tables}, a reserve of "
+        f"{_size(budget.reserve)} and pages for {longest} tokens; --max-model-len {max_model_len} needs "
+        f"{_size(needed)} of pages. "
+        + (f"Set {' or '.join(advice)}, or raise --memory." if advice else "Raise --memory.")
+    )
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,116 @@
+"""Limits the prefill of very long prompts while other sequences decode.
+
+A step's token budget is meant for many short prompts. One prompt of 200,000 tokens would fill it for dozens of steps,
+each 10 to 30 times as long as a step that only decodes, and all others would receive tokens at that pace. So such a
+prompt is prefilled in chunks that at most double the time of a step, by the measured times of earlier steps.
+
+A chunk has a minimum cost: with routed experts it reads most of their weights, however small it is. When even a small
+chunk more than doubles a step, few large ones run instead, of 0.1 s each, and so far apart that more than 99 of 100
+steps are as short as without them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import NamedTuple
+
+# A step with a chunk may take this many times as long as one without; chunks are sized for a little less.
+SLOWDOWN = 2.0
+AIM = 1.8
+FIRST_CHUNK, MIN_CHUNK = 256, 64  # tokens
+# When the smallest chunk more than doubles a step: the time a chunk may add, and the steps from one chunk to the next.
+LARGE_S, LARGE_EVERY = 0.1, 150
+# The step time without a chunk is the median of this many such steps; one is measured at least every LOOK_EVERY steps.
+STEP_SAMPLES, SAMPLE_EVERY = 3, 32
+
+
+class StepContents(NamedTuple):
+    """The contents of a step: decoding sequences, tokens of long prompts, and tokens of ordinary prompts."""
+
+    decodes: int
+    long_tokens: int
+    ordinary_tokens: int
+
+
+class _ChunkSize:
+    """Estimates how many tokens add a given time to a step."""
+
+    def __init__(self, tokens: int, max_tokens: int, growth: int) -> None:
+        """max_tokens: upper bound of the size; growth: the largest factor from one size to the next."""
+        self.tokens = min(tokens, max_tokens)
+        self._max_tokens = max_tokens
+        self._growth = growth
+
+    def fit(self, tokens: int, added_s: float, aim_s: float) -> None:
+        """Adapt to a chunk of `tokens` that added `added_s`. A smaller chunk that met the time is ignored."""
+        if added_s > aim_s or tokens >= self.tokens:
+            fitting = int(tokens * aim_s / max(added_s, 0.1 * aim_s))
+            self.tokens = min(max(fitting, MIN_CHUNK), self._growth * self.tokens, self._max_tokens)
+
+
+class Pacer:
+    """Allots tokens of long prompts to steps with decodes. `left`: tokens that the current step may still hold."""
+
+    def __init__(self, budget: int) -> None:
+        """budget: the maximum number of tokens of a step."""
+        self.left = budget
+        self._budget = budget
+        self._chunk = _ChunkSize(FIRST_CHUNK, budget, growth=2)
+        self._large_chunk = _ChunkSize(FIRST_CHUNK, budget, growth=4)
+        self._next_large_step = 0  # the first step that may hold one
+        self._min_added_s = math.inf  # the least time that a smallest chunk added: without random delays
+        self._min_chunks_seen = 0
+        self._step_samples: deque[float] = deque(maxlen=STEP_SAMPLES)
+        self._step_s = 0.0  # of a step without a chunk
+        self._steps = 0
+        self._delay_credit_s = 0.0  # below 0: time by which the other sequences are behind
+        self._ordinary_tokens = 0
+
+    def begin(self, *, decoding: bool) -> None:
+        """Start to schedule a step. decoding: it holds decoding sequences."""
+        self._steps += 1
+        if not decoding:
+            self.left = self._budget
+            return
+        skips_chunk = (
+            len(self._step_samples) < STEP_SAMPLES or self._delay_credit_s < 0 or self._steps % SAMPLE_EVERY == 0
+        )
+        chunk = 0 if skips_chunk else self._chunk.tokens
+        if self._is_sparse:
+            chunk = 0 if skips_chunk or self._steps < self._next_large_step else self._large_chunk.tokens
+            if chunk:
+                self._next_large_step = self._steps + LARGE_EVERY
+        # When ordinary prompts make steps long anyway, a long one gets as many tokens as they had in the last step.
+        self.left = min(self._budget, max(chunk, self._ordinary_tokens))
+
+    def end(self, ordinary_tokens: int) -> None:
+        """End scheduling of a step with `ordinary_tokens` tokens of ordinary prompts."""
+        self._ordinary_tokens = ordinary_tokens
+
+    def record(self, took_s: float, step: StepContents) -> None:
+        """Learn from the time and the contents of a finished step."""
+        if step.ordinary_tokens or not step.decodes:
+            return  # its time says nothing about a chunk's
+        if not step.long_tokens:
+            self._step_samples.append(took_s)
+            self._step_s = statistics.median(self._step_samples)  # ignores a single disturbed step
+        elif self._step_s:
+            self._adapt(step.long_tokens, took_s - self._step_s)
+        self._delay_credit_s = min(0.0, self._delay_credit_s + SLOWDOWN * self._step_s - took_s)
+
+    def _adapt(self, tokens: int, added_s: float) -> None:
+        """Adapt the chunk size to what a chunk of `tokens` added to its step."""
+        if tokens <= MIN_CHUNK:
+            self._min_added_s = min(self._min_added_s, added_s)
+            self._min_chunks_seen += 1
+        if self._is_sparse:
+            self._large_chunk.fit(tokens, added_s, LARGE_S)
+        else:
+            self._chunk.fit(tokens, added_s, (AIM - 1) * self._step_s)
+
+    @property
+    def _is_sparse(self) -> bool:
+        """Whether even the smallest chunk more than doubles a step."""
+        return self._min_chunks_seen > 1 and self._min_added_s > (SLOWDOWN - 1) * self._step_s

@@ -1,0 +1,245 @@
+"""Slots of recurrent states, and the snapshots with which a cached prefix can be continued.
+
+A page of keys and values serves every sequence with the same prefix. A recurrent state is valid only after the token
+at which it was taken, and is as large as the pages of thousands of tokens. So snapshots are taken at few positions, all
+of them ends of full pages: the last full page of each prompt (for the next turn of a conversation), and wherever a
+prompt leaves a known text (for the third prompt that starts like it). A snapshot is dropped with its page. A page that
+has lost its snapshot is no hit any more, but still shows where prefixes part, and so where to take the next snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from meltcore.engine.core.kv_cache import PAGE_SIZE, PrefixCache
+from meltcore.engine.core.request import Request
+
+# At most this fraction of all snapshots is protected, so that new ones get a chance to be reused.
+_PROTECTED_FRACTION = 0.75
+# A protected snapshot is demoted once this many new ones per slot have been requested since its last reuse. A prompt
+# requests at most two, so by then there was a prompt for each running sequence, and none started with it.
+_DEMOTE_AFTER = 2
+
+
+class RecurrentStatePool:
+    """Allocates slot numbers 1..slots. Slot 0, the null slot, is never allocated: padding reads and writes it.
+
+    A slot is free, held (by a running sequence, or for a snapshot that a launched step takes), or a snapshot, which is
+    evicted when its slot is needed. The content of an allocated slot does not matter: a sequence at position 0 starts
+    from zero.
+
+    Eviction is a segmented LRU. A new snapshot is on probation until it is reused, and the oldest on probation is
+    evicted first: most are never reused, and in one queue for all, the ends of prompts would evict the prefix that all
+    prompts share. A reused one is protected, within the two bounds above: it must not stay for ever.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.total = slots
+        self._free = list(range(slots, 0, -1))
+        self._held: set[int] = set()
+        self._probation: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._protected: OrderedDict[int, int] = OrderedDict()  # least recently reused first: `_requested` at that time
+        self._reuses: dict[int, int] = {}  # per snapshot, since it was taken or demoted
+        self._requested = 0  # how often a slot for a new snapshot was requested
+        self.on_evict: Callable[[int], None] = lambda _: None
+
+    @property
+    def available(self) -> int:
+        """Number of slots that `take` could give now."""
+        return len(self._free) + len(self._reuses)
+
+    @property
+    def used(self) -> int:
+        """Number of held slots."""
+        return len(self._held)
+
+    @property
+    def snapshots(self) -> Collection[int]:
+        """The slots that are snapshots."""
+        return self._reuses.keys()
+
+    def take(self) -> int:
+        """Hold a slot. Without a free one it evicts the oldest snapshot on probation, else the oldest protected one.
+
+        The caller checked `available`.
+        """
+        if not self._free:
+            if not self._reuses:
+                raise RuntimeError(f"asked for a recurrent-state slot, all {self.total} are held")
+            self._evict(next(iter(self._probation or self._protected)))
+        slot = self._free.pop()
+        self._held.add(slot)
+        return slot
+
+    def free_one_for_snapshot(self, coming: int) -> bool:
+        """Free a slot for one more snapshot. False when only protected snapshots could be evicted.
+
+        coming: number of snapshots that launched steps are taking, in held slots.
+        """
+        self._requested += 1
+        if self._protected and self._requested - next(iter(self._protected.values())) > _DEMOTE_AFTER * self.total:
+            self._demote()
+        if self._free:
+            return True
+        most = max(1, int(_PROTECTED_FRACTION * (len(self._reuses) + coming)))
+        while len(self._protected) > most:
+            self._demote()
+        if not self._probation:
+            return False
+        self._evict(next(iter(self._probation)))
+        return True
+
+    def release(self, slot: int) -> None:
+        """Free a held slot."""
+        self._release_hold(slot)
+        self._free.append(slot)
+
+    def keep(self, slot: int) -> None:
+        """Turn a held slot into a snapshot."""
+        self._release_hold(slot)
+        self._probation[slot] = None
+        self._reuses[slot] = 0
+
+    def touch(self, slot: int) -> None:
+        """Protect a snapshot that a sequence is started from."""
+        self._probation.pop(slot, None)
+        self._protected[slot] = self._requested
+        self._protected.move_to_end(slot)
+        self._reuses[slot] += 1
+
+    def supersede(self, slot: int) -> None:
+        """Demote a snapshot whose sequence has taken a later one.
+
+        Each turn of a conversation continues the turn before it and never an earlier one, so a snapshot whose only
+        reuse this was goes back on probation. A prefix that several share has more reuses.
+        """
+        if slot in self._protected and self._reuses[slot] == 1:
+            del self._protected[slot]
+            self._probation[slot] = None
+
+    def drop(self, slot: int) -> None:
+        """Free the slot of a snapshot."""
+        self._probation.pop(slot, None)
+        self._protected.pop(slot, None)
+        del self._reuses[slot]
+        self._free.append(slot)
+
+    def check(self) -> None:
+        """Raise AssertionError when the bookkeeping is inconsistent; for tests and for an idle engine."""
+        free, snapshots = set(self._free), set(self._reuses)
+        assert self._probation.keys().isdisjoint(self._protected), "a snapshot is on probation and protected"
+        assert self._probation.keys() | self._protected.keys() == snapshots, "a snapshot is in no queue"
+        assert all(self._reuses[slot] > 0 for slot in self._protected), "a protected snapshot that was never reused"
+        last_used = list(self._protected.values())
+        assert last_used == sorted(last_used), "protected snapshots are out of order"
+        assert len(free) == len(self._free), "a slot is free twice"
+        assert self._held.isdisjoint(free | snapshots), "a held slot can be allocated"
+        assert free.isdisjoint(snapshots), "a snapshot's slot is free"
+        every = set(range(1, self.total + 1))
+        assert self._held | free | snapshots == every, "a slot is lost, or the null slot is in use"
+
+    def _demote(self) -> None:
+        """Put the least recently reused protected snapshot back on probation, as the newest there."""
+        slot, _ = self._protected.popitem(last=False)
+        self._probation[slot] = None
+        self._reuses[slot] = 0
+
+    def _evict(self, slot: int) -> None:
+        self.drop(slot)
+        self.on_evict(slot)
+
+    def _release_hold(self, slot: int) -> None:
+        if slot not in self._held:
+            raise RuntimeError(f"recurrent-state slot {slot} released, which is not held")
+        self._held.remove(slot)
+
+
+class PrefixMatch(NamedTuple):
+    """The cached prefix that a sequence is started from.
+
+    columns: the length of the prefix; pages: of the prefix; slot: the snapshot at its end, 0 without one;
+    snapshot_positions: where its prompt is to be cut to take snapshots, ascending.
+    """
+
+    columns: int
+    pages: list[int]
+    slot: int
+    snapshot_positions: list[int]
+
+
+class StateSnapshots:
+    """The snapshots of recurrent states, by the hash of the page at whose end they were taken."""
+
+    def __init__(self, states: RecurrentStatePool, cache: PrefixCache) -> None:
+        self._states = states
+        self._cache = cache
+        self._slot_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._claimed: set[bytes] = set()  # by launched steps
+        states.on_evict = self._forget
+        cache.on_forget = self._drop
+
+    def find(self, request: Request, hits: Sequence[int]) -> PrefixMatch:
+        """The longest of the `hits` of the prefix cache, lengths in columns, that ends with a snapshot."""
+        hashes = self._cache.page_hashes(request, len(request.token_ids) // PAGE_SIZE)
+        depth = next((hit for hit in reversed(hits) if hashes[hit - 1] in self._slot_of), 0)
+        request.parent_snapshot = hashes[depth - 1] if depth else None
+        longest = hits[-1] if hits else 0
+        positions = sorted({count * PAGE_SIZE for count in (longest, len(hashes)) if count > depth})
+        slot = self._slot_of[hashes[depth - 1]] if depth else 0
+        return PrefixMatch(depth, self._cache.pages_of(request, depth), slot, positions)
+
+    def claim(self, request: Request, end: int) -> bool:
+        """Whether to keep the state after the first `end` tokens.
+
+        It is kept if no snapshot of it exists or is being taken, and one more has its slot. Then a slot is free for it,
+        and `attach` or `abandon` must follow.
+        """
+        page_hash = self._page_hash(request, end)
+        if page_hash in self._slot_of or page_hash in self._claimed:
+            return False
+        if not self._states.free_one_for_snapshot(len(self._claimed)):
+            return False
+        self._claimed.add(page_hash)
+        return True
+
+    def attach(self, request: Request, end: int, slot: int) -> None:
+        """Keep the claimed state in the held `slot`. Releases the slot when the page that ends there is not cached."""
+        page_hash = self._page_hash(request, end)
+        self._claimed.remove(page_hash)
+        if not self._cache.is_known(page_hash):
+            self._states.release(slot)
+            return
+        self._slot_of[page_hash] = slot
+        self._hash_of[slot] = page_hash
+        self._states.keep(slot)
+        parent = self._slot_of.get(request.parent_snapshot) if request.parent_snapshot else None
+        if parent is not None:
+            self._states.supersede(parent)
+
+    def abandon(self, request: Request, end: int, slot: int) -> None:
+        """Release the held `slot`: the step that was to take the claimed state has failed."""
+        self._claimed.remove(self._page_hash(request, end))
+        self._states.release(slot)
+
+    def check(self) -> None:
+        """Raise AssertionError when the bookkeeping is inconsistent; for tests and for an idle engine."""
+        assert {slot: page_hash for page_hash, slot in self._slot_of.items()} == self._hash_of, "maps disagree"
+        assert set(self._hash_of) == set(self._states.snapshots), "the pool keeps other snapshots than are known"
+        assert all(self._cache.is_known(page_hash) for page_hash in self._slot_of), "a snapshot without its page"
+
+    def _page_hash(self, request: Request, end: int) -> bytes:
+        return self._cache.page_hashes(request, end // PAGE_SIZE)[-1]
+
+    def _forget(self, slot: int) -> None:
+        """The pool has evicted the snapshot."""
+        del self._slot_of[self._hash_of.pop(slot)]
+
+    def _drop(self, page_hash: bytes) -> None:
+        """The prefix cache has lost the page."""
+        slot = self._slot_of.pop(page_hash, None)
+        if slot is not None:
+            del self._hash_of[slot]
+            self._states.drop(slot)

@@ -1,0 +1,116 @@
+"""One sequence inside the engine, and the memory it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from meltcore.protocol.generation import AddRequest, FinishReason, TokenLogprobs
+from meltcore.protocol.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+# From the generated token ids so far: which tokens may come next ([vocab] bool), or None for all of them.
+TokenMask = Callable[[Sequence[int]], "torch.Tensor | None"]
+
+
+class RequestStatus(Enum):
+    """The state of a request in the scheduler."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """The scheduler's record of a sequence.
+
+    `token_ids` are the prompt and the generated tokens that the host has read. `in_flight` counts sampled tokens that
+    it has not read yet (at most one per step launched ahead). `num_computed_tokens` counts tokens whose keys and values
+    are written, or will be once the steps launched so far have run.
+    """
+
+    def __init__(
+        self, message: AddRequest, arrival: int, stop_ids: frozenset[int], token_mask: TokenMask | None
+    ) -> None:
+        """arrival: its number in order of arrival. Raises OverflowError for a token id of more than 32 bits."""
+        self.id = message.request_id
+        self.sampling = message.sampling
+        # An array takes 4 bytes per token, a list 40: 10,000 waiting prompts would take hundreds of megabytes.
+        self.token_ids = message.prompt
+        self.prompt_length = len(self.token_ids)
+        # Lower is scheduled earlier. A preempted request keeps its priority.
+        self.priority = (message.priority, arrival)
+        self.arrival = arrival
+        self.stop_ids = stop_ids
+        self.token_mask = token_mask
+        self.status = RequestStatus.WAITING
+        self.in_flight = 0
+        self.num_computed_tokens = 0
+        self.pages: list[int] = []  # column by column (kv_cache.PageLayout)
+        # Up to this length it needs no page, and none has slid out of a window.
+        self.capacity = 0
+        self.first_columns: list[int] = []  # per sliding group: the first column whose pages it still holds
+        self.page_hashes: list[bytes] = []  # of its first full columns
+        self.registered_columns = 0  # how many of them the prefix cache has seen
+        self.sent_pages = 0  # how many of its pages the device's page table holds
+        self.recurrent_slot = 0  # of its recurrent state; 0, the null slot, while it is not running
+        self.snapshot_positions: list[int] = []  # ascending: where its prompt is cut to take a recurrent-state snapshot
+        self.parent_snapshot: bytes | None = None  # the page hash of the snapshot that it was started from
+        self.row = -1
+        self.has_penalties = message.sampling.has_penalties
+        self.penalty_slot = -1  # where its tokens are counted while it runs, if it has penalties
+        self.is_counted = False  # that slot holds the counts of its tokens
+        self.last_token_on_device = False  # its newest token is in its row of the device's table
+        self.is_greedy = _is_greedy(message.sampling) and token_mask is None
+        # Greedy, and no end token is ever masked: the argmax of the unchanged logits is always its next token.
+        self.is_unmasked_greedy = self.is_greedy and (message.sampling.min_tokens == 0 or not stop_ids)
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1 and up, those known so far
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None  # the end or stop token that finished it
+        self.arrived_s = message.arrived_s
+        self.scheduled_s = 0.0
+        self.first_token_s = 0.0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, those in flight included."""
+        return len(self.token_ids) + self.in_flight
+
+    @property
+    def generated(self) -> int:
+        """Number of generated tokens, those in flight included."""
+        return self.length - self.prompt_length
+
+    @property
+    def masks_end_tokens(self) -> bool:
+        """Whether end tokens are forbidden for the token being sampled, which is in flight."""
+        return bool(self.stop_ids) and self.generated <= self.sampling.min_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated token ids that the host has read."""
+        return self.token_ids[self.prompt_length :].tolist()
+
+    @property
+    def skips_prefix_cache(self) -> bool:
+        """Whether the prefix cache is not used: prompt log-probabilities need the logits of every prompt token."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
+    def remaining(self) -> int:
+        """Number of tokens to compute before the next one can be sampled."""
+        return self.length - self.num_computed_tokens
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must read the last token before the next one can be sampled."""
+        return self.token_mask is not None
+
+
+def _is_greedy(sampling: SamplingParams) -> bool:
+    """Whether a step only computes the argmax of the model's own logits."""
+    return sampling.temperature == 0.0 and sampling.logprobs is None and not sampling.has_penalties

@@ -1,0 +1,426 @@
+"""Decides which tokens each step computes and allocates their memory.
+
+A step has one token budget. Running sequences that decode come first, then prompts in progress, then waiting requests
+in order of priority (priority, then arrival). When pages run out, the running request of the last priority is
+preempted: it releases all pages and is recomputed later. It keeps its priority, and the first in priority never waits
+for another, so every request finishes.
+
+A request with penalties needs one of a few slots for its token counts while it runs. While no slot is free, such
+requests wait and others start before them. Once a slot is free, it is kept for the first of them, and no request of a
+later priority starts before that one.
+
+In a model with sliding windows a sequence releases the pages that no later query reads, when it is next scheduled: the
+device runs steps in order, so a step in flight reads them before their next owner writes.
+
+A sequence of a model with recurrent layers holds a slot for its state while it runs, and its prompt is cut where a
+snapshot is to be taken (recurrent_states.py). Very long prompts are cut small while others decode (pacing.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meltcore.engine.core.kv_cache import FULL_ATTENTION, PAGE_SIZE, PageLayout, PagePool, PrefixCache, pages_for
+from meltcore.engine.core.pacing import Pacer, StepContents
+from meltcore.engine.core.recurrent_states import PrefixMatch, RecurrentStatePool, StateSnapshots
+from meltcore.engine.core.request import Request, RequestStatus
+from meltcore.protocol.generation import FinishReason
+
+# A prompt of more than this many step budgets is prefilled in small chunks while others decode (pacing.py).
+LONG_PROMPT_STEPS = 4
+
+_Heap = list[tuple[tuple[int, int], Request]]
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, start + size) of one sequence in one step. It samples when it ends at the last token.
+
+    restore: the snapshot to copy into the sequence's recurrent-state slot before the step; snapshot: the slot to copy
+    its state to after the step; 0 for none.
+    """
+
+    request: Request
+    start: int
+    size: int
+    samples: bool
+    restore: int = 0
+    snapshot: int = 0
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + self.size
+
+
+class Scheduler:
+    """Schedules requests: `add` and `finish` them, `schedule` a step, and `update` with its tokens."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        cache: PrefixCache | None,
+        states: RecurrentStatePool | None = None,
+        layout: PageLayout = FULL_ATTENTION,
+        *,
+        max_num_seqs: int,
+        penalty_slots: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        """cache: None for no prefix cache; states: None for a model without recurrent layers."""
+        if pool.total < layout.most_pages(max_model_len, max_num_batched_tokens):
+            raise ValueError(f"{pool.total} pages cannot hold one sequence of {max_model_len} tokens")
+        if states is not None and states.total < max_num_seqs:
+            raise ValueError(f"{states.total} recurrent-state slots cannot hold {max_num_seqs} sequences")
+        self.pool = pool
+        self.cache = cache
+        self.layout = layout
+        self._sliding = layout.sliding
+        self._column_pages = layout.column_pages
+        self.states = states
+        self.snapshots = None if states is None or cache is None else StateSnapshots(states, cache)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.long_prompt = LONG_PROMPT_STEPS * max_num_batched_tokens  # tokens; a longer prompt is paced
+        self.pacer: Pacer | None = None  # while there is a very long prompt
+        self._long: set[str] = set()
+        self.running: list[Request] = []  # in order of priority
+        # Heaps by priority: of requests without penalties, and with. Finished requests in them are skipped.
+        self._waiting: tuple[_Heap, _Heap] = ([], [])
+        self._waiting_count = 0
+        self._free_rows = list(range(max_num_seqs, 0, -1))  # row 0 is for padding
+        self._free_penalty_slots = list(range(penalty_slots))
+        self.preemptions = 0
+        self.prefix_queried_tokens = 0
+        self.prefix_hit_tokens = 0
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of waiting requests."""
+        return self._waiting_count
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is running or waiting."""
+        return bool(self.running) or self._waiting_count > 0
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        if request.prompt_length > self.long_prompt:
+            self._long.add(request.id)
+            self.pacer = self.pacer or Pacer(self.max_num_batched_tokens)
+        self._push(request)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step: decoding sequences first, then prompts. Empty when nothing can run now."""
+        scheduled: list[Chunk] = []
+        budget = self._schedule_decodes(scheduled, self.max_num_batched_tokens)
+        if self.pacer is not None:
+            self.pacer.begin(decoding=bool(scheduled))
+        budget = self._schedule_prompts(scheduled, budget)
+        self._admit(scheduled, budget)
+        if self.snapshots is not None:
+            self._take_snapshots(self.snapshots, scheduled)
+        if self.pacer is not None:
+            self.pacer.end(self._contents(scheduled).ordinary_tokens)
+        for chunk in scheduled:
+            chunk.request.num_computed_tokens += chunk.size
+            chunk.request.in_flight += chunk.samples
+        return scheduled
+
+    def abandon(self, scheduled: list[Chunk]) -> None:
+        """Release the resources of a step that could not be launched. The caller aborts its requests."""
+        for chunk in scheduled:
+            if chunk.snapshot:
+                assert self.snapshots is not None
+                self.snapshots.abandon(chunk.request, chunk.end, chunk.snapshot)
+
+    def update(self, scheduled: list[Chunk], token_ids: Sequence[int]) -> None:
+        """Append the sampled tokens of a step, one per chunk that samples, in order, and finish requests that end.
+
+        The token of a request that finished while the step was in flight (by an earlier token or an abort) is dropped.
+        """
+        results = iter(token_ids)
+        for chunk in scheduled:
+            request = chunk.request
+            if chunk.samples:
+                token_id = next(results)
+                request.in_flight -= 1
+            if chunk.snapshot:
+                self._keep_snapshot(chunk)
+            if request.status is RequestStatus.FINISHED:
+                continue
+            if chunk.samples:
+                request.token_ids.append(token_id)
+            if self.cache is not None and request.num_computed_tokens >= (request.registered_columns + 1) * PAGE_SIZE:
+                self.cache.register(request)
+            if chunk.samples:
+                self._finish_at_end(request, token_id)
+
+    def record_time(self, scheduled: list[Chunk], took_s: float) -> None:
+        """Report the time of this step to the pacer, if there is one."""
+        if self.pacer is not None:
+            self.pacer.record(took_s, self._contents(scheduled))
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in any status and release its memory.
+
+        Its pages and its recurrent-state slot may be allocated again while a step in flight still writes to them: the
+        device runs steps in order, so the next owner writes later.
+        """
+        if request.status is RequestStatus.FINISHED:
+            return
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._release(request)
+        else:
+            self._waiting_count -= 1
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        if self._long:
+            self._long.discard(request.id)
+            self.pacer = self.pacer if self._long else None
+
+    # --- the three passes of a step ---
+
+    def _schedule_decodes(self, scheduled: list[Chunk], budget: int) -> int:
+        """Schedule the next token of each running sequence; returns the budget that is left, in tokens.
+
+        This loop is most of the host's time in a step of many sequences. So here and in `update`, whether a page is
+        needed is checked before a function is called for it: most tokens need none.
+        """
+        for request in list(self.running):
+            if budget == 0:
+                break
+            length = request.length
+            if (
+                request.status is not RequestStatus.RUNNING
+                or length != request.num_computed_tokens + 1
+                or not self._can_schedule(request)
+            ):
+                continue
+            while length > request.capacity and not self._grow(request, length):
+                # The last in priority is preempted: it comes last in this loop, so it is not scheduled yet.
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if request.status is RequestStatus.RUNNING:
+                scheduled.append(Chunk(request, request.num_computed_tokens, 1, samples=True))
+                budget -= 1
+        return budget
+
+    def _schedule_prompts(self, scheduled: list[Chunk], budget: int) -> int:
+        scheduled_ids = {chunk.request.id for chunk in scheduled}
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if (
+                request.status is not RequestStatus.RUNNING
+                or request.remaining <= 1
+                or request.id in scheduled_ids
+                or request.in_flight
+            ):
+                continue
+            count = self._count(request, budget)
+            if count == 0:
+                continue
+            while not self._grow(request, request.num_computed_tokens + count):
+                victim = self._last_unscheduled(scheduled_ids)
+                if victim is None or victim is request:
+                    break
+                self._preempt(victim)
+            else:
+                scheduled.append(self._chunk(request, count))
+                scheduled_ids.add(request.id)
+                budget -= count
+        return budget
+
+    def _admit(self, scheduled: list[Chunk], budget: int) -> None:
+        """Start waiting requests while there are budget, rows and pages for all of their tokens."""
+        while budget > 0 and self._free_rows and (request := self._next_waiting()) is not None:
+            if request.id in self._long and self.pacer is not None and self.pacer.left == 0:
+                break
+            if request.in_flight:
+                break  # preempted with a token in flight: what to recompute is known after the next update
+            match = self._match(request)
+            missing = self.layout.missing_pages(request.length, match.columns, self.max_num_batched_tokens)
+            cached = sum(self.pool.is_cached(page) for page in match.pages)
+            if missing > self.pool.available - cached:
+                break
+            heapq.heappop(self._waiting[request.has_penalties])
+            self._waiting_count -= 1
+            self._start(request, match)
+            count = self._count(request, budget)
+            grown = self._grow(request, request.num_computed_tokens + count)
+            assert grown, "pages were counted before admission"
+            scheduled.append(self._chunk(request, count)._replace(restore=match.slot))
+            budget -= count
+
+    def _match(self, request: Request) -> PrefixMatch:
+        """The cached prefix that a waiting request can be started from."""
+        hits: Sequence[int] = ()
+        if self.cache is not None and not request.skips_prefix_cache:
+            hits = self.cache.hits(request)
+        if self.snapshots is not None:
+            return self.snapshots.find(request, hits)
+        if self.cache is None or not hits:
+            return PrefixMatch(0, [], 0, [])
+        return PrefixMatch(hits[-1], self.cache.pages_of(request, hits[-1]), 0, [])
+
+    def _take_snapshots(self, snapshots: StateSnapshots, scheduled: list[Chunk]) -> None:
+        """Take a slot for each state to keep after this step, as long as one is left for every free row.
+
+        Running a sequence is worth more than keeping the state of an earlier one.
+        """
+        assert self.states is not None
+        for index, chunk in enumerate(scheduled):
+            positions = chunk.request.snapshot_positions
+            if positions and positions[0] == chunk.end:
+                positions.pop(0)
+                if self.states.available > len(self._free_rows) and snapshots.claim(chunk.request, chunk.end):
+                    scheduled[index] = chunk._replace(snapshot=self.states.take())
+
+    def _keep_snapshot(self, chunk: Chunk) -> None:
+        """Keep the snapshot of a finished step. Its page is registered first if the request still runs."""
+        assert self.snapshots is not None
+        assert self.cache is not None
+        if chunk.request.status is RequestStatus.RUNNING:
+            self.cache.register(chunk.request)
+        self.snapshots.attach(chunk.request, chunk.end, chunk.snapshot)
+
+    def _contents(self, scheduled: list[Chunk]) -> StepContents:
+        prompts = [chunk for chunk in scheduled if chunk.size > 1]
+        long_tokens = sum(chunk.size for chunk in prompts if chunk.request.id in self._long)
+        return StepContents(
+            len(scheduled) - len(prompts), long_tokens, sum(chunk.size for chunk in prompts) - long_tokens
+        )
+
+    # --- single sequences ---
+
+    def _can_schedule(self, request: Request) -> bool:
+        """False when the token in flight is known to be the last, or must be read before the next one is sampled."""
+        if not request.in_flight:
+            return True
+        ends_with_token = request.generated >= request.sampling.max_tokens or request.length >= self.max_model_len
+        return not (ends_with_token or request.needs_host)
+
+    def _chunk(self, request: Request, count: int) -> Chunk:
+        if self.pacer is not None and request.id in self._long:
+            self.pacer.left -= count
+        return Chunk(request, request.num_computed_tokens, count, samples=count == request.remaining)
+
+    def _count(self, request: Request, budget: int) -> int:
+        """Number of prompt tokens to compute next."""
+        until = request.snapshot_positions[0] if request.snapshot_positions else request.length
+        if self.pacer is not None and request.id in self._long:
+            budget = min(budget, self.pacer.left)
+        return min(until - request.num_computed_tokens, budget)
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Allocate pages for the first `tokens` tokens of a request. False when too few are available.
+
+        Pages that slid out of a window are released first.
+        """
+        if self._sliding:
+            self._slide(request)
+        count = pages_for(tokens) * self._column_pages - len(request.pages)
+        if count > self.pool.available:
+            return False
+        if count > 0:
+            request.pages += self.pool.allocate(count)
+        request.capacity = len(request.pages) // self._column_pages * PAGE_SIZE
+        for group, first in zip(self._sliding, request.first_columns, strict=True):
+            assert group.window is not None
+            request.capacity = min(request.capacity, (first + 1) * PAGE_SIZE + group.window - 1)
+        return True
+
+    def _slide(self, request: Request) -> None:
+        """Release the pages that no query from the next one on reads. They are registered first.
+
+        All their tokens are known by now, since at most the newest token of a sequence is not.
+        """
+        for index, group in enumerate(self._sliding):
+            start, end = request.first_columns[index], group.first_column(request.num_computed_tokens)
+            if start == end:
+                continue
+            if self.cache is not None:
+                self.cache.register(request)
+            for column in range(start, end):
+                first = column * self._column_pages + group.first
+                self.pool.release(request.pages[first : first + group.pages])
+                request.pages[first : first + group.pages] = [0] * group.pages
+            request.first_columns[index] = end
+
+    def _start(self, request: Request, match: PrefixMatch) -> None:
+        self.pool.add_references(filter(None, match.pages))
+        request.pages = match.pages
+        request.sent_pages = 0
+        request.last_token_on_device = False
+        request.registered_columns = match.columns
+        request.num_computed_tokens = match.columns * PAGE_SIZE
+        request.first_columns = [group.first_column(request.num_computed_tokens) for group in self._sliding]
+        if request.generated == 0:
+            request.cached_tokens = request.num_computed_tokens
+        self.prefix_queried_tokens += request.length
+        self.prefix_hit_tokens += request.num_computed_tokens
+        request.row = self._free_rows.pop()
+        if request.has_penalties:
+            request.penalty_slot, request.is_counted = self._free_penalty_slots.pop(), False
+        if self.states is not None:
+            if match.slot:
+                self.states.touch(match.slot)
+            request.recurrent_slot, request.snapshot_positions = self.states.take(), match.snapshot_positions
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=lambda running: running.priority)
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.num_computed_tokens = 0
+        self.preemptions += 1
+        self._push(request)
+
+    def _release(self, request: Request) -> None:
+        # The last pages first: cached pages are evicted oldest first, and a page is useless without those before it.
+        self.pool.release(filter(None, reversed(request.pages)))
+        request.pages = []
+        request.capacity = 0
+        request.registered_columns = 0
+        self._free_rows.append(request.row)
+        request.row = -1
+        if request.has_penalties:
+            self._free_penalty_slots.append(request.penalty_slot)
+            request.penalty_slot = -1
+        if self.states is not None:
+            self.states.release(request.recurrent_slot)
+            request.recurrent_slot = 0
+
+    def _push(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        heapq.heappush(self._waiting[request.has_penalties], (request.priority, request))
+        self._waiting_count += 1
+
+    def _next_waiting(self) -> Request | None:
+        """The first waiting request in priority for which all required slots are free."""
+        heaps = self._waiting if self._free_penalty_slots else self._waiting[:1]
+        for heap in heaps:
+            while heap and heap[0][1].status is not RequestStatus.WAITING:
+                heapq.heappop(heap)
+        first = min((heap[0] for heap in heaps if heap), default=None)
+        return None if first is None else first[1]
+
+    def _last_unscheduled(self, scheduled_ids: set[str]) -> Request | None:
+        return next((request for request in reversed(self.running) if request.id not in scheduled_ids), None)
+
+    def _finish_at_end(self, request: Request, token_id: int) -> None:
+        """Finish the request if the token just read is its last."""
+        produced = len(request.token_ids) - request.prompt_length
+        if token_id in request.stop_ids and produced >= request.sampling.min_tokens:
+            request.stop_token_id = token_id
+            self.finish(request, "stop")
+        elif produced >= request.sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
+            self.finish(request, "length")

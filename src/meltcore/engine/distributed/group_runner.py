@@ -1,0 +1,194 @@
+"""A model runner on every rank of a group: rank 0 sends each step to the others, and all compute it.
+
+Each rank has the logits of its own part of the vocabulary. For greedy tokens, and for those drawn by temperature alone,
+ranks exchange one candidate per row. Rows that need more (top-k, log-probabilities, penalties, ...) are gathered on
+rank 0, which samples them and broadcasts the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from meltcore.engine.core.batch import Step
+from meltcore.engine.core.request import Request
+from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.distributed.rank_messages import SamplingStep
+from meltcore.engine.distributed.ranks import Ranks
+from meltcore.engine.worker.model_runner import Event, LaunchedStep, LogitsAt, ModelRunner, ModelRunnerConfig
+from meltcore.engine.worker.sampler import Sampler, SampleResult
+from meltcore.engine.worker.transfer import to_device, to_device_together
+from meltcore.kernels.sampling.draw import argmax_candidates, candidate_tokens, sampled_candidates
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.models.loader import Progress
+from meltcore.models.model import Model
+
+
+class GroupRunner(ModelRunner):
+    """The model runner of one rank of a group. Rank 0 calls `launch`, the other ranks call `follow`."""
+
+    # Ranks share the computation of a step, but each launches all of it.
+    max_graph_tokens = 16384
+
+    def __init__(
+        self,
+        model: Model,
+        sampler: Sampler,
+        config: ModelRunnerConfig,
+        cache_dtype: torch.dtype,
+        group: TensorParallelGroup,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Create the runner. ranks: the other ranks; None on ranks other than 0."""
+        super().__init__(model, sampler, config, cache_dtype)
+        self._group = group
+        self._ranks = ranks  # None on other ranks, and while this rank launches without collectives
+        self._failure: BaseException | None = None  # of sampling in the step being launched
+
+    def capture_graphs(self, progress: Progress, *, prefill: bool) -> None:
+        """Capture graphs on all ranks."""
+        if self._ranks is None:
+            super().capture_graphs(progress, prefill=prefill)
+            return
+        self._ranks.capture_graphs()
+        with self._ranks.attribute_failures():
+            super().capture_graphs(progress, prefill=prefill)
+
+    def launch(self, scheduled: list[Chunk]) -> LaunchedStep:
+        """Start a step on all ranks."""
+        with nullcontext() if self._ranks is None else self._ranks.attribute_failures():
+            launched = super().launch(scheduled)
+        # Raised within the context, it would be attributed to a rank, and the group aborted.
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return launched
+
+    def drop_graphs(self) -> None:
+        """Drop all graphs before the group is destroyed: since 2.26, NCCL waits for the last graph that uses it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._decode_graphs = self._prefill_graphs = self._decoded = None
+
+    @contextmanager
+    def without_collectives(self) -> Iterator[None]:
+        """Return a context in which this rank launches without the other ranks, for warm-up."""
+        ranks, self._ranks = self._ranks, None
+        try:
+            with self._group.without_collectives():
+                yield
+        finally:
+            self._ranks = ranks
+
+    @torch.inference_mode()
+    def follow(self, step: Step, sampling: SamplingStep) -> None:
+        """Compute a step that rank 0 has sent."""
+        token_ids, logits_at = self._compute(step)
+        self._sample(logits_at, token_ids, sampling, [])
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the argmax over all ranks' logits, [rows] int64."""
+        return candidate_tokens(self._group.all_reduce_max(argmax_candidates(logits, self._first_token(logits))))
+
+    def all_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Gather all ranks' logits on rank 0. Returns None on the other ranks."""
+        return self._group.gather(logits)
+
+    def _run(self, step: Step, requests: list[Request]) -> SampleResult:
+        sampling = self._sampling_step(requests)
+        if self._ranks is not None:
+            self._ranks.run(step, sampling)
+        token_ids, logits_at = self._compute(step)
+        return self._sample(logits_at, token_ids, sampling, requests)
+
+    def _done(self) -> Event | None:
+        event = super()._done()
+        return None if event is None or self._ranks is None else _RankCheckingEvent(event, self._ranks)
+
+    def _sampling_step(self, requests: list[Request]) -> SamplingStep:
+        drawn: list[int] = []
+        full: list[int] = []
+        for index, request in enumerate(requests):
+            # Gathering whole rows is expensive, so once end tokens are allowed, each rank's candidates are used again.
+            if not (request.is_unmasked_greedy or (request.is_greedy and not request.masks_end_tokens)):
+                (drawn if _is_plain_temperature(request) else full).append(index)
+        drawn_requests = [requests[index] for index in drawn]
+        return SamplingStep(
+            drawn=drawn,
+            drawn_rows=[request.row for request in drawn_requests],
+            seeds=[self.sampler.seed_of(request) for request in drawn_requests],
+            positions=[request.length for request in drawn_requests],
+            temperatures=[request.sampling.temperature for request in drawn_requests],
+            full=full,
+            full_rows=[requests[index].row for index in full],
+        )
+
+    def _sample(
+        self, logits_at: LogitsAt, token_ids: torch.Tensor, sampling: SamplingStep, requests: list[Request]
+    ) -> SampleResult:
+        """Replace the greedy `token_ids` of requests that are not greedy, in place.
+
+        requests: empty on other ranks than 0.
+        """
+        if sampling.drawn:
+            self._draw(logits_at, token_ids, sampling)
+        if not sampling.full:
+            return SampleResult(token_ids, [], None)
+        indices, rows = to_device_together([sampling.full, sampling.full_rows], self.device)
+        all_rank_logits = self.all_logits(logits_at(indices))
+        if all_rank_logits is None:
+            sampled = SampleResult(torch.empty_like(indices), [], None)
+        else:
+            sampled = self._sample_on_rank_0(all_rank_logits, [requests[index] for index in sampling.full])
+        token_ids[indices] = self._last_token[rows] = self._group.broadcast(sampled.token_ids)
+        return SampleResult(token_ids, [sampling.full[row] for row in sampled.logprob_rows], sampled.logprobs)
+
+    def _sample_on_rank_0(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
+        """Sample from whole rows. Returns zeros after a failure, for example in a caller's token mask or by Ctrl-C.
+
+        The other ranks wait for tokens, and with any tokens they are ready for the next step. `launch` raises the
+        failure.
+        """
+        try:
+            return self.sampler.sample(logits, requests)
+        except BaseException as error:
+            self._failure = error
+            return SampleResult(torch.zeros(len(requests), dtype=torch.int64, device=self.device), [], None)
+
+    def _draw(self, logits_at: LogitsAt, token_ids: torch.Tensor, sampling: SamplingStep) -> None:
+        indices, rows, seeds, positions = to_device_together(
+            [sampling.drawn, sampling.drawn_rows, sampling.seeds, sampling.positions], self.device
+        )
+        temperatures = to_device(sampling.temperatures, torch.float32, self.device)
+        logits = logits_at(indices)
+        local_candidates = sampled_candidates(logits, temperatures, seeds, positions, self._first_token(logits))
+        token_ids[indices] = self._last_token[rows] = candidate_tokens(self._group.all_reduce_max(local_candidates))
+
+    def _first_token(self, logits: torch.Tensor) -> int:
+        return self._group.rank * logits.shape[1]
+
+
+class _RankCheckingEvent:
+    """An event whose wait also checks the other ranks."""
+
+    def __init__(self, event: Event, ranks: Ranks) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._event, self._ranks = event, ranks
+
+    def synchronize(self) -> None:
+        self._ranks.wait(self._event)
+
+
+def _is_plain_temperature(request: Request) -> bool:
+    """Whether sampling only needs a temperature: no filters, penalties or log-probabilities."""
+    sampling = request.sampling
+    return (
+        sampling.temperature > 0
+        and (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
+        and not sampling.has_penalties
+        and sampling.logprobs is None
+        and not request.masks_end_tokens
+        and request.token_mask is None
+    )

@@ -1,0 +1,113 @@
+"""Messages between rank 0 and the other ranks (msgpack over ZeroMQ). Results are exchanged by collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from meltcore.engine.core.batch import Step
+from meltcore.engine.core.memory_plan import MemoryPlan
+from meltcore.engine.worker.model_runner import ModelRunnerConfig
+from meltcore.engine.worker.warm_up import StepLimits
+
+
+def rank_address(folder: Path, rank: int) -> str:
+    """Return the address on which `rank` receives messages. Rank 0 binds the addresses of all ranks."""
+    return f"ipc://{folder}/rank-{rank}.sock"
+
+
+class SamplingStep(NamedTuple):
+    """The sequences of a step that are not greedy, as indices among the sequences that sample.
+
+    drawn: sequences that sample by temperature alone; each rank draws from its own tokens, and the best candidate wins.
+    full: sequences that need a whole row of logits; rank 0 alone samples them. drawn_rows, full_rows: the rows of these
+    sequences in the page table.
+    """
+
+    drawn: list[int]
+    drawn_rows: list[int]
+    seeds: list[int]
+    positions: list[int]
+    temperatures: list[float]
+    full: list[int]
+    full_rows: list[int]
+
+
+# --- rank 0 to the others ----------------------------------------------------------------------------------------
+
+
+class Allocate(msgspec.Struct, tag="allocate"):
+    """Allocate caches and tables of these sizes, which fit on all ranks."""
+
+    config: ModelRunnerConfig
+
+
+class RunStep(msgspec.Struct, tag="step"):
+    """Compute a step. Steps are numbered from 1."""
+
+    step_number: int
+    step: Step
+    sampling: SamplingStep
+
+
+class CompileKernels(msgspec.Struct, tag="compile"):
+    """Compile the kernels that serving launches. Each rank compiles its own."""
+
+    limits: StepLimits
+
+
+class CaptureGraphs(msgspec.Struct, tag="graphs"):
+    """Capture CUDA graphs together with all other ranks."""
+
+
+class LeaveGroup(msgspec.Struct, tag="leave"):
+    """Destroy the process group together with all other ranks, since the engine closes."""
+
+
+ToRank = Allocate | RunStep | CompileKernels | CaptureGraphs | LeaveGroup
+
+
+# --- the others to rank 0 ----------------------------------------------------------------------------------------
+
+
+class RankStage(msgspec.Struct, tag="stage", frozen=True):
+    """A rank has started, or has allocated its caches and tables."""
+
+    rank: int
+    stage: Literal["started", "allocated"]
+
+
+class RankLoaded(msgspec.Struct, tag="loaded", frozen=True):
+    """A rank has loaded its weights; `plan` is its memory plan."""
+
+    rank: int
+    plan: MemoryPlan
+
+
+class RankFailed(msgspec.Struct, tag="failed", frozen=True):
+    """A rank cannot start or continue. Its process ends after this."""
+
+    rank: int
+    message: str
+
+
+FromRank = RankStage | RankLoaded | RankFailed
+
+
+def _encode_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{type(array).__name__} cannot be sent to a rank")
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _decode_array(_type: type, encoded: Any) -> np.ndarray:
+    dtype, shape, data = encoded
+    return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)  # a bytearray is writable
+
+
+encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+to_rank_decoder = msgspec.msgpack.Decoder(ToRank, dec_hook=_decode_array)
+from_rank_decoder = msgspec.msgpack.Decoder(FromRank)

@@ -1,0 +1,82 @@
+"""Selects the device of an engine process, and the number of bytes that the engine may take of its memory."""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.config import EngineConfig
+from meltcore.errors import ConfigError
+from meltcore.host_memory import host_available_bytes, host_total_bytes
+
+# On a CPU the caches share memory with everything else, so by default an engine takes this fraction of what is free.
+_HOST_FRACTION = 0.25
+# Tokens per step. A longer step delays every next token, so a server takes fewer than offline use, where latency does
+# not matter. 400 requests of 128 to 1,024 tokens: 33,400 output tokens/s offline against 31,600 (H200, 2026-11-21).
+_MIN_BATCHED_TOKENS, _GPU_BATCHED_TOKENS, _OFFLINE_BATCHED_TOKENS = 2048, 8192, 16_384
+# GPUs with less memory take fewer: the activations of such a step must fit in the reserve, a fraction of the memory
+# (engine/core/memory_plan.py). An 8B model's take about 0.8 GiB for 8,192 tokens. By arithmetic: none was measured.
+_GPU_BYTES, _OFFLINE_BYTES = 16 * 2**30, 32 * 2**30
+
+
+def choose_device(name: str, *, num_ranks: int = 1, rank: int = 0) -> torch.device:
+    """Return the device of `rank`. Ranks have neighboring GPUs. name "auto": the first GPU, or the CPU without one.
+
+    Raises ConfigError for a device that does not exist.
+    """
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
+    if device.type == "cpu":
+        return device
+    first_gpu, num_gpus = device.index or 0, torch.cuda.device_count()
+    if first_gpu >= num_gpus:
+        raise ConfigError(f"--device {name}: torch sees {num_gpus} CUDA devices")
+    if first_gpu + num_ranks > num_gpus:
+        raise ConfigError(
+            f"--tensor-parallel-size {num_ranks} needs {num_ranks} GPUs from cuda:{first_gpu} on; "
+            f"torch sees {num_gpus} CUDA devices"
+        )
+    return torch.device("cuda", first_gpu + rank) if num_ranks > 1 else device
+
+
+def default_batched_tokens(device: torch.device, *, offline: bool = False) -> int:
+    """Return the default number of tokens per step, by the type of device and the memory of a GPU."""
+    if device.type == "cpu":
+        return _MIN_BATCHED_TOKENS
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    if total_bytes < _GPU_BYTES:
+        return _MIN_BATCHED_TOKENS
+    return _OFFLINE_BATCHED_TOKENS if offline and total_bytes >= _OFFLINE_BYTES else _GPU_BATCHED_TOKENS
+
+
+def describe_device(device: torch.device, num_ranks: int) -> str:
+    """Return the device's name, with the number of ranks if there are several."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return f"{num_ranks} x {name}" if num_ranks > 1 else name
+
+
+def byte_budget(config: EngineConfig, device: torch.device, allocated_bytes: int) -> int:
+    """Return the bytes of device memory that an engine, or one rank, may take: --memory, else what is free now.
+
+    allocated_bytes: bytes of weights that are allocated already. Ranks on a CPU share the free memory. Raises
+    ConfigError if --memory is more than the GPU, or the host, has.
+    """
+    if config.memory_bytes is not None:
+        is_cuda = device.type == "cuda"
+        total_bytes = torch.cuda.get_device_properties(device).total_memory if is_cuda else host_total_bytes()
+        if config.memory_bytes > total_bytes:
+            name = torch.cuda.get_device_name(device) if is_cuda else "the host"
+            raise ConfigError(
+                f"--memory {config.memory_bytes / 2**30:,.2f} GiB is more than {name} has: "
+                f"{total_bytes / 2**30:,.2f} GiB"
+            )
+        return config.memory_bytes
+    if device.type == "cuda":
+        return allocated_bytes + torch.cuda.mem_get_info(device)[0]
+    free_bytes = int(host_available_bytes() * _HOST_FRACTION)
+    return (
+        free_bytes // config.tensor_parallel_size if config.tensor_parallel_size > 1 else allocated_bytes + free_bytes
+    )

@@ -1,0 +1,307 @@
+"""The process shell of an engine handles messages, health, memory, profiler and the end of the process.
+
+It knows only the ids of requests, and does not depend on what the engine computes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import msgspec
+import torch
+import zmq
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meltcore.errors import MeltcoreError, RankError, RequestError
+from meltcore.host_memory import keep_freed_memory, trim_memory
+from meltcore.protocol.shell import (
+    AbortRequests,
+    EngineFailed,
+    EngineReady,
+    ForgetClient,
+    Loading,
+    Profile,
+    ProfileDone,
+    Shutdown,
+)
+from meltcore.protocol.sockets import socket_address
+
+# How often an idle process checks its engine. The thread on stdin notices the end of the server, not this.
+_IDLE_POLL_MS = 1000
+# A message that cannot be delivered within this time means that the API server hangs.
+_SEND_TIMEOUT_MS = 30_000
+# Time for messages that are queued at the end of the process.
+_LINGER_MS = 1000
+# Requests. The garbage of fewer is not worth a full collection.
+_TRIM_AFTER_FINISHED = 256
+
+STEP = "step"  # the name of a step's range in a trace, by which `meltcore profile` counts steps
+
+
+class RequestOutput(Protocol):
+    """An output of one request; `finish_reason` is set on its last one."""
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the request has ended; None until its last output."""
+
+
+class Outputs(Protocol):
+    """A message with the outputs of one step."""
+
+    @property
+    def outputs(self) -> Sequence[RequestOutput]:
+        """New outputs, in any order."""
+
+    def with_outputs(self, outputs: Any) -> Self:
+        """Return the same message with only these outputs."""
+
+
+class Engine(Protocol):
+    """The interface of an engine for the process shell. Requests are added and aborted between steps."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to compute or to report."""
+
+    def ready(self) -> EngineReady:
+        """Return the message that says that the engine can serve."""
+
+    def add(self, message: Any, /) -> None:
+        """Queue a request. Raises RequestError when it cannot be served."""
+
+    def refuse(self, request_id: str, error: str) -> Outputs:
+        """Return the outputs that end a request which `add` has refused."""
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests; the next `step` reports it. Unknown ids are ignored."""
+
+    def step(self) -> Outputs:
+        """Compute a step. Returns the new outputs of all requests."""
+
+    def check(self) -> None:
+        """Raise RankError when the engine has failed; called while it has no work."""
+
+    def close(self) -> None:
+        """Release devices and other processes. No step may follow."""
+
+
+# Loads an engine, which reports its progress (stage, fraction) to the given function.
+BuildEngine = Callable[[Callable[[str, float], None]], Engine]
+
+
+class EngineShell:
+    """Moves messages between an engine and its clients: the supervisor, of index 0, and the API servers."""
+
+    def __init__(self, socket_dir: Path, to_engine: Any, client_count: int = 1) -> None:
+        """Connect to the sockets. to_engine: the union of the message types that the engine and the shell receive."""
+        self._context = context = zmq.Context()
+        self._receivers: list[zmq.Socket[bytes]] = []
+        self._senders: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
+        for client_index in range(client_count):
+            receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+            for socket in (receiver, sender):
+                socket.set_hwm(0)
+                socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            sender.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+            receiver.connect(socket_address(socket_dir, "to-engine", client_index))
+            sender.connect(socket_address(socket_dir, "from-engine", client_index))
+            self._receivers.append(receiver)
+            self._senders.append(sender)
+            self._poller.register(receiver, zmq.POLLIN)
+        self._client_of: dict[str, int] = {}  # by request id, until its last output
+        self._decoder = msgspec.msgpack.Decoder(list[to_engine])
+        self._encoder = msgspec.msgpack.Encoder()
+        self._profiler: _Profiler | _CudaProfiler | None = None
+        self._finished = 0  # requests, since memory was given back
+
+    def serve(self, build: BuildEngine) -> int:
+        """Load an engine, then run its steps until a Shutdown message. Returns the exit status."""
+        try:
+            return self._serve(build)
+        except RankError as error:
+            self._fail(str(error))
+            self._context.destroy(linger=_LINGER_MS)
+            # Without teardown: a collective that a rank never joined may hold the device for ever.
+            os._exit(1)
+
+    def _serve(self, build: BuildEngine) -> int:
+        try:
+            engine = build(lambda stage, fraction: self.send(Loading(stage, fraction)))
+        except RankError:
+            raise
+        except MeltcoreError as error:
+            return self._fail(str(error))
+        except Exception as error:
+            return self._fail(f"the engine could not start: {type(error).__name__}: {error}")
+        # The objects of the loaded engine live as long as the process: the collector need not traverse them again.
+        gc.collect()
+        gc.freeze()
+        self.send(engine.ready())
+        try:
+            while self._receive(engine):
+                if engine.has_work:
+                    self._step(engine)
+        except RankError:
+            engine.close()
+            raise
+        except Exception as error:
+            self._fail(f"a step failed: {type(error).__name__}: {error}")
+            raise
+        engine.close()
+        return 0
+
+    def _step(self, engine: Engine) -> None:
+        """Run a step and send its outputs without keeping a reference to them.
+
+        An idle engine would keep them alive, and every megabyte of Python's allocator that holds one of their objects.
+        """
+        with self._profiler.step() if self._profiler is not None else nullcontext():
+            outputs = engine.step()
+        self.send_outputs(outputs)
+
+    def send(self, message: msgspec.Struct, client_index: int = 0) -> None:
+        """Send a message to one API server."""
+        self._senders[client_index].send(self._encoder.encode(message))
+
+    def send_outputs(self, step: Outputs) -> None:
+        """Send each client the outputs of its own requests in one message.
+
+        A client without outputs receives no message. A step without any outputs is sent to client 0, as a sign of
+        progress.
+        """
+        client_of = self._client_of
+        outputs_by_client: list[list[RequestOutput]] = [[] for _ in self._senders]
+        for output in step.outputs:
+            request_id = output.request_id
+            outputs_by_client[client_of[request_id]].append(output)
+            if output.finish_reason is not None:
+                del client_of[request_id]
+                self._finished += 1
+        for client_index, outputs in enumerate(outputs_by_client):
+            if outputs or (client_index == 0 and not step.outputs):
+                self._senders[client_index].send(self._encoder.encode(step.with_outputs(outputs)))
+
+    def _receive(self, engine: Engine) -> bool:
+        """Handle all messages received so far.
+
+        Waits for a message when the engine has no work. Returns False to leave.
+        """
+        if not engine.has_work and not self._poller.poll(_IDLE_POLL_MS):
+            engine.check()
+            if self._finished >= _TRIM_AFTER_FINISHED:
+                self._finished = 0
+                if not self._client_of:
+                    self._client_of.clear()  # an emptied dict keeps the memory of all its entries
+                trim_memory()
+        return all(self._receive_from(client_index, engine) for client_index in range(len(self._receivers)))
+
+    def _receive_from(self, client_index: int, engine: Engine) -> bool:
+        receiver = self._receivers[client_index]
+        while receiver.poll(0):
+            for message in self._decoder.decode(receiver.recv()):
+                if isinstance(message, Shutdown):
+                    return False
+                self._handle(engine, message, client_index)
+        return True
+
+    def _handle(self, engine: Engine, message: Any, client_index: int) -> None:
+        if isinstance(message, AbortRequests):
+            engine.abort(message.request_ids)
+        elif isinstance(message, ForgetClient):
+            self._receive_from(message.client_index, engine)  # its last messages: their requests would never be aborted
+            orphans = [request_id for request_id, owner in self._client_of.items() if owner == message.client_index]
+            self._client_of.update(dict.fromkeys(orphans, client_index))
+            engine.abort(orphans)
+        elif isinstance(message, Profile):
+            self.send(self._profile(message), client_index)
+        else:
+            self._add(engine, message, client_index)
+
+    def _add(self, engine: Engine, request: Any, client_index: int) -> None:
+        try:
+            engine.add(request)
+        except RequestError as error:
+            refusal = engine.refuse(request.request_id, error.message)
+            self._senders[client_index].send(self._encoder.encode(refusal))
+        else:
+            self._client_of[request.request_id] = client_index
+
+    def _profile(self, message: Profile) -> ProfileDone:
+        try:
+            if message.action == "start":
+                if self._profiler is not None:
+                    return ProfileDone("", "a profile is being taken already")
+                uses_cuda_profiler = message.profiler == "cuda"
+                self._profiler = _CudaProfiler() if uses_cuda_profiler else _Profiler(Path(message.directory))
+                return ProfileDone(message.directory)
+            if self._profiler is None:
+                return ProfileDone("", "no profile is being taken")
+            profiler, self._profiler = self._profiler, None
+            return ProfileDone(profiler.stop())
+        except (OSError, RuntimeError) as error:
+            self._profiler = None
+            return ProfileDone("", f"{type(error).__name__}: {error}")
+
+    def _fail(self, message: str) -> int:
+        self.send(EngineFailed(" ".join(message.split())))
+        return 1
+
+
+class _Profiler:
+    """Records a torch trace from construction until `stop`, which writes it into `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._path = directory / f"trace-{time.strftime('%Y%m%dT%H%M%S')}.json.gz"
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def step(self) -> AbstractContextManager[object]:
+        return record_function(STEP)
+
+    def stop(self) -> str:
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self._path))
+        return str(self._path)
+
+
+class _CudaProfiler:
+    """Marks the capture range of an external profiler such as Nsight Systems, from construction until `stop`."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("the cuda profiler needs an NVIDIA GPU")
+        torch.cuda.synchronize()  # or kernels of steps before the range would be captured without their launches
+        torch.cuda.profiler.start()
+
+    def step(self) -> AbstractContextManager[object]:
+        return torch.cuda.nvtx.range(STEP)
+
+    def stop(self) -> str:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        return ""
+
+
+def serve(build: BuildEngine, to_engine: Any, socket_dir: Path, client_count: int = 1) -> int:
+    """Serve clients until one of them sends Shutdown. Returns the exit status."""
+    # API servers and clients need a core too: torch's CPU threads wait for each other at every GEMM, and a thread that
+    # shares its core slows them all.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    keep_freed_memory()
+    return EngineShell(socket_dir, to_engine, client_count).serve(build)

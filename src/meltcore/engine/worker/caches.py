@@ -1,0 +1,95 @@
+"""The device memory of a model's caches: pages of keys and values, and slots of recurrent states."""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.engine.core.batch import RecurrentBatch
+from meltcore.engine.worker.transfer import to_device, to_device_together
+from meltcore.models.kv_cache_specs import KVCacheGroups, RecurrentStateSpec
+
+
+def allocate_caches(
+    groups: KVCacheGroups,
+    pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    states: RecurrentStateCache | None,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Allocate one pair of tensors per layer, in the order of the layers.
+
+    An attention layer has pages of keys and of values, [pages, page_size, kv_heads, head_dim] each. The sub-groups of a
+    model share them: layer i of each sub-group has the same tensors, but pages of its own. A recurrent layer has
+    (conv_states, states).
+    """
+    # Zeros: a masked key still takes part as 0 * value, and uninitialized memory may hold NaN.
+    shape = (pages, page_size, groups.attention[0].spec.kv_heads * groups.attention[0].spec.head_dim)
+    stored = [
+        tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)) for _ in range(groups.layers_per_page)
+    ]
+    specs = {layer: group.spec for group in groups.attention for layer in group.layers}
+    caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for sub_group in groups.sub_groups:
+        for layer, (keys, values) in zip(sub_group, stored, strict=True):
+            heads = specs[layer].kv_heads, specs[layer].head_dim
+            caches[layer] = keys.unflatten(-1, heads), values.unflatten(-1, heads)
+    if states is not None:
+        caches |= {layer: states.layer(index) for index, layer in enumerate(groups.recurrent_layers)}
+    return [caches[layer] for layer in sorted(caches)]
+
+
+class RecurrentStateCache:
+    """The states of all recurrent layers, those of one slot next to each other, and the table of slots per row.
+
+    conv: [slots + 1, layers, conv_width, conv_channels] in the model's type;
+    states: [slots + 1, layers, heads, key_dim, value_dim] float32. Slot 0 is the null slot.
+    """
+
+    def __init__(
+        self, spec: RecurrentStateSpec, layers: int, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        conv = (slots + 1, layers, spec.conv_width, spec.conv_channels)
+        states = (slots + 1, layers, spec.heads, spec.key_dim, spec.value_dim)
+        # Zeros: inputs that a sequence at position 0 has not written yet are multiplied by zero.
+        self.conv = torch.zeros(conv, dtype=dtype, device=device)
+        self.states = torch.zeros(states, dtype=torch.float32, device=device)
+        self._slot_of_row = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states of one recurrent layer.
+
+        (conv_states, states) of the recurrent layer `index`, counted among the recurrent ones: [slots + 1, ...].
+        """
+        return self.conv[:, index], self.states[:, index]
+
+    def slots(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the recurrent-state slots of rows.
+
+        Returns [rows] int64: the slots of these rows.
+        """
+        return self._slot_of_row[rows]
+
+    def begin(self, batch: RecurrentBatch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The part of the attention metadata for recurrent layers: slots, first_tokens and chunks of these rows."""
+        slots, first_tokens = to_device_together([batch.slots, batch.first_tokens], rows.device)
+        self.set_slots(rows, slots)
+        return slots, first_tokens, to_device(batch.chunks, torch.int32, rows.device)
+
+    def set_slots(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store the slots of these rows, for steps that the host describes by rows alone."""
+        self._slot_of_row[rows] = slots
+
+    def restore(self, batch: RecurrentBatch) -> None:
+        """Copy snapshots to the slots of the sequences, before the step."""
+        self._copy(batch.restores)
+
+    def take_snapshots(self, batch: RecurrentBatch) -> None:
+        """Copy the slots of sequences to snapshots, after the step."""
+        self._copy(batch.snapshots)
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies slots to slots, in stream order."""
+        for source, target in pairs:
+            self.conv[target].copy_(self.conv[source])
+            self.states[target].copy_(self.states[source])

@@ -1,0 +1,177 @@
+"""Decode steps as CUDA graphs: one per padded batch size, all in one memory pool.
+
+A decode step is hundreds of short kernels. Launching them one by one from Python costs the host milliseconds, replaying
+them as a graph microseconds. A graph reads nothing from the host but one small array, and the sampled tokens are in
+pinned host memory when it ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from meltcore.engine.core.batch import NewPages
+from meltcore.engine.worker.transfer import STAGING_SLOTS, StagingBuffer, aligned, pinned
+from meltcore.kernels.step_io import apply_updates, finish_step
+from meltcore.models.loader import Progress
+
+# From rows and positions of a padded batch, [sequences] int64 each, to logits [sequences, vocab] and greedy tokens
+# [sequences] int64.
+DecodeStep = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+PADDING_ROW = 0
+PADDING_POSITION = -1  # an empty sequence: attention reads no key for it, and its own key goes to page 0
+
+
+class CapturedGraph(NamedTuple):
+    """A graph and its outputs: logits (of a decode step) or hidden states (of one with prompts), and greedy tokens."""
+
+    graph: torch.cuda.CUDAGraph
+    values: torch.Tensor
+    token_ids: torch.Tensor
+
+
+class DecodeOutput(NamedTuple):
+    """Outputs of a replay, overwritten by the next: logits [sequences, vocab] and greedy tokens [sequences].
+
+    on_host: those tokens in host memory, valid once the device has passed this point and for two more replays.
+    """
+
+    logits: torch.Tensor
+    token_ids: torch.Tensor
+    on_host: torch.Tensor
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, ascending, up to `max_num_seqs`; closer together where padding would cost more."""
+    sizes = [1, 2, 4, 8, 10, 12, 16, 24, 32, 48, *range(64, 128, 8), *range(128, 256, 16), *range(256, 512, 32)]
+    sizes += [*range(512, 1024, 64), *range(1024, max_num_seqs, 256)]
+    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+
+
+class GraphCapturer:
+    """Captures graphs that run one after another on one stream, so they share the memory of one pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
+        self._stream = stream()  # one for all: cuBLAS keeps a workspace per stream
+
+    def capture(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> CapturedGraph:
+        """A graph of `step`, which must have run before: compiling during a capture ends it.
+
+        Unlike torch.cuda.graph it neither waits for the device nor frees all cached memory, which the next step would
+        have to allocate again.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # "thread_local": CUDA calls of other threads, such as NCCL's, do not end the capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                values, token_ids = step()
+            finally:
+                graph.capture_end()
+        return CapturedGraph(graph, values, token_ids)
+
+
+class DecodeGraphs:
+    """The graphs of pure decode steps."""
+
+    def __init__(self, step: DecodeStep, sizes: list[int], last_tokens: torch.Tensor, page_table: torch.Tensor) -> None:
+        """Allocate the inputs that all captured sizes share; `step` computes eagerly what a replay will.
+
+        All sizes share one memory for the logits of `step`: if each had its own, they would take gigabytes.
+        last_tokens: [rows] int64, where the step reads and writes each row's newest token. page_table: [rows, pages of
+        a sequence] int64.
+        """
+        self._step = step
+        self._sizes = sizes
+        self._last_tokens, self._page_table = last_tokens, page_table
+        device = page_table.device
+        # What the host sends, at the same address for every size: rows, then positions (see `_views`).
+        self._inputs = torch.zeros(2 * aligned(sizes[-1]), dtype=torch.int64, device=device)
+        self._steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self._ring = pinned(STAGING_SLOTS, sizes[-1])
+        self._staging = StagingBuffer(5 * aligned(sizes[-1]))
+        self._replays = 0
+        self._expected: tuple[list[int], list[int]] = [], []  # the rows and positions that the device has now
+        self._captured: dict[int, CapturedGraph] = {}
+
+    @torch.inference_mode()
+    def warm_up_steps(self, counts: list[int]) -> None:
+        """Launch padded steps of these sizes, and an update of the inputs.
+
+        Kernels may be skipped (`compile_ahead`): sampled tokens are then invalid and are kept from the next step.
+        """
+        for num_rows in counts:
+            rows, positions = self._padding(num_rows)
+            self._step(rows, positions)
+            self._end_step(torch.zeros_like(rows), rows, positions)
+        self._send_nothing()
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress) -> None:
+        """Capture every size, the largest first, so that the smaller ones fit into its memory."""
+        capturer = GraphCapturer()
+        for number, size in enumerate(reversed(self._sizes)):
+            rows, positions = self._padding(size)
+            self._eager_step(rows, positions)
+            torch.cuda.synchronize()
+            self._captured[size] = capturer.capture(partial(self._eager_step, rows, positions))
+            progress("capturing graphs", (number + 1) / len(self._sizes))
+        self._send_nothing()
+        self._steps.zero_()
+        torch.cuda.synchronize()
+
+    def replay(self, rows: list[int], positions: list[int], new_pages: NewPages) -> DecodeOutput:
+        """Run a decode step for these rows, each at its position, after writing `new_pages` to the page table."""
+        if new_pages.rows or (rows, positions) != self._expected:
+            self._send(rows, positions, new_pages)
+        self._expected = rows, [position + 1 for position in positions]
+        num_rows = len(rows)
+        captured = self._captured[self._size(num_rows)]
+        captured.graph.replay()
+        slot = self._replays % STAGING_SLOTS
+        self._replays += 1
+        return DecodeOutput(captured.values[:num_rows], captured.token_ids[:num_rows], self._ring[slot, :num_rows])
+
+    def _padding(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows and positions of a step of padding only."""
+        rows, positions = _views(self._inputs, num_rows)
+        return rows.fill_(PADDING_ROW), positions.fill_(PADDING_POSITION)
+
+    def _send_nothing(self) -> None:
+        """Compiles the kernels of `_send` before the first step."""
+        self._send([], [], NewPages([0], [0], [0]))
+
+    def _eager_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, token_ids = self._step(rows, positions)
+        self._end_step(token_ids, rows, positions)
+        return logits, token_ids
+
+    def _end_step(self, token_ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        finish_step(token_ids, rows, positions, self._last_tokens, self._steps, self._ring)
+
+    def _send(self, rows: list[int], positions: list[int], new_pages: NewPages) -> None:
+        num_rows, num_new_pages = len(rows), len(new_pages.rows)
+        size = self._size(num_rows)
+        inputs = self._inputs[: 2 * aligned(size)]
+        staging_buffer, read_event = self._staging.take(len(inputs) + 3 * num_new_pages)
+        staged_rows, staged_positions = (view.numpy() for view in _views(staging_buffer, size))
+        staged_rows[:num_rows], staged_rows[num_rows:] = rows, PADDING_ROW
+        staged_positions[:num_rows], staged_positions[num_rows:] = positions, PADDING_POSITION
+        staging_buffer.numpy()[len(inputs) :] = [*new_pages.rows, *new_pages.columns, *new_pages.pages]
+        apply_updates(staging_buffer, inputs, self._page_table, num_new_pages)
+        read_event.record()
+
+    def _size(self, num_rows: int) -> int:
+        return self._sizes[bisect_left(self._sizes, num_rows)]
+
+
+def _views(inputs: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows and the positions of a batch of `size` within the input array."""
+    return inputs[:size], inputs[aligned(size) : aligned(size) + size]

@@ -1,0 +1,139 @@
+"""Loads a model to its device and plans its memory; the same for an engine and for each rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from meltcore.config import EngineConfig
+from meltcore.engine.core.memory_plan import MemoryPlan, ModelShape, plan_memory
+from meltcore.engine.host.device import byte_budget, default_batched_tokens
+from meltcore.errors import ConfigError
+from meltcore.kernels.quant.fp8 import FP8
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.models.checkpoint import Checkpoint
+from meltcore.models.config_fields import MAX_POSITIONS
+from meltcore.models.kv_cache_specs import group_layers
+from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights, outline_model
+from meltcore.models.model import Model
+from meltcore.models.quantization import require_fp8
+from meltcore.models.rope import apply_overrides, scaling_for
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LoadedModel(NamedTuple):
+    """A model with its weights, and its memory plan."""
+
+    model: Model
+    device: torch.device
+    max_model_len: int
+    cache_dtype: torch.dtype
+    plan: MemoryPlan
+
+
+def load(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    progress: Progress,
+    group: TensorParallelGroup | None = None,
+) -> LoadedModel:
+    """The whole model, or with a group one rank's shard.
+
+    Raises ConfigError for a setting that cannot work, if possible before any weight is read.
+    """
+    checkpoint = apply_overrides(checkpoint, config.hf_overrides)
+    dtype = _choose_dtype(checkpoint, config, device)
+    model = build_model(checkpoint, dtype, device, config.quantization, group)
+    max_model_len = _context_limit(config, model)
+    cache_dtype = _cache_dtype(model, config, device)
+    # Loading and the rotary table only take memory: what does not fit now never will.
+    _plan(config, model, device, max_model_len, cache_dtype)
+    if config.load_format == "dummy":
+        fill_dummy_weights(model, config.seed)
+    else:
+        load_weights(model, checkpoint, progress)
+    model.prepare(max_model_len)
+    plan = _plan(config, model, device, max_model_len, cache_dtype)
+    return LoadedModel(model, device, max_model_len, cache_dtype, plan)
+
+
+def check_shards(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> None:
+    """Raise ConfigError when `load` would on every rank of a group.
+
+    Called before any rank loads: the user gets one message, and not after all ranks have joined the group.
+    """
+    checkpoint = apply_overrides(checkpoint, config.hf_overrides)
+    dtype = _choose_dtype(checkpoint, config, device)
+    model = outline_model(
+        checkpoint, dtype, device, config.quantization, TensorParallelGroup(0, config.tensor_parallel_size)
+    )
+    _plan(config, model, device, _context_limit(config, model), _cache_dtype(model, config, device))
+
+
+def _plan(
+    config: EngineConfig, model: Model, device: torch.device, max_model_len: int, cache_dtype: torch.dtype
+) -> MemoryPlan:
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    shape = ModelShape(
+        weight_bytes,
+        model.config.vocab_size,
+        group_layers(model.kv_cache_specs()),
+        model.dtype.itemsize,
+        cache_dtype.itemsize,
+    )
+    return plan_memory(
+        shape,
+        memory_bytes=byte_budget(config, device, 0 if model.device.type == "meta" else weight_bytes),
+        max_model_len=max_model_len,
+        max_num_seqs=default_if_none(config.max_num_seqs, device, cuda=1024, cpu=256),
+        max_num_batched_tokens=batched_tokens(config, device),
+        may_run_fewer=config.max_num_seqs is None,
+        snapshots=config.enable_prefix_caching,
+    )
+
+
+def default_if_none(value: int | None, device: torch.device, *, cuda: int, cpu: int) -> int:
+    """A setting, or its default for the type of device."""
+    if value is not None:
+        return value
+    return cuda if device.type == "cuda" else cpu
+
+
+def batched_tokens(config: EngineConfig, device: torch.device) -> int:
+    """The token budget of a step."""
+    return config.max_num_batched_tokens or default_batched_tokens(device)
+
+
+def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    stored = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
+    if not isinstance(stored, str) or stored not in _DTYPES:
+        raise ConfigError(f"{checkpoint.name} is stored as {stored}; name one of {', '.join(_DTYPES)} with --dtype")
+    return _DTYPES[stored]
+
+
+def _cache_dtype(model: Model, config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.kv_cache_dtype == "auto":
+        return model.dtype
+    require_fp8("--kv-cache-dtype fp8", device)
+    return FP8
+
+
+def _context_limit(config: EngineConfig, model: Model) -> int:
+    most = model.config.max_context
+    length = config.max_model_len
+    if length is None:
+        return most
+    if 2 <= length <= most:
+        return length
+    reason = f"--max-model-len must be from 2 to the model's {most}; got {length}"
+    if most < length <= MAX_POSITIONS:
+        published = model.config.max_position_embeddings
+        reason += f". For a longer context state a RoPE scaling: {scaling_for(length, published)}"
+    raise ConfigError(reason)

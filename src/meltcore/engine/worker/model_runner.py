@@ -1,0 +1,417 @@
+"""Runs the steps of a model on a device: page table, forward pass and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from meltcore.engine.core.batch import (
+    Batch,
+    NewPages,
+    PromptTargets,
+    Step,
+    build_batch,
+    longest_first,
+    scored_positions,
+    take_new_pages,
+)
+from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
+from meltcore.engine.core.request import Request
+from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.worker.caches import RecurrentStateCache, allocate_caches
+from meltcore.engine.worker.cuda_graphs import DecodeGraphs, DecodeOutput, capture_sizes
+from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets
+from meltcore.engine.worker.sampler import Sampler, SampleResult, select_logprobs
+from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_together, to_host
+from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.kernels.sampling.argmax import argmax
+from meltcore.models.kv_cache_specs import group_layers
+from meltcore.models.loader import Progress
+from meltcore.models.model import Model
+from meltcore.protocol.generation import TokenLogprobs
+
+# On GPUs of less memory the largest prefill graph has an eighth of the tokens: they cannot spare its memory.
+_LARGE_BYTES = 32 * 2**30
+
+# Prompt tokens scored in one block: with a vocabulary of 152,000 tokens their float32 logits take 0.3 GB.
+_SCORED_TOKENS = 256
+
+# Of prompt tokens [n]: their log-probabilities [n], and the highest ones and their ids [n, top].
+PromptLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# From indices of sampled rows ([rows] int64 on the device) to their logits [rows, vocab] in the model's type.
+LogitsAt = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Event(Protocol):
+    """A point in the work queued on the device."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it."""
+
+
+class LaunchedStep(NamedTuple):
+    """A step in flight on the device."""
+
+    chunks: list[Chunk]
+    requests: list[Request]
+    result: SampleResult
+    done: Event | None
+    prompt_logprobs: PromptLogprobs | None = None
+
+    def read(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """Wait for it. The sampled token of each of `requests`, and log-probabilities by the index of the request.
+
+        Prompt log-probabilities are written to their requests.
+        """
+        if self.done is not None:
+            self.done.synchronize()
+        if self.prompt_logprobs is not None:
+            self._read_prompt_logprobs(*(part.tolist() for part in self.prompt_logprobs))
+        return self.result.read(self.requests)
+
+    def _read_prompt_logprobs(
+        self, logprobs: list[float], values: list[list[float]], token_ids: list[list[int]]
+    ) -> None:
+        rows = zip(logprobs, token_ids, values, strict=True)
+        for chunk in self.chunks:
+            positions, top = scored_positions(chunk), chunk.request.sampling.prompt_logprobs
+            # By position: a preempted request computes the same ones again.
+            chunk.request.prompt_logprobs[positions.start : positions.stop] = [
+                TokenLogprobs(logprob, ids[:top], best[:top])
+                for _, (logprob, ids, best) in zip(positions, rows, strict=False)
+            ]
+
+
+class ModelRunnerConfig(NamedTuple):
+    """The sizes of a runner.
+
+    pages, recurrent_slots: without the null page and the null slot; max_num_seqs: sequences per step; max_model_len:
+    tokens per sequence; max_num_batched_tokens: tokens per step; logit_rows: sequences sampled from their logits in
+    one block (without ranks).
+    """
+
+    pages: int
+    recurrent_slots: int
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    logit_rows: int
+
+
+class ModelRunner:
+    """Holds the caches, and a row per running sequence: its pages, its recurrent-state slot and its newest token."""
+
+    max_graph_tokens = 8192  # of prompts: the device computes longer steps more slowly than the host launches them
+
+    def __init__(self, model: Model, sampler: Sampler, config: ModelRunnerConfig, cache_dtype: torch.dtype) -> None:
+        self.model = model
+        self.sampler = sampler
+        self.device = model.device
+        rows = config.max_num_seqs + 1  # row 0 is for padding
+        groups = group_layers(model.kv_cache_specs())
+        self.recurrent_states: RecurrentStateCache | None = None
+        if groups.recurrent is not None:
+            self.recurrent_states = RecurrentStateCache(
+                groups.recurrent,
+                len(groups.recurrent_layers),
+                slots=config.recurrent_slots,
+                rows=rows,
+                dtype=model.dtype,
+                device=self.device,
+            )
+        # One page more: page 0 is for padding.
+        pages = config.pages + 1
+        self.caches = allocate_caches(groups, pages, PAGE_SIZE, cache_dtype, self.device, self.recurrent_states)
+        self.kv_cache_dtype = self.caches[groups.attention[0].layers[0]][0].dtype
+        self._config = config
+        # Of all sub-groups, one after another, so that a step's updates are written by one kernel.
+        sub_groups = groups.sub_groups
+        table_rows = PageLayout.of(groups).table_rows(config.max_num_seqs)
+        table = (len(sub_groups), table_rows, pages_for(config.max_model_len))
+        self._page_tables = torch.zeros(table, dtype=torch.int64, device=self.device)
+        self._page_table = self._page_tables.flatten(0, 1)
+        self._sub_group_of_layer = [0] * len(self.caches)  # of recurrent layers, which read no page table: any
+        for index, layers in enumerate(sub_groups):
+            for layer in layers:
+                self._sub_group_of_layer[layer] = index
+        self._last_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._decode_graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
+        self._decoded: DecodeOutput | None = None  # of the newest step, if a decode graph ran it
+        self._logits: torch.Tensor | None = None  # [sequences, vocab], which decode graphs write
+        self._prompt_logprobs: PromptLogprobs | None = None  # of the newest step
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches, the null page and the null slot included."""
+        # By address: sub-groups share their tensors.
+        return sum({tensor.data_ptr(): tensor.nbytes for pair in self.caches for tensor in pair}.values())
+
+    def capture_graphs(self, progress: Progress, *, prefill: bool) -> None:
+        """Capture CUDA graphs for decode steps, and for short steps with prompts if `prefill`."""
+        head = self.model.head
+        self._logits = torch.empty(self._config.max_num_seqs, len(head), dtype=head.dtype, device=self.device)
+        graphs = self._make_decode_graphs()
+        graphs.capture(progress)
+        self._decode_graphs = graphs
+        if prefill:
+            self._capture_prefill_graphs(progress)
+
+    def _make_decode_graphs(self) -> DecodeGraphs:
+        sizes = capture_sizes(self._config.max_num_seqs)
+        return DecodeGraphs(self._decode_step, sizes, self._last_token, self._page_table)
+
+    def _capture_prefill_graphs(self, progress: Progress) -> None:
+        most = self.max_graph_tokens if _memory_bytes(self.device) >= _LARGE_BYTES else self.max_graph_tokens // 8
+        buckets = graph_buckets(self._config.max_num_seqs, min(most, self._config.max_num_batched_tokens))
+        if buckets:
+            graphs = PrefillGraphs(self._padded_step, buckets, self._page_table)
+            graphs.capture(progress)
+            self._prefill_graphs = graphs
+
+    def without_collectives(self) -> AbstractContextManager[None]:
+        """A context in which no launch needs another rank."""
+        return nullcontext()
+
+    @torch.inference_mode()
+    def warm_up_decodes(self, counts: list[int]) -> None:
+        """Launch padded decode steps of these sizes, for `compile_ahead`."""
+        if counts:
+            self._make_decode_graphs().warm_up_steps(counts)
+
+    def forget_tokens(self) -> None:
+        """Set each row's newest token to 0: warm-up leaves values that are no token ids."""
+        self._last_token.zero_()
+
+    @torch.inference_mode()
+    def launch(self, scheduled: list[Chunk]) -> LaunchedStep:
+        """Start a step and return without waiting for the device."""
+        chunks, step = self._describe(scheduled)
+        requests = [chunk.request for chunk in chunks if chunk.samples]
+        result = self._run(step, requests)
+        if self._decoded is not None and all(request.is_unmasked_greedy for request in requests):
+            on_host = SampleResult(self._decoded.on_host, [], None)  # written by the graph
+        else:
+            on_host = result.copy_to_host()
+        scored = self._prompt_logprobs
+        if scored is not None:
+            scored = (to_host(scored[0]), to_host(scored[1]), to_host(scored[2]))
+        return LaunchedStep(chunks, requests, on_host, self._done(), scored)
+
+    def sample(self, logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
+        """Replace the greedy `token_ids` [rows] of requests that are sampled in another way; in place."""
+        rows = [row for row, request in enumerate(requests) if not request.is_unmasked_greedy]
+        if not rows:
+            return SampleResult(token_ids, [], None)
+        at, most = self._tensor(rows), self._config.logit_rows
+        sampling = [requests[row] for row in rows]
+        sampled = SampleResult.of_blocks(
+            [
+                self.sampler.sample(logits_at(at[first : first + most]), sampling[first : first + most])
+                for first in range(0, len(rows), most)
+            ]
+        )
+        token_ids[at] = sampled.token_ids
+        self._last_token[self._tensor([request.row for request in sampling])] = sampled.token_ids
+        return SampleResult(token_ids, [rows[row] for row in sampled.logprob_rows], sampled.logprobs)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The argmax of each row of the model's logits, [rows] int64."""
+        return argmax(logits)
+
+    def all_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Logits [rows, vocab] of the whole vocabulary; None on a rank that does not sample."""
+        return logits
+
+    def _run(self, step: Step, requests: list[Request]) -> SampleResult:
+        """Compute a step and sample. requests: those that sample, in the order of the step."""
+        token_ids, logits_at = self._compute(step)
+        return self.sample(logits_at, token_ids, requests)
+
+    def _done(self) -> Event | None:
+        """An event after all launched work. None on a CPU, where that is done already."""
+        if self.device.type != "cuda":
+            return None
+        event = cuda_event()
+        event.record()
+        return event
+
+    def _describe(self, scheduled: list[Chunk]) -> tuple[list[Chunk], Step]:
+        """A step in numbers, and its chunks in the order of their results."""
+        new_pages = take_new_pages(scheduled, *self._page_tables.shape[:2])
+        if self._decode_graphs is not None and all(chunk.request.last_token_on_device for chunk in scheduled):
+            chunks = longest_first(scheduled)
+            rows, positions = [chunk.request.row for chunk in chunks], [chunk.start for chunk in chunks]
+            return chunks, Step(new_pages, rows, positions, None)
+        chunks, batch = build_batch(scheduled, recurrent=self.recurrent_states is not None)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.request.last_token_on_device = True
+        return chunks, Step(new_pages, [], [], batch)
+
+    def _compute(self, step: Step) -> tuple[torch.Tensor, LogitsAt]:
+        """The greedy tokens of the sequences that sample, written to the table too, and access to their logits.
+
+        Replays a graph, or launches kernel by kernel.
+        """
+        self._prompt_logprobs = None
+        if step.batch is None:
+            assert self._decode_graphs is not None
+            self._decoded = decoded = self._decode_graphs.replay(step.rows, step.positions, step.new_pages)
+            return decoded.token_ids, lambda at: decoded.logits[at]
+        self._decoded = None
+        recurrent = step.batch.recurrent
+        if self.recurrent_states is None or recurrent is None:
+            return self._compute_batch(step.batch, step.new_pages)
+        self.recurrent_states.restore(recurrent)
+        computed = self._compute_batch(step.batch, step.new_pages)
+        self.recurrent_states.take_snapshots(recurrent)
+        return computed
+
+    def _compute_batch(self, batch: Batch, new_pages: NewPages) -> tuple[torch.Tensor, LogitsAt]:
+        targets = batch.prompt_targets  # a graph keeps the hidden states of last tokens only
+        graphs = self._prefill_graphs if targets is None else None
+        if graphs is not None and (bucket := graphs.bucket_for(batch)) is not None:
+            hidden, token_ids = graphs.replay(batch, bucket, new_pages)
+            return token_ids, lambda at: self.model.logits(hidden[at])
+        if new_pages.rows:
+            self._write_pages(new_pages)
+        last_tokens, sample_rows = to_device_together([batch.last_tokens, batch.sample_rows], self.device)
+        hidden = self._forward(batch)
+        if targets is not None:
+            self._prompt_logprobs = self._score_prompts(hidden, targets)
+        logits = self.model.logits(hidden[last_tokens])
+        token_ids = self.argmax(logits)
+        self._last_token.index_copy_(0, sample_rows, token_ids)
+        return token_ids, lambda at: logits[at]
+
+    def _score_prompts(self, hidden: torch.Tensor, targets: PromptTargets) -> PromptLogprobs | None:
+        """Log-probabilities of prompt tokens from the hidden states [tokens, hidden_size] of a step, block by block.
+
+        None on a rank that does not sample.
+        """
+        tokens, token_ids = to_device_together([targets.tokens, targets.token_ids], self.device)
+        blocks: list[PromptLogprobs] = []
+        block = min(self._config.logit_rows, _SCORED_TOKENS)
+        for at, scored in zip(torch.split(tokens, block), torch.split(token_ids, block), strict=True):
+            logits = self.all_logits(self.model.logits(hidden[at]))
+            if logits is not None:
+                blocks.append(select_logprobs(logits.float().log_softmax(-1), scored, targets.top))
+        if not blocks:
+            return None
+        logprobs, values, ids = zip(*blocks, strict=True)
+        return torch.cat(logprobs), torch.cat(values), torch.cat(ids)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Run the forward pass of a step.
+
+        Returns [tokens, hidden_size] of a step. Cache slots are computed on the device from rows and positions.
+        """
+        token_ids, positions, token_rows, padded_positions, rows, starts, device_tokens, device_rows = (
+            to_device_together(
+                [
+                    batch.token_ids,
+                    batch.positions,
+                    batch.token_rows,
+                    batch.padded_positions,
+                    batch.rows,
+                    batch.starts,
+                    batch.device_tokens,
+                    batch.device_rows,
+                ],
+                self.device,
+            )
+        )
+        if batch.device_tokens:
+            token_ids[device_tokens] = self._last_token[device_rows]
+        state_slots = first_tokens = chunks = rows.new_empty(0)
+        if self.recurrent_states is not None and batch.recurrent is not None:
+            state_slots, first_tokens, chunks = self.recurrent_states.begin(batch.recurrent, rows)
+        metadata = self._metadata_of_layers(
+            self._slots(token_rows, positions),
+            rows=rows,
+            context_lens=starts,
+            num_decodes=batch.decodes,
+            query_tiles=to_device(batch.tiles, torch.int32, self.device),
+            padded_index=padded_positions,
+            padded_groups=batch.groups,
+            state_slots=state_slots,
+            query_start_loc=first_tokens,
+            chunk_indices=chunks,
+        )
+        hidden: torch.Tensor = self.model(token_ids, positions, self.caches, metadata)
+        return hidden
+
+    def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and greedy tokens of one new token per row, from the device's tables alone.
+
+        Padding has position -1: it attends to nothing and stores nothing; its recurrent state is the null slot's.
+        """
+        empty = positions.new_empty(0)
+        metadata = self._metadata_of_layers(
+            empty.expand(len(self._page_tables), 0),
+            rows=rows,
+            context_lens=positions,
+            num_decodes=rows.shape[0],
+            query_tiles=empty,
+            padded_index=empty,
+            padded_groups=[],
+            state_slots=empty if self.recurrent_states is None else self.recurrent_states.slots(rows),
+            query_start_loc=empty,
+            chunk_indices=empty,
+        )
+        hidden = self.model(self._last_token[rows], positions, self.caches, metadata)
+        logits = self.model.logits(hidden, None if self._logits is None else self._logits[: len(rows)])
+        return logits, self.argmax(logits)
+
+    def _padded_step(self, inputs: PaddedInputs, bucket: GraphBucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step with prompts from the device's tables and `inputs` alone.
+
+        Returns the hidden states that are sampled, and their greedy tokens, which are written to the table too.
+        """
+        rows, positions = inputs.token_rows, inputs.positions
+        if self.recurrent_states is not None:
+            self.recurrent_states.set_slots(inputs.rows, inputs.state_slots)
+        metadata = self._metadata_of_layers(
+            self._slots(rows, positions),
+            rows=inputs.rows,
+            context_lens=inputs.starts,
+            num_decodes=bucket.decodes,
+            query_tiles=inputs.tiles.view(torch.int32).view(-1, 4),
+            padded_index=positions.new_empty(0),
+            padded_groups=[],
+            state_slots=inputs.state_slots,
+            query_start_loc=inputs.first_tokens,
+            chunk_indices=inputs.chunks.view(torch.int32).view(-1, 2),
+        )
+        token_ids = torch.where(inputs.token_ids < 0, self._last_token[rows], inputs.token_ids)
+        hidden = self.model(token_ids, positions, self.caches, metadata)[inputs.last_tokens]
+        sampled = self.argmax(self.model.logits(hidden))
+        self._last_token.index_copy_(0, inputs.sample_rows, sampled)
+        return hidden, sampled
+
+    def _metadata_of_layers(self, slot_mappings: torch.Tensor, **fields: Any) -> list[AttentionMetadata]:
+        """Each layer's metadata. slot_mappings: [sub_groups, tokens]; fields: what all layers share."""
+        of_sub_groups = [
+            AttentionMetadata(page_table=table, slot_mapping=slots, **fields)
+            for table, slots in zip(self._page_tables, slot_mappings, strict=True)
+        ]
+        return [of_sub_groups[index] for index in self._sub_group_of_layer]
+
+    def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where tokens go in the cache of each sub-group: [sub_groups, tokens] int64."""
+        return self._page_tables[:, rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+    def _write_pages(self, new: NewPages) -> None:
+        rows, columns, pages = to_device_together(new, self.device)
+        self._page_table[rows, columns] = pages
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return to_device(values, torch.int64, self.device)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory

@@ -1,0 +1,285 @@
+"""Steps with prompts as CUDA graphs, where launching their kernels would take longer than computing them.
+
+Kernel by kernel, a step of 28 layers costs the host 10 to 16 ms whatever it holds, and every sequence that decodes
+beside a short prompt would wait for it. So a step is padded to the next of a few sizes (buckets) and replayed: 1 to
+2 ms for a prompt of a few hundred tokens. For long prompts the device takes longer than the host, and nothing is
+padded.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from meltcore.engine.core.batch import Batch, NewPages, RecurrentBatch
+from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph, GraphCapturer
+from meltcore.engine.worker.transfer import StagingBuffer, aligned
+from meltcore.kernels.attention.metadata import BLOCK_QUERIES
+from meltcore.kernels.gated_delta.common import CHUNK
+from meltcore.kernels.step_io import apply_updates
+from meltcore.models.loader import Progress
+
+# Instead of a token id that the host does not know yet: the newest token of the row.
+ON_DEVICE = -1
+
+# Prompt tokens of buckets without and with decodes, and the numbers of decodes; closer together where padding costs
+# more. Beyond 8,192 an H200 takes longer to compute a step than the host to launch it, unless ranks share a model.
+PREFILL_ONLY = (
+    *(64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072),
+    *(3584, 4096, 4608, 5120, 5632, 6144, 7168, 8192, 10240, 12288, 16384),
+)
+MIXED = (128, 256, 512, 768, 1024, 2048, 4096, 6144, 8192, 12288, 16384)
+DECODES = (16, 64, 128, 256, 512)
+# Buckets of up to this many decodes are captured before serving, since benchmarks often run so few sequences. A bucket
+# captured at its first use costs the host two launches of the step: 0.1 s each with routed experts on four ranks.
+CAPTURED_DECODES = 64
+# A graph captured while serving takes some MiB out of the reserve. Steps need the rest of it.
+MIN_FREE_BYTES = 2**27
+
+
+class GraphBucket(NamedTuple):
+    """The shape of a padded step: `decodes` chunks of one token, and `tokens` of longer chunks."""
+
+    decodes: int
+    tokens: int
+
+    @property
+    def max_prefills(self) -> int:
+        """The maximum number of chunks of more than one token. With shorter chunks, tokens stay unused."""
+        return max(4, self.tokens // 64)
+
+    @property
+    def sequences(self) -> int:
+        """The number of chunks, with one of all padding tokens and an empty one for unused recurrent chunks."""
+        return self.decodes + self.max_prefills + 2
+
+    @property
+    def samples(self) -> int:
+        """The maximum number of chunks that sample."""
+        return self.decodes + self.max_prefills
+
+    @property
+    def tiles(self) -> int:
+        """The number of query tiles: each prompt and the padding may end within one."""
+        return self.tokens // BLOCK_QUERIES + self.max_prefills + 1
+
+    @property
+    def recurrent_chunks(self) -> int:
+        """The number of chunks of recurrent layers: each prompt and the padding may end within one."""
+        return self.tokens // CHUNK + self.max_prefills + 1
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether the batch fits into this shape."""
+        tokens, num_prefills = len(batch.token_ids) - batch.decodes, len(batch.rows) - batch.decodes
+        return batch.decodes <= self.decodes and tokens <= self.tokens and num_prefills <= self.max_prefills
+
+
+def graph_buckets(max_num_seqs: int, most_tokens: int) -> list[GraphBucket]:
+    """Buckets of up to `most_tokens` prompt tokens and `max_num_seqs` decodes, ascending by all tokens."""
+    counts = [count for count in DECODES if count < max_num_seqs]
+    if max_num_seqs <= DECODES[-1]:
+        counts.append(max_num_seqs)
+    buckets = [GraphBucket(0, tokens) for tokens in PREFILL_ONLY]
+    buckets += [GraphBucket(count, tokens) for count in counts for tokens in MIXED]
+    return sorted((bucket for bucket in buckets if bucket.tokens <= most_tokens), key=sum)
+
+
+class PaddedInputs(NamedTuple):
+    """All inputs of a padded step, int64: `decodes` chunks of one token, then the tokens of the others.
+
+    token_ids (ON_DEVICE: the row's newest), positions, token_rows: [decodes + tokens]; tiles: [tiles * 2], query tiles,
+    two int32 in one; last_tokens, sample_rows: [samples], the token whose logits are sampled, and its row; rows,
+    starts, state_slots: [sequences]; first_tokens: [sequences + 1]; chunks: [recurrent_chunks], two int32 in one (see
+    the attention metadata). Padding has the padding row and the null slot. It is computed like other tokens:
+    uninitialized memory may hold NaN.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    token_rows: torch.Tensor
+    tiles: torch.Tensor
+    last_tokens: torch.Tensor
+    sample_rows: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor
+    state_slots: torch.Tensor
+    first_tokens: torch.Tensor
+    chunks: torch.Tensor
+
+    @classmethod
+    def views(cls, entries: torch.Tensor, bucket: GraphBucket) -> PaddedInputs:
+        """Views of an array of at least `entries_of(bucket)`."""
+        lengths = _lengths(bucket)
+        starts = np.cumsum([0, *map(aligned, lengths)]).tolist()
+        return cls(*(entries[start : start + length] for start, length in zip(starts, lengths, strict=False)))
+
+
+def entries_of(bucket: GraphBucket) -> int:
+    """Number of int64 in the inputs of a bucket."""
+    return sum(map(aligned, _lengths(bucket)))
+
+
+def _lengths(bucket: GraphBucket) -> list[int]:
+    tokens, sequences = bucket.decodes + bucket.tokens, bucket.sequences
+    per_token = [tokens, tokens, tokens, 2 * bucket.tiles, bucket.samples, bucket.samples]
+    return [*per_token, sequences, sequences, sequences, sequences + 1, bucket.recurrent_chunks]
+
+
+_NO_TOKENS = np.zeros(0, np.int64)
+EMPTY = Batch(
+    decodes=0,
+    tiles=np.zeros((0, 4), np.int32),
+    groups=[],
+    token_ids=_NO_TOKENS,
+    positions=_NO_TOKENS,
+    token_rows=_NO_TOKENS,
+    padded_positions=_NO_TOKENS,
+    rows=[],
+    starts=[],
+    device_tokens=[],
+    device_rows=[],
+    last_tokens=[],
+    sample_rows=[],
+    recurrent=RecurrentBatch([], np.zeros(1, np.int64), np.zeros((0, 2), np.int32), [], []),
+)
+
+
+def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
+    """Write a batch that `bucket` holds into `inputs` in host memory."""
+    decodes, gap = batch.decodes, bucket.decodes - batch.decodes
+
+    def moved(tokens: Sequence[int]) -> np.ndarray:
+        """The padded indices of these tokens: those of longer chunks come after all entries for chunks of one."""
+        at = np.asarray(tokens, dtype=np.int64)
+        return at + gap * (at >= decodes)
+
+    def spread(target: torch.Tensor, values: Sequence[int] | np.ndarray, no_decode: int, no_prompt: int) -> None:
+        _fill(target[: bucket.decodes], values[:decodes], no_decode)
+        _fill(target[bucket.decodes :], values[decodes:], no_prompt)
+
+    spread(inputs.token_ids, batch.token_ids, 0, 0)
+    inputs.token_ids.numpy()[moved(batch.device_tokens)] = ON_DEVICE
+    spread(inputs.positions, batch.positions, PADDING_POSITION, 0)
+    spread(inputs.token_rows, batch.token_rows, PADDING_ROW, PADDING_ROW)
+    unused = _chunk_sizes(bucket.tokens - (len(batch.token_ids) - decodes), BLOCK_QUERIES)
+    ends = len(batch.token_ids) - decodes + np.cumsum(unused, dtype=np.int32)
+    padding = np.stack([np.full_like(unused, PADDING_ROW), ends - unused, unused, np.zeros_like(unused)], 1)
+    _fill(inputs.tiles, np.concatenate([batch.tiles, padding]).reshape(-1).view(np.int64), 0)
+    _fill(inputs.last_tokens, moved(batch.last_tokens), 0)
+    _fill(inputs.sample_rows, batch.sample_rows, PADDING_ROW)
+    spread(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
+    spread(inputs.starts, batch.starts, PADDING_POSITION, 0)
+    if batch.recurrent is not None:
+        spread(inputs.state_slots, batch.recurrent.slots, 0, 0)
+        _pad_chunks(batch.recurrent, decodes, bucket, inputs)
+
+
+def _pad_chunks(batch: RecurrentBatch, decodes: int, bucket: GraphBucket, inputs: PaddedInputs) -> None:
+    gap = bucket.decodes - decodes
+    first_tokens, chunks = inputs.first_tokens.numpy(), inputs.chunks.numpy()
+    ends = batch.first_tokens[decodes:] + gap
+    first_tokens[: bucket.decodes] = np.arange(bucket.decodes)
+    _fill(inputs.first_tokens[bucket.decodes :], ends, ends[-1])
+    first_tokens[-2:] = bucket.decodes + bucket.tokens
+    unused = len(_chunk_sizes(int(first_tokens[-1] - ends[-1]), CHUNK))
+    padded = np.zeros((bucket.recurrent_chunks, 2), np.int32)
+    padded[:, 0] = bucket.sequences - 1
+    padded[: len(batch.chunks)] = batch.chunks + np.array([gap, 0], np.int32)
+    padding = padded[len(batch.chunks) : len(batch.chunks) + unused]
+    padding[:, 0], padding[:, 1] = bucket.sequences - 2, np.arange(unused)
+    chunks[:] = padded.reshape(-1).view(np.int64)
+
+
+def _fill(target: torch.Tensor, values: Sequence[int] | np.ndarray, padding: int) -> None:
+    """Writes `values`, then `padding` up to the end of the target."""
+    array = target.numpy()
+    array[: len(values)], array[len(values) :] = values, padding
+
+
+def _chunk_sizes(tokens: int, most: int) -> np.ndarray:
+    """Sizes of the chunks of at most `most` that `tokens` are cut into: [chunks] int32."""
+    return np.minimum(most, tokens - np.arange(0, tokens, most)).astype(np.int32)
+
+
+# From the inputs of a bucket on the device to the hidden states that are sampled, [samples, hidden_size], and the
+# greedy tokens [samples] int64.
+PaddedStep = Callable[[PaddedInputs, GraphBucket], tuple[torch.Tensor, torch.Tensor]]
+
+
+class PrefillGraphs:
+    """The graphs of steps with prompts."""
+
+    def __init__(self, step: PaddedStep, buckets: list[GraphBucket], page_table: torch.Tensor) -> None:
+        """step: computes eagerly what a replay will. page_table: [rows, pages of a sequence] int64."""
+        self._step = step
+        self._buckets = buckets
+        self._totals = [sum(bucket) for bucket in buckets]
+        self._page_table = page_table
+        most = max(map(entries_of, buckets))
+        self._inputs = torch.zeros(most, dtype=torch.int64, device=page_table.device)
+        self._staging = StagingBuffer(2 * most)
+        self._capturer = GraphCapturer()
+        self._captured: dict[GraphBucket, CapturedGraph] = {}
+        self._memory_left = True
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress) -> None:
+        """Capture buckets of few decodes, the largest first, so that the smaller ones fit into its memory.
+
+        The others are captured at their first use.
+        """
+        first = [bucket for bucket in reversed(self._buckets) if bucket.decodes <= CAPTURED_DECODES]
+        for number, bucket in enumerate(first):
+            padding = torch.zeros(entries_of(bucket), dtype=torch.int64)
+            pad(EMPTY, bucket, PaddedInputs.views(padding, bucket))
+            self._inputs[: len(padding)] = padding.to(self._inputs.device)
+            inputs = PaddedInputs.views(self._inputs, bucket)
+            self._step(inputs, bucket)
+            torch.cuda.synchronize()
+            self._captured[bucket] = self._capturer.capture(partial(self._step, inputs, bucket))
+            progress("capturing prefill graphs", (number + 1) / len(first))
+
+    def bucket_for(self, batch: Batch) -> GraphBucket | None:
+        """The smallest bucket that holds a batch. None when its kernels are to be launched one by one."""
+        first = bisect_left(self._totals, len(batch.token_ids))
+        bucket = next((bucket for bucket in self._buckets[first:] if bucket.holds(batch)), None)
+        if bucket is None or bucket in self._captured or self._has_memory():
+            return bucket
+        return None
+
+    def replay(self, batch: Batch, bucket: GraphBucket, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a step after writing `new_pages` to the page table.
+
+        Returns the hidden states that are sampled and their greedy tokens; the next replay of the bucket overwrites
+        both.
+        """
+        entries, added = entries_of(bucket), len(new_pages.rows)
+        sent, read = self._staging.take(entries + 3 * added)
+        pad(batch, bucket, PaddedInputs.views(sent, bucket))
+        sent.numpy()[entries:] = [*new_pages.rows, *new_pages.columns, *new_pages.pages]
+        apply_updates(sent, self._inputs[:entries], self._page_table, added)
+        read.record()
+        captured = self._captured.get(bucket)
+        if captured is None:
+            inputs = PaddedInputs.views(self._inputs, bucket)
+            hidden, token_ids = self._step(inputs, bucket)
+            self._captured[bucket] = self._capturer.capture(partial(self._step, inputs, bucket))
+        else:
+            captured.graph.replay()
+            hidden, token_ids = captured.values, captured.token_ids
+        count = len(batch.last_tokens)
+        return hidden[:count], token_ids[:count]
+
+    def _has_memory(self) -> bool:
+        """Whether memory is left for one more graph; after a False, no more are captured."""
+        if self._memory_left and torch.cuda.mem_get_info(self._inputs.device)[0] < MIN_FREE_BYTES:
+            self._memory_left = False
+            effect = "steps of new sizes run slower, kernel by kernel; a smaller --memory leaves more"
+            print(f"meltcore: too little GPU memory is left for CUDA graphs: {effect}", file=sys.stderr, flush=True)
+        return self._memory_left

@@ -1,0 +1,235 @@
+"""Samples the next token of each sequence from its logits.
+
+The host knows from the sampling parameters what each row needs, so a step launches only the kernels that some row
+needs. Nothing
+here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from meltcore.engine.core.memory_plan import PENALTY_BYTES
+from meltcore.engine.core.request import Request
+from meltcore.engine.worker.transfer import to_device, to_device_together, to_host
+from meltcore.kernels.sampling.argmax import argmax
+from meltcore.kernels.sampling.draw import gumbel_sample
+from meltcore.kernels.sampling.penalties import apply_penalties
+from meltcore.kernels.sampling.top_k_top_p import threshold_tokens
+from meltcore.protocol.generation import TokenLogprobs
+from meltcore.protocol.sampling_params import SEED_LIMIT, SamplingParams
+
+
+class SampleResult(NamedTuple):
+    """Sampled token ids [rows] on the device, and the log-probabilities of the rows that ask for them.
+
+    logprobs: the sampled token's [logprob_rows], and values and ids of the top ones [logprob_rows, top].
+    """
+
+    token_ids: torch.Tensor
+    logprob_rows: list[int]
+    logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of_blocks(cls, blocks: list[SampleResult]) -> SampleResult:
+        """Concatenates the results of all blocks, in order."""
+        if len(blocks) == 1:
+            return blocks[0]
+        rows: list[int] = []
+        first = 0
+        for block in blocks:
+            rows += [first + row for row in block.logprob_rows]
+            first += len(block.token_ids)
+        token_ids = torch.cat([block.token_ids for block in blocks])
+        known = [block.logprobs for block in blocks if block.logprobs is not None]
+        if not known:
+            return cls(token_ids, [], None)
+        sampled, values, ids = zip(*known, strict=True)
+        return cls(token_ids, rows, (torch.cat(sampled), _concatenate(values), _concatenate(ids)))
+
+    def copy_to_host(self) -> SampleResult:
+        """Start a copy to the host, complete once the stream has passed this point."""
+        logprobs = None if self.logprobs is None else tuple(to_host(part) for part in self.logprobs)
+        return SampleResult(to_host(self.token_ids), self.logprob_rows, logprobs)  # type: ignore[arg-type]
+
+    def read(self, requests: list[Request]) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """On a complete host copy: the token of each row, and the log-probabilities by row."""
+        logprobs: dict[int, TokenLogprobs] = {}
+        if self.logprobs is not None:
+            sampled, values, ids = (part.tolist() for part in self.logprobs)
+            for index, row in enumerate(self.logprob_rows):
+                top = requests[row].sampling.logprobs or 0
+                logprobs[row] = TokenLogprobs(sampled[index], ids[index][:top], values[index][:top])
+        return self.token_ids.tolist(), logprobs
+
+
+class Sampler:
+    """Samples by each request's own parameters."""
+
+    def __init__(self, vocab_size: int, device: torch.device, seed: int, penalty_slots: int = 0) -> None:
+        """penalty_slots: the maximum number of running sequences with penalties, which the scheduler enforces."""
+        self.device = device
+        self._seed = seed
+        self._penalties = PenaltyTable(penalty_slots, vocab_size, device)
+
+    def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
+        """Sample one token per row.
+
+        logits: [rows, vocab] of any floating type (overwritten); requests: one per row.
+        """
+        raw = self._raw_logprobs(logits, requests)
+        logits = self._penalties.apply(logits, requests)
+        self._mask(logits, requests)
+        token_ids = self._sample(logits, requests)
+        self._penalties.count(token_ids, requests)
+        if raw is None:
+            return SampleResult(token_ids, [], None)
+        logprob_rows, distribution, top = raw
+        sampled = token_ids[self._tensor(logprob_rows)]
+        return SampleResult(token_ids, logprob_rows, select_logprobs(distribution, sampled, top))
+
+    def _raw_logprobs(
+        self, logits: torch.Tensor, requests: list[Request]
+    ) -> tuple[list[int], torch.Tensor, int] | None:
+        """The rows that ask for log-probabilities, their log-probabilities, and the maximum number of top tokens."""
+        rows = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
+        if not rows:
+            return None
+        top = max(requests[row].sampling.logprobs or 0 for row in rows)
+        return rows, logits[self._tensor(rows)].float().log_softmax(-1), top
+
+    def _mask(self, logits: torch.Tensor, requests: list[Request]) -> None:
+        """Mask end tokens before min_tokens, and the tokens that a request's own mask excludes."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        for row, request in enumerate(requests):
+            # The token being sampled is counted as in flight already.
+            if request.generated <= request.sampling.min_tokens:
+                rows += [row] * len(request.stop_ids)
+                tokens += request.stop_ids
+            if request.token_mask is not None and (allowed := request.token_mask(request.output_ids)) is not None:
+                logits[row].masked_fill_(~allowed.to(self.device), float("-inf"))
+        if rows:
+            at_rows, at_tokens = to_device_together([rows, tokens], self.device)
+            logits[at_rows, at_tokens] = float("-inf")
+
+    def _sample(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+        sampling_params = [request.sampling for request in requests]
+        if all(params.temperature == 0 for params in sampling_params):
+            return argmax(logits)
+        seeds, positions, top_k = to_device_together(
+            [
+                [self.seed_of(request) for request in requests],
+                [request.length for request in requests],
+                [params.top_k if _is_filtered(params) else 0 for params in sampling_params],
+            ],
+            self.device,
+        )
+        temperatures, top_p, min_p = to_device(
+            [
+                [params.temperature for params in sampling_params],
+                [params.top_p if _is_filtered(params) else 1.0 for params in sampling_params],
+                [params.min_p if _is_filtered(params) else 0.0 for params in sampling_params],
+            ],
+            torch.float32,
+            self.device,
+        )
+        kept = None
+        if any(_is_filtered(params) for params in sampling_params):
+            kept = threshold_tokens(logits, temperatures, top_k, top_p, min_p)
+        return gumbel_sample(logits, temperatures, seeds, positions, kept)
+
+    def seed_of(self, request: Request) -> int:
+        """The request's own seed, or one that no other request of this engine has."""
+        if request.sampling.seed is not None:
+            return request.sampling.seed
+        request_seed = (self._seed << 40) ^ (self._seed >> 23)  # every bit of the engine's seed counts in the 63 bits
+        return (request_seed ^ (request.arrival << 1) ^ 1) % SEED_LIMIT
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return to_device(values, torch.int64, self.device)
+
+
+def select_logprobs(
+    distribution: torch.Tensor, token_ids: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of log-probabilities [rows, vocab]: those of `token_ids` [rows], and the `top` highest with ids [rows, top]."""
+    values, ids = distribution.topk(max(1, top), dim=-1)
+    return distribution.gather(1, token_ids[:, None])[:, 0], values, ids
+
+
+class PenaltyTable:
+    """Token counts of the sequences with penalties, in the slots that the scheduler gave them.
+
+    output_counts: [slots, vocab] int32; in_prompt: [slots, vocab] bool. A slot is not written before a sequence starts
+    in it, so a host maps no memory for slots that were never used.
+    """
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._output_counts = torch.empty(slots, vocab_size, dtype=torch.int32, device=device)
+        self._in_prompt = torch.empty(slots, vocab_size, dtype=torch.bool, device=device)
+        assert self._output_counts.nbytes + self._in_prompt.nbytes == PENALTY_BYTES * slots * vocab_size, "as planned"
+
+    def apply(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+        """Return the logits with penalties applied: `logits`, or a float32 copy if any row has penalties."""
+        rows = [row for row, request in enumerate(requests) if request.has_penalties]
+        if not rows:
+            return logits
+        at, slots = self._rows_and_slots(rows, requests)
+        sampling_params = [requests[row].sampling for row in rows]
+        presence, frequency, repetition = to_device(
+            [
+                [params.presence_penalty for params in sampling_params],
+                [params.frequency_penalty for params in sampling_params],
+                [params.repetition_penalty for params in sampling_params],
+            ],
+            torch.float32,
+            self._device,
+        )
+        logits = logits.float()
+        apply_penalties(logits, at, slots, self._output_counts, self._in_prompt, presence, frequency, repetition)
+        return logits
+
+    def count(self, token_ids: torch.Tensor, requests: list[Request]) -> None:
+        """Count the sampled tokens, on the device: the host may not have read them when the next step starts."""
+        rows = [row for row, request in enumerate(requests) if request.has_penalties]
+        if rows:
+            at, slots = self._rows_and_slots(rows, requests)
+            self._output_counts.index_put_((slots, token_ids[at]), slots.new_ones(len(rows), dtype=torch.int32), True)
+
+    def _rows_and_slots(self, rows: list[int], requests: list[Request]) -> list[torch.Tensor]:
+        return to_device_together([rows, [self._slot(requests[row]) for row in rows]], self._device)
+
+    def _slot(self, request: Request) -> int:
+        if not request.is_counted:
+            self._fill(request.penalty_slot, request)
+            request.is_counted = True
+        return request.penalty_slot
+
+    def _fill(self, slot: int, request: Request) -> None:
+        """Count the tokens of a sequence that is (re)started: the host knows all of them then."""
+        self._output_counts[slot].zero_()
+        self._in_prompt[slot].zero_()
+        prompt, output = to_device_together(
+            [request.token_ids[: request.prompt_length], request.output_ids], self._device
+        )
+        self._in_prompt[slot].index_fill_(0, prompt, True)
+        self._output_counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+
+def _concatenate(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the rows of blocks, padded to the widest block.
+
+    Returns [rows of all blocks, columns of the widest block]; missing columns are zero.
+    """
+    widest = max(block.shape[1] for block in blocks)
+    return torch.cat([torch.nn.functional.pad(block, (0, widest - block.shape[1])) for block in blocks])
+
+
+def _is_filtered(sampling: SamplingParams) -> bool:
+    """Whether top-k, top-p or min-p excludes tokens from a draw. They never exclude the token of a greedy request."""
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0)

@@ -1,0 +1,193 @@
+"""Compiles and runs, before serving, every kernel that serving launches: compiling during a step delays all requests.
+
+A rehearsal first goes through the launches of serving. Triton's hook before its compiler records the kernels that are
+missing and skips them; then a few threads compile them in parallel, since most of that work runs outside of Python's
+lock. Processes that need the same kernels start at different ones, and find in Triton's cache those of the others.
+
+Then the warm-up runs: CUDA graphs compile what decode steps need; here run prompts of every size that the kernels
+distinguish, and every way to sample, all on the padding row, whose page and recurrent-state slot hold nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from meltcore.engine.core.request import Request
+from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.worker.cuda_graphs import PADDING_ROW
+from meltcore.engine.worker.model_runner import ModelRunner
+from meltcore.protocol.generation import AddRequest
+from meltcore.protocol.sampling_params import SamplingParams
+
+# With more threads than this only the part under Python's lock is left.
+_MAX_THREADS = 8
+
+# One step each: GEMMs of one token, of few, of three tile sizes, and of many (kernels/gemm/linear.py).
+PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
+# Further ones for routed experts: every mode and alignment of kernels/moe/grouped_gemm.py, and grouped_gemm_tma.py.
+EXPERT_TOKENS = (3, 5, 9, 114, 228, 257, 456, 513, 1024, 3656)
+# Of recurrent layers: states are split by the number of prompts in a step (kernels/gated_delta/state_scan.py).
+PROMPTS_PER_STEP = (2, 4, 8, 16)
+# Sequences of decode steps that consist of different kernels (kernels/gemm/linear.py, kernels/attention/decode.py).
+DECODES = (1, 2, 12, 16, 24, 48, 96, 160, 320)
+EVERY_SAMPLING = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_k=2, top_p=0.9, min_p=0.01),
+    SamplingParams(frequency_penalty=0.1),
+    SamplingParams(logprobs=1),
+)
+
+_Item = TypeVar("_Item")
+
+
+class StepLimits(NamedTuple):
+    """Limits of a step: decoding sequences, tokens of one sequence, and all tokens."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+
+class CompileOrder(NamedTuple):
+    """The number of this process among those that compile the same kernels, and their count."""
+
+    number: int = 0
+    processes: int = 1
+
+    def order(self, items: Sequence[_Item]) -> list[_Item]:
+        """All items, starting at this process's part."""
+        first = len(items) * self.number // self.processes
+        return [*items[first:], *items[:first]]
+
+
+_SINGLE = CompileOrder()
+
+
+# --- compiling -----------------------------------------------------------------------------------------------------
+
+
+def compile_ahead(
+    warm_up_steps: Callable[[], None], use_device: Callable[[], None], order: CompileOrder = _SINGLE
+) -> int:
+    """Compile the kernels that `warm_up_steps` launches and that are not compiled yet. Returns their number.
+
+    Missing kernels are skipped in the rehearsal, so their outputs are uninitialized memory. use_device: makes the
+    device current in a thread.
+    """
+    missing: dict[tuple[JITFunction[Any], str], None] = {}
+
+    def record(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        missing[fn.jit_function, compile["specialization_data"]] = None
+        return True  # neither compile nor launch it
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = record
+    try:
+        warm_up_steps()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    launchers: defaultdict[tuple[str, ...], Lock] = defaultdict(Lock)
+    with ThreadPoolExecutor(threads, initializer=use_device) as pool:
+        jobs = [
+            pool.submit(_compile, function, specialization, launchers)
+            for function, specialization in order.order(list(missing))
+        ]
+    for job in jobs:
+        job.result()
+    return len(missing)
+
+
+def _compile(
+    function: JITFunction[Any], specialization: str, launchers: Mapping[tuple[str, ...], AbstractContextManager[Any]]
+) -> None:
+    """Compile a kernel and its launcher, which a C compiler makes per signature and as slowly as the kernel itself.
+
+    The first launch finds it in Triton's cache. launchers: a lock per signature, so that none is compiled twice.
+    """
+    kernel = function.preload(specialization)
+    if kernel is not None:
+        with launchers[tuple(map(str, kernel.src.signature.values()))]:
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
+def compile_kernels(runner: ModelRunner, limits: StepLimits, order: CompileOrder) -> None:
+    """Compile the kernels that serving is known to launch on this GPU, in parallel."""
+    use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
+    compile_ahead(partial(warm_up_steps, runner, limits), use_device, order)
+
+
+def warm_up_steps(runner: ModelRunner, limits: StepLimits) -> None:
+    """The launches of `warm_up` and of decode steps, with kernels skipped, so that their results are invalid.
+
+    So no sampled token may be used as an index: no penalties and no log-probabilities. Each rank does this alone.
+    """
+    with runner.without_collectives():
+        runner.warm_up_decodes([count for count in DECODES if count <= limits.max_num_seqs])
+        _launch_prompts(runner, limits)
+        _launch_sampling(runner, EVERY_SAMPLING[:3])
+    runner.forget_tokens()
+
+
+# --- running -------------------------------------------------------------------------------------------------------
+
+
+def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
+    """Run prompts within these limits on the padding row."""
+    _launch_prompts(runner, limits)
+    _launch_sampling(runner, EVERY_SAMPLING)
+
+
+def _launch_prompts(runner: ModelRunner, limits: StepLimits) -> None:
+    for num_tokens in PROMPT_TOKENS + (EXPERT_TOKENS if runner.model.config.experts else ()):
+        if num_tokens <= limits.max_num_batched_tokens:
+            runner.launch(_prompts(num_tokens, limits.max_model_len)).read()
+    runner.launch(_most_tiles(limits)).read()
+    for count in PROMPTS_PER_STEP if runner.recurrent_states is not None else ():
+        runner.launch([_prompt(number, 2, SamplingParams()) for number in range(count)]).read()
+
+
+def _launch_sampling(runner: ModelRunner, params: Sequence[SamplingParams]) -> None:
+    runner.launch([_prompt(number, 1, sampling) for number, sampling in enumerate(params)]).read()
+
+
+def _most_tiles(limits: StepLimits) -> list[Chunk]:
+    """A step with as many query tiles as possible (kernels/attention/prefill.py).
+
+    It has as many short prompts as may run in one step, and the rest of the tokens in the first of them.
+    """
+    short = min(2, limits.max_model_len)
+    count = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // short))
+    left = limits.max_num_batched_tokens - count * short
+    chunks = []
+    for number in range(count):
+        more = min(left, limits.max_model_len - short)
+        left -= more
+        chunks.append(_prompt(number, short + more, SamplingParams()))
+    return chunks
+
+
+def _prompts(tokens: int, max_model_len: int) -> list[Chunk]:
+    """`tokens` in as few prompts as possible."""
+    sizes = [min(max_model_len, tokens - done) for done in range(0, tokens, max_model_len)]
+    return [_prompt(number, size, SamplingParams()) for number, size in enumerate(sizes)]
+
+
+def _prompt(number: int, tokens: int, sampling: SamplingParams) -> Chunk:
+    request = Request(AddRequest(f"warm up {number}", [0] * tokens, sampling), number, frozenset(), None)
+    request.row = PADDING_ROW
+    request.penalty_slot = 0  # not in use yet, and reset by the first sequence that gets it
+    return Chunk(request, 0, tokens, samples=True)

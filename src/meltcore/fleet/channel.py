@@ -1,0 +1,154 @@
+"""The channel between the supervisor and an API server process: messages, and connections with them.
+
+A socket pair that keeps messages apart (SOCK_SEQPACKET), because it can also carry file descriptors, which a pipe
+cannot. Its end means that the process at the other end is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from meltcore.api.backend import ServerStatus
+from meltcore.config import ServerConfig
+from meltcore.protocol.generation import GenerationReady
+
+MESSAGE_BYTES = 1 << 17  # the longest message; a server's configuration takes a few kilobytes
+
+# --- supervisor to API server --------------------------------------------------------------------------------------
+
+
+class Setup(msgspec.Struct, tag="setup", frozen=True):
+    """The first message. The descriptor of the shared statistics comes with it. Answered by `Started`."""
+
+    config: ServerConfig
+    api_server: int  # its row of the statistics and its sockets to the engines, from 1 on
+    num_processes: int  # rows of the statistics: the API servers and the supervisor
+    directory: str  # of the sockets
+
+
+class LoadText(msgspec.Struct, tag="load", frozen=True):
+    """The checkpoints are on this machine: load the tokenizers."""
+
+
+class Open(msgspec.Struct, tag="open", frozen=True):
+    """The engines of each model are ready. Answered by `ModelsOpened` once the tokenizers are loaded too."""
+
+    engines: list[GenerationReady]
+    created: int
+
+
+class StatusChanged(msgspec.Struct, tag="status", frozen=True):
+    """The server's status, and the reason that refused requests receive."""
+
+    status: ServerStatus
+    reason: str
+
+
+class AddConnection(msgspec.Struct, tag="connection", frozen=True):
+    """Pass a client's connection, whose descriptor comes with the message, to the API server."""
+
+
+class EndRequests(msgspec.Struct, tag="end", frozen=True):
+    """End every open request with an error."""
+
+    message: str
+    status: int
+    code: str
+
+
+class ReplicaDied(msgspec.Struct, tag="died", frozen=True):
+    """A replica of a model has died: end its requests."""
+
+    model: int
+    replica: int
+    reason: str
+
+
+class Exit(msgspec.Struct, tag="exit", frozen=True):
+    """Close connections and exit."""
+
+
+# --- API server to supervisor --------------------------------------------------------------------------------------
+
+
+class Started(msgspec.Struct, tag="started", frozen=True):
+    """The process serves connections; requests for a model are refused until it is open."""
+
+
+class ModelsOpened(msgspec.Struct, tag="opened", frozen=True):
+    """All models can be served. For each: whether its tokenizer is a synthetic one."""
+
+    synthetic_tokenizers: list[bool]
+
+
+class CannotContinue(msgspec.Struct, tag="failed", frozen=True):
+    """The process cannot start ("start"), or an engine sends messages that cannot be read ("engine")."""
+
+    cause: Literal["start", "engine"]
+    message: str
+    model: int = 0
+    replica: int = 0
+
+
+ToAPIServer = Setup | LoadText | Open | StatusChanged | AddConnection | EndRequests | ReplicaDied | Exit
+FromAPIServer = Started | ModelsOpened | CannotContinue
+_Message = TypeVar("_Message")
+_encode = msgspec.msgpack.Encoder().encode
+_CONNECTION = _encode(AddConnection())
+
+
+class Channel(Generic[_Message]):
+    """One end of a channel; `incoming` is the union of the messages that arrive here."""
+
+    def __init__(self, sock: socket.socket, incoming: Any) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._decode = msgspec.msgpack.Decoder(incoming).decode
+
+    def send(self, message: ToAPIServer | FromAPIServer, descriptor: int | None = None) -> bool:
+        """Send a message now. False when the other end is gone, or has read so little that the buffer is full."""
+        return self._send(_encode(message), descriptor)
+
+    def send_connection(self, connection: socket.socket) -> bool:
+        """Pass `connection` on and close our copy. False as in `send`: then it is still ours."""
+        if not self._send(_CONNECTION, connection.fileno()):
+            return False
+        connection.close()
+        return True
+
+    def read(self, on_message: Callable[[_Message, list[int]], None], on_end: Callable[[], object]) -> None:
+        """From now on call `on_message` for each message with its descriptors, and `on_end` once, at the end."""
+
+        def readable() -> None:
+            while self._socket.fileno() >= 0:
+                try:
+                    data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+                except BlockingIOError:
+                    return
+                except ConnectionError:
+                    data = b""
+                if not data:
+                    self.close()
+                    on_end()
+                    return
+                on_message(self._decode(data), descriptors)
+
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), readable)
+
+    def close(self) -> None:
+        """Close this end. Can be called twice."""
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+
+    def _send(self, data: bytes, descriptor: int | None) -> bool:
+        try:
+            socket.send_fds(self._socket, [data], [] if descriptor is None else [descriptor])
+        except OSError:  # a full buffer, no other end, or (ETOOMANYREFS) too many descriptors in flight
+            return False
+        return True

@@ -1,0 +1,57 @@
+"""The GPUs of each replica: neighbors in the order of CUDA_VISIBLE_DEVICES, none of them shared."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from meltcore.config import EngineConfig, ModelConfig
+from meltcore.errors import ConfigError
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+MAX_REPLICAS = 64  # on a CPU nothing else keeps a typing error from starting thousands of processes
+_DEVICE_FILES = "nvidia[0-9]*"  # one per GPU; to count them takes neither torch nor the driver's library
+
+
+class Placement(NamedTuple):
+    """The configuration of one replica's engine, and what is added to its environment."""
+
+    engine: EngineConfig
+    environment: dict[str, str]
+
+
+def place_replicas(config: ModelConfig) -> list[Placement]:
+    """A placement for each replica. A single one finds its GPUs by itself, and a CPU is not divided.
+
+    Raises ConfigError for more than MAX_REPLICAS, for too few GPUs, or when --device names a single one for several
+    replicas.
+    """
+    engine, replicas, gpus_per_replica = config.engine, config.data_parallel_size, config.engine.tensor_parallel_size
+    if replicas == 1:
+        return [Placement(engine, {})]
+    option = f"--data-parallel-size {replicas}"
+    if replicas > MAX_REPLICAS:
+        raise ConfigError(f"--data-parallel-size must be at most {MAX_REPLICAS}; got {replicas}")
+    if engine.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {engine.device} is one GPU, and {option} needs one or more for each replica")
+    gpus = [] if engine.device == "cpu" else visible_gpus()
+    if not gpus and engine.device != "cuda":
+        return [Placement(engine, {})] * replicas
+    if len(gpus) < replicas * gpus_per_replica:
+        raise ConfigError(
+            f"{option} needs {replicas * gpus_per_replica} GPUs ({gpus_per_replica} each); {len(gpus)} are visible"
+        )
+    # By name: an engine left to choose would silently use the CPU when its GPU cannot be used.
+    on_gpus = dataclasses.replace(engine, device="cuda")
+    first_gpus = range(0, replicas * gpus_per_replica, gpus_per_replica)
+    return [Placement(on_gpus, {_VISIBLE: ",".join(gpus[first : first + gpus_per_replica])}) for first in first_gpus]
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else every GPU of the machine by its number."""
+    visible_devices = os.environ.get(_VISIBLE)
+    if visible_devices is not None:
+        return [name for name in visible_devices.split(",") if name]
+    return [str(gpu_index) for gpu_index in range(len(list(devices.glob(_DEVICE_FILES))))]

@@ -1,0 +1,80 @@
+"""Gated activations: SwiGLU of the feed-forward block, and the sigmoid gate on the output of attention."""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
+
+# Columns of a program: with 4 warps a thread has 8, 16-byte accesses in 16-bit types.
+_BLOCK, _WARPS = 1024, 4
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute silu(gate) * up (Shazeer 2020, arXiv:2002.05202).
+
+    gate_up: [tokens, 2 * size], gate columns before up columns; rows may be strided. Returns [tokens, size].
+    """
+    if not use_triton(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    if tokens:
+        _swiglu_kernel[(tokens, triton.cdiv(size, _BLOCK))](
+            *(gate_up, output, gate_up.stride(0)),
+            SIZE=size,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            **pdl_options(gate_up.device),
+        )
+    return output
+
+
+def apply_sigmoid_gate(hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Multiply `hidden` by sigmoid(gates) in place, in float32 before rounding (Qiu et al. 2025, arXiv:2505.06708).
+
+    hidden: [tokens, size], contiguous; gates: [tokens, size] of the same type, rows may be strided. Returns `hidden`.
+    """
+    if not use_triton(hidden):
+        return hidden.copy_(hidden.float() * gates.float().sigmoid())
+    tokens, size = hidden.shape
+    if not hidden.is_contiguous() or gates.stride(1) != 1:
+        raise ValueError("the gated tensor must be contiguous, and so must be a token's gates")
+    if tokens:
+        _gate_kernel[(tokens, triton.cdiv(size, _BLOCK))](
+            *(hidden, gates, gates.stride(0)),
+            SIZE=size,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            **pdl_options(hidden.device),
+        )
+    return hidden
+
+
+@triton.jit
+def _swiglu_kernel(gate_up_ptr, output_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Each program computes BLOCK columns of one token."""
+    pdl_sync(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    row = gate_up_ptr + token * row_stride
+    gate = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(row + SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    # Rounded in between, as the reference does.
+    silu = (gate / (1.0 + tl.exp(-gate))).to(output_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(output_ptr + token * SIZE + column, silu * up, mask=mask)
+
+
+@triton.jit
+def _gate_kernel(hidden_ptr, gates_ptr, gate_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Each program computes BLOCK columns of one token."""
+    pdl_sync(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    gate = tl.load(gates_ptr + token * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    hidden = tl.load(hidden_ptr + token * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(hidden_ptr + token * SIZE + column, hidden / (1.0 + tl.exp(-gate)), mask=mask)

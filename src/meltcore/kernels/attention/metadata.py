@@ -1,0 +1,124 @@
+"""Metadata of a step, and parameters of a layer, for the attention kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# Most queries in a tile: with two heads of a group packed, 128 rows of a matrix instruction.
+BLOCK_QUERIES = 64
+
+
+class PaddedGroup(NamedTuple):
+    """Neighboring sequences [first, last) of a step, padded to one query length and one page count.
+
+    Padding is the cost of the reference implementation; the planner sorts sequences so that it stays below a factor of
+    two.
+    """
+
+    first: int
+    last: int
+    first_token: int
+    last_token: int
+    max_queries: int
+    pages: int
+
+
+class AttentionMetadata(NamedTuple):
+    """The sequences of one step, for attention and recurrent layers. The queries of a sequence are neighbors.
+
+    page_table: [rows, max_pages] int64, the engine's persistent table; rows: [sequences] int64, each sequence's row.
+    context_lens: [sequences] int64, tokens before this step, so the position of the first query; -1 for padding.
+    slot_mapping: [tokens] int64, where each token's key and value go (page * page_size + offset); empty where all
+    sequences decode on CUDA, whose kernel reads the page table itself.
+    num_decodes: how many sequences, the first ones, have a single query.
+
+    For the prefill kernel, query_tiles: [tiles, 4] int32, the queries of the other sequences (see `make_query_tiles`),
+    counted from the first of them.
+    For the reference, padded_index: [tokens] int64, each token's index in the padded form of its group; padded_groups:
+    how sequences are padded together, covering all of them in order.
+
+    For recurrent layers, all empty where a model has none; the last two also where all sequences decode in a CUDA
+    graph. state_slots: [sequences] int64, the slot of each sequence's recurrent state; query_start_loc:
+    [sequences + 1] int64, index of each sequence's first token, at last the number of tokens; chunk_indices:
+    [chunks, 2] int32, the chunks of the sequences that have more than one query (see `make_chunk_indices`).
+    """
+
+    page_table: torch.Tensor
+    rows: torch.Tensor
+    context_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_decodes: int
+    query_tiles: torch.Tensor
+    padded_index: torch.Tensor
+    padded_groups: list[PaddedGroup]
+    state_slots: torch.Tensor
+    query_start_loc: torch.Tensor
+    chunk_indices: torch.Tensor
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of single heads. query, key: [head_dim], their weights."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+class AttentionParams(NamedTuple):
+    """The parameters of a layer's attention, the same at every step. Masks are causal.
+
+    norms: of query and key heads, None where heads are not normalized; rotary_table: [max_positions, head_dim] float32,
+    see `rotary_table`; the caches: [pages, page_size, kv_heads, head_dim], contiguous; scale: of the scores;
+    sliding_window: how many of the newest keys a query sees, its own included, None for all of them.
+    """
+
+    norms: HeadNorms | None
+    rotary_table: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    scale: float
+    sliding_window: int | None = None
+
+    def empty_output(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Memory for the output of `qkv`, [tokens, (heads + 2 * kv_heads) * head_dim]: [tokens, heads, head_dim]."""
+        kv_heads, head_dim = self.key_cache.shape[2:]
+        return qkv.new_empty(qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads, head_dim)
+
+    def most_pages(self, max_pages: int) -> int:
+        """Most pages that one query's keys are on, where a sequence has at most `max_pages`."""
+        if self.sliding_window is None:
+            return max_pages
+        page_size = self.key_cache.shape[1]
+        return min(max_pages, -(-(self.sliding_window - 1) // page_size) + 1)  # the oldest key may end its page
+
+
+def make_query_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
+    """Cut chunks (row in the page table, index of the first token, tokens, position of the first token) into tiles.
+
+    Returns [tiles, 4] int32 of the same form, at most BLOCK_QUERIES tokens each, those with most keys first: the
+    device starts them in this order, and short ones fill the gaps at the end.
+    """
+    table = np.array(list(chunks), dtype=np.int32).reshape(-1, 4)
+    counts = -(-table[:, 2] // BLOCK_QUERIES)
+    tiles = table.repeat(counts, axis=0)
+    within = (np.arange(len(tiles)) - (counts.cumsum() - counts).repeat(counts)).astype(np.int32) * BLOCK_QUERIES
+    tiles[:, 1] += within
+    tiles[:, 2] = np.minimum(tiles[:, 2] - within, BLOCK_QUERIES)
+    tiles[:, 3] += within
+    return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 3]), kind="stable")]
+
+
+def require_layout(qkv: torch.Tensor, params: AttentionParams, page_table: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise ValueError for what a kernel does not take. Rows of `qkv` may be part of wider rows."""
+    if params.sliding_window is not None and params.sliding_window < 1:
+        raise ValueError(f"a sliding window of {params.sliding_window}; a query sees at least 1 key, its own")
+    if not (params.key_cache.is_contiguous() and params.value_cache.is_contiguous() and out.is_contiguous()):
+        raise ValueError("caches and output must be contiguous")
+    if qkv.shape[0] and not qkv[0].is_contiguous():
+        raise ValueError("a token's heads must be contiguous")
+    if page_table.stride(1) != 1:
+        raise ValueError("a sequence's page numbers must be contiguous")

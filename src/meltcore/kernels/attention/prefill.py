@@ -1,0 +1,244 @@
+"""Attention of chunks of prompts (prefill) over a paged cache: causal, and ragged by tiles of queries."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from meltcore.kernels.attention.blocks import attend_block, oldest_key, to_dot_type
+from meltcore.kernels.attention.kv_cache import attention_reference, norm_and_rope, rotated_queries
+from meltcore.kernels.attention.metadata import BLOCK_QUERIES, AttentionParams, require_layout
+from meltcore.kernels.capability import capability, sm_count
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import use_triton
+
+
+class PrefillLaunch(NamedTuple):
+    """How a tile is computed.
+
+    packed: heads of a group in one tile; block_keys: keys of a block; stages: of the key pipeline; registers: per
+    thread, None for the compiler's choice.
+    """
+
+    packed: int
+    block_keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+def prefill_attention(
+    qkv: torch.Tensor,
+    params: AttentionParams,
+    page_table: torch.Tensor,
+    tiles: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    launch: PrefillLaunch | None = None,
+) -> torch.Tensor:
+    """Causal attention of chunks of prompts, whose own keys and values are in the cache already.
+
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim]; its queries are loaded, normalized and rotated by their positions.
+    tiles: [tiles, 4] int32 from `make_query_tiles`, on the device; those without tokens are padding. Returns [tokens,
+    heads, head_dim], in `out` where it is given. Tokens that no tile covers are left as they are. With a sliding
+    window, a tile reads no page-table entry before the page of its first query's oldest key.
+    """
+    if out is None:
+        out = params.empty_output(qkv)
+    if not use_triton(qkv):
+        _prefill_reference(qkv, params, page_table, tiles, out)
+        return out
+    norms, rotary_table, key_cache, value_cache, scale, window = params
+    (_, heads, head_dim), (_, page_size, kv_heads, _) = out.shape, key_cache.shape
+    require_layout(qkv, params, page_table, out)
+    if len(tiles) == 0:
+        return out
+    launch = launch or launch_for(qkv, key_cache, heads, len(tiles))
+    # Heads vary fastest, so that the tiles start in their order, most keys first.
+    _prefill_kernel[(heads // launch.packed, len(tiles))](
+        *(qkv, norms.query if norms else qkv, rotary_table, key_cache, value_cache, page_table, tiles, out),
+        *(norms.eps if norms else 0.0, scale * math.log2(math.e), qkv.stride(0), page_table.stride(0), window),
+        NORM=norms is not None,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        PACKED=launch.packed,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        BLOCK_QUERIES=BLOCK_QUERIES,
+        BLOCK_KEYS=launch.block_keys,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        **({"maxnreg": launch.registers} if launch.registers else {}),
+    )
+    return out
+
+
+def _prefill_reference(
+    qkv: torch.Tensor, params: AttentionParams, page_table: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor
+) -> None:
+    for row, first, count, start in tiles.tolist():
+        tokens, positions = slice(first, first + count), torch.arange(start, start + count, device=qkv.device)
+        queries = rotated_queries(qkv[tokens], params, positions)
+        out[tokens] = attention_reference(queries, params, page_table[row], start)
+
+
+def prefill_launch(head_dim: int, element_bytes: int) -> PrefillLaunch:
+    """The launch of 64 queries of one head per program.
+
+    A block of keys and one of values take 32 KiB. With three stages (two of them in flight) and the queries that is at
+    most 112 KiB on Hopper, which keeps a third block for its asynchronous matrix instructions, and less elsewhere,
+    within consumer GPUs. Heads of 256 do with two stages: 258 and 375 TFLOP/s; by 8 warps, in smaller or larger blocks
+    or with a third stage 82 to 189 and 96 to 305. Float32 is a path for checking, without matrix units, and needs one
+    stage where the queries alone are 64 KiB.
+    """
+    if element_bytes > 2:
+        return PrefillLaunch(1, max(16, 2**13 // (head_dim * element_bytes)), 8, stages=2 if head_dim <= 128 else 1)
+    if head_dim > 128:
+        return PrefillLaunch(1, 2**13 // head_dim, warps=4, stages=2)
+    return PrefillLaunch(1, 64, warps=4, stages=3)
+
+
+# Two heads of a group load each key once, and two such programs fit on a Hopper SM where a thread does with 128
+# registers and blocks are one ahead: 28 prompts of 128 to 1,024 tokens take 183 us where single heads take 212, eight
+# of 576 47 us for 54. One of 300, whose programs all run concurrently, takes 12.9 us for 9.4 (H200, 2026-11-21).
+PACKED_PAIRS = PrefillLaunch(2, 64, warps=8, stages=2, registers=128)
+
+
+def launch_for(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, tiles: int) -> PrefillLaunch:
+    """The launch for a number of tiles and of heads. About half the tiles of a graph are padding, which exits early."""
+    kv_heads, head_dim = key_cache.shape[2:]
+    can_pack = (
+        capability(qkv.device) == 90
+        and head_dim <= 128
+        and qkv.element_size() == key_cache.element_size() == 2
+        and heads // kv_heads % 2 == 0
+    )
+    if can_pack and heads * tiles > 4 * sm_count(qkv.device):
+        return PACKED_PAIRS
+    return prefill_launch(head_dim, qkv.element_size())
+
+
+@triton.jit
+def _load_queries(heads, rotations, weight, eps, NORM: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The query heads at `heads`, normalized and rotated by the table's rows at `rotations`: [ROWS] pointers each."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    column = tl.broadcast_to(tl.arange(0, HALF)[None, :], (ROWS, HALF))
+    rotation = rotations[:, None] + column
+    cos, sin = tl.load(rotation), tl.load(rotation + HALF)
+    mask = tl.full((ROWS, HALF), True, tl.int1)
+    source = heads[:, None] + column
+    first, second = norm_and_rope(source, mask, weight + column, eps, cos, sin, NORM, HEAD_DIM)
+    dtype = heads.dtype.element_ty
+    halves = tl.join(first.to(dtype), second.to(dtype))
+    return tl.reshape(tl.permute(halves, (0, 2, 1)), (ROWS, HEAD_DIM))
+
+
+@triton.jit
+def _page_of(pages, position, end, PAGE_SIZE: tl.constexpr):
+    """The page of the key at `position`; 0 from `end` on, where no key is used."""
+    return tl.load(pages + position // PAGE_SIZE, position < end, other=0)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _prefill_kernel(
+    qkv,
+    q_norm_weight,
+    rotary_table,
+    key_cache,
+    value_cache,
+    page_table,
+    tiles,
+    out,
+    eps,
+    scale_log2,
+    qkv_stride,
+    table_stride,
+    window,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Each program computes a tile of queries for PACKED heads of a group; a query's heads are neighboring rows."""
+    head = tl.program_id(0) * PACKED
+    kv_head = head // (HEADS // KV_HEADS)
+    tile = tiles + tl.program_id(1) * 4
+    table_row = tl.load(tile).to(tl.int64)
+    first_token = tl.load(tile + 1).to(tl.int64)
+    count = tl.load(tile + 2)
+    start = tl.load(tile + 3)
+    if count == 0:
+        return  # padding
+
+    row = tl.arange(0, BLOCK_QUERIES * PACKED)
+    dims = tl.arange(0, HEAD_DIM)
+    # Tokens past the end repeat the last one: cheaper than a mask on every load.
+    token = tl.minimum(row // PACKED, count - 1)
+    queries = _load_queries(
+        qkv + (first_token + token) * qkv_stride + (head + row % PACKED) * HEAD_DIM,
+        rotary_table + (start + token).to(tl.int64) * HEAD_DIM,
+        q_norm_weight,
+        eps,
+        NORM,
+        BLOCK_QUERIES * PACKED,
+        HEAD_DIM,
+    )
+    # One part, of all dims: Hopper's asynchronous dots take blocks from shared memory, where they are converted.
+    queries = (to_dot_type(queries, key_cache),)
+    acc = (tl.zeros((BLOCK_QUERIES * PACKED, HEAD_DIM), tl.float32),)
+    l_i = tl.zeros((BLOCK_QUERIES * PACKED,), tl.float32)
+    m_i = tl.full((BLOCK_QUERIES * PACKED,), float("-inf"), tl.float32)
+    if window is not None:  # finite, since the first blocks may be before a late query's window
+        m_i = tl.full((BLOCK_QUERIES * PACKED,), -1e38, tl.float32)
+
+    pages = page_table + table_row * table_stride
+    block = tl.arange(0, BLOCK_KEYS)
+    within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+    # Blocks that every query sees whole, without a mask: from `full_begin` to `full_end`.
+    oldest = oldest_key(start, window)
+    full_begin = oldest // BLOCK_KEYS * BLOCK_KEYS
+    full_end = (start + 1) // BLOCK_KEYS * BLOCK_KEYS
+    page = tl.load(pages + full_begin // PAGE_SIZE)
+    if window is not None:
+        first = full_begin
+        full_begin = tl.cdiv(oldest_key(start + count - 1, window), BLOCK_KEYS) * BLOCK_KEYS
+        full_begin = tl.minimum(full_begin, full_end)
+        for position in range(first, full_begin, BLOCK_KEYS):
+            next_page = _page_of(pages, position + BLOCK_KEYS, start + count, PAGE_SIZE)
+            base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+            exists = (position + block >= oldest)[:, None]
+            keys = tl.load(key_cache + base + within, exists, other=0.0)
+            values = tl.load(value_cache + base + within, exists, other=0.0)
+            visible = position + block[None, :] > start + token[:, None] - window
+            acc, l_i, m_i = attend_block(queries, keys, values, visible, acc, l_i, m_i, scale_log2, MASKED=True)
+            page = next_page
+    for position in range(full_begin, full_end, BLOCK_KEYS):
+        next_page = _page_of(pages, position + BLOCK_KEYS, start + count, PAGE_SIZE)
+        base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+        keys = tl.load(key_cache + base + within)
+        values = tl.load(value_cache + base + within)
+        acc, l_i, m_i = attend_block(queries, keys, values, None, acc, l_i, m_i, scale_log2, MASKED=False)
+        page = next_page
+    for position in range(full_end, start + count, BLOCK_KEYS):
+        next_page = _page_of(pages, position + BLOCK_KEYS, start + count, PAGE_SIZE)
+        base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+        exists = (position + block < start + count)[:, None]
+        if window is not None:
+            exists &= (position + block >= oldest)[:, None]
+        keys = tl.load(key_cache + base + within, exists, other=0.0)
+        values = tl.load(value_cache + base + within, exists, other=0.0)
+        visible = position + block[None, :] <= start + row[:, None] // PACKED
+        if window is not None:
+            visible &= position + block[None, :] > start + token[:, None] - window
+        acc, l_i, m_i = attend_block(queries, keys, values, visible, acc, l_i, m_i, scale_log2, MASKED=True)
+        page = next_page
+    output = acc[0] / l_i[:, None]
+    column = (head + row % PACKED)[:, None] * HEAD_DIM + dims[None, :]
+    offset = (first_token + row // PACKED)[:, None] * (HEADS * HEAD_DIM) + column
+    tl.store(out + offset, output.to(out.dtype.element_ty), (row // PACKED < count)[:, None])

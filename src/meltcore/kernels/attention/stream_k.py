@@ -1,0 +1,237 @@
+"""Decode attention of 17 to 128 sequences or so: enough to fill the device, too few for even waves of programs.
+
+With one program per sequence and key head, 100 sequences of 8 key heads are 800 programs where 396 run concurrently:
+two waves and a third for the rest. Here the key blocks of all sequences form one range, which is cut into equal work
+ranges, as many as run concurrently; one program per tile of key heads walks each (the schedule of Stream-K, Osama et
+al. 2023, arXiv:2301.03598, for attention). Where a work range ends within a sequence, the sequence is split, and the
+program that finishes last combines its splits.
+
+A program walks its work range in one loop over the ends of sequences: a split begins and is finished between two
+blocks, while the blocks after them, also of the next sequence, are in flight. The first blocks are in flight while the
+previous kernel runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from meltcore.kernels.attention.blocks import as_pairs, attend_block, join_parts, oldest_key
+from meltcore.kernels.attention.metadata import AttentionParams
+from meltcore.kernels.attention.split_kv import (
+    arrival_counters,
+    begin_split,
+    block_keys,
+    decode_tensors,
+    empty_softmax,
+    finish_split,
+    tile_rows,
+    zero_queries,
+)
+from meltcore.kernels.capability import shared_memory_bytes, sm_count
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_launch_dependents, pdl_options, pdl_wait
+from meltcore.kernels.quant.fp8 import FP8
+
+# Every program adds up the blocks of this many sequences; more of them make even enough waves.
+MAX_SEQUENCES = 128
+_MAX_HEAD_DIM = 128
+_STAGES = 3
+# For blocks of half the bytes: 61.4 us at 64 sequences of 1,280 tokens, 64.9 with five (H200, 2026-11-22).
+_FP8_STAGES = 4
+_WARPS = 4
+
+
+class StreamK(NamedTuple):
+    """How a decode step is divided: the number of work ranges for each tile of `key_heads` key heads."""
+
+    work_ranges: int
+    key_heads: int
+
+
+def stream_k_for(sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> StreamK | None:
+    """The work ranges of a decode step; None where one program per sequence and key head is better.
+
+    As many programs as run concurrently: shared memory holds three blocks of keys and values for each, one of them in
+    flight, so two per SM on Hopper. (The registers of a third fit only smaller blocks, which are slower.)
+    Two key heads are neighbors on a page, and where their query heads fit in the 16 rows that tl.dot takes at least,
+    they cost no more arithmetic than one: 1 % faster. Four or eight are slower, since the splits of their more work
+    ranges take longer to combine (H200, 2026-11-21).
+    """
+    programs = sm_count(device) * max(1, shared_memory_bytes(device) // (96 * 2**10))
+    if sequences > MAX_SEQUENCES or sequences * kv_heads < sm_count(device) or head_dim > _MAX_HEAD_DIM:
+        return None
+    key_heads = 2 if kv_heads % 2 == 0 and 2 * heads // kv_heads <= tile_rows(1) else 1
+    return StreamK(max(1, programs * key_heads // kv_heads), key_heads)
+
+
+def decode_stream_k(
+    qkv: torch.Tensor,
+    params: AttentionParams,
+    positions: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    launch: StreamK,
+) -> None:
+    """`decode_attention` of at most MAX_SEQUENCES sequences, into `out`. Raises ValueError for more."""
+    sequences, heads, head_dim = out.shape
+    _, page_size, kv_heads, _ = params.key_cache.shape
+    norms, (ranges, key_heads) = params.norms, launch
+    if sequences > MAX_SEQUENCES:
+        raise ValueError(f"{sequences} sequences; Stream-K decode takes at most {MAX_SEQUENCES}")
+    # Neighboring work ranges share at most one sequence, so range + sequence identifies each split.
+    partial = torch.empty(ranges + sequences, heads, head_dim, dtype=torch.float32, device=out.device)
+    weights = torch.empty(ranges + sequences, heads, dtype=torch.float32, device=out.device)
+    _decode_stream_k_kernel[(kv_heads // key_heads, ranges)](
+        *decode_tensors(qkv, params, positions, page_table, rows, out),
+        *(partial, weights, arrival_counters(out.device), sequences, norms.eps if norms else 0.0),
+        *(params.scale * math.log2(math.e), qkv.stride(0), page_table.stride(0), params.sliding_window),
+        NORM=norms is not None,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        KEY_HEADS=key_heads,
+        ROWS=tile_rows(heads // kv_heads * key_heads),
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        BLOCK_TOKENS=block_keys(head_dim, params.key_cache.element_size()) // key_heads,
+        BLOCK_SEQUENCES=MAX_SEQUENCES,
+        num_warps=_WARPS,
+        num_stages=_FP8_STAGES if params.key_cache.dtype == FP8 else _STAGES,
+        **pdl_options(qkv.device),
+    )
+
+
+@triton.jit
+def _block_ends(positions, rows, sequences, window, BLOCK_TOKENS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr):
+    """Returns positions, page-table rows and block ends of BLOCK_SEQUENCES sequences, and their number of blocks."""
+    index = tl.arange(0, BLOCK_SEQUENCES)
+    position = tl.load(positions + index, index < sequences, other=0).to(tl.int32)
+    row = tl.load(rows + index, index < sequences, other=0)
+    # Padding counts as one block, so that a program writes its zeros.
+    blocks = tl.maximum(tl.cdiv(position + 1, BLOCK_TOKENS) - oldest_key(position, window) // BLOCK_TOKENS, 1)
+    blocks = tl.where(index < sequences, blocks, 0)
+    return position, row, tl.cumsum(blocks, 0), tl.sum(blocks, 0)
+
+
+@triton.jit(do_not_specialize=["sequences", "window"])
+def _decode_stream_k_kernel(
+    qkv,
+    q_norm_weight,
+    k_norm_weight,
+    rotary_table,
+    positions,
+    key_cache,
+    value_cache,
+    page_table,
+    rows,
+    out,
+    partial,
+    weights,
+    arrivals,
+    sequences,
+    eps,
+    scale_log2,
+    qkv_stride,
+    table_stride,
+    window,
+    NORM: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SEQUENCES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program computes one work range for KEY_HEADS key heads, whose query heads are the rows of a tile."""
+    PAGE_BLOCKS: tl.constexpr = PAGE_SIZE // BLOCK_TOKENS
+    HEADS: tl.constexpr = KEY_HEADS * GROUP
+    READ_DIM: tl.constexpr = HEAD_DIM // 2 if key_cache.dtype.element_ty == tl.float8e4nv else HEAD_DIM
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    work_range = tl.program_id(1)
+    pdl_launch_dependents(PDL)
+    # No recent kernel wrote positions, rows, page numbers and the cached keys: until a split begins, everything is
+    # loaded before the previous kernel has ended.
+    seq_positions, seq_rows, ends, total_blocks = _block_ends(
+        positions, rows, sequences, window, BLOCK_TOKENS, BLOCK_SEQUENCES
+    )
+    index = tl.arange(0, BLOCK_SEQUENCES)
+    # Every work range has a block, so that the splits of a sequence can be counted.
+    ranges = tl.minimum(tl.num_programs(1), total_blocks)
+    begin = tl.minimum(work_range, ranges) * total_blocks // ranges
+    end = tl.minimum(work_range + 1, ranges) * total_blocks // ranges
+    sequence = tl.sum((ends <= begin).to(tl.int32), 0)
+    # Number of block 0 of `sequence`. Its first block in the window is `first_block`; those before it have no number.
+    origin = tl.max(tl.where(ends <= begin, ends, 0), 0)
+    position = tl.sum(tl.where(index == sequence, seq_positions, 0), 0)
+    origin -= oldest_key(position, window) // BLOCK_TOKENS
+    pages = page_table + tl.sum(tl.where(index == sequence, seq_rows, 0), 0) * table_stride
+    page = tl.load(pages + (begin - origin) // PAGE_BLOCKS, begin < end, other=0)
+
+    dims = tl.arange(0, HEAD_DIM)
+    key = tl.arange(0, BLOCK_TOKENS * KEY_HEADS)
+    token, key_head = key // KEY_HEADS, key % KEY_HEADS
+    within = (token * KV_HEADS + tile * KEY_HEADS + key_head)[:, None] * READ_DIM
+    within += tl.arange(0, READ_DIM)[None, :]
+    key_blocks, value_blocks = as_pairs(key_cache), as_pairs(value_cache)
+    row = tl.arange(0, ROWS)
+    queries = zero_queries(qkv, key_cache, ROWS, HEAD_DIM)
+    acc, l_i, m_i = empty_softmax(value_cache, ROWS, HEAD_DIM)
+    split_begin = begin
+    for number in range(begin, end):
+        block = number - origin
+        oldest = oldest_key(position, window)
+        first_block = oldest // BLOCK_TOKENS
+        count = tl.maximum(tl.cdiv(position + 1, BLOCK_TOKENS), 1)
+        ends_here = block + 1 == count
+        # The page after this block is looked up one block ahead of its keys, whose addresses need it.
+        continues = number + 1 < end
+        next_sequence, next_origin, next_position, next_pages = sequence, origin, position, pages
+        if ends_here & continues:
+            next_sequence, next_origin = sequence + 1, number + 1
+            next_position = tl.load(positions + next_sequence).to(tl.int32)
+            next_origin -= oldest_key(next_position, window) // BLOCK_TOKENS
+            next_pages = page_table + tl.load(rows + next_sequence) * table_stride
+        next_page = tl.load(next_pages + (number + 1 - next_origin) // PAGE_BLOCKS, continues, other=0)
+
+        base = (page * PAGE_SIZE + block % PAGE_BLOCKS * BLOCK_TOKENS) * (KV_HEADS * READ_DIM)
+        filled = block * BLOCK_TOKENS + token < position
+        if window is not None:
+            filled &= block * BLOCK_TOKENS + token >= oldest
+        keys = tl.load(key_blocks + base + within, filled[:, None], other=0.0)
+        values = tl.load(value_blocks + base + within, filled[:, None], other=0.0)
+        if (block == first_block) | (number == begin):
+            split_begin = number
+            is_last = (origin + count <= end) & (position >= 0)
+            queries, acc, l_i, m_i = begin_split(
+                *(qkv, q_norm_weight, k_norm_weight, rotary_table, key_cache, value_cache, pages, sequence, position),
+                *(is_last, tile, eps, scale_log2, qkv_stride),
+                *(NORM, KV_HEADS, GROUP, KEY_HEADS, ROWS, HEAD_DIM, PAGE_SIZE, PDL),
+            )
+        visible = filled[None, :]
+        if KEY_HEADS > 1:
+            visible &= tl.minimum(row // GROUP, KEY_HEADS - 1)[:, None] == key_head[None, :]
+        acc, l_i, m_i = attend_block(queries, keys, values, visible, acc, l_i, m_i, scale_log2, MASKED=True)
+        if ends_here | (number + 1 == end):
+            divisor = tl.where(l_i > 0, l_i, 1.0)  # padding has attended to no key
+            output = join_parts(acc, ROWS, HEAD_DIM) / divisor[:, None]
+            if number + 1 - split_begin == count - first_block:
+                head = (sequence.to(tl.int64) * tiles + tile) * HEADS + row
+                result = out + head[:, None] * HEAD_DIM + dims[None, :]
+                tl.store(result, output.to(out.dtype.element_ty), (row < HEADS)[:, None])
+            else:
+                first_range = ((origin + first_block + 1) * ranges - 1) // total_blocks
+                splits = ((origin + count) * ranges - 1) // total_blocks - first_range + 1
+                pair, first_row = sequence * tiles + tile, ((first_range + sequence) * tiles + tile) * HEADS
+                finish_split(
+                    *(out, partial, weights, arrivals, output, l_i, m_i, pair, work_range - first_range, splits),
+                    *(first_row, 1, KV_HEADS * GROUP, ROWS, HEADS, HEAD_DIM, 4),
+                )
+        sequence, origin, position, pages, page = next_sequence, next_origin, next_position, next_pages, next_page
+    # Also in programs without a block, before any may exit: this kernel must not end before the previous one.
+    pdl_wait(PDL)

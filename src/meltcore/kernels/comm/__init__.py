@@ -1,0 +1,1 @@
+"""Reductions over the ranks of a tensor-parallel group."""

@@ -1,0 +1,458 @@
+"""All-reduce in one launch, for messages whose latency exceeds their transfer time.
+
+Words pass through symmetric memory (comm/symmetric_memory.py). One-shot: a rank writes its values to all others, waits
+for theirs, and sums them: one trip over the link. Two-shot: every rank receives one slice of each row from all others,
+sums it, and sends the sum to all: two trips, and with 8 ranks a quarter of the words. Both give every rank the same
+bits: in one shot all sum in the same order, in two shots one rank sums a number for all.
+
+The next operations of a layer are fused: the sum is added to the residual stream, and that is normalized, one program
+per row. So is the operation before: a token's partial sum may be the weighted sum over its experts.
+
+The specification is `all_reduce_reference`, then `rms_norm`. Without symmetric memory torch.distributed does the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.comm.symmetric_memory import (
+    ALL_PHASES,
+    CHUNK,
+    CHUNK_WARPS,
+    CHUNKS,
+    POLLS,
+    Phases,
+    SymmetricMemory,
+    avoid_empty,
+    receive,
+    send,
+    send_to_all,
+    slot_pointers,
+    wait_for,
+)
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_launch_dependents, pdl_options, pdl_wait
+from meltcore.kernels.norm import Norm, rms_norm, round_before_weight
+
+# Chunks of a normalized row, and chunks that its program waits for: more would not fit into its registers.
+_MAX_ROW_CHUNKS, _MAX_AWAITED_CHUNKS = 8, 32
+_MAX_WARPS = 16
+_MAX_PROGRAMS = 256
+# More programs than this poll with a pause. Where 256 and more polled without one, 1 MiB took 0.7 to 0.9 ms in some
+# graphs and 8 us in others (two H200s): as long as it takes until all of them read the abort flag, when for a moment
+# none polls. Data from the link seems to wait for that. With the pause: 8.2 and 8.8 us.
+_MAX_PROGRAMS_WITHOUT_BACKOFF, _BACKOFF_NS = 128, 200
+MAX_BYTES = CHUNKS * CHUNK * 4  # of a message to sum
+MAX_INT64 = CHUNKS * CHUNK // 4  # numbers of a message to take the maximum of
+_ALIGNMENT_BYTES = 16  # of a load
+# Bytes that two-shot must save a rank. On four H200s the second trip takes 2 us and more: 512 KiB, of which it would
+# save 768, are faster in one shot, 1 MiB in two.
+_TWO_SHOT_SAVES_BYTES = 1152 * 1024
+
+
+def can_all_reduce(values: torch.Tensor) -> bool:
+    """Return whether `all_reduce` supports a tensor of this size and layout."""
+    size = values.numel() * values.element_size()
+    return size <= MAX_BYTES and size % _ALIGNMENT_BYTES == 0 and values.is_contiguous()
+
+
+def can_fuse_norm(partial_sum: torch.Tensor, ranks: int) -> bool:
+    """Return whether `all_reduce_rms_norm` supports partial sums [rows, size] of this size and layout."""
+    chunks = _chunks(_row_words(partial_sum))
+    fits = chunks <= _MAX_ROW_CHUNKS and chunks * ranks <= _MAX_AWAITED_CHUNKS
+    aligned = partial_sum.shape[1] * partial_sum.element_size() % _ALIGNMENT_BYTES == 0
+    return fits and aligned and len(partial_sum) * chunks <= CHUNKS and can_all_reduce(partial_sum)
+
+
+def all_reduce_reference(partial_sums: list[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `all_reduce`, as its specification: sum in float32 in rank order, add `residual`, round once."""
+    total = torch.stack([each.float() for each in partial_sums]).sum(0)
+    return (total if residual is None else residual.float() + total).to(partial_sums[0].dtype)
+
+
+def all_reduce_rms_norm_reference(
+    partial_sums: list[torch.Tensor], norm: Norm, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rounded sum and its `rms_norm`: the specification of `all_reduce_rms_norm`."""
+    total = all_reduce_reference(partial_sums, residual)
+    return total, rms_norm(total, *norm)
+
+
+@triton.jit
+def _unpack(words, dtype: tl.constexpr):
+    """Return the two 16-bit floats of each word as float32, lower half first. A float32 word is returned twice."""
+    if dtype == tl.float32:
+        low = words.to(tl.float32, bitcast=True)
+        high = low
+    else:
+        low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        high = ((words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _pack(low, high, dtype: tl.constexpr):
+    """Pack two float32 values per word as 16-bit floats, the inverse of `_unpack`."""
+    if dtype == tl.float32:
+        words = low.to(tl.int32, bitcast=True)
+    else:
+        words = low.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)
+        words |= high.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32) << 16
+    return words
+
+
+@triton.jit
+def _normalize(
+    words, low_weight, high_weight, weight_ptr, eps, DTYPE: tl.constexpr, PER_WORD: tl.constexpr, ROW: tl.constexpr
+):
+    """Normalize a row of words with the rounding of kernels/norm.py. Words past the row's end must be zeros."""
+    low, high = _unpack(words, DTYPE)
+    squares = low * low
+    if PER_WORD == 2:
+        squares += high * high
+    scale = tl.rsqrt(tl.sum(squares) / (ROW * PER_WORD) + eps)
+    low = round_before_weight(low * scale, weight_ptr, DTYPE) * low_weight
+    high = round_before_weight(high * scale, weight_ptr, DTYPE) * high_weight
+    return _pack(low, high, DTYPE)
+
+
+@triton.jit
+def _norm_weights(weight_ptr, column, PER_WORD: tl.constexpr, ROW: tl.constexpr):
+    """Load the norm weights of the lower and the upper floats of a row.
+
+    No kernel writes them, so they may be loaded before the previous kernel has ended.
+    """
+    weight = weight_ptr + column * PER_WORD
+    low = tl.load(weight, mask=column < ROW, other=0.0).to(tl.float32)
+    return low, tl.load(weight + PER_WORD - 1, mask=column < ROW, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _reduce(received, residual, DTYPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """Sum the words over their first dimension and add `residual` if HAS_RESIDUAL."""
+    lows, highs = _unpack(received, DTYPE)
+    low, high = tl.sum(lows, axis=0), tl.sum(highs, axis=0)
+    if HAS_RESIDUAL:
+        low_residual, high_residual = _unpack(residual, DTYPE)
+        low += low_residual
+        high += high_residual
+    return _pack(low, high, DTYPE)
+
+
+@triton.jit
+def _partial_sum(
+    values_ptr,
+    topk_weights_ptr,
+    row,
+    column,
+    mask,
+    DTYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Load the words of this rank's partial sum of a row. With TOP_K > 0, compute it as a weighted sum of experts."""
+    if TOP_K == 0:
+        words = tl.load(values_ptr + row * ROW + column, mask=mask, other=0)
+    else:
+        low, high = tl.zeros(column.shape, dtype=tl.float32), tl.zeros(column.shape, dtype=tl.float32)
+        for k in tl.static_range(TOP_K):
+            pair = row * TOP_K + k
+            weight = tl.load(topk_weights_ptr + pair)
+            lows, highs = _unpack(tl.load(values_ptr + pair * ROW + column, mask=mask, other=0), DTYPE)
+            low += weight * lows
+            high += weight * highs
+        words = _pack(low, high, DTYPE)
+    return avoid_empty(words)
+
+
+@triton.jit(do_not_specialize=["words"])
+def _all_reduce_kernel(
+    values_ptr,
+    topk_weights_ptr,
+    output_ptr,
+    normalized_ptr,
+    weight_ptr,
+    pointers_ptr,
+    steps_ptr,
+    words,
+    eps,
+    DTYPE: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    POLLS: tl.constexpr,
+    SEND: tl.constexpr,
+    REDUCE: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    BACKOFF_NS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program reduces ROW words of PER_WORD floats. Values and outputs are passed as int32.
+
+    HAS_RESIDUAL: the output holds the residual, to which the sum is added. TOP_K: experts whose weighted sum is a row,
+    or 0. SEND, REDUCE, RECEIVE: see `Phases`.
+    """
+    pdl_launch_dependents(PDL)
+    column = tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    if HAS_NORM:
+        low_weight, high_weight = _norm_weights(weight_ptr, column, PER_WORD, ROW)
+    pdl_wait(PDL)
+    chunk = program * (BLOCK // CHUNK) + column // CHUNK
+    steps = tl.load(steps_ptr + chunk) + 1
+    word = program * ROW + column
+    mask = (column < ROW) & (word < words // 4 * 4)  # tells the compiler that no mask splits 16 bytes
+    own = _partial_sum(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
+    SLICE: tl.constexpr = BLOCK // RANKS
+    if SEND:
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                sent = mask & (column // SLICE == rank) if TWO_SHOT else mask
+                send(own, sent, pointers_ptr, rank, column, chunk, steps, RANK, RANKS, CHUNK)
+    if REDUCE and TWO_SHOT:
+        _reduce_slice(
+            values_ptr, topk_weights_ptr, output_ptr, pointers_ptr, steps_ptr, words, program,
+            DTYPE, TOP_K, HAS_RESIDUAL, RANK, RANKS, ROW, SLICE, CHUNK, POLLS, BACKOFF_NS,
+        )  # fmt: skip
+    if RECEIVE:
+        if TWO_SHOT:
+            slot = slot_pointers(pointers_ptr, RANK, column // SLICE, column, chunk, steps, RANKS, CHUNK)
+            total = wait_for(slot, mask, pointers_ptr, RANKS, POLLS, BACKOFF_NS)
+        else:
+            residual = tl.load(output_ptr + word, mask=mask, other=0) if HAS_RESIDUAL else own
+            received = receive(own, mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK, POLLS, BACKOFF_NS)
+            total = _reduce(received, residual, DTYPE, HAS_RESIDUAL)
+        tl.store(output_ptr + word, total, mask=mask)
+        if HAS_NORM:
+            normalized = _normalize(total, low_weight, high_weight, weight_ptr, eps, DTYPE, PER_WORD, ROW)
+            tl.store(normalized_ptr + word, normalized, mask=mask)
+        tl.store(steps_ptr + chunk, steps, mask=column % CHUNK == 0)
+
+
+@triton.jit
+def _reduce_slice(
+    values_ptr,
+    topk_weights_ptr,
+    output_ptr,
+    pointers_ptr,
+    steps_ptr,
+    words,
+    program,
+    DTYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROW: tl.constexpr,
+    SLICE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    POLLS: tl.constexpr,
+    BACKOFF_NS: tl.constexpr,
+):
+    """Sum this rank's slice of a row and send the sum to all ranks, so that every rank then receives all slices."""
+    column = RANK * SLICE + tl.arange(0, SLICE)
+    chunk = program * (ROW // CHUNK) + column // CHUNK
+    steps = tl.load(steps_ptr + chunk) + 1
+    word = program * ROW + column
+    mask = word < words // 4 * 4
+    own = _partial_sum(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
+    residual = tl.load(output_ptr + word, mask=mask, other=0) if HAS_RESIDUAL else own
+    received = receive(own, mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK, POLLS, BACKOFF_NS)
+    total = _reduce(received, residual, DTYPE, HAS_RESIDUAL)
+    send_to_all(avoid_empty(total), mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _all_reduce_max_kernel(
+    values_ptr,
+    pointers_ptr,
+    steps_ptr,
+    count,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    POLLS: tl.constexpr,
+    SEND: tl.constexpr,
+    RECEIVE: tl.constexpr,
+):
+    """Each program reduces CHUNK / 4 int64. Each number is sent as four words of 16 bits, lowest first, none EMPTY."""
+    QUARTER: tl.constexpr = CHUNK // 4
+    program = tl.program_id(0)
+    column = tl.arange(0, CHUNK)
+    chunk = program + tl.zeros_like(column)
+    steps = tl.load(steps_ptr + chunk) + 1
+    number = program * QUARTER + column % QUARTER
+    bit = (16 * (column // QUARTER)).to(tl.int64)
+    mask = number < count
+    own = tl.load(values_ptr + number, mask=mask, other=0)
+    words = ((own >> bit) & 0xFFFF).to(tl.int32)
+    if SEND:
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                send(words, mask, pointers_ptr, rank, column, chunk, steps, RANK, RANKS, CHUNK)
+    if RECEIVE:
+        received = receive(words, mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK, POLLS).to(tl.int64)
+        maximum = tl.max(tl.sum(tl.reshape(received << bit[None, :], (RANKS, 4, QUARTER)), axis=1), axis=0)
+        number = program * QUARTER + tl.arange(0, QUARTER)
+        tl.store(values_ptr + number, maximum, mask=number < count)
+        tl.store(steps_ptr + chunk, steps, mask=column == 0)
+
+
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def all_reduce(
+    partial_sum: torch.Tensor,
+    memory: SymmetricMemory,
+    residual: torch.Tensor | None = None,
+    *,
+    phases: Phases = ALL_PHASES,
+) -> torch.Tensor:
+    """Replace `partial_sum` by the sum of all ranks' partial sums, or add that sum to `residual` if it is given.
+
+    All ranks must call it together. partial_sum, residual: contiguous, of one shape and floating type. `can_all_reduce`
+    tells whether they are supported.
+    """
+    output = partial_sum if residual is None else residual
+    chunks = triton.cdiv(partial_sum.numel() * partial_sum.element_size() // 4, CHUNK)
+    row = triton.cdiv(chunks, _MAX_PROGRAMS) * CHUNK
+    _launch(partial_sum, None, memory, output, None, None, row, phases, has_residual=residual is not None)
+    return output
+
+
+def all_reduce_rms_norm(
+    partial_sum: torch.Tensor,
+    memory: SymmetricMemory,
+    norm: Norm,
+    residual: torch.Tensor | None = None,
+    *,
+    phases: Phases = ALL_PHASES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result of `all_reduce` and the norm of that result. partial_sum: [rows, size].
+
+    `can_fuse_norm` tells whether its size and layout are supported.
+    """
+    output = partial_sum if residual is None else residual
+    normalized, row, has_residual = torch.empty_like(partial_sum), _row_words(partial_sum), residual is not None
+    _launch(partial_sum, None, memory, output, normalized, norm, row, phases, has_residual=has_residual)
+    return output, normalized
+
+
+def combine_all_reduce_rms_norm(
+    outputs: torch.Tensor,
+    memory: SymmetricMemory,
+    topk_weights: torch.Tensor,
+    norm: Norm,
+    residual: torch.Tensor,
+    *,
+    phases: Phases = ALL_PHASES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `all_reduce_rms_norm` of the rounded weighted sum of each token's expert outputs.
+
+    outputs: [tokens * top_k, size], contiguous; topk_weights: [tokens, top_k] float32; residual: [tokens, size] in the
+    type of `outputs`, see `can_fuse_norm`.
+    """
+    normalized, row = torch.empty_like(residual), _row_words(residual)
+    _launch(outputs, topk_weights, memory, residual, normalized, norm, row, phases, has_residual=True)
+    return residual, normalized
+
+
+def _launch(
+    values: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    memory: SymmetricMemory,
+    output: torch.Tensor,
+    normalized: torch.Tensor | None,
+    norm: Norm | None,
+    row: int,
+    phases: Phases,
+    *,
+    has_residual: bool,
+) -> None:
+    """Launch an all-reduce kernel.
+
+    row: words per program.
+    """
+    if output.numel() == 0:
+        return
+    words = _as_words(output)
+    block = _chunks(row) * CHUNK
+    programs = triton.cdiv(words.numel(), row)
+    _all_reduce_kernel[(programs,)](
+        _as_words(values),
+        words if topk_weights is None else topk_weights,
+        words,
+        words if normalized is None else _as_words(normalized),
+        words if norm is None else norm.weight,
+        memory.pointers,
+        memory.steps,
+        words.numel(),
+        0.0 if norm is None else norm.eps,
+        DTYPE=getattr(tl, _DTYPES[output.dtype]),
+        PER_WORD=4 // output.element_size(),
+        TOP_K=0 if topk_weights is None else topk_weights.shape[1],
+        HAS_RESIDUAL=has_residual,
+        HAS_NORM=norm is not None,
+        TWO_SHOT=row == block and _two_shot_is_faster(words.numel() * 4, memory.ranks),  # else a slice may be empty
+        RANK=memory.rank,
+        RANKS=memory.ranks,
+        ROW=row,
+        BLOCK=block,
+        CHUNK=CHUNK,
+        POLLS=POLLS,
+        SEND=phases.send,
+        REDUCE=phases.reduce,
+        RECEIVE=phases.receive,
+        BACKOFF_NS=_BACKOFF_NS if programs > _MAX_PROGRAMS_WITHOUT_BACKOFF else 0,
+        num_warps=min(_MAX_WARPS, block // CHUNK * CHUNK_WARPS),
+        **pdl_options(output.device),
+    )
+
+
+def _two_shot_is_faster(size: int, ranks: int) -> bool:
+    """Whether two-shot is faster than one-shot.
+
+    size: bytes of a message.
+    """
+    saved = size * (ranks - 1) - size * 2 * (ranks - 1) // ranks
+    return saved >= _TWO_SHOT_SAVES_BYTES
+
+
+def all_reduce_max(values: torch.Tensor, memory: SymmetricMemory, *, phases: Phases = ALL_PHASES) -> torch.Tensor:
+    """Replace `values` by their elementwise maximum over all ranks. values: [count] int64, at most MAX_INT64."""
+    if values.numel():
+        _all_reduce_max_kernel[(triton.cdiv(values.numel(), CHUNK // 4),)](
+            values,
+            memory.pointers,
+            memory.steps,
+            values.numel(),
+            RANK=memory.rank,
+            RANKS=memory.ranks,
+            CHUNK=CHUNK,
+            POLLS=POLLS,
+            SEND=phases.send,
+            RECEIVE=phases.receive,
+            num_warps=CHUNK_WARPS,
+        )
+    return values
+
+
+def _row_words(values: torch.Tensor) -> int:
+    """Return the number of 32-bit words per row of [rows, size]."""
+    return values.shape[1] * values.element_size() // 4
+
+
+def _chunks(row: int) -> int:
+    """Return the number of chunks for `row` words, rounded up to a power of two as Triton blocks require."""
+    return int(triton.next_power_of_2(triton.cdiv(row, CHUNK)))
+
+
+def _as_words(values: torch.Tensor) -> torch.Tensor:
+    return values.view(-1).view(torch.int32)

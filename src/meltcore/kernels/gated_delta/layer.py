@@ -1,0 +1,29 @@
+"""Gated DeltaNet of a step's tokens, from the layer's fused projection to the input of its output projection."""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.kernels.gated_delta.common import GatedDeltaParams, require_layout
+from meltcore.kernels.gated_delta.decode import gated_delta_decode
+from meltcore.kernels.gated_delta.prefill import gated_delta_prefill
+
+
+def gated_delta_net(projected: torch.Tensor, params: GatedDeltaParams, metadata: AttentionMetadata) -> torch.Tensor:
+    """Compute convolution, delta rule and gated norm of a step's tokens, and update the states in the slots.
+
+    projected: [tokens, width], with the columns of `GatedDeltaShape`. A sequence without tokens before this step starts
+    from zeros, any other sequence from its slot. Returns [tokens,
+    heads * value_dim] in the type of `projected`.
+    """
+    shape = params.shape
+    require_layout(projected, params, shape)
+    out = projected.new_empty(len(projected), shape.heads * shape.value_dim)
+    num_decodes = metadata.num_decodes
+    if num_decodes:
+        positions, slots = metadata.context_lens[:num_decodes], metadata.state_slots[:num_decodes]
+        gated_delta_decode(projected[:num_decodes], params, positions, slots, shape, out[:num_decodes])
+    if num_decodes < len(projected):
+        gated_delta_prefill(projected, params, metadata, shape, out)
+    return out

@@ -1,0 +1,84 @@
+"""Gated DeltaNet for chunks of prompts (prefill) of different lengths.
+
+There are four kernels: the convolution of all tokens; the part of each chunk of 64 tokens that does not depend on the
+recurrent state; the scan of the states over the chunks of their sequences; and the gated norm.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.kernels.gated_delta.common import (
+    GatedDeltaParams,
+    GatedDeltaShape,
+    conv_reference,
+    delta_rule_reference,
+    gated_norm_reference,
+    gates_reference,
+    heads_reference,
+)
+from meltcore.kernels.gated_delta.convolution import convolve_chunks
+from meltcore.kernels.gated_delta.intra_chunk import prepare_chunks
+from meltcore.kernels.gated_delta.state_scan import norm_chunks, scan_chunks
+from meltcore.kernels.launch import use_triton
+
+
+def gated_delta_prefill(
+    projected: torch.Tensor,
+    params: GatedDeltaParams,
+    metadata: AttentionMetadata,
+    shape: GatedDeltaShape,
+    out: torch.Tensor,
+) -> None:
+    """Compute the tokens of all sequences in prefill into `out` and update the states.
+
+    projected: [tokens, width]; out: [tokens, heads * value_dim], unchanged for tokens that decode.
+
+    Sequences without tokens, on slot 0, pad a CUDA graph, and so do their chunks.
+    """
+    if not use_triton(projected):
+        _prefill_reference(projected, params, metadata, shape, out)
+    elif len(metadata.chunk_indices):
+        convolved = convolve_chunks(projected, params, metadata, shape)
+        prepared = prepare_chunks(projected, convolved, params, metadata, shape)
+        output = scan_chunks(projected, convolved, prepared, params, metadata, shape)
+        norm_chunks(projected, output, params, metadata, shape, out)
+
+
+def _prefill_reference(
+    projected: torch.Tensor,
+    params: GatedDeltaParams,
+    metadata: AttentionMetadata,
+    shape: GatedDeltaShape,
+    out: torch.Tensor,
+) -> None:
+    starts = metadata.query_start_loc.tolist()
+    for sequence in range(metadata.num_decodes, len(starts) - 1):
+        if starts[sequence] == starts[sequence + 1]:
+            continue  # padding
+        tokens, slot = slice(starts[sequence], starts[sequence + 1]), int(metadata.state_slots[sequence])
+        start = int(metadata.context_lens[sequence])
+        out[tokens] = _sequence_reference(projected[tokens], params, slot, start, shape)
+
+
+def _sequence_reference(
+    projected: torch.Tensor, params: GatedDeltaParams, slot: int, start: int, shape: GatedDeltaShape
+) -> torch.Tensor:
+    """Compute one sequence's tokens from position `start` on and update its slot."""
+    ring, state = params.conv_states[slot], params.recurrent_states[slot]
+    kernel, num_tokens = shape.kernel, len(projected)
+    new_inputs = projected[:, : shape.conv_channels]
+    earlier_positions = torch.arange(start + 1 - kernel, start, device=ring.device)
+    inputs = torch.cat([ring[earlier_positions % kernel].masked_fill((earlier_positions < 0)[:, None], 0), new_inputs])
+    kept_tokens = torch.arange(max(0, num_tokens - kernel), num_tokens, device=ring.device)
+    ring[(start + kept_tokens) % kernel] = new_inputs[kept_tokens]
+
+    query, key, value = heads_reference(conv_reference(inputs, params.conv), shape)
+    g, beta = gates_reference(projected, params, shape)
+    current_state = state if start else torch.zeros_like(state)
+    output = torch.empty_like(value)
+    for i in range(num_tokens):
+        output[i], current_state = delta_rule_reference(query[i], key[i], value[i], g[i], beta[i], current_state)
+    state.copy_(current_state)
+    return gated_norm_reference(output, projected, params, shape)

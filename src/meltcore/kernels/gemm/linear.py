@@ -1,0 +1,46 @@
+"""Matrix multiplication of tokens with a weight, fused with the neighboring operations of a decoder block.
+
+A block adds to the residual stream twice: residual += W2 f(W1 norm(residual)). For few tokens a separate kernel for the
+norm, the activation or the addition would take as long as the matmul.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.activation import swiglu
+from meltcore.kernels.gemm import gemv as gemv_kernel
+from meltcore.kernels.gemm import split_k
+from meltcore.kernels.launch import use_triton
+from meltcore.kernels.norm import Norm, rms_norm
+
+
+def linear(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute norm(hidden) W^T by the fastest kernel: hidden [tokens, K], weight [N, K] -> [tokens, N].
+
+    At most one of the following may be given. gated: the result is silu(gate) * up, where gate and up are its halves,
+    [tokens, N / 2]. residual: [tokens, N], contiguous; the result is added to it in place and it is returned. out:
+    [tokens, N], contiguous; takes the result.
+    """
+    in_triton = use_triton(hidden)
+    if in_triton and gemv_kernel.supports(hidden, weight):
+        return gemv_kernel.gemv(hidden, weight, norm, gated=gated, residual=residual, out=out)
+    in_tiles = in_triton and split_k.supports(hidden, weight)
+    hidden = rms_norm(hidden, *norm) if norm else hidden
+    if in_tiles:
+        output = split_k.split_k_gemm(hidden, weight, gated=gated, residual=residual)
+        return output if out is None else out.copy_(output)
+    if residual is not None:
+        return residual.addmm_(hidden, weight.t())
+    if out is not None:
+        return torch.mm(hidden, weight.t(), out=out)
+    output = torch.nn.functional.linear(hidden, weight)
+    return swiglu(output) if gated else output

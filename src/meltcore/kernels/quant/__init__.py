@@ -1,0 +1,1 @@
+"""Kernels for quantized formats and their matrix multiplications."""

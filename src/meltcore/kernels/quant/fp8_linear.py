@@ -1,0 +1,63 @@
+"""Matrix multiplication of tokens with an FP8 weight: both operands in e4m3 with a scale per row, sums in float32.
+
+Every kernel quantizes a token to the same values, so that an answer depends
+on the batch size as little as in wider types.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.activation import swiglu
+from meltcore.kernels.launch import use_triton
+from meltcore.kernels.norm import Norm
+from meltcore.kernels.quant import fp8_gemv, fp8_split_k
+from meltcore.kernels.quant.fp8 import Fp8Tensor, quantize
+
+# Of both sizes of a weight: the tensor cores' instructions read 16 bytes at a time (torch._scaled_mm checks it).
+SIZE_MULTIPLE = 16
+
+
+def fp8_linear(
+    hidden: torch.Tensor,
+    weight: Fp8Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Quantize norm(hidden) per token and multiply it by an FP8 weight, by the kernel for this number of tokens.
+
+    The options are those of `linear` in gemm/linear.py. The result has the type of `hidden`.
+    """
+    in_triton = use_triton(hidden)
+    few = in_triton and fp8_gemv.supports(hidden, weight)
+    if few and hidden.shape[0] == 1:
+        return fp8_gemv.fp8_gemv(hidden, weight, norm, gated=gated, residual=residual)
+    tokens = quantize(hidden, norm)
+    if few:
+        return fp8_gemv.fp8_skinny_gemm(tokens, weight, hidden.dtype, gated=gated, residual=residual)
+    if in_triton and fp8_split_k.supports(hidden, weight):
+        return fp8_split_k.fp8_split_k_gemm(tokens, weight, hidden.dtype, gated=gated, residual=residual)
+    output = (_scaled_mm if in_triton else _matmul_reference)(tokens, weight, hidden.dtype)
+    if gated:
+        return swiglu(output)
+    return output if residual is None else residual.add_(output)
+
+
+def _matmul_reference(tokens: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> torch.Tensor:
+    sums = tokens.values.float() @ weight.values.float().t()
+    return (sums * tokens.scales[:, None] * weight.scales).to(dtype)
+
+
+def _scaled_mm(tokens: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Multiply by torch's kernel with a scale per row, which supports bfloat16 outputs only."""
+    output = torch._scaled_mm(
+        tokens.values,
+        weight.values.t(),
+        scale_a=tokens.scales[:, None],
+        scale_b=weight.scales[None, :],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return output.to(dtype)

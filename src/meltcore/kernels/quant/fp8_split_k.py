@@ -1,0 +1,161 @@
+"""Split-K GEMM of FP8 numbers with the method of gemm/split_k.py. Scales, activation and residual add are fused.
+
+Beside splitting sums where tiles are too few for all SMs, this saves what torch's scaled GEMM leaves to other kernels:
+reading and writing the result again for the activation or for adding it to the residual.
+
+On Hopper the tensor cores keep about 13 bits of a sum of e4m3 numbers, an error far below that of e4m3 itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.capability import shared_memory_bytes
+from meltcore.kernels.gemm.split_k import (
+    GemmConfig,
+    reduce_splits,
+    silu_and_mul,
+    split_workspace,
+    tile_matmul,
+    weight_row,
+)
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
+from meltcore.kernels.quant.fp8 import FP8_CAPABILITY, Fp8Tensor
+from meltcore.kernels.quant.fp8_gemv import output_or_residual
+
+MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
+# Divides the columns of a split, so that no load needs a mask on columns.
+K_MULTIPLE = 64
+# With more, torch's scaled GEMM is as fast, the kernels around it included.
+MAX_TOKENS = 2048
+_FEW_ROWS = 2048
+
+
+def supports(hidden: torch.Tensor, weight: Fp8Tensor) -> bool:
+    """Return whether the kernel supports these tensors: up to MAX_TOKENS tokens, in rows of whole tiles."""
+    return 1 <= hidden.shape[0] <= MAX_TOKENS and weight.values.shape[1] % K_MULTIPLE == 0
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _fp8_split_k_gemm_kernel(
+    values_ptr,
+    token_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    output_ptr,
+    partial_ptr,
+    counters_ptr,
+    tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program multiplies BLOCK_N rows of the weight by BLOCK_M tokens over one split of the columns."""
+    WIDTH: tl.constexpr = K // SPLIT_K
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    split = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    source = weight_row(row, N, GATED)
+    rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * K + split * WIDTH
+    scales = tl.load(scales_ptr + source)
+    if PDL:
+        for start in tl.static_range(0, WIDTH, 128):
+            prefetch(rows_ptr + start)
+        pdl_sync(PDL)
+    column = tl.arange(0, BLOCK_K)[None, :]
+    source_token = token % tokens
+    tokens_ptr = values_ptr + source_token.to(tl.int64)[:, None] * K + split * WIDTH
+    token_scales = tl.load(token_scales_ptr + source_token)
+    output_column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = output_ptr + token.to(tl.int64)[:, None] * N + output_column[None, :]
+    mask = (token < tokens)[:, None] & (output_column < N)[None, :]
+    if HAS_RESIDUAL:
+        residual = tl.load(output, mask=mask, other=0.0)
+    acc = tile_matmul(rows_ptr, tokens_ptr, column, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)
+    if SPLIT_K > 1:
+        tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
+        if not last:
+            return
+    if BLOCK_N >= BLOCK_M:
+        acc = tl.trans(acc)
+    acc = acc * token_scales[:, None] * scales[None, :]
+    if GATED:
+        acc = silu_and_mul(acc)
+    if HAS_RESIDUAL:
+        acc += residual.to(tl.float32)
+    tl.store(output, acc, mask=mask)
+
+
+def select_config(tokens: int, rows: int, k: int, shared_bytes: int) -> GemmConfig:
+    """Select the configuration for the shape of a weight.
+
+    rows, k: of the weight; shared_bytes: shared memory available to a program, for up to 4 stages.
+
+    The best of a sweep over the four GEMMs of a Qwen3-0.6B layer (H200, 2026-11-21).
+    """
+    split_k = 1
+    if rows <= _FEW_ROWS:
+        if tokens <= 512:
+            block_m, block_n = (32 if tokens <= 32 else 64), (32 if 32 < tokens <= 64 else 64)
+        else:
+            block_m, block_n = 128, 128
+        if k > 2048 and tokens <= 128:
+            # Tiles too few for all SMs, with much to sum.
+            split_k = 4 if tokens <= 64 else 2
+    elif tokens <= 128:
+        block_m, block_n = triton.next_power_of_2(max(32, tokens)), 64
+    else:
+        block_m, block_n = (128 if tokens <= 512 or shared_bytes < 2**17 else 256), 128
+    block_k = 128 if k % (128 * split_k) == 0 else 64
+    if k % (block_k * split_k):
+        split_k = 1
+    stages = min(4, shared_bytes // ((block_m + block_n) * block_k))
+    return GemmConfig(block_m, block_n, block_k, stages, 8 if block_m == 256 else 4, split_k)
+
+
+def fp8_split_k_gemm(
+    tokens: Fp8Tensor,
+    weight: Fp8Tensor,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> torch.Tensor:
+    """Multiply quantized tokens by an FP8 weight, with the options of `split_k_gemm`. The result has type `dtype`."""
+    (count, k), (rows, _), device = tokens.values.shape, weight.values.shape, weight.values.device
+    output = output_or_residual(count, weight, dtype, gated, residual)
+    config = config or select_config(count, rows, k, shared_memory_bytes(device))
+    grid, partial, counters = split_workspace(config, rows, count, output)
+    _fp8_split_k_gemm_kernel[grid](
+        tokens.values,
+        tokens.scales,
+        weight.values,
+        weight.scales,
+        output,
+        partial,
+        counters,
+        count,
+        N=output.shape[1],
+        K=k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k,
+        NUM_STAGES=config.num_stages,
+        GATED=gated,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=config.num_warps,
+        **pdl_options(device),
+    )
+    return output

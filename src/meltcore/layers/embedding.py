@@ -1,0 +1,63 @@
+"""The token embedding and the output head, sharded over the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meltcore.kernels.embedding import sharded_embedding
+from meltcore.layers.quantization import UNQUANTIZED, DenseWeight, QuantizationMethod
+from meltcore.layers.residual import ResidualStream
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.layers.weight_loader import WeightLoader, as_slice, shard_loader
+
+
+class ParallelLMHead(nn.Module):
+    """Computes logits of the tokens that this rank keeps: the output head. weight: [local tokens, hidden_size]."""
+
+    weight: DenseWeight
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self._checkpoint_shape, self._kept = (vocab_size, hidden_size), range(vocab_size)
+        self._group: TensorParallelGroup | None = None
+        self.quantize(UNQUANTIZED)
+
+    @property
+    def loader(self) -> WeightLoader:
+        """The weight loader of the checkpoint's tensor [vocab_size, hidden_size]."""
+        return shard_loader(self.weight.values, self._checkpoint_shape, as_slice(self._kept))
+
+    def shard(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's tokens. Raises ConfigError if vocab_size is not divisible."""
+        self._group = group
+        self._kept = group.shard(self._checkpoint_shape[0], "tokens of the vocabulary (vocab_size)")
+        self.quantize(self._method)
+
+    def quantize(self, method: QuantizationMethod) -> None:
+        """Allocate the weight in the format of `method`. Must be called before weights are loaded."""
+        self._method = method
+        self.weight = method.embedding(len(self._kept), self._checkpoint_shape[1])
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute logits of the tokens that this rank keeps.
+
+        [rows, hidden_size] -> [rows, local tokens] in the weight's type. out: contiguous memory for the result; None:
+        new memory.
+        """
+        return self.weight.matmul(hidden, out=out)
+
+
+class VocabParallelEmbedding(ParallelLMHead):
+    """Looks up the embeddings of tokens. With tied embeddings it is the output head too."""
+
+    def forward(self, token_ids: torch.Tensor) -> ResidualStream:
+        """Look up the embeddings of tokens.
+
+        token_ids: [tokens] int64. Returns the start of the residual stream.
+        """
+        weight_tensor = self.weight.values
+        if self._group is None:
+            return ResidualStream(weight_tensor[token_ids])
+        # One rank has a token's row and all others zeros, so the all-reduce is exact in any type.
+        return ResidualStream(sharded_embedding(weight_tensor, token_ids, self._kept.start), self._group)

@@ -1,0 +1,113 @@
+"""Feed-forward blocks: dense, and a sparse mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meltcore.kernels.moe.router import route_tokens
+from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.norm import Norm
+from meltcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from meltcore.layers.norm import NormFactory
+from meltcore.layers.quantization import UNQUANTIZED, DenseExperts, QuantizationMethod
+from meltcore.layers.residual import ResidualStream
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.layers.uniform_routing import record_routing, uniform_routing_seed
+
+
+class GatedMLP(nn.Module):
+    """Computes residual + down_proj(silu(gate(x)) * up(x)), where x = norm(residual). One GEMM computes gate and up."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, norm: NormFactory) -> None:
+        super().__init__()
+        self.norm = norm(hidden_size)
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, intermediate_size, intermediate_size)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size)
+
+    def shard(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's part of the intermediate size."""
+        local_columns = group.shard(self.down_proj.input_size, "columns of the feed-forward (intermediate_size)")
+        self.gate_up_proj.shard(local_columns, local_columns)
+        self.down_proj.shard(local_columns, group)
+
+    def forward(self, residual: ResidualStream) -> None:
+        """Add the block's output to the residual stream."""
+        self.down_proj.add_to(residual, self.gate_up_proj.silu_and_mul(*residual.read(self.norm)))
+
+
+class SparseMoeBlock(nn.Module):
+    """Adds to each token's residual the weighted outputs of the top_k experts that the router selects for it.
+
+    Router and experts read norm(residual). router: [experts, hidden_size]. norm_topk_prob: the weights of a token's
+    experts add up to one. shared_expert: every token also goes through one more expert, the last of `experts`, weighted
+    by the sigmoid of a gate. The last row of the router computes that gate.
+    """
+
+    experts: DenseExperts
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        norm: NormFactory,
+        *,
+        norm_topk_prob: bool,
+        shared_expert: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = num_experts, top_k
+        self.norm_topk_prob, self.shared_expert = norm_topk_prob, shared_expert
+        self._intermediate_size, self._kept = intermediate_size, range(intermediate_size)
+        self._group: TensorParallelGroup | None = None
+        self.norm = norm(hidden_size)
+        self.router = nn.Parameter(torch.empty(num_experts + shared_expert, hidden_size), requires_grad=False)
+        self.quantize(UNQUANTIZED)
+
+    def shard(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's part of every expert's intermediate size."""
+        self._kept = group.shard(self._intermediate_size, "columns of an expert (moe_intermediate_size)")
+        self._group = group
+        self.quantize(self._method)
+
+    def quantize(self, method: QuantizationMethod) -> None:
+        """Allocate the experts in the format of `method`. Must be called before weights are loaded.
+
+        Raises ValueError if the method does not support experts.
+        """
+        if method.experts is None:
+            raise ValueError("this quantization method does not support experts")
+        self._method = method
+        num_experts, hidden_size = self.router.shape
+        self.experts = method.experts(num_experts, hidden_size, self._intermediate_size, self._kept)
+
+    def forward(self, residual: ResidualStream) -> None:
+        """Add the block's output to the residual stream."""
+        hidden, routing = self._route(*residual.read(self.norm))
+        if len(hidden) > 1:
+            residual.add_experts(self.experts.outputs(hidden, routing), routing.topk_weights, self._group)
+        elif self._group is None:  # the kernel for one token sums over its experts itself
+            self.experts.add_outputs(residual.values, hidden, routing)
+        else:
+            residual.add_all_reduce(self._group, self.experts.add_outputs(None, hidden, routing))
+
+    def _route(self, inputs: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing]:
+        """Normalize `inputs` [tokens, hidden_size] and select experts.
+
+        Returns both. norm: None if already normalized.
+        """
+        seed = uniform_routing_seed()
+        hidden, routing = route_tokens(
+            inputs,
+            norm,
+            self.router,
+            self.top_k,
+            norm_topk_prob=self.norm_topk_prob,
+            shared_expert=self.shared_expert,
+            uniform_seed=seed,
+        )
+        if seed is not None:
+            record_routing(id(self), routing.topk_ids[:, : self.top_k])
+        return hidden, routing

@@ -1,0 +1,184 @@
+"""Quantization methods define how layers store their weights and multiply by them.
+
+A layer allocates its weights through a `QuantizationMethod` and uses only the methods of that weight class, so it does
+not depend on the format. A layer may be sharded and quantized in either order before its weights are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from meltcore.kernels.gemm.linear import linear
+from meltcore.kernels.moe.experts import add_experts, expert_outputs
+from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.norm import Norm
+from meltcore.kernels.quant.fp8 import FP8, Fp8Tensor, quantize
+from meltcore.kernels.quant.fp8_linear import fp8_linear
+from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, WeightLoader, as_slice, shard_loader
+
+
+class LinearWeight(Protocol):
+    """The interface of a linear layer's weight [output_size, input_size], a module constructed from these two sizes."""
+
+    def loader(self, start: int, stop: int) -> WeightLoader:
+        """Return the weight loader of rows `start` to `stop` - 1."""
+
+    def matmul(
+        self,
+        hidden: torch.Tensor,
+        norm: Norm | None = None,
+        *,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return norm(hidden) W^T: [tokens, input_size] -> [tokens, output_size].
+
+        norm: None for an input that is normalized already. gated: return silu(first half) * second half of the outputs.
+        residual: [tokens, output_size], to which the result is added in place.
+        """
+
+
+class DenseWeight(nn.Module):
+    """An unquantized weight. values: [output_size, input_size] in the model's type."""
+
+    def __init__(self, output_size: int, input_size: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
+
+    def loader(self, start: int, stop: int) -> WeightLoader:
+        """Return the weight loader of rows `start` to `stop` - 1."""
+        return self.values[start:stop]
+
+    def matmul(
+        self,
+        hidden: torch.Tensor,
+        norm: Norm | None = None,
+        *,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return norm(hidden) W^T with the options of `LinearWeight.matmul`.
+
+        out: contiguous memory for the result; None: new memory.
+        """
+        return linear(hidden, self.values, norm, gated=gated, residual=residual, out=out)
+
+
+class Fp8Weight(nn.Module):
+    """An FP8 weight, quantized as it is loaded, with one scale per output channel.
+
+    values: [output_size, input_size] e4m3; scales: [output_size] float32.
+    """
+
+    def __init__(self, output_size: int, input_size: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.empty(output_size, input_size, dtype=FP8), requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(output_size, dtype=torch.float32), requires_grad=False)
+
+    def loader(self, start: int, stop: int) -> WeightLoader:
+        """Return the weight loader of rows `start` to `stop` - 1. Each row is quantized independently of the others."""
+        values, scales = self.values[start:stop], self.scales[start:stop]
+
+        def store(source: torch.Tensor) -> None:
+            fp8_rows = quantize(source.to(values.device).contiguous())
+            values.copy_(fp8_rows.values)
+            scales.copy_(fp8_rows.scales)
+
+        return ConvertingLoader(values.shape, store)
+
+    def matmul(
+        self,
+        hidden: torch.Tensor,
+        norm: Norm | None = None,
+        *,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Quantize `hidden` per token and return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
+        return fp8_linear(hidden, Fp8Tensor(self.values, self.scales), norm, gated=gated, residual=residual)
+
+
+class DenseExperts(nn.Module):
+    """Unquantized weights of experts. This rank keeps the range `local_columns` of their intermediate size.
+
+    gate_up_proj: [experts, 2 * len(local_columns), hidden_size], gate rows above up rows; down_proj: [experts,
+    hidden_size, len(local_columns)].
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, local_columns: range) -> None:
+        super().__init__()
+        self._intermediate_size, self._kept, local_size = intermediate_size, local_columns, len(local_columns)
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * local_size, hidden_size), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, local_size), requires_grad=False)
+
+    def outputs(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Compute the unweighted outputs of each token's experts.
+
+        [tokens, hidden_size] -> [tokens * top_k, hidden_size].
+        """
+        return expert_outputs(hidden, routing, self.gate_up_proj, self.down_proj)
+
+    def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
+        return add_experts(residual, hidden, routing, self.gate_up_proj, self.down_proj)
+
+    def gate_loader(self, expert: int) -> WeightLoader:
+        """Return the loader of one expert's checkpoint tensor gate_proj, [intermediate_size, hidden_size]."""
+        return self._rows_loader(self.gate_up_proj[expert, : len(self._kept)])
+
+    def up_loader(self, expert: int) -> WeightLoader:
+        """Return the loader of one expert's checkpoint tensor up_proj, [intermediate_size, hidden_size]."""
+        return self._rows_loader(self.gate_up_proj[expert, len(self._kept) :])
+
+    def down_loader(self, expert: int) -> WeightLoader:
+        """Return the loader of one expert's checkpoint tensor down_proj, [hidden_size, intermediate_size]."""
+        target = self.down_proj[expert]
+        return shard_loader(target, (len(target), self._intermediate_size), slice(None), as_slice(self._kept))
+
+    def fused_gate_up_loader(self, num_experts: int) -> WeightLoader:
+        """Return the loader of a checkpoint tensor with gate_up_proj of the first `num_experts` experts.
+
+        Its shape is [num_experts, 2 * intermediate_size, hidden_size].
+        """
+        target, full_size, local_columns = self.gate_up_proj[:num_experts], self._intermediate_size, self._kept
+        if len(local_columns) == full_size:
+            return target
+        gate_target, up_target = target[:, : len(local_columns)], target[:, len(local_columns) :]
+        up_rows = slice(full_size + local_columns.start, full_size + local_columns.stop)
+        return ShardLoader(
+            torch.Size((num_experts, 2 * full_size, target.shape[2])),
+            (((slice(None), as_slice(local_columns)), gate_target), ((slice(None), up_rows), up_target)),
+        )
+
+    def fused_down_loader(self, num_experts: int) -> WeightLoader:
+        """Return the loader of a checkpoint tensor with down_proj of the first `num_experts` experts.
+
+        Its shape is [num_experts, hidden_size, intermediate_size].
+        """
+        target = self.down_proj[:num_experts]
+        shape = (*target.shape[:2], self._intermediate_size)
+        return shard_loader(target, shape, slice(None), slice(None), as_slice(self._kept))
+
+    def _rows_loader(self, target: torch.Tensor) -> WeightLoader:
+        return shard_loader(target, (self._intermediate_size, target.shape[1]), as_slice(self._kept))
+
+
+class QuantizationMethod(NamedTuple):
+    """The weight classes of a format: for linear layers, for embedding and output head, and for experts.
+
+    experts: None if the format does not support experts.
+    """
+
+    linear: Callable[[int, int], LinearWeight]
+    embedding: type[DenseWeight]
+    experts: type[DenseExperts] | None
+
+
+UNQUANTIZED = QuantizationMethod(DenseWeight, DenseWeight, DenseExperts)
+# Embedding and head keep the model's type: an error in a logit decides about a token immediately.
+FP8_PER_CHANNEL = QuantizationMethod(Fp8Weight, DenseWeight, None)

@@ -1,0 +1,129 @@
+"""Sends the requests of one process, enforces their time limits, and detects that the server has died."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from meltcore.load.config import AnswerRules, Timeouts
+from meltcore.load.connection import HttpConnection, HttpRequestError, Target, get
+from meltcore.load.record import RequestRecord
+from meltcore.load.stream import NO_EXTRA_RULES, StreamedResponse, UnstreamedResponse
+from meltcore.load.workload import EncodedRequest
+
+TIMEOUT_CHECK_S = 0.25
+HEALTH_TIMEOUT_S = 2.0
+
+# All that a dead server causes; one of them alone may be a broken connection.
+CONNECTION_FAILURES = frozenset({"connect refused", "connection reset", "connection closed"})
+
+OnDone = Callable[[HttpConnection | None], None]
+
+
+class Dispatcher:
+    """Sends requests and calls `on_record` exactly once for each of them, also when it fails."""
+
+    def __init__(
+        self,
+        target: Target,
+        timeouts: Timeouts,
+        on_record: Callable[[RequestRecord], None],
+        *,
+        stream: bool = True,
+        rules: AnswerRules = NO_EXTRA_RULES,
+    ) -> None:
+        self._make_response = partial(StreamedResponse if stream else UnstreamedResponse, rules=rules)
+        self._target = target
+        self._timeouts = timeouts
+        self._on_record = on_record
+        self._active_requests: dict[StreamedResponse, tuple[HttpConnection, EncodedRequest, OnDone]] = {}
+        self._consecutive_failures = 0
+        self._first_failure_s = 0.0
+        self.server_died_s: float | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of requests that were sent and have not ended."""
+        return len(self._active_requests)
+
+    def send(self, connection: HttpConnection, request: EncodedRequest, intended_s: float, on_done: OnDone) -> None:
+        """Send `request`. After its record, `on_done` receives the connection where that is reusable, else None."""
+        record = RequestRecord(index=request.index, intended_s=intended_s)
+        response = self._make_response(
+            record, self._finish, keep_text=request.keep_text, max_output_tokens=request.max_output_tokens
+        )
+        self._active_requests[response] = (connection, request, on_done)
+        record.sent_s = time.monotonic()
+        connection.send(request.data, response)
+
+    def fail_unsent(self, index: int, intended_s: float, reason: str, detail: str) -> None:
+        """Record the failure of a request that was never sent."""
+        record = RequestRecord(
+            index=index, intended_s=intended_s, ended_s=time.monotonic(), failure=reason, detail=detail
+        )
+        self._count_failure(record)
+        self._on_record(record)
+
+    def abort_all(self, reason: str, detail: str) -> None:
+        """Fail all requests in flight."""
+        for response, (connection, _, _) in list(self._active_requests.items()):
+            if response in self._active_requests:
+                connection.fail(reason, detail)
+
+    def fail_overdue(self) -> None:
+        """Fail every request that is past a time limit.
+
+        One pass over all requests costs less than one timer per request: 3 ms for 10,000 streams.
+        """
+        now_s = time.monotonic()
+        for response, (connection, _, _) in list(self._active_requests.items()):
+            failure = self._find_timeout(response, now_s)
+            if failure is not None and response in self._active_requests:
+                connection.fail(*failure)
+
+    async def check_server(self) -> None:
+        """Request /health after consecutive connection failures, and record the server's death where that fails too."""
+        if not self._consecutive_failures or self.server_died_s is not None:
+            return
+        try:
+            await get(self._target, "/health", HEALTH_TIMEOUT_S)
+        except HttpRequestError as error:
+            if self._consecutive_failures and error.reason in CONNECTION_FAILURES:
+                self.server_died_s = self._first_failure_s
+
+    def _find_timeout(self, response: StreamedResponse, now_s: float) -> tuple[str, str] | None:
+        timeouts, record = self._timeouts, response.record
+        if now_s - record.intended_s > timeouts.total_s:
+            return "total timeout", f"not complete after {timeouts.total_s:g} s"
+        if not response.now_s:
+            if now_s - record.sent_s > timeouts.first_byte_s:
+                return "first byte timeout", f"no byte within {timeouts.first_byte_s:g} s"
+        elif now_s - response.now_s > timeouts.idle_s:
+            return "idle timeout", f"no byte for {timeouts.idle_s:g} s"
+        return None
+
+    def _finish(self, response: StreamedResponse) -> None:
+        connection, request, on_done = self._active_requests.pop(response)
+        record = response.record
+        if record.failure is None:
+            if request.grade is not None:
+                record.correct = request.grade(response.content)
+            if request.in_check_sample or (request.needs_token_count and not record.saw_usage):
+                reasoning = response.reasoning
+                record.text, record.reasoning_chars = reasoning + response.content, len(reasoning)
+        self._count_failure(record)
+        self._on_record(record)
+        if connection.is_reusable:
+            on_done(connection)
+        else:
+            connection.close()  # the rest of a broken answer must not reach the next request
+            on_done(None)
+
+    def _count_failure(self, record: RequestRecord) -> None:
+        if record.failure not in CONNECTION_FAILURES:
+            self._consecutive_failures = 0
+        else:
+            if not self._consecutive_failures:
+                self._first_failure_s = record.ended_s
+            self._consecutive_failures += 1

@@ -1,0 +1,22 @@
+"""The registry of model families: the class of each architecture name in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meltcore.models.model import Model
+from meltcore.models.qwen2 import Qwen2
+from meltcore.models.qwen3 import Qwen3, Qwen3Moe
+from meltcore.models.qwen3_5 import Qwen3_5
+
+# From a parsed config.json to a model without weights. Raises ConfigError for what the family does not compute.
+ModelClass = Callable[[Mapping[str, Any]], Model]
+
+ARCHITECTURES: dict[str, ModelClass] = {
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+    "Qwen3_5MoeForCausalLM": Qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
+}

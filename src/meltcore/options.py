@@ -1,0 +1,210 @@
+"""Makes command-line options from dataclass fields, which define name, type, default, limits and help once.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class ServeConfig:
+    ...     port: int = option(8000, "TCP port.", group="HTTP server", limits={"least": 0, "most": 65_535})
+    >>> parser = argparse.ArgumentParser(prog="serve")
+    >>> add_options(parser, ServeConfig)  # --port N  TCP port (default: 8000).
+    >>> from_options(ServeConfig, parser.parse_args(["--port", "0"]))
+    ServeConfig(port=0)
+
+The field's annotation decides how a value is read:
+
+    bool                    a flag: --name, or --no-name where the default is True
+    bool | None             both flags, as of a bool with the keyword action=BooleanOptionalAction
+    Literal[...]            one of its values
+    int, float, str         one value; a size such as 40GiB for an int whose name ends in _bytes
+    tuple[int, ...]         numbers with commas between; tuple[float, ...] alike
+    tuple[str, ...]         the option may be given several times; tuple[Literal[...], ...] alike
+
+A flag is the field's name without a unit (_s, _ms, _bytes) at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+_Config = TypeVar("_Config")
+_METADATA = "option"
+_UNIT_SUFFIX = re.compile(r"_(s|ms|bytes)$")
+_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str = "",
+    flag: str = "",
+    short: str = "",
+    limits: Mapping[str, float] | None = None,
+    **keywords: Any,
+) -> Any:
+    """Declare a dataclass field that is also a command-line option.
+
+    Args:
+        default: Default of the field and of the option. The help shows it unless it is empty or the help names one.
+        help: Plain text; "%" needs no escape.
+        group: The heading in `--help` under which the option stands.
+        flag: The flag, where it is not the field's name.
+        short: A second, short flag.
+        limits: Limits of each number: `least`, `above` and `most` of `number`.
+        keywords: Arguments of `add_argument` (metavar, type, nargs, action, ...), which win over the annotation.
+    """
+    metadata = {
+        _METADATA: {
+            "default": default,
+            "help": help,
+            "group": group,
+            "flag": flag,
+            "short": short,
+            "limits": limits or {},
+            "keywords": keywords,
+        }
+    }
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    config: type,
+    *names: str,
+    group: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Add the options of the dataclass `config` to `parser`: all of them, or those of the fields `names`.
+
+    `group` replaces the headings of the fields, and `defaults` replaces their defaults. Options with one heading stand
+    together, also when they come from several classes.
+    """
+    hints = get_type_hints(config)
+    option_fields = {entry.name: entry for entry in fields(config) if _METADATA in entry.metadata}
+    groups = {entry.title: entry for entry in parser._action_groups}
+    for name in names or option_fields:
+        settings = option_fields[name].metadata[_METADATA]
+        title = settings["group"] if group is None else group
+        if title and title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        default = (defaults or {}).get(name, settings["default"])
+        _add_option(groups[title] if title else parser, name, hints[name], default, settings)
+
+
+def from_options(config: type[_Config], args: argparse.Namespace, **overrides: Any) -> _Config:
+    """Create a `config` from the parsed arguments that have the name of a field. `overrides` replace them."""
+    field_names = {entry.name for entry in fields(config)}  # type: ignore[arg-type]
+    parsed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
+    return config(**{name: value for name, value in parsed.items() if name in field_names} | overrides)
+
+
+def number(
+    number_type: type[int] | type[float], *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf
+) -> Callable[[str], Any]:
+    """Return an argparse reader for one finite number of at least `least`, more than `above` and at most `most`.
+
+    The reader raises ArgumentTypeError for any other text.
+    """
+    limits = {"at least": least, "more than": above, "at most": most}
+    limits_text = " and ".join(
+        f"{description} {limit:g}" for description, limit in limits.items() if math.isfinite(limit)
+    )
+    expected = ("a whole number" if number_type is int else "a number") + (limits_text and f" of {limits_text}")
+
+    def parse(text: str) -> Any:
+        try:
+            value = number_type(text)
+        except ValueError:
+            value = math.nan
+        if math.isfinite(value) and above < value and least <= value <= most:
+            return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+
+    return parse
+
+
+def size_bytes(text: str) -> int:
+    """Return the bytes of a size like 40GiB, 512M or 1000000. Units are powers of 1024. Raises ArgumentTypeError."""
+    match = _SIZE_PATTERN.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 40GiB, 512MiB or 1000000")
+    return int(float(match[1]) * _SIZE_UNITS[(match[2] or "").upper()])
+
+
+def not_empty(text: str) -> str:
+    """Return `text`. Raises ArgumentTypeError where it is empty, as an unset shell variable leaves it."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is empty")
+    return text
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises ArgumentTypeError for any other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _add_option(
+    container: argparse._ActionsContainer, name: str, hint: Any, default: Any, settings: Mapping[str, Any]
+) -> None:
+    has_both_flags = hint == (bool | None) or settings["keywords"].get("action") is argparse.BooleanOptionalAction
+    [hint] = (
+        [type_arg for type_arg in get_args(hint) if type_arg is not NoneType] if NoneType in get_args(hint) else [hint]
+    )
+    is_negated = hint is bool and default is True and not has_both_flags
+    flag = settings["flag"] or ("--no-" if is_negated else "--") + _UNIT_SUFFIX.sub("", name).replace("_", "-")
+    keywords: dict[str, Any] = {"dest": name, "help": _help_text(settings["help"], hint, default)}
+    if has_both_flags:
+        keywords["action"] = argparse.BooleanOptionalAction
+    elif hint is bool:
+        keywords["action"] = "store_false" if is_negated else "store_true"
+    else:
+        keywords |= _parse_keywords(name, hint, settings["limits"])
+    keywords |= settings["keywords"]
+    flags = (settings["short"], flag) if settings["short"] else (flag,)
+    container.add_argument(
+        *flags, default=list(default) if keywords.get("action") in ("append", "extend") else default, **keywords
+    )
+
+
+def _parse_keywords(name: str, hint: Any, limits: Mapping[str, float]) -> dict[str, Any]:
+    """Return the arguments of `add_argument` that make it read values of type `hint`."""
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if hint is int and name.endswith("_bytes"):
+        return {"type": size_bytes, "metavar": "SIZE"}
+    if hint in (int, float):
+        return {"type": number(hint, **limits), "metavar": "S" if name.endswith("_s") else "N"}
+    if get_origin(hint) is tuple:
+        element_type = get_args(hint)[0]
+        if element_type in (int, float):
+            parse_number = number(element_type, **limits)
+            return {
+                "type": lambda text: tuple(parse_number(number_text) for number_text in text.split(",")),
+                "metavar": "N,...",
+            }
+        return {"action": "append", **_parse_keywords(name, element_type, limits)}
+    return {"type": hint if isinstance(hint, type) else str}
+
+
+def _help_text(text: str, hint: Any, default: Any) -> str:
+    text = text.replace("%", "%%")
+    if hint is bool or default in (None, "", (), {}) or "default" in text:
+        return text
+    values = default if isinstance(default, tuple) else (default,)
+    default_text = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    return f"{text.removesuffix('.')} (default: {default_text})."

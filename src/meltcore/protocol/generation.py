@@ -1,0 +1,160 @@
+"""Defines the messages about text generation between an API server and an engine (msgpack over ZeroMQ).
+
+An API server sends lists of `ToEngine` messages and receives single `FromEngine` messages. The outputs of one step for
+one API server travel in one `StepOutputs`. Every API server has its own two sockets and receives the outputs of its own
+requests; the first API server also receives messages about no request (loading, failures). All times are
+`time.monotonic()` seconds, one clock for all processes of a machine.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.protocol.shell import (
+    AbortRequests,
+    EngineFailed,
+    EngineReady,
+    ForgetClient,
+    Loading,
+    Profile,
+    ProfileDone,
+    Shutdown,
+)
+
+# The array type of packed token ids, in this machine's byte order: both ends of a socket run on one machine.
+TOKEN_TYPECODE = "I"
+TOKEN_BYTES = array(TOKEN_TYPECODE).itemsize
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+# --- API server to engine ------------------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """Asks the engine to generate one sequence.
+
+    A lower `priority` is scheduled earlier; requests of equal priority in order of arrival. API servers pack the prompt
+    (`pack_token_ids`): as lists of Python integers 10,000 waiting prompts take hundreds of megabytes, and the C library
+    does not return all of that to the system.
+    """
+
+    request_id: str
+    prompt_token_ids: bytes | list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    arrived_s: float = 0.0
+
+    @property
+    def prompt(self) -> "array[int]":
+        """Return the prompt's token ids. Raises OverflowError for an id that is negative or needs more than 32 bits."""
+        return array(TOKEN_TYPECODE, self.prompt_token_ids)
+
+    @property
+    def prompt_length(self) -> int:
+        """Return the number of prompt tokens."""
+        token_ids = self.prompt_token_ids
+        return len(token_ids) // TOKEN_BYTES if isinstance(token_ids, bytes) else len(token_ids)
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as the bytes that `AddRequest` takes: 4 per id, in this machine's byte order."""
+    return array(TOKEN_TYPECODE, token_ids).tobytes()
+
+
+ToEngine = AddRequest | AbortRequests | Profile | ForgetClient | Shutdown
+
+
+# --- engine to API server ------------------------------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Holds the log-probabilities at one position: of its token, and of the most probable tokens.
+
+    They are those of the raw model distribution, before temperature and penalties.
+    """
+
+    logprob: float
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Holds the times at which the engine received, scheduled and finished a request, and read its first token."""
+
+    arrived_s: float
+    scheduled_s: float
+    first_token_s: float
+    finished_s: float
+
+
+class SequenceOutput(msgspec.Struct, array_like=True, frozen=True):
+    """Holds the new tokens of one sequence after a step.
+
+    `token_ids` includes the end or stop token. The last output has a `finish_reason`: "stop" for an end or stop id
+    (`stop_token_id` says which), "length" for max_tokens or the context limit, "abort", or "error" with `error`.
+    `prompt_logprobs`, if requested, comes with the first token: one entry per prompt token after the first.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+    times: RequestTimes | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class EngineStats(msgspec.Struct, array_like=True, frozen=True):
+    """Holds gauges and counters of the engine after a step. The names of counters end in `_total`."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    steps_total: int = 0
+    step_s_total: float = 0.0
+    prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    prefix_queried_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
+    preemptions_total: int = 0
+    recurrent_state_slots: int = 0
+    recurrent_state_slots_used: int = 0
+    recurrent_state_snapshots: int = 0
+
+
+class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
+    """Holds the outputs of one step: all of them, or those for one API server."""
+
+    outputs: list[SequenceOutput]
+    stats: EngineStats
+    step_ended_s: float
+
+    def with_outputs(self, outputs: list[SequenceOutput]) -> "StepOutputs":
+        """Return the same step with other `outputs`."""
+        return StepOutputs(outputs, self.stats, self.step_ended_s)
+
+
+class GenerationReady(EngineReady, tag="ready", array_like=True, frozen=True):
+    """Reports that a generation engine can serve.
+
+    API servers check requests against `max_model_len` and `vocab_size`. `weight_dtypes` and `kv_cache_dtype` are read
+    from the allocated tensors. `speculative_decoding` is "none" or the name of its method.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    pages_total: int
+    page_size: int
+    weight_dtypes: list[str]
+    kv_cache_dtype: str
+    speculative_decoding: str
+
+
+FromEngine = StepOutputs | Loading | GenerationReady | EngineFailed | ProfileDone

@@ -1,0 +1,86 @@
+"""Defines the sampling parameters of a request and their ranges."""
+
+import msgspec
+
+from meltcore.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+SEED_LIMIT = 2**63
+MAX_TOP_K = 2**31 - 1  # larger than any vocabulary, and fits the 32 bits of the kernels
+# Logits are divided by these in float32. Beyond its largest value, 3.4e38, all tokens would become equal.
+MIN_TEMPERATURE, MIN_REPETITION_PENALTY = 1e-20, 1e-3
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Holds the sampling parameters of one request, which `check` validates.
+
+    The default is greedy. A `temperature` of 0 means greedy sampling, whatever the other fields are. `top_k` 0 means no
+    limit. `logprobs` None returns none; n returns those of the sampled token and of the n most probable tokens.
+    `prompt_logprobs` is the same per prompt token except the first. `max_tokens` counts generated tokens, the end token
+    included.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether the next token depends on how often each token occurred before."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    def check(self, vocab_size: int) -> None:
+        """Check every field. Raises RequestError, which names the first field out of its range."""
+        _check_range("max_tokens", self.max_tokens, 1, None)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise RequestError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}; got {self.temperature}",
+                param="temperature",
+            )
+        _check_range("top_p", self.top_p, 0.0, 1.0, exclude_minimum=True)
+        _check_range("top_k", self.top_k, 0, MAX_TOP_K)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop holds {len(self.stop)} strings; the limit is {MAX_STOP_STRINGS}", param="stop")
+        if "" in self.stop:
+            raise RequestError("stop holds an empty string, which would end every answer", param="stop")
+        for token_id in self.stop_token_ids:
+            _check_range("stop_token_ids", token_id, 0, vocab_size - 1)
+
+
+def _check_range(
+    name: str, value: float, minimum: float, maximum: float | None, *, exclude_minimum: bool = False
+) -> None:
+    # Written so that NaN is outside of every range.
+    is_in_range = (minimum < value if exclude_minimum else minimum <= value) and (maximum is None or value <= maximum)
+    if not is_in_range:
+        limits_text = f"{'more than' if exclude_minimum else 'at least'} {minimum}" + (
+            f" and at most {maximum}" if maximum is not None else ""
+        )
+        raise RequestError(f"{name} must be {limits_text}; got {value}", param=name)

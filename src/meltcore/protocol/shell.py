@@ -1,0 +1,85 @@
+"""Defines the messages between an API server and the process shell of an engine of any type.
+
+They travel as msgpack over ZeroMQ, one list of messages per send towards the engine, one message per send back. An
+engine adds the messages of its own requests (`protocol/generation.py`).
+"""
+
+from typing import Literal
+
+import msgspec
+
+# --- API server to engine ------------------------------------------------------------------------------------------
+
+
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """Ends these requests with reason "abort" and frees their memory. Unknown and finished ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Profile(msgspec.Struct, tag="profile", array_like=True, frozen=True):
+    """Starts or stops a profiler in the engine process, which answers with `ProfileDone`.
+
+    profiler: torch writes a trace into `directory`; cuda marks the range that Nsight Systems captures.
+    """
+
+    action: Literal["start", "stop"]
+    directory: str
+    profiler: Literal["torch", "cuda"] = "torch"
+
+
+class ForgetClient(msgspec.Struct, tag="forget", array_like=True, frozen=True):
+    """Ends all requests of an API server that has died. Their last outputs go to the sender of this message."""
+
+    client_index: int
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
+    """Ends the engine process immediately. The API server has drained its requests before."""
+
+
+# --- engine to API server ------------------------------------------------------------------------------------------
+
+
+class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
+    """Reports the progress of a start: the current stage and the completed fraction of it (0 to 1)."""
+
+    stage: str
+    fraction: float
+
+
+class MemoryRow(msgspec.Struct, array_like=True, frozen=True):
+    """Holds one row of the memory table that is printed at the start."""
+
+    name: str
+    size_bytes: int
+    note: str = ""
+
+
+class EngineReady(msgspec.Struct, array_like=True, frozen=True):
+    """Reports that the engine can serve. Each engine type adds its limits in a subclass with a tag."""
+
+    device: str
+    dtype: str
+    weights: Literal["real", "dummy"]
+    memory: list[MemoryRow]
+    load_s: float
+
+
+class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    """Reports that the engine cannot start or continue, and the process exits afterwards.
+
+    `message` is one line for the user.
+    """
+
+    message: str
+
+
+class ProfileDone(msgspec.Struct, tag="profiled", array_like=True, frozen=True):
+    """Reports the folder of a started profile or the file of a finished one, or the reason why there is none.
+
+    With the cuda profiler the path is empty: Nsight Systems writes the file.
+    """
+
+    path: str
+    error: str | None = None

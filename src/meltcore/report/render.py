@@ -1,0 +1,76 @@
+"""Renders the page of any document; each document type has its page builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meltcore.errors import ConfigError
+from meltcore.report.card import card_page
+from meltcore.report.certificate import certificate_page
+from meltcore.report.charts_export import export_page
+from meltcore.report.comparison import comparison_page
+from meltcore.report.documents import PAGE_FILES, Document
+from meltcore.report.html import render_html, write_page
+from meltcore.report.page import Page
+from meltcore.report.profile import profile_page
+from meltcore.report.run import run_page
+from meltcore.report.score import score_page
+from meltcore.report.tuning import tuning_page
+from meltcore.results.card import Card
+from meltcore.results.certificate import Certificate
+from meltcore.results.comparison import ComparisonResult
+from meltcore.results.gaps import Profile
+from meltcore.results.runfolder import RunFolder
+from meltcore.results.schema import RunResult
+from meltcore.results.score import ScoredRun
+from meltcore.results.tuning import Tuning
+
+_PAGE_BUILDERS: dict[type, Callable[[Any], Page]] = {
+    RunResult: run_page,
+    ScoredRun: score_page,
+    Certificate: certificate_page,
+    Tuning: tuning_page,
+    Profile: profile_page,
+    ComparisonResult: comparison_page,
+    Card: card_page,
+}
+
+
+def render(content: object) -> str:
+    """Returns the page of a document as HTML text."""
+    return render_html(_PAGE_BUILDERS[type(content)](content))
+
+
+def save_run(folder: RunFolder, result: RunResult) -> None:
+    """Write `result.json` and `report.html` of a run to its folder."""
+    folder.write_result(result)
+    write_page(folder.report_path, _PAGE_BUILDERS[type(result)](result))
+
+
+def export_document(document: Document, path: Path) -> Path:
+    """Write the charts of a document's page to `path`, an SVG or PNG file, and return the path.
+
+    Raises ConfigError for a document without a page, a page without charts, and a path that cannot be written.
+    """
+    export_page(_page_builder(document)(document.content), path)
+    return path
+
+
+def render_document(document: Document, path: Path | None = None) -> Path:
+    """Write a document's page to `path`, by default to its usual name beside the document, and return the path.
+
+    Raises ConfigError for a snapshot, which has no page.
+    """
+    builder = _page_builder(document)
+    page_path = document.path.with_name(PAGE_FILES.get(document.path.name, f"{document.path.stem}.html"))
+    return write_page(path or page_path, builder(document.content))
+
+
+def _page_builder(document: Document) -> Callable[[Any], Page]:
+    if type(document.content) not in _PAGE_BUILDERS:
+        raise ConfigError(
+            f"{document.path} is a snapshot, which has no page of its own: give it with others for a card"
+        )
+    return _PAGE_BUILDERS[type(document.content)]

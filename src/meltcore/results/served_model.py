@@ -1,0 +1,36 @@
+"""Fields of /v1/models beyond OpenAI's, such as random weights, which results must state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_FACTS = ("weights", "tokenizer", "device", "dtype", "weight_dtypes", "kv_cache_dtype", "speculative_decoding",
+          "replicas", "max_model_len", "debug", "hf_overrides")  # fmt: skip
+
+
+def model_facts(listing: Any, model: str) -> dict[str, Any]:
+    """Returns the facts about `model` in a parsed /v1/models response; empty for most other servers."""
+    entries = listing.get("data") if isinstance(listing, Mapping) else None
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, Mapping) and entry.get("id") == model:
+            return {name: entry[name] for name in _FACTS if entry.get(name)}
+    return {}
+
+
+def model_notes(facts: Mapping[str, Any]) -> list[str]:
+    """Returns notes about the served model that every result must carry."""
+    notes = []
+    if facts.get("weights") == "dummy":
+        notes.append(
+            "The server ran with random weights: the speed is that of real weights, the answers are meaningless."
+        )
+    if facts.get("tokenizer") == "synthetic":
+        notes.append("The server's tokenizer is synthetic (one token per byte): texts have more tokens than usual.")
+    if facts.get("debug"):
+        notes.append(f"The server ran with debug options ({', '.join(facts['debug'])}): this run is not comparable.")
+    if facts.get("hf_overrides"):
+        stated = json.dumps(facts["hf_overrides"], sort_keys=True)
+        notes.append(f"The server replaced fields of the checkpoint's config.json (--hf-overrides {stated}).")
+    return notes

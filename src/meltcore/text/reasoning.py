@@ -1,0 +1,66 @@
+"""Defines which models write reasoning before an answer, and which part of a text is reasoning.
+
+Reasoning stands between two tokens that are not special ones, so skipping special tokens does not hide it. A chat
+template may write the first of them: a prompt that ends with the start token starts reasoning. A prompt that ends with
+start and end token starts the answer, whatever whitespace follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meltcore.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Describes how a model family writes reasoning.
+
+    `template_defaults` are variables of its chat template. They turn reasoning off unless a request's
+    chat_template_kwargs turn it on.
+    """
+
+    start_token: str
+    end_token: str
+    template_defaults: Mapping[str, Any]
+
+
+_THINK_FORMAT = ReasoningFormat("<think>", "</think>", {"enable_thinking": False})
+# By the model type in config.json.
+REASONING_FORMATS: dict[str, ReasoningFormat] = {"qwen3_5_moe": _THINK_FORMAT, "qwen3_5_moe_text": _THINK_FORMAT}
+
+
+@dataclass(frozen=True)
+class ReasoningParser:
+    """Holds the two tokens around a model's reasoning."""
+
+    start_id: int
+    end_id: int
+    tokenizer: Tokenizer
+
+    def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends with the start token, apart from whitespace."""
+        for token_id in reversed(prompt):
+            if not self.tokenizer.token_bytes(token_id).decode(errors="replace").isspace():
+                return token_id == self.start_id
+        return False
+
+
+def reasoning_parser(tokenizer: Tokenizer, config: Mapping[str, Any]) -> ReasoningParser | None:
+    """Return the reasoning parser for the model of a config.json.
+
+    None where the model writes no reasoning, or its tokenizer lacks the tokens around it.
+    """
+    reasoning_format = REASONING_FORMATS.get(config.get("model_type", ""))
+    if reasoning_format is None:
+        return None
+    start_id, end_id = tokenizer.token_id(reasoning_format.start_token), tokenizer.token_id(reasoning_format.end_token)
+    return None if start_id is None or end_id is None else ReasoningParser(start_id, end_id, tokenizer)
+
+
+def template_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return default variables of the model's chat template, which a request may change."""
+    reasoning_format = REASONING_FORMATS.get(config.get("model_type", ""))
+    return {} if reasoning_format is None else dict(reasoning_format.template_defaults)

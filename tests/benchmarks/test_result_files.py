@@ -1,0 +1,86 @@
+"""Result files: one per script and machine, the newest row of each work, targets with what they bound."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench_output
+import pytest
+from bench_output import Row, Target, machine_name, merge_run
+
+RESULTS = sorted(bench_output.RESULTS.glob("*/*.json"))
+RUNS = [path for path in RESULTS if "runs" in (found := json.loads(path.read_text())) and "tier" not in found]
+SCRIPTS = {path.stem for path in Path(bench_output.__file__).parent.glob("*.py")}
+
+
+def run_of(subject: str, *rows: tuple[str, float]) -> dict[str, Any]:
+    return {"subject": subject, "rows": [{"work": work, "unit": "s", "value": value} for work, value in rows]}
+
+
+def test_a_newer_row_replaces_the_older_one_of_the_same_subject(tmp_path: Path) -> None:
+    path = tmp_path / "script" / "h200.json"
+    for run in (run_of("a", ("w", 1), ("v", 2)), run_of("b", ("w", 3)), run_of("a", ("w", 4)), run_of("b", ("w", 5))):
+        merge_run(path, run)
+    assert json.loads(path.read_text())["runs"] == [run_of("a", ("v", 2)), run_of("a", ("w", 4)), run_of("b", ("w", 5))]
+
+
+@pytest.mark.parametrize(
+    ("target", "met"),
+    [
+        (Target(10), True),
+        (Target(13), False),
+        (Target(13, better="lower"), True),
+        (Target(10, better="lower"), False),
+        (Target(1.5, of="ratio"), True),
+        (Target(2.5, of="ratio"), False),
+        (None, None),
+    ],
+)
+def test_a_target_is_met_by_what_it_bounds(target: Target | None, met: bool | None) -> None:
+    row = Row(work="w", unit="tokens/s", value=12.0, ratio=2.0, target=target)
+    assert row.met is met
+    found = row.as_json()
+    assert found.get("met") is met
+    if target is not None:
+        assert (found["reach"], found["reach_of"], found["better"]) == target
+
+
+def test_a_ratio_without_a_peer_and_an_invalid_value_meet_nothing() -> None:
+    assert "met" not in Row(work="w", unit="s", value=1.0, target=Target(1.0, of="ratio")).as_json()
+    assert Row(work="w", unit="s", value=2.0, target=Target(1.0), invalid="why").as_json()["met"] is False
+
+
+def test_files_are_named_after_the_gpus_that_were_used() -> None:
+    assert machine_name([]) == "cpu"
+    assert machine_name(["NVIDIA H200"] * 8, 8) == "h200-x8"
+    assert machine_name(["NVIDIA H100 80GB HBM3"] * 2) == "h100-80gb-hbm3"
+    assert machine_name(["NVIDIA H200"], 0) == "cpu"
+
+
+def test_writing_a_result_merges_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_output, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["router.py"])
+    for value in (1.0, 2.0):
+        path = bench_output.write_result([Row(work="w", unit="us", value=value)], {"torch": "2"}, gpus=0)
+    assert path == tmp_path / "router" / "cpu.json"
+    [run] = json.loads(path.read_text())["runs"]
+    assert run["rows"] == [{"work": "w", "unit": "us", "value": 2.0}]
+    assert run["command"] == "python benchmarks/router.py"
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_committed_results_say_what_each_target_bounds(path: Path) -> None:
+    assert path.parent.name in SCRIPTS
+    runs = json.loads(path.read_text())["runs"]
+    keys = [{(run["subject"], row["work"], row.get("unit")) for row in run["rows"]} for run in runs]
+    assert len(set().union(*keys)) == sum(map(len, keys)), "an older run holds rows that a newer one replaces"
+    for row in (row for run in runs for row in run["rows"]):
+        if "reach" not in row:
+            continue
+        measured = row["value"] if row["reach_of"] == "value" else row.get("ratio")
+        if measured is not None:
+            reached = measured >= row["reach"] if row["better"] == "higher" else measured <= row["reach"]
+            assert row["met"] == (reached and "invalid" not in row)

@@ -1,0 +1,153 @@
+"""An engine process with two ranks: it serves, cleans up, and ends with a reason when a rank does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import engine_tools as tools
+import pytest
+import torch
+from engine_client import EngineClient
+
+from meltcore.config import EngineConfig
+from meltcore.protocol.generation import AddRequest, StepOutputs
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.protocol.shell import EngineFailed, Loading, Shutdown
+
+TIMEOUT_S = 4.0
+# From a rank's end to the engine's: the limit of a step, the search for its cause, and the end of the process. Wide,
+# for busy machines: an unnoticed end would never be over.
+WITHIN_S = TIMEOUT_S + 26.0
+
+StartEngineClient = Callable[..., EngineClient]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def start(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path) -> Iterator[StartEngineClient]:
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("two GPUs are needed")
+    clients: list[EngineClient] = []
+
+    def starting(**settings: object) -> EngineClient:
+        defaults = {"device": request.param, "tensor_parallel_size": 2, "max_num_seqs": 8}
+        config = EngineConfig(model=str(checkpoint), memory_bytes=512 * 2**20, **(defaults | settings))
+        clients.append(EngineClient(tmp_path, config))
+        return clients[-1]
+
+    yield starting
+    for client in clients:
+        client.close()
+
+
+def rank_of(client: EngineClient) -> int:
+    """The process id of rank 1, the only child of the engine process."""
+    (rank,) = map(int, Path(f"/proc/{client.process.pid}/task/{client.process.pid}/children").read_text().split())
+    return rank
+
+
+def ends(process: int) -> bool:
+    """Whether the process ends in time; it may still wait for its parent to reap it."""
+    until = time.monotonic() + WITHIN_S
+    while time.monotonic() < until:
+        try:
+            if " Z " in Path(f"/proc/{process}/stat").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def failure(client: EngineClient) -> str:
+    while isinstance(message := client.receive(), StepOutputs):
+        pass
+    assert isinstance(message, EngineFailed), message
+    return message.message
+
+
+def test_engine_with_ranks_serves_and_cleans_up(start: StartEngineClient) -> None:
+    client = start()
+    assert client.ready().device.startswith("2 x ")
+    rank = rank_of(client)
+    prompt = tools.random_prompt(20, 0)
+    client.send(AddRequest("a", prompt, SamplingParams(max_tokens=5, ignore_eos=True)))
+    assert sum(len(output.token_ids) for output in client.outputs(1)["a"]) == 5
+    client.send(Shutdown())
+    assert client.process.wait(WITHIN_S) == 0
+    assert ends(rank)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_engine_and_ranks_ignore_signals_to_the_service(number: signal.Signals, start: StartEngineClient) -> None:
+    """systemd sends SIGTERM to all of them. The API server drains, for which it needs the engine."""
+    client = start()
+    client.ready()
+    client.send(AddRequest("a", tools.random_prompt(20, 0), SamplingParams(max_tokens=40, ignore_eos=True)))
+    first = client.receive()
+    for process in (client.process.pid, rank_of(client)):
+        os.kill(process, number)
+    assert isinstance(first, StepOutputs)
+    already = sum(len(output.token_ids) for output in first.outputs)
+    assert already + sum(len(output.token_ids) for output in client.outputs(1)["a"]) == 40
+    client.send(Shutdown())
+    assert client.process.wait(WITHIN_S) == 0
+
+
+def test_rank_exits_when_the_engine_is_killed(start: StartEngineClient, temporary_folder: Path) -> None:
+    client = start()
+    client.ready()
+    rank = rank_of(client)
+    assert list(temporary_folder.glob("meltcore-group-*"))
+    client.process.kill()
+    client.process.wait(WITHIN_S)
+    assert ends(rank)
+    assert not list(temporary_folder.glob("meltcore-group-*")), "the remaining rank removes the shared folder"
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [(signal.SIGKILL, "): has ended: killed by signal 9"), (signal.SIGSTOP, "), stopped by a signal: ")],
+    ids=["killed", "stopped"],
+)
+def test_dead_or_hanging_rank_ends_the_engine_during_a_step(
+    start: StartEngineClient, end: signal.Signals, reason: str
+) -> None:
+    client = start(rank_timeout_s=TIMEOUT_S)
+    client.ready()
+    rank = rank_of(client)
+    client.send(AddRequest("long", tools.random_prompt(20, 0), SamplingParams(max_tokens=900, ignore_eos=True)))
+    assert isinstance(client.receive(), StepOutputs)
+    os.kill(rank, end)
+    started = time.monotonic()
+    text = failure(client)
+    assert text.startswith("rank 1 (process ")
+    assert reason in text
+    assert client.process.wait(WITHIN_S) == 1
+    assert time.monotonic() - started < WITHIN_S
+    assert ends(rank)
+
+
+def test_dead_rank_ends_an_idle_engine(start: StartEngineClient) -> None:
+    client = start()
+    client.ready()
+    os.kill(rank_of(client), signal.SIGKILL)
+    assert "killed by signal 9" in failure(client)
+    assert client.process.wait(WITHIN_S) == 1
+
+
+@pytest.mark.parametrize("stage", ["joining the ranks", "making the model"])
+def test_dead_rank_ends_loading(stage: str, start: StartEngineClient) -> None:
+    client = start()
+    while not (isinstance(message := client.receive(), Loading) and message.stage == stage):
+        pass
+    killed = time.monotonic()
+    os.kill(rank_of(client), signal.SIGKILL)
+    while not isinstance(message := client.receive(), EngineFailed):
+        pass
+    assert "killed by signal 9" in message.message
+    assert time.monotonic() - killed < WITHIN_S
+    assert client.process.wait(WITHIN_S) == 1

@@ -1,0 +1,98 @@
+"""The current GPU of a thread, on which Triton launches and graphs are captured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from meltcore.config import EngineConfig
+from meltcore.engine.core import engine as engine_file
+from meltcore.engine.core.engine import GenerationEngine
+from meltcore.engine.host import device as device_file
+from meltcore.engine.host.device import byte_budget, default_batched_tokens
+from meltcore.errors import ConfigError
+
+
+class Loading(Exception):  # noqa: N818 - not an error
+    """The engine has reached the loading of its weights."""
+
+
+@pytest.mark.parametrize(
+    ("device", "current"),
+    [
+        (torch.device("cuda", 1), [torch.device("cuda", 1)]),
+        (torch.device("cuda"), []),
+        (torch.device("cpu"), []),
+        (torch.device("cpu", 0), []),
+    ],
+)
+def test_named_gpu_is_current_before_anything_is_loaded(
+    device: torch.device, current: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_current: list[torch.device] = []
+
+    def load(*_: object) -> None:
+        raise Loading
+
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    monkeypatch.setattr(engine_file, "choose_device", lambda *_, **__: device)
+    monkeypatch.setattr(engine_file, "load", load)
+    with pytest.raises(Loading):
+        GenerationEngine(EngineConfig(model="meltcore/sums"))
+    assert made_current == current
+
+
+@pytest.mark.parametrize(
+    ("gpu", "total_mib", "server", "offline"),
+    [
+        ("RTX 3060", 12_044, 2048, 2048),
+        ("RTX 4080", 16_060, 2048, 2048),
+        ("16 GiB", 16_384, 8192, 8192),
+        ("RTX 4090", 24_209, 8192, 8192),
+        ("RTX 5090", 32_109, 8192, 8192),
+        ("32 GiB", 32_768, 8192, 16_384),
+        ("H100", 81_090, 8192, 16_384),
+        ("H200", 143_162, 8192, 16_384),
+    ],
+)
+def test_steps_of_a_gpu_with_little_memory_are_shorter(
+    gpu: str, total_mib: int, server: int, offline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their activations must fit in the memory reserve, which is a fraction of the memory."""
+    asked: list[torch.device] = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(total_memory=total_mib * 2**20)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    device = torch.device("cuda", 1)
+    assert default_batched_tokens(device) == server, gpu
+    assert default_batched_tokens(device, offline=True) == offline, gpu
+    assert asked == [device, device]
+
+
+def test_steps_of_a_cpu_have_2048_tokens() -> None:
+    assert [default_batched_tokens(torch.device("cpu"), offline=offline) for offline in (False, True)] == [2048, 2048]
+
+
+@pytest.mark.parametrize(("device", "owner"), [("cpu", "the host"), ("cuda", "NVIDIA H200")])
+def test_more_memory_than_the_device_has_is_refused(device: str, owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = 3 * 2**30
+    monkeypatch.setattr(device_file, "host_total_bytes", lambda: total if device == "cpu" else 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    fits = EngineConfig(model="m", memory_bytes=total)
+    assert byte_budget(fits, torch.device(device), 0) == total
+    with pytest.raises(ConfigError, match=rf"^--memory 1,024\.00 GiB is more than {owner} has: 3\.00 GiB$"):
+        byte_budget(EngineConfig(model="m", memory_bytes=2**40), torch.device(device), 0)
+    with pytest.raises(ConfigError):
+        byte_budget(EngineConfig(model="m", memory_bytes=total + 1), torch.device(device), 0)
+
+
+@pytest.mark.parametrize(("setting", "tokens"), [(None, 2048), (96, 96)])
+def test_engine_takes_the_setting_or_the_default(setting: int | None, tokens: int) -> None:
+    config = EngineConfig(model="meltcore/sums", device="cpu", memory_bytes=2**29, max_num_batched_tokens=setting)
+    assert GenerationEngine(config).scheduler.max_num_batched_tokens == tokens

@@ -1,0 +1,102 @@
+"""The warm-up covers every launch and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import engine_tools as tools
+import pytest
+import torch
+
+from meltcore.engine.worker.warm_up import (
+    EXPERT_TOKENS,
+    PROMPT_TOKENS,
+    PROMPTS_PER_STEP,
+    StepLimits,
+    _most_tiles,
+    warm_up,
+    warm_up_steps,
+)
+from meltcore.kernels.attention.metadata import BLOCK_QUERIES
+from meltcore.kernels.gated_delta.common import GatedDeltaShape
+from meltcore.kernels.gated_delta.state_scan import ScanLaunch, scan_launch
+from meltcore.kernels.moe import grouped_gemm, grouped_gemm_tma
+from meltcore.kernels.moe.align import scan_size
+from meltcore.kernels.moe.grouped_gemm import select_configs, select_mode
+
+
+@pytest.mark.parametrize("max_model_len", [20, 300])
+def test_warm_up_does_not_change_answers(checkpoint: Path, max_model_len: int) -> None:
+    logits = []
+    for warm in (False, True):
+        seen = tools.open_engine(checkpoint, max_model_len=max_model_len)
+        if warm:
+            warm_up_steps(seen.engine.runner, StepLimits(0, max_model_len, 140))  # decode steps have no torch body
+            assert not seen.engine.runner._last_token.any()
+            warm_up(seen.engine.runner, StepLimits(4, max_model_len, 140))
+            seen.logits.clear()
+        seen.add("one", tools.random_prompt(12, 1), max_tokens=6, temperature=1.0, seed=7, frequency_penalty=1.0)
+        seen.run()
+        seen.engine.check_idle()
+        logits.append(torch.stack(seen.logits["one"]))
+    assert torch.equal(*logits)
+
+
+def test_warm_up_writes_only_the_padding_page(checkpoint: Path) -> None:
+    seen = tools.open_engine(checkpoint, max_model_len=300)
+    warm_up(seen.engine.runner, StepLimits(4, 300, 2048))
+    for keys, values in seen.engine.runner.caches:
+        assert keys[0].any()
+        assert not keys[1:].any()
+        assert not values[1:].any()
+
+
+@pytest.mark.parametrize("width", [768, 512, 256, 128, 64])
+def test_warm_up_covers_every_launch_of_routed_experts(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table of an H200: Qwen3-30B-A3B's experts, and Qwen3.5-35B-A3B's on one to eight GPUs."""
+    for module in (grouped_gemm, grouped_gemm_tma):
+        monkeypatch.setattr(module, "capability", lambda device: 90)
+    experts, top_k = (128, 8) if width == 768 else (257, 9)
+    gate_up = torch.empty(experts, 2 * width, 2048, dtype=torch.bfloat16, device="meta")
+    down = torch.empty(experts, 2048, width, dtype=torch.bfloat16, device="meta")
+
+    def launches(tokens: int) -> object:
+        topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device="meta")
+        if grouped_gemm_tma.supports(gate_up[0], topk_ids, gate_up, down):
+            return "tma"
+        mode, pairs = select_mode(tokens, down), topk_ids.numel()
+        return mode, select_configs(pairs, gate_up, down), scan_size(pairs) if mode == "grouped" else None
+
+    assert set(map(launches, range(1, 8193))) == set(map(launches, PROMPT_TOKENS + EXPERT_TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_model_len", "tokens", "most"),
+    [
+        (1024, 4096, 8192, 1119),  # 1,023 of two tokens, and the rest in 96 tiles
+        (16, 4096, 2048, 47),
+        (16, 300, 8192, 80),  # each of five
+        (4, 300, 140, 6),
+        (1, 2, 2, 1),
+    ],
+)
+def test_warm_up_has_the_most_query_tiles_of_any_step(
+    max_num_seqs: int, max_model_len: int, tokens: int, most: int
+) -> None:
+    chunks = _most_tiles(StepLimits(max_num_seqs, max_model_len, tokens))
+    assert sum(-(-chunk.size // BLOCK_QUERIES) for chunk in chunks) == most
+    assert len(chunks) <= max_num_seqs
+    assert sum(chunk.size for chunk in chunks) <= tokens
+    assert all(2 <= chunk.size <= max_model_len for chunk in chunks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_warm_up_covers_every_launch_of_a_recurrent_layer(ranks: int) -> None:
+    """Launches of Qwen3.5-35B-A3B on an H200: kernels without warm-up would be compiled while serving."""
+    shape = GatedDeltaShape(16 // ranks, 32 // ranks, 128, 128, 4)
+
+    def launches(counts: Iterable[int]) -> set[ScanLaunch]:
+        return {scan_launch(shape, count, 2, torch.device("cpu")) for count in counts}
+
+    assert launches(range(1, 513)) == launches((1, *PROMPTS_PER_STEP))

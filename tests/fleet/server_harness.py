@@ -1,0 +1,232 @@
+"""Runs a real server for tests, over the scripted engine or the real one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from meltcore.config import EngineConfig, ModelConfig, ServerConfig
+
+MODEL = "scripted"
+WAIT_S = 20.0
+TEMPLATE = """\
+{%- for m in messages -%}
+{%- if m.content == 'boom' %}{{ raise_exception('no booms') }}{% endif -%}
+{{- m.content -}}
+{%- endfor -%}
+"""
+_SERVE = """
+import sys, msgspec
+from meltcore.config import ServerConfig
+from meltcore.errors import MeltcoreError
+from meltcore.fleet.supervisor import serve
+config = msgspec.json.decode(sys.argv[1], type=ServerConfig)
+try:
+    sys.exit(serve(config, engine_command=sys.argv[2:]))
+except MeltcoreError as error:
+    print(f"meltcore serve: {error}", file=sys.stderr)
+    sys.exit(2)
+"""
+_ENGINE = str(Path(__file__).parent / "scripted_engine.py")
+
+
+def make_model(folder: Path, *, template: bool = True) -> Path:
+    """A checkpoint folder with a configuration and a chat template that joins the messages' contents."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 512}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE} if template else {}))
+    return folder
+
+
+class RunningServer:
+    """A server process and plain HTTP to it."""
+
+    def __init__(self, process: subprocess.Popen[str], stderr_path: Path) -> None:
+        self.process = process
+        self._stderr_path = stderr_path
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        self.url = line.rpartition(" ")[2].strip() if "listening on" in line else ""
+        self.port = urlsplit(self.url).port or 0
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr_path.read_text()
+
+    def connect(self, timeout_s: float = WAIT_S) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+
+    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
+        """One request on its own connection; `body` is sent as it is where it is bytes, else as JSON."""
+        connection = self.connect()
+        try:
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, headers or {})
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.getheaders()), response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
+        return self.request("POST", path, body, headers)
+
+    def chat(self, content: str = "hello", **fields: Any) -> Answer:
+        return self.post("/v1/chat/completions", chat_body(content, **fields))
+
+    def open(self, path: str, body: Any) -> socket.socket:
+        """Send a request over a raw socket and leave the answer unread."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data)}\r\n\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+        connection.sendall(head.encode() + data)
+        return connection
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample, by name without the prefix; samples of one name are added up."""
+        found: dict[str, float] = {}
+        for line in self.request("GET", "/metrics").body.decode().splitlines():
+            if line and not line.startswith("#") and "_bucket" not in line:
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0].removeprefix("meltcore:")
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def wait_metric(self, name: str, at_least: float) -> None:
+        wait_until(lambda: self.metrics()[name] >= at_least, f"{name} >= {at_least}")
+
+    def wait_healthy(self, timeout_s: float = WAIT_S) -> None:
+        wait_until(lambda: self.request("GET", "/health").status == 200, "healthy", timeout_s)
+
+    def check_no_leak(self) -> dict[str, float]:
+        """At idle: nothing in flight here or in the engine, and every accepted request accounted for."""
+        wait_until(lambda: self.metrics()["requests_in_flight"] == 0, "no request in flight")
+        wait_until(lambda: self.metrics()["num_requests_running"] == 0, "no request in the engine")
+        found = self.metrics()
+        assert found["num_requests_waiting"] == 0
+        ended = sum(found[f"requests_{outcome}_total"] for outcome in ("finished", "aborted", "failed"))
+        assert found["requests_accepted_total"] == ended
+        return found
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait_exit(self, timeout_s: float = WAIT_S) -> int:
+        return self.process.wait(timeout_s)
+
+    def engine_pid(self) -> int:
+        (engine,) = self.engine_pids()
+        return engine
+
+    def engine_pids(self) -> list[int]:
+        """In the order they were started, which is that of the replicas."""
+        return sorted(
+            pid for pid, command in self._children() if "engine" in command and "fleet.api_server" not in command
+        )
+
+    def api_server_pids(self) -> list[int]:
+        """The API server processes, in the order they were started."""
+        return [pid for pid, command in self._children() if "fleet.api_server" in command]
+
+    def _children(self) -> list[tuple[int, str]]:
+        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [(int(pid), Path(f"/proc/{pid}/cmdline").read_bytes().decode()) for pid in found]
+
+
+class Answer(msgspec.Struct):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.json["error"]
+        assert set(found) == {"message", "type", "param", "code"}
+        return found
+
+    @property
+    def events(self) -> list[Any]:
+        """The stream's events; the last must be [DONE]."""
+        lines = [line for line in self.body.decode().split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def chat_body(content: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+
+
+def read_daemon_url(stdout: str) -> str:
+    """The address in what `serve --daemon` prints."""
+    (line,) = [line for line in stdout.splitlines() if line.startswith("meltcore: listening on ")]
+    return line.split()[3]
+
+
+def wait_until(condition: Any, what: str, timeout_s: float = WAIT_S) -> None:
+    """Poll until `condition()` holds; fail with `what` after the limit."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"waited {timeout_s:g} s in vain for: {what}")
+
+
+def server_config(engine: EngineConfig, **settings: Any) -> ServerConfig:
+    """One model named MODEL on a free port; `settings` are fields of ModelConfig or ServerConfig."""
+    names = {each.name for each in fields(ModelConfig)}
+    of_model = {"served_model_name": (MODEL,)} | {key: value for key, value in settings.items() if key in names}
+    of_server = {"port": 0} | {key: value for key, value in settings.items() if key not in names}
+    return ServerConfig(models=(ModelConfig(engine=engine, **of_model),), **of_server)
+
+
+def serve_command(
+    config: ServerConfig, *engine_options: str, engine: Sequence[str] = (sys.executable, _ENGINE)
+) -> list[str]:
+    """Starts a server, over the scripted engine unless `engine` is another command."""
+    serve = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
+    return [*serve, *engine, *engine_options]
+
+
+@contextmanager
+def scripted_server(
+    *engine_options: str, wait: bool = True, engine: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[RunningServer]:
+    """A server over the scripted engine: fields of EngineConfig, and of ModelConfig or ServerConfig."""
+    with tempfile.TemporaryDirectory() as folder:
+        defaults: dict[str, Any] = {"model": str(make_model(Path(folder) / "model")), "load_format": "dummy"}
+        config = server_config(EngineConfig(**(defaults | (engine or {}))), **settings)
+        with running(serve_command(config, *engine_options), Path(folder) / "stderr") as server:
+            if wait:
+                server.wait_healthy()
+            yield server
+
+
+@contextmanager
+def running(command: list[str], stderr_path: Path) -> Iterator[RunningServer]:
+    with stderr_path.open("w") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        yield RunningServer(process, stderr_path)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()

@@ -1,0 +1,346 @@
+"""Several replicas behind one port: load balancing, and the death of one."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from server_harness import MODEL, RunningServer, chat_body, running, scripted_server, wait_until
+
+from meltcore.api.backend import STUCK_AFTER_S, Health
+from meltcore.api.generation import Generation
+from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.backends.engine_process import LocalEngineProcess
+from meltcore.backends.open_requests import OpenRequests
+from meltcore.backends.stuck_watch import StuckWatch
+from meltcore.config import EngineConfig, ModelConfig
+from meltcore.errors import ConfigError, RequestError
+from meltcore.fleet.placement import place_replicas, visible_gpus
+from meltcore.models.checkpoint import BUNDLED_MODEL
+from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.protocol.shell import AbortRequests
+from meltcore.text.tokenizer import Tokenizer
+
+CHAT = "/v1/chat/completions"
+TOKENIZER = Tokenizer.synthetic_bytes(300)
+
+
+class Table:
+    """The requests of one API server, and what it sends to which replica."""
+
+    def __init__(self, stats: ModelStats) -> None:
+        self.stats = stats
+        self.sent: list[tuple[ToEngine, int]] = []
+        self.requests = OpenRequests(stats, lambda message, replica: self.sent.append((message, replica)))
+
+    def add(self, *prompt_tokens: int, max_tokens: int = 10) -> Generation:
+        generation = Generation("id", arrived_s=0.0, streaming=True)
+        for tokens in prompt_tokens:
+            generation.add_choice([1] * tokens, SamplingParams(max_tokens=max_tokens), TOKENIZER)
+        self.requests.add(generation, 0)
+        return generation
+
+    def given(self) -> list[int]:
+        return [replica for message, replica in self.sent if isinstance(message, AddRequest)]
+
+
+def model_stats(replicas: int) -> ModelStats:
+    return ServerStats((replicas,)).models[0]
+
+
+def ends(generation: Generation) -> StepOutputs:
+    outputs = [SequenceOutput(choice.request_id, [65], "length") for choice in generation.choices]
+    return StepOutputs(outputs, EngineStats(), 1.0)
+
+
+def test_request_goes_to_the_replica_with_the_fewest_open_tokens() -> None:
+    table = Table(model_stats(3))
+    long = table.add(1000)  # 1,010 tokens
+    for tokens in (100, 40, 30, 30):  # each with 10 of answer
+        table.add(tokens)
+    assert table.given() == [0, 1, 2, 2, 2]
+    table.requests.on_step(ends(long), 0)
+    table.add(500)
+    assert table.given()[-1] == 0
+    # An answer that may be long weighs as much as a long prompt.
+    table.add(1, max_tokens=5000)
+    table.add(1)
+    assert table.given()[-2:] == [1, 2]
+
+
+def test_prompts_of_one_request_are_distributed() -> None:
+    table = Table(model_stats(2))
+    generation = table.add(10, 10, 10, 10)
+    assert table.given() == [0, 1, 0, 1]
+    table.requests.end(generation, RequestError("gone"), "aborted")
+    ids = [choice.request_id for choice in generation.choices]
+    aborts = [(message.request_ids, replica) for message, replica in table.sent if isinstance(message, AbortRequests)]
+    assert aborts == [(ids[0::2], 0), (ids[1::2], 1)]
+    assert [table.stats.open_tokens(replica) for replica in (0, 1)] == [0, 0]
+
+
+def test_requests_of_other_api_servers_count() -> None:
+    one = ServerStats((2,), num_processes=2)
+    other = ServerStats((2,), num_processes=2, process_index=1, fd=one.shared.fd)
+    first, second = (Table(server.models[0]) for server in (one, other))
+    first.add(1000)
+    second.add(10)
+    second.add(10)
+    assert (first.given(), second.given()) == ([0], [1, 1])
+    second.stats.fail_process_requests(1)
+    assert second.stats.open_requests(1) == 0
+
+
+def test_dead_replica_gets_no_requests_and_keeps_its_counters() -> None:
+    table = Table(model_stats(2))
+    table.stats.record_step(EngineStats(running=3, waiting=2, steps_total=7, pages_total=10), 1.0, 0)
+    table.stats.record_step(EngineStats(running=1, waiting=0, steps_total=5, pages_total=10), 1.0, 1)
+    assert table.stats.engines() == EngineStats(running=4, waiting=2, steps_total=12, pages_total=20)
+    kept, lost = table.add(10), table.add(10)
+    table.stats.mark_replica_dead(1)
+    table.requests.end_all(RequestError("dead", status=500), "failed", replica=1)
+    assert (kept.error, lost.error is None) == (None, False)
+    table.add(500)
+    table.add(500)
+    assert table.given() == [0, 1, 0, 0]
+    found = table.stats.engines()
+    assert (found.running, found.waiting, found.steps_total) == (3, 2, 12)
+
+
+def test_one_stuck_replica_makes_the_server_unhealthy() -> None:
+    stats = model_stats(2)
+    health = Health(stats, stuck_after_s=0.02)
+    health.set("ready", "ready")
+    stats.assign(0, 10)
+    stats.assign(1, 10)
+    time.sleep(0.03)
+    stats.record_step(EngineStats(), 1.0, 0)
+    assert "no step of replica 1 has finished" in (health.problem() or "")
+    stats.mark_replica_dead(1)
+    assert health.problem() is None
+
+
+# --- GPUs
+
+
+def model_config(*, dp: int, tensor_parallel_size: int, device: str = "auto") -> ModelConfig:
+    return ModelConfig(
+        engine=EngineConfig(model="m", tensor_parallel_size=tensor_parallel_size, device=device), data_parallel_size=dp
+    )
+
+
+def test_replicas_get_neighboring_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
+    found = place_replicas(model_config(dp=2, tensor_parallel_size=2))
+    assert [placement.environment["CUDA_VISIBLE_DEVICES"] for placement in found] == ["4,5", "6,GPU-7"]
+    assert {placement.engine.device for placement in found} == {"cuda"}  # never the CPU instead of a GPU
+    alone = model_config(dp=1, tensor_parallel_size=4, device="cuda:2")
+    assert place_replicas(alone) == [(alone.engine, {})]  # it finds its GPUs by itself
+    on_cpu = model_config(dp=2, tensor_parallel_size=1, device="cpu")
+    assert place_replicas(on_cpu) == [(on_cpu.engine, {})] * 2
+    with pytest.raises(ConfigError, match=r"--data-parallel-size 3 needs 6 GPUs \(2 each\); 4 are visible"):
+        place_replicas(model_config(dp=3, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="--data-parallel-size must be at most 64; got 65"):
+        place_replicas(model_config(dp=65, tensor_parallel_size=1, device="cpu"))
+    with pytest.raises(ConfigError, match="--device cuda:1 is one GPU"):
+        place_replicas(model_config(dp=2, tensor_parallel_size=1, device="cuda:1"))
+
+
+def test_all_gpus_are_visible_without_cuda_visible_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus(tmp_path) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus(tmp_path) == []
+    with pytest.raises(ConfigError, match="0 are visible"):
+        place_replicas(model_config(dp=2, tensor_parallel_size=1, device="cuda"))
+
+
+# --- whole servers
+
+
+def stream(server: RunningServer, **fields: Any) -> Any:
+    """A running stream."""
+    connection = server.open(CHAT, chat_body("s", stream=True, **fields))
+    data = b""
+    while b"data: " not in data:
+        data += connection.recv(65_536)
+    return connection
+
+
+def rest(connection: Any) -> bytes:
+    data = b""
+    while b"0\r\n\r\n" not in data:
+        chunk = connection.recv(65_536)
+        if not chunk:
+            break
+        data += chunk
+    return data
+
+
+def by_replica(server: RunningServer, name: str) -> list[float]:
+    lines = server.request("GET", "/metrics").body.decode().splitlines()
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"meltcore:{name}{{")]
+
+
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_dead_replica_fails_only_its_own_requests(api_servers: int) -> None:
+    with scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=api_servers) as server:
+        assert server.request("GET", "/health").json == {"status": "ready", "replicas": "2 of 2"}
+        streams = [stream(server, max_tokens=200) for _ in range(6)]
+        assert by_replica(server, "replica_requests") == [3, 3]
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        found = [rest(connection) for connection in streams]
+        assert sum(b"[DONE]" in data for data in found) == 3
+        assert sum(b"the replica that worked on this has died" in data for data in found) == 3
+        assert server.request("GET", "/health").json == {"status": "degraded", "replicas": "1 of 2"}
+        assert {server.chat("new", max_tokens=3).status for _ in range(4)} == {200}
+        page = server.check_no_leak()
+        assert (page["requests_finished_total"], page["requests_failed_total"], page["replicas"]) == (7, 3, 1)
+        assert by_replica(server, "replica_tokens") == [0]
+        assert "replica 0 has died: killed by signal 9; 3 open requests failed; 1 of 2" in server.stderr
+        # With the last one goes the server.
+        last = stream(server)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert b"the engine has died" in rest(last)
+        assert server.request("GET", "/health").status == 503
+        assert server.wait_exit() == 1
+
+
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_stopped_replica_is_ended_within_seconds(api_servers: int) -> None:
+    with scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=api_servers) as server:
+        streams = [stream(server, max_tokens=300) for _ in range(4)]
+        stopped = server.engine_pids()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            found = [rest(connection) for connection in streams]
+            assert sum(b"[DONE]" in data for data in found) == 2
+            assert sum(b"the replica that worked on this has died" in data for data in found) == 2
+            assert server.request("GET", "/health").json == {"status": "degraded", "replicas": "1 of 2"}
+            assert {server.chat("new", max_tokens=3).status for _ in range(3)} == {200}
+            assert "replica 0 has died: its process is stopped by a signal (killed by signal 9)" in server.stderr
+            server.check_no_leak()
+        finally:
+            if Path(f"/proc/{stopped}").exists():
+                os.kill(stopped, signal.SIGKILL)
+
+
+def test_engine_stopped_while_loading_ends_the_start() -> None:
+    with scripted_server("--load-s", "3600", wait=False) as server:
+        wait_until(lambda: "scripted" in server.request("GET", "/health").error["message"], "loading")
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        assert server.wait_exit() == 2
+        assert server.stderr.strip().splitlines()[-1] == "meltcore serve: its process is stopped by a signal"
+
+
+class FakeEngine:
+    """An engine process with a state that the test sets."""
+
+    def __init__(self, device: str) -> None:
+        self.loaded = GenerationReady(
+            device, "bfloat16", "dummy", [], 0.0, 64, 8, 300, 64, 64, ["bfloat16"], "bfloat16", "none"
+        )
+        self.stopped = False
+        self.failed: list[str] = []
+
+    def is_stopped(self) -> bool:
+        return self.stopped
+
+    def fail(self, reason: str) -> None:
+        self.failed.append(reason)
+
+
+def test_replica_without_steps_is_ended_only_on_a_gpu_with_open_requests() -> None:
+    stats = model_stats(3)
+    engines = [FakeEngine("NVIDIA H200"), FakeEngine("2 x CPU"), FakeEngine("NVIDIA H200")]
+    watch = StuckWatch(cast(list[LocalEngineProcess], engines), stats)
+    now_s = time.monotonic()
+    for replica in (0, 1):  # the last one has nothing to do
+        stats.assign(replica, 10)
+    for late_s in (1.0, STUCK_AFTER_S - 5, STUCK_AFTER_S + 5, STUCK_AFTER_S + 6):
+        watch.check(now_s + late_s)
+        assert not any(engine.failed for engine in engines), "seen for a moment is not enough"
+    watch.check(now_s + STUCK_AFTER_S + 20)
+    watch.check(now_s + STUCK_AFTER_S + 30)
+    assert [len(engine.failed) for engine in engines] == [1, 0, 0]
+    assert "no step has finished for 140 s" in engines[0].failed[0]
+
+
+def test_replica_that_may_be_writing_a_profile_is_not_ended() -> None:
+    stats = model_stats(1)
+    engine = FakeEngine("NVIDIA H200")
+    watch = StuckWatch(cast(list[LocalEngineProcess], [engine]), stats, profiles=True)
+    now_s = time.monotonic()
+    stats.assign(0, 10)
+    for late_s in (STUCK_AFTER_S + 1, STUCK_AFTER_S + 20):
+        watch.check(now_s + late_s)
+    assert not engine.failed
+
+
+def test_replica_that_is_idle_or_stopped_briefly_is_not_ended() -> None:
+    stats = model_stats(1)
+    engine = FakeEngine("CPU")
+    watch = StuckWatch(cast(list[LocalEngineProcess], [engine]), stats)
+    now_s = time.monotonic()
+    engine.stopped = True
+    for late_s in (0.0, 20.0):
+        watch.check(now_s + late_s)
+    stats.assign(0, 10)
+    watch.check(now_s + 21)
+    watch.check(now_s + 24)
+    engine.stopped = False
+    watch.check(now_s + 25)
+    engine.stopped = True
+    watch.check(now_s + 29)
+    assert not engine.failed
+    watch.check(now_s + 35)
+    assert engine.failed == ["its process is stopped by a signal"]
+
+
+def test_replica_that_cannot_load_ends_the_start() -> None:
+    with scripted_server("--fail", "no room on this GPU", "--fail-of", "1", data_parallel_size=2, wait=False) as server:
+        assert server.wait_exit() == 2
+        assert "replica 1: no room on this GPU" in server.stderr
+
+
+def test_sigterm_drains_all_replicas() -> None:
+    with scripted_server("--step-s", "0.02", data_parallel_size=2) as server:
+        streams = [stream(server, max_tokens=40) for _ in range(4)]
+        pids = server.engine_pids()
+        server.signal()
+        assert all(b"[DONE]" in rest(connection) for connection in streams)
+        assert server.wait_exit(6) == 0
+        assert "Traceback" not in server.stderr
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the engines to be gone", 3)
+
+
+def test_dead_api_server_frees_its_requests_in_all_replicas() -> None:
+    with scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=2) as server:
+        streams = [stream(server, max_tokens=300) for _ in range(4)]
+        os.kill(server.api_server_pids()[0], signal.SIGKILL)
+        assert sorted(b"[DONE]" in rest(connection) for connection in streams) == [False, False, True, True]
+        page = server.check_no_leak()
+        assert (page["requests_finished_total"], page["requests_failed_total"]) == (2, 2)
+        assert by_replica(server, "replica_requests") == [0, 0]
+
+
+@pytest.mark.slow
+def test_two_real_replicas_give_the_same_answers(tmp_path: Path) -> None:
+    serve = [sys.executable, "-m", "meltcore.cli.main", "serve", BUNDLED_MODEL, "--port", "0", "--device", "cpu"]
+    with running([*serve, "-dp", "2", "--served-model-name", MODEL], tmp_path / "stderr") as server:
+        server.wait_healthy(90)
+        answers = [server.chat("What is 7 * 8?").json["choices"][0]["message"]["content"] for _ in range(4)]
+        assert len(set(answers)) == 1
+        assert "56" in answers[0]
+        streams = [stream(server, max_tokens=400, ignore_eos=True) for _ in range(4)]
+        assert by_replica(server, "replica_requests") == [2, 2]
+        os.kill(server.engine_pids()[1], signal.SIGKILL)
+        assert sorted(b"[DONE]" in rest(connection) for connection in streams) == [False, False, True, True]
+        assert server.chat("What is 7 * 8?").json["choices"][0]["message"]["content"] == answers[0]
+        server.check_no_leak()

@@ -1,0 +1,59 @@
+"""Mixed load with clients that leave at random: afterwards nothing is left, and the counters balance."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+from server_harness import RunningServer, chat_body, scripted_server
+
+CLIENTS = 40
+REQUESTS_EACH = 15
+
+
+async def client(port: int, seed: int) -> int:
+    """Unstreamed answers, streams, invalid requests, and disconnects. Returns the number of invalid requests."""
+    rng = random.Random(seed)
+    bad = 0
+    for _ in range(REQUESTS_EACH):
+        body = chat_body("x" * rng.randint(1, 50), stream=rng.random() < 0.7, max_tokens=rng.randint(1, 60))
+        kind = rng.choice(["whole", "whole", "leave", "leave", "bad"])
+        if kind == "bad":
+            body["temperature"] = -1
+            bad += 1
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: t\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+        writer.write(head.encode() + data)
+        if kind == "leave":
+            await asyncio.sleep(rng.random() * 0.1)
+            writer.transport.abort()
+            continue
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400" if kind == "bad" else b"HTTP/1.1 200")
+        assert kind == "bad" or not body["stream"] or b"[DONE]" in answer
+        writer.close()
+    return bad
+
+
+def open_files(server: RunningServer) -> int:
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+
+def test_mixed_load_with_client_disconnects_leaks_nothing() -> None:
+    async def everyone(port: int) -> int:
+        return sum(await asyncio.gather(*(client(port, seed) for seed in range(CLIENTS))))
+
+    with scripted_server("--step-s", "0.003", engine={"max_num_seqs": 16}) as server:
+        server.chat("warm", max_tokens=1)
+        files = open_files(server)
+        bad = asyncio.run(everyone(server.port))
+        found = server.check_no_leak()
+        assert found["requests_failed_total"] == 0
+        assert found["requests_aborted_total"] > 0
+        # A client that left before its request was read was never accepted; all others are accounted for.
+        assert found["requests_accepted_total"] <= 1 + CLIENTS * REQUESTS_EACH - bad
+        assert found["requests_finished_total"] >= CLIENTS
+        assert open_files(server) <= files + 1  # the connection that reads this

@@ -1,0 +1,51 @@
+"""Gated activations: the kernels against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_tools import in_triton
+
+from meltcore.kernels.activation import apply_sigmoid_gate, swiglu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("seed", "tokens", "size"), [(0, 1, 3072), (1, 3, 512), (2, 2, 1025), (3, 5, 7), (4, 0, 64)])
+def test_swiglu_agrees_with_its_reference(
+    seed: int, tokens: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(seed)
+    gate_up = (torch.randn(tokens, 2 * size) * 6).to(dtype)
+    result = in_triton(swiglu)(gate_up.to(device))
+    torch.testing.assert_close(result.cpu(), swiglu(gate_up))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_swiglu_reads_strided_rows_and_survives_extremes(device: torch.device) -> None:
+    wide = torch.full((3, 80), 2.0)
+    wide[:, 8:16] = torch.tensor([-1e4, -100.0, -90.0, -0.0, 0.0, 90.0, 100.0, 1e4])
+    rows = wide[:, 8:72]
+    result = in_triton(swiglu)(rows.to(device))
+    assert result.isfinite().all()
+    torch.testing.assert_close(result.cpu(), swiglu(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 4096), (5, 64), (3, 1500), (0, 128)])
+def test_sigmoid_gate_reads_gates_of_wider_rows(
+    tokens: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(tokens)
+    hidden, wide = torch.randn(tokens, size).to(dtype), (4 * torch.randn(tokens, size + 96)).to(dtype)
+    expected = (hidden.double() * wide[:, 32 : 32 + size].double().sigmoid()).to(dtype)
+    torch.testing.assert_close(apply_sigmoid_gate(hidden.clone(), wide[:, 32 : 32 + size]), expected)
+    ours = hidden.to(device)
+    result = in_triton(apply_sigmoid_gate)(ours, wide.to(device)[:, 32 : 32 + size])
+    assert result is ours
+    torch.testing.assert_close(result.cpu(), expected)
+
+
+def test_sigmoid_gate_refuses_strided_tensors(device: torch.device) -> None:
+    wide = torch.zeros(4, 64, device=device)
+    with pytest.raises(ValueError, match="contiguous"):
+        in_triton(apply_sigmoid_gate)(wide[:, :32], wide[:, 32:])

@@ -1,0 +1,152 @@
+"""The documents say what is there: links, paths and tables, and pages that load nothing from other hosts."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import check_site
+import performance_tables
+import pytest
+
+from meltcore.api.protocol import ChatRequest, decode_request
+from meltcore.cli.main import COMMANDS, Command, command_parser
+from meltcore.errors import RequestError
+from meltcore.results.definitions import DEFINITIONS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+DOCUMENTS = [*ROOT.glob("*.md"), *(path for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
+# A path of the project in backticks: with a folder of the project first and an ending last.
+PATH = re.compile(r"`((?:src|tests|scripts|benchmarks|docs)/[\w./{},*-]+\.(?:py|md|json|html|sh|cu|yml|svg))`")
+
+# A path of a result, also in a command line or a fence. Of one that ends a sentence, the period is no part.
+RESULT = re.compile(r"benchmarks/results/[^\s`\"'|)\],;:]*")
+RECORDED = re.compile(r"\bpython (benchmarks/\w+\.py)([^`\n#]*)")
+OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
+
+_FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_links_and_paths_of_a_document_exist(document: Path) -> None:
+    text = document.read_text()
+    links = [target for pair in LINK.findall(text) for target in pair if target]
+    local = [target.partition("#")[0] for target in links if not re.match(r"[a-z]+:|#", target)]
+    missing = [target for target in local if not (document.parent / target).exists()]
+    missing += [path for path in PATH.findall(text) if not re.search(r"[*{]", path) and not (ROOT / path).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_results_that_a_document_names_exist(document: Path) -> None:
+    named = {found.rstrip(".") for found in RESULT.findall(document.read_text())}
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_benchmarks_that_a_document_starts_have_those_options(document: Path) -> None:
+    for script, arguments in RECORDED.findall(document.read_text()):
+        source = (ROOT / script).read_text()
+        unknown = [option for option in OPTION.findall(arguments) if f'"{option}"' not in source]
+        assert unknown == [], f"{script}{arguments}"
+
+
+def test_every_folder_of_results_has_a_script_or_a_line() -> None:
+    described = set(re.findall(r"`(\w+)/`", (ROOT / "benchmarks/README.md").read_text()))
+    folders = {path.name for path in (ROOT / "benchmarks/results").iterdir()}
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert folders - scripts - described == set()
+    assert described <= folders, "described, not there"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_commands_of_a_document_parse(document: Path) -> None:
+    if document.name == "cli.md":  # generated from the parsers
+        return
+    lines = [line for block in _FENCED.findall(document.read_text()) for line in block.replace("\\\n", "").splitlines()]
+    for line in (line for line in lines if line.startswith("meltcore ")):
+        name, *arguments = shlex.split(line, comments=True)[1:]
+        assert name in COMMANDS, line
+        try:
+            command_parser(name, importlib.import_module(Command.module(name))).parse_args(arguments)
+        except SystemExit:
+            pytest.fail(f"not a command: {line}")
+
+
+def test_tables_are_what_the_result_files_say() -> None:
+    stale = [
+        name_of(path)
+        for path in performance_tables.documents()
+        if performance_tables.rendered(text := path.read_text()) != text
+    ]
+    assert stale == [], "run `make tables`"
+
+
+def generated_lines(document: str, name: str) -> list[str]:
+    text = (ROOT / document).read_text()
+    return text.partition(f"<!-- generated: {name} -->\n")[2].partition("<!-- end of generated -->")[0].splitlines()
+
+
+def test_the_load_page_defines_every_metric_as_the_code_does() -> None:
+    lines = generated_lines("docs/load.md", "load metrics")
+    for each in DEFINITIONS:
+        [line] = [line for line in lines if line.startswith(f"- **{each.name}** ")]
+        assert line == f"- **{each.name}** ({each.unit}): {each.text}"
+    assert len(list(filter(None, lines))) == len(DEFINITIONS)
+
+
+@pytest.mark.parametrize(
+    ("field", "accepted"),
+    [
+        ("tools", "[]"),
+        ("tool_choice", '"none"'),
+        ("response_format", '{"type":"text"}'),
+        ("service_tier", '"auto"'),
+        ("parallel_tool_calls", "true"),
+        ("n", "1"),
+        ("verbosity", None),
+    ],
+)
+def test_the_serve_page_lists_what_an_unsupported_field_accepts(field: str, accepted: str | None) -> None:
+    [line] = [
+        line for line in generated_lines("docs/serve.md", "unsupported fields") if line.startswith(f"| `{field}`")
+    ]
+    values = re.findall(r"`([^`]+)`", line.split(" | ")[1])
+
+    def decode(value: str) -> None:
+        body = f'{{"model": "m", "messages": [{{"role": "user", "content": "x"}}], "{field}": {value}}}'
+        decode_request(body.encode(), ChatRequest)
+
+    for value in values:
+        decode(value)
+    assert accepted in values if accepted else values == []
+    with pytest.raises(RequestError, match=field):
+        decode('"something else"')
+
+
+def test_a_table_of_rows_that_do_not_exist_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no rows"):
+        performance_tables.rendered("<!-- results: offline/h200.json | nothing -->\n<!-- end of results -->")
+
+
+@pytest.mark.parametrize(
+    ("page", "loads"),
+    [
+        ('<script src="https://a.example/x.js"></script>', True),
+        ('<link rel="stylesheet" href="//a.example/x.css">', True),
+        ('<img src="http://a.example/x.png">', True),
+        ("<style>@import url(https://a.example/f.css);</style>", True),
+        ('<a href="https://a.example">read</a><img src="x.svg"><link rel="canonical" href="https://a.example">', False),
+    ],
+)
+def test_a_page_that_loads_from_another_host_is_found(tmp_path: Path, page: str, loads: bool) -> None:
+    (tmp_path / "index.html").write_text(f"<html><body>{page}</body></html>")
+    assert bool(check_site.external_loads(tmp_path)) is loads

@@ -1,0 +1,208 @@
+"""The layout of the package: which package may import which, and the size of files and functions (DESIGN.md)."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import meltcore
+
+SOURCE = Path(meltcore.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# An import points down its own half's list or to the ground floor; the halves never meet.
+RUN = ("fleet", "backends", "api", "engine", "models", "layers", "kernels", "text")
+MEASURE = ("demo", "tune", "compare", "bench", "report", "evals", "load", "hardware", "forensics")
+GROUND = ("protocol", "results", "problems", "errors", "config", "host_memory", "process", "options")
+ALLOWED = {
+    "llm": ("engine", "models", "text"),
+    "fleet": ("backends", "api"),
+    "backends": ("api", "text", "models.checkpoint"),
+    "api": ("text",),
+    "engine": ("models", "layers", "kernels", "text"),
+    "models": ("layers", "kernels"),
+    "layers": ("kernels",),
+    "kernels": (),
+    "text": ("models.checkpoint",),
+    "demo": ("report", "evals", "load"),
+    "tune": ("compare", "report", "evals", "load"),
+    "compare": ("report", "evals", "load"),
+    "bench": ("report", "load", "hardware"),
+    "report": ("evals", "load"),
+    "evals": ("load",),
+    "load": (),
+    "forensics": (),
+    "hardware": (),
+    "testing": ("hardware",),
+    "protocol": (),
+    "results": (),
+    "problems": (),
+    "errors": (),
+    "config": (),
+    "process": (),
+    "options": (),
+    "host_memory": (),
+}
+NO_TORCH = (*MEASURE, *GROUND, "cli", "fleet", "backends", "api", "text")
+# Hardware checks run their probe functions in processes of their own, so these alone use torch: inside functions, or in
+# a module that only such functions import.
+CHECKS, GPU_TIMING = "hardware.certify.checks", "hardware.certify.gpu_timing"
+HEAVY = {"torch", "transformers", "triton", "pandas", "aiohttp", "httpx", "safetensors"}
+LONGEST_FILE, LONGEST_FUNCTION = 500, 70
+LONGEST_KERNEL = 100  # the schedule of a Triton kernel reads worse in pieces
+IMPORT_LIMIT_S = 0.2
+
+
+def parts(path: Path) -> tuple[str, ...]:
+    return path.relative_to(SOURCE).with_suffix("").parts
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of everything a file imports at any depth, those for type checkers included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "meltcore" if node.level else ""
+            assert node.level == 0, f"{path.name} imports relatively; {base} imports are absolute here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: "/".join(parts(path)))
+def test_imports_point_down_or_to_the_ground_floor(path: Path) -> None:
+    package = parts(path)[0]
+    if package in ("cli", "__init__"):
+        return
+    assert package in ALLOWED, f"{package} is not in the layout yet: add it here and to docs/architecture.md"
+    inner = [name.removeprefix("meltcore.") for name in imports(path) if name.startswith("meltcore.")]
+    allowed = (package, "__version__", *GROUND, *ALLOWED[package])
+    assert [name for name in inner if not within(name, allowed)] == []
+
+
+@pytest.mark.parametrize("package", NO_TORCH)
+def test_packages_without_torch_import_nothing_heavy(package: str) -> None:
+    files = [
+        path for path in FILES if parts(path)[0] == package and not within(".".join(parts(path)), (CHECKS, GPU_TIMING))
+    ]
+    assert files
+    heavy = {(path.name, name) for path in files for name in imports(path) if name.split(".")[0] in HEAVY}
+    assert heavy == set()
+
+
+def imports_at_load(path: Path) -> Iterator[str]:
+    """Names that a file imports when it is loaded: outside functions and `if TYPE_CHECKING`."""
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+            pending += [child for child in ast.iter_child_nodes(node) if not isinstance(child, functions)]
+
+
+def test_hardware_checks_import_torch_in_probe_functions_only() -> None:
+    checks = [path for path in FILES if within(".".join(parts(path)), (CHECKS,))]
+    at_load = {(path.name, name) for path in checks for name in imports_at_load(path)}
+    assert {entry for entry in at_load if entry[1].split(".")[0] in HEAVY} == set()
+    assert {entry for entry in at_load if within(entry[1], (f"meltcore.{GPU_TIMING}",))} == set()
+    others = [path for path in FILES if path not in checks]
+    assert [path.name for path in others for name in imports(path) if within(name, (f"meltcore.{GPU_TIMING}",))] == []
+
+
+def test_only_tests_import_test_doubles() -> None:
+    others = [path for path in FILES if parts(path)[0] != "testing"]
+    assert [path.name for path in others for name in imports(path) if within(name, ("meltcore.testing",))] == []
+
+
+def test_the_halves_do_not_overlap() -> None:
+    assert not set(RUN) & set(MEASURE)
+    for room in MEASURE:
+        assert not any(within(place, RUN) for place in ALLOWED[room])
+    for room in RUN:
+        assert not any(within(place, MEASURE) for place in ALLOWED[room])
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without the parameters, which stand one a line in a kernel."""
+    return (function.end_lineno or 0) - function.body[0].lineno + 2
+
+
+def longest(name: str) -> int:
+    return LONGEST_KERNEL if name.endswith("_kernel") else LONGEST_FUNCTION
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: "/".join(parts(path)))
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= LONGEST_FILE
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = {node.name for node in functions if lines_of(node) > longest(node.name)}
+    assert long == set()
+
+
+def is_compiled_by_triton(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
+
+
+def has_all_types(function: ast.FunctionDef) -> bool:
+    given = function.args
+    parameters = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    untyped = {each.arg for each in parameters if each is not None and each.annotation is None}
+    return function.returns is not None and untyped <= {"self", "cls"}
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "kernels").rglob("*.py")), ids=lambda path: "/".join(parts(path)))
+def test_functions_beside_triton_kernels_have_types(path: Path) -> None:
+    """pyproject.toml lets mypy pass untyped functions in `kernels`, for what Triton compiles and nothing else."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    assert [each.name for each in functions if not is_compiled_by_triton(each) and not has_all_types(each)] == []
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "cli").glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_a_verb_imports_its_work_only_when_run(path: Path) -> None:
+    """At the top of a verb's file stand argparse and the standard library; `--help` must be fast."""
+    if path.stem == "main":
+        return
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name for node in top}
+    assert {name for name in names if name.split(".")[0] not in sys.stdlib_module_names} == set()
+
+
+def test_importing_meltcore_is_quick_and_brings_no_torch() -> None:
+    code = (
+        "import sys, time; started = time.process_time(); import meltcore; "
+        "print(time.process_time() - started); sys.exit('torch' in sys.modules)"
+    )
+    times = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+        times.append(float(done.stdout))
+    assert min(times) < IMPORT_LIMIT_S
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "report",
+        "evals",
+        "load",
+        "demo.run",
+        "bench.run",
+        "hardware.certify.run",
+        "results.fingerprint",
+        "report.run",
+    ],
+)
+def test_measuring_modules_load_without_torch(name: str) -> None:
+    code = f"import sys, meltcore.{name}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0

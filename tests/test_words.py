@@ -1,0 +1,187 @@
+"""The source speaks the field's language: words that readers of vLLM, SGLang, PyTorch and CUDA would stumble over.
+
+Every line of the files of a directory is searched, code, comments and strings alike. A word that is meant is listed in
+EXCEPTIONS with the reason; the list is bounded, and an exception that no line needs is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_EXCEPTIONS = 60
+
+# A word (a regular expression, case ignored) and what stands for it. The first list is for every directory.
+EVERYWHERE = {
+    r"\b(nobody|somebody|whoever|anybody|everybody)\b": "say what acts: the process, the user, the caller",
+    r"\bso many\b": "give the count its name",
+    r"\bside by side\b": "concurrently, beside",
+    r"\bhand(s|ed|ing)? (in|out|over)\b": "write, pass, return",
+    r"likeliest": "argmax, greedy",
+    r"gravest": "worst",
+    r"\bla(st|test)_words?\b|\blast words\b": "failure reason",
+    r"\bundisturbed\b|answer_within": "block_signals, call_with_timeout",
+    r"\bpatience\b|\bpatient\b": "timeout",
+    r"\bat once\b": "concurrently, concurrency; immediately",
+    r"\bthoughts?\b": "reasoning",
+    r"\b(un)?quantis|\bnormalis|\btokenis|\bdetokenis|\binitialis|\boptimis|\bsynchronis|\brecognis|\bserialis": "-ize",
+    r"\bbehaviour|\bcolours?\b|\bneighbour|\bfavour|\bhonour|\bcentred?\b(?!-)|\blabelled": "US spelling",
+    r"\bfronts?\b(?! (of|end))": "API server",
+    r"\bhouse\b": "package, layout",
+    r"\bsums? over (all )?ranks\b": "all-reduce",
+    r"\bearly starts?\b": "programmatic dependent launch (PDL)",
+    r"\btrials?\b": "run, comparison",
+}
+BY_DIRECTORY = {
+    "src/meltcore/kernels": {
+        r"\blanes?\b": "Stream-K work range",
+        r"(?<!dot )\bproducts?\b(?! attention)(?! and applied)": "GEMM, GEMV, matmul",
+        r"(?<!in )\bplaces?\b|\bplaced\b": "sorted_token_ids, slot, grouped",
+        r"\bpieces?\b": "slice, chunk, shard",
+        r"\bchoices?\b": "top_k, top-k experts",
+        r"\brenormalised\b": "norm_topk_prob",
+        r"\bway (up|down)\b": "gate_up_proj, down_proj",
+        r"\binbox(es)?\b": "symmetric-memory buffer",
+        r"\bturned\b|\bturning\b": "rotary, apply_rope",
+        r"\bput together\b": "combine",
+        r"\broom\b": "memory, space",
+    },
+    "src/meltcore/layers": {
+        r"\bproducts?\b": "GEMM, matmul",
+        r"\bpieces?\b": "shard, slice",
+        r"\bchoices?\b": "top_k",
+        r"\bdestinations?\b": "weight loader",
+        r"\bway (up|down)\b": "gate_up_proj, down_proj",
+        r"\broom\b": "memory",
+    },
+    "src/meltcore/models": {
+        r"\broom\b": "memory",
+        r"\bpieces?\b": "shard, slice",
+    },
+    "src/meltcore/engine": {
+        r"\blanes?\b": "slot",
+        r"\boutbox\b|\binbox\b": "staging buffer, socket",
+        r"\bbeginnings?\b": "prefix",
+        r"\brecorders?\b": "GraphCapturer",
+        r"\broom\b": "memory, space",
+        r"\bhear(s|d)?\b|\btold\b": "receive, handle",
+    },
+    "src/meltcore/api": {r"\bhear(s|d)?\b|\btold\b|\bboard\b|\bteam\b": "receive; stats; workers"},
+    "src/meltcore/backends": {r"\bhear(s|d)?\b|\btold\b|\bboard\b|\bteam\b": "receive; stats; workers"},
+    "src/meltcore/fleet": {r"\bhear(s|d)?\b|\btold\b|\bboard\b|\bteam\b": "receive; stats; workers"},
+    "src/meltcore/hardware": {
+        r"\bfigures?\b": "metric",
+        r"\bsound\b": "healthy",
+        r"\bproducts?\b": "GEMM; GPU type",
+        r"\btold\b|\basked\b": "reported, expected",
+        r"\broom\b": "memory, space",
+    },
+    "src/meltcore/load": {r"\bfigures?\b": "metric", r"\bflights?\b(?<!in flight)": "request in flight"},
+    "src/meltcore/evals": {r"\bfigures?\b": "metric", r"\btold\b": "reported"},
+    "src/meltcore/report": {r"\bsound\b": "healthy", r"\bgravity\b": "severity"},  # a figure is a chart there
+    "src/meltcore/bench": {r"\bfigures?\b": "metric", r"\btold\b": "reported"},
+    "src/meltcore/results": {r"\bfigures?\b": "metric", r"\bsound\b": "healthy"},
+    "benchmarks": {
+        r"(?<!dot )(?<!itertools\.)\bproducts?\b": "GEMM, matmul, QKV projection",
+        r"\bpieces?\b": "slice, chunk",
+        r"\bspeed sums?\b": "weighted throughput",
+        r"\bexperts met\b": "experts used",
+        r"\b(tokens|ms|us|requests) a (token|second)\b": "per",
+    },
+    "docs": {
+        r"(?<!dot )\bproducts?\b": "GEMM, matmul",
+        r"\bspeed sums?\b": "weighted throughput",
+        r"\bverbs?\b": "command",
+        r"\blanes?\b": "Stream-K work range",
+    },
+    "scripts": {r"\bspeed sums?\b": "weighted throughput"},
+}
+# Where the words of EVERYWHERE are searched, beside the documents at the root and the names of all these files.
+PROSE = ("src/meltcore", "benchmarks", "docs", "scripts", "tests")
+_ROOT_DOCUMENTS = "."
+# Data, the renames of the changelog, and this list itself.
+_NOT_PROSE = (
+    "src/meltcore/bundled/",
+    "benchmarks/results/",
+    "tests/results/version_1/",
+    "CHANGELOG.md",
+    "tests/test_words.py",
+)
+
+
+class Meant(NamedTuple):
+    """A word that is meant. file: from the root; text: part of the line."""
+
+    file: str
+    text: str
+    reason: str
+
+
+_OLD = "the word of schema version 1, which is converted"
+EXCEPTIONS: tuple[Meant, ...] = (
+    Meant("src/meltcore/problems/stories.py", "Nobody saw the grey cat", "training data of the bundled models"),
+    Meant("src/meltcore/results/convert.py", "at once$", _OLD),
+    Meant("src/meltcore/results/convert.py", "synchronisation", _OLD),
+    Meant("src/meltcore/results/convert.py", "quantisation", _OLD),
+    Meant("src/meltcore/cli/eval.py", "chain of thought", "the name of the prompting method"),
+    Meant("docs/cli.md", "chain of thought", "the name of the prompting method"),
+    Meant("docs/evaluate.md", "chain of thought", "the name of the prompting method"),
+    Meant("docs/architecture.md", "tests/test_layout.py", "the name of a test file"),
+    Meant("src/meltcore/evals/gsm8k.py", "chain of thought", "the name of the prompting method"),
+    Meant("src/meltcore/kernels/attention/prefill.py", "the compiler's choice", "nothing about experts here"),
+    Meant("src/meltcore/kernels/quant/fp8_gemv.py", "Products of e4m3", "scalar products of two numbers"),
+)
+
+
+@cache
+def lines() -> tuple[tuple[str, int, str], ...]:
+    """(file, line number, text) of every source file that people read; line 0 is its name."""
+    paths = [path for directory in PROSE for path in sorted((ROOT / directory).rglob("*"))]
+    rows = []
+    for path in [*paths, *sorted(ROOT.glob("*.md"))]:
+        name = str(path.relative_to(ROOT))
+        if path.suffix in (".py", ".html", ".css", ".md", ".jinja") and not name.startswith(_NOT_PROSE):
+            rows += [(name, number, text) for number, text in enumerate([path.stem, *path.read_text().splitlines()])]
+    return tuple(rows)
+
+
+def is_below(file: str, directory: str) -> bool:
+    return "/" not in file if directory == _ROOT_DOCUMENTS else file.startswith(directory + "/")
+
+
+def excused(file: str, text: str) -> bool:
+    return any(each.file == file and each.text in text for each in EXCEPTIONS)
+
+
+def cases() -> list[tuple[str, str, str]]:
+    roots = (*PROSE, _ROOT_DOCUMENTS)
+    everywhere = [(directory, word, better) for directory in roots for word, better in EVERYWHERE.items()]
+    return everywhere + [
+        (directory, word, better) for directory, words in BY_DIRECTORY.items() for word, better in words.items()
+    ]
+
+
+@pytest.mark.parametrize(("directory", "word", "better"), cases(), ids=lambda value: value[:40])
+def test_words_that_the_field_does_not_use_do_not_occur(directory: str, word: str, better: str) -> None:
+    # Names are searched too: an underscore or a capital letter inside a name ends a word.
+    pattern = re.compile(word, re.IGNORECASE)
+    hits = [
+        f"{file}:{number}: {text.strip()[:100]}"
+        for file, number, text in lines()
+        if is_below(file, directory)
+        and (pattern.search(text) or pattern.search(text.replace("_", " ")))
+        and not excused(file, text)
+    ]
+    assert not hits, f"{len(hits)} lines with {word!r}; write: {better}\n" + "\n".join(hits[:40])
+
+
+def test_exceptions_are_few_reasoned_and_needed() -> None:
+    assert len(EXCEPTIONS) <= MOST_EXCEPTIONS
+    for each in EXCEPTIONS:
+        assert len(each.reason.split()) >= 3, f"{each}: say why"
+        assert any(file == each.file and each.text in text for file, _, text in lines()), f"not needed: {each}"

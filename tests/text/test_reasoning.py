@@ -1,0 +1,132 @@
+"""Reasoning: off unless a request turns it on, and never part of an answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.detokenizer import Detokenizer
+from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
+from meltcore.text.tokenizer import Tokenizer
+
+HYBRID = {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}}
+# How Qwen3.5's own template ends.
+TEMPLATE = (
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}"
+    "{%- else %}{{- '<think>\\n' }}{%- endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    raw = tokenizers.Tokenizer.from_str(Tokenizer.synthetic_bytes(300)._backend.to_str())
+    raw.add_tokens([tokenizers.AddedToken(text, special=False) for text in ("<think>", "</think>")])
+    raw.add_special_tokens(["<|im_end|>"])
+    return Tokenizer(raw)
+
+
+@pytest.fixture(scope="module")
+def parser(tokenizer: Tokenizer) -> ReasoningParser:
+    found = reasoning_parser(tokenizer, HYBRID)
+    assert found is not None
+    assert (found.start_id, found.end_id) == (300, 301)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "kwargs", "expected"),
+    [
+        (HYBRID, None, "<think>\n\n</think>\n\n"),
+        (HYBRID, {"enable_thinking": True}, "<think>\n"),
+        (HYBRID, {"enable_thinking": False}, "<think>\n\n</think>\n\n"),
+        (HYBRID["text_config"], None, "<think>\n\n</think>\n\n"),
+        ({"model_type": "qwen3"}, None, "<think>\n"),
+    ],
+)
+def test_reasoning_is_off_unless_a_request_turns_it_on(
+    tmp_path: Path, config: Any, kwargs: dict[str, Any] | None, expected: str
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    template = ChatTemplate.from_folder(tmp_path, template_defaults(config))
+    assert template is not None
+    assert template.render([{"role": "user", "content": "x"}], kwargs) == expected
+
+
+def test_template_without_the_variable_decides_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ '<think>\\n' }}"}))
+    template = ChatTemplate.from_folder(tmp_path, template_defaults(HYBRID))
+    assert template is not None
+    assert template.render([]) == "<think>\n"
+
+
+def test_only_registered_model_types_have_a_reasoning_parser(tokenizer: Tokenizer) -> None:
+    assert reasoning_parser(tokenizer, {"model_type": "qwen3"}) is None
+    assert reasoning_parser(tokenizer, {}) is None
+    assert reasoning_parser(Tokenizer.synthetic_bytes(300), HYBRID) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [
+        ("user: hi<think>\n", True),
+        ("user: hi<think>", True),
+        ("user: hi<think>\n\n  \n \t\n", True),
+        ("</think>\n<think>\n\n", True),
+        ("<think>", True),
+        ("user: hi<think>\n\n</think>\n\n", False),
+        ("user: hi<think>\n\n.\n\n", False),
+        ("\n\n", False),
+        ("user: what is <think>? assistant: ", False),
+        ("", False),
+    ],
+)
+def test_prompt_that_ends_with_the_start_token_starts_reasoning(
+    tokenizer: Tokenizer, parser: ReasoningParser, prompt: str, is_open: bool
+) -> None:
+    assert parser.starts_in_reasoning(tokenizer.encode(prompt, add_special_tokens=False)) == is_open
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("written", "in_reasoning", "answer", "reasoning"),
+    [
+        ("2 + 2 = 4\n</think>\n\nIt is 4.", True, "It is 4.", "2 + 2 = 4\n"),
+        ("It is\n\n4.", False, "It is\n\n4.", ""),
+        ("Hm.<think>Wait</think>  4.", False, "Hm.4.", "Wait"),
+        ("<think>\n\n</think>\n\n4", False, "4", "\n\n"),
+        ("never ends", True, "", "never ends"),
+        ("stop</think>a stop b", True, "a ", "stop"),
+        ("\u2603</think>\u2603", True, "\u2603", "\u2603"),
+    ],
+)
+def test_reasoning_is_separated_for_any_division_into_calls(
+    tokenizer: Tokenizer,
+    parser: ReasoningParser,
+    written: str,
+    in_reasoning: bool,
+    answer: str,
+    reasoning: str,
+    tokens: int,
+) -> None:
+    """A stop string counts in an answer only."""
+    token_ids = tokenizer.encode(written, add_special_tokens=False)
+    prompt = [parser.start_id] if in_reasoning else []
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=["stop"]), parser, prompt)
+    text = ""
+    for start in range(0, len(token_ids), tokens):
+        text += detokenizer.add(token_ids[start : start + tokens])[0]
+    text += detokenizer.flush()
+    assert text == answer
+    assert "".join(detokenizer.reasoning) == reasoning
+
+
+def test_without_a_parser_all_text_is_the_answer(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    written = "a</think>b<|im_end|>"
+    assert detokenizer.add(tokenizer.encode(written, add_special_tokens=False))[0] == "a</think>b"
