@@ -40,6 +40,42 @@ FAMILIES: dict[str, dict[str, object]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    # A window of more than a page in two layers of three, and scores scaled by another size than that of a head.
+    "gemma3_text": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 48,
+        "sliding_window": 96,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "llama": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    # A window of more than a page in all layers, as in Mistral 7B v0.1.
+    "mistral": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "sliding_window": 96,
+    },
     "qwen2": {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2},
     "qwen3_5_moe_text": {
         "hidden_size": 64,
@@ -96,8 +132,9 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     names = [name for name, _ in model.named_parameters()]
     heads_normed = any(name.endswith("q_norm.weight") for name in names)
     is_hybrid = any(name.endswith("A_log") for name in names)
+    is_zero_centered = is_hybrid or any(name.endswith("pre_feedforward_layernorm.weight") for name in names)
     for name, parameter in model.named_parameters():
-        center = 1.0 if is_hybrid and "linear_attn" not in name else 0.0
+        center = 1.0 if is_zero_centered and "linear_attn" not in name else 0.0
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.uniform_(1.5 - center, 2.5 - center)
         elif name.endswith(("A_log", "dt_bias")):

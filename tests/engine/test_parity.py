@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2", "qwen3_moe", "qwen3_5_moe_text"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "qwen3_moe", "qwen3_5_moe_text", "llama"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

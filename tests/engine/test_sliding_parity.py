@@ -1,4 +1,4 @@
-"""Networks with sliding windows against transformers: chunked, cached past the window, preempted and batched."""
+"""Gemma 3 and Mistral against transformers: chunked, cached past the window, preempted and batched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import engine_tools as tools
 import pytest
 import sliding_tools
 import torch
-from sliding_model import ARCHITECTURE, SlidingQwen3
 from transformers import PreTrainedModel
 
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageGroup, pages_for
@@ -19,17 +18,18 @@ from meltcore.engine.core.scheduler import Scheduler
 from meltcore.engine.worker.caches import allocate_caches
 from meltcore.errors import ConfigError
 from meltcore.kernels.attention import paged as attention_kernel
+from meltcore.kernels.norm import add_rms_norm
 from meltcore.kernels.quant.fp8 import FP8
-from meltcore.models import registry
+from meltcore.layers import attention as attention_layer
+from meltcore.layers import embedding as embedding_layer
+from meltcore.layers import feed_forward
+from meltcore.layers import norm as norm_layer
+from meltcore.layers import residual as residual_stream
+from meltcore.models.decoder import Decoder
 from meltcore.models.kv_cache_specs import FullAttentionSpec, SlidingWindowSpec, group_layers
 
 TOLERANCE = 1e-4
 NOTICED = 1e-3  # a mutation's error
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.ARCHITECTURES, ARCHITECTURE, SlidingQwen3)
 
 
 @pytest.fixture(scope="module", params=["mixed", "pairs"])
@@ -58,7 +58,7 @@ def worst_error(seen: tools.SeenEngine, reference: PreTrainedModel, prompts: dic
 def test_reference_depends_on_its_window(network: sliding_tools.Network, reference: PreTrainedModel) -> None:
     """Without this the other tests could pass without a window."""
     prompt = tools.random_prompt(200, 0)
-    plain = tools.make_reference(num_hidden_layers=len(network.layers))
+    plain = sliding_tools.make_reference(network, window=1000)
     plain.load_state_dict(reference.state_dict())
     with torch.no_grad():
         ids = torch.tensor([prompt])
@@ -184,7 +184,7 @@ def test_fp8_caches_of_sub_groups_share_their_bytes() -> None:
 def test_window_of_no_tokens_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text()) | {"sliding_window": 0}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="sliding window of layer 0 must be 1 or more; got 0"):
+    with pytest.raises(ConfigError, match=r"sliding_window must be a whole number from 1 to \d+; got 0"):
         tools.open_engine(tmp_path, load_format="dummy")
 
 
@@ -244,9 +244,58 @@ def window_one_column_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PageGroup, "first_column", lambda self, tokens: whole(self, max(0, tokens + PAGE_SIZE)))
 
 
+def local_layers_with_the_global_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Decoder.prepare
+
+    def prepare(self: Decoder, max_model_len: int) -> None:
+        whole(self, max_model_len)
+        self.local_rotary = self.rotary
+
+    monkeypatch.setattr(Decoder, "prepare", prepare)
+
+
+def scores_scaled_by_the_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = attention_layer.paged_attention
+    monkeypatch.setattr(
+        attention_layer,
+        "paged_attention",
+        lambda qkv, params, *rest: whole(qkv, params._replace(scale=params.key_cache.shape[-1] ** -0.5), *rest),
+    )
+
+
+def post_norm_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        residual_stream,
+        "norm_add_rms_norm",
+        lambda residual, output, post_norm, norm: add_rms_norm(residual, output, *norm),
+    )
+
+
+def norms_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_layer.ZeroCenteredRMSNorm, "loader", norm_layer.RMSNorm.loader)
+
+
+def embedding_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_layer, "_rounded", lambda value, dtype: 1.0)
+
+
+def silu_for_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    monkeypatch.setattr(feed_forward, "geglu", swiglu)
+
+
 @pytest.mark.parametrize(
     "mutation",
     [
+        local_layers_with_the_global_rope,
+        scores_scaled_by_the_head_size,
+        post_norm_skipped,
+        norms_without_one,
+        embedding_not_scaled,
+        silu_for_gelu,
         window_one_token_larger,
         window_one_token_smaller,
         window_ignored,

@@ -98,6 +98,7 @@ def norm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
         partial(norm.rms_norm, hidden, hidden[0], 1e-6),
         partial(norm.add_rms_norm, hidden, hidden, hidden[0], 1e-6),
         partial(norm.rms_norm, heads, heads[0, 0], 1e-6),
+        partial(norm.norm_add_rms_norm, hidden, hidden, *[norm.Norm(hidden[0].float(), 1e-6)] * 2),
     ]
 
 
@@ -106,6 +107,7 @@ def activation_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     projected = meta(64, 2 * size + 2 * kv_size, dtype=dtype)
     return [
         partial(activation.swiglu, meta(64, 2 * model.intermediate_size, dtype=dtype)),
+        partial(activation.geglu, meta(64, 2 * model.intermediate_size, dtype=dtype)),
         partial(activation.apply_sigmoid_gate, meta(64, size, dtype=dtype), projected[:, :size]),
     ]
 

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from kernel_tools import in_triton
 
-from meltcore.kernels.activation import apply_sigmoid_gate, swiglu
+from meltcore.kernels.activation import apply_sigmoid_gate, geglu, swiglu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(("seed", "tokens", "size"), [(0, 1, 3072), (1, 3, 512), (2, 2, 1025), (3, 5, 7), (4, 0, 64)])
-def test_swiglu_agrees_with_its_reference(
-    seed: int, tokens: int, size: int, dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize("activation", [swiglu, geglu])
+def test_gated_activation_agrees_with_its_reference(
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    seed: int,
+    tokens: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     torch.manual_seed(seed)
     gate_up = (torch.randn(tokens, 2 * size) * 6).to(dtype)
-    result = in_triton(swiglu)(gate_up.to(device))
-    torch.testing.assert_close(result.cpu(), swiglu(gate_up))
+    result = in_triton(activation)(gate_up.to(device))
+    # The tail of GELU is a difference of almost equal numbers in the reference.
+    rtol, atol = (1.6e-2, 1e-5) if dtype == torch.bfloat16 else (1e-3, 1e-5)
+    torch.testing.assert_close(result.cpu(), activation(gate_up), rtol=rtol, atol=atol)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_swiglu_reads_strided_rows_and_survives_extremes(device: torch.device) -> None:
+@pytest.mark.parametrize("activation", [swiglu, geglu])
+def test_strided_rows_and_extremes(activation: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
     wide = torch.full((3, 80), 2.0)
     wide[:, 8:16] = torch.tensor([-1e4, -100.0, -90.0, -0.0, 0.0, 90.0, 100.0, 1e4])
     rows = wide[:, 8:72]
-    result = in_triton(swiglu)(rows.to(device))
+    result = in_triton(activation)(rows.to(device))
     assert result.isfinite().all()
-    torch.testing.assert_close(result.cpu(), swiglu(rows))
+    torch.testing.assert_close(result.cpu(), activation(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])

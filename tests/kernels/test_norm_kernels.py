@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_tools import in_triton
 
-from meltcore.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
+from meltcore.kernels.norm import Norm, add_rms_norm, norm_add_rms_norm, rms_norm, rms_norm_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
@@ -77,3 +77,21 @@ def test_rms_norm_reads_heads_out_of_a_wider_row(seed: int, device: torch.device
     blocks = randn(2, 3, 4, 64, dtype=torch.bfloat16)
     result = in_triton(rms_norm)(blocks.to(device)[:, :2, 1:3], weight.to(device), EPS)
     torch.testing.assert_close(result.cpu(), rms_norm_reference(blocks[:, :2, 1:3], weight, EPS))
+
+
+@pytest.mark.parametrize(("seed", "shape"), list(enumerate([(1, 128), (5, 1152), (3, 5376), (0, 256)])))
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=["weight as stream", "float32 weight"])
+def test_norm_add_rms_norm_normalizes_before_and_after_the_addition(
+    seed: int, shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    torch.manual_seed(seed)
+    residual, output = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+    weights = [torch.randn(shape[1]).to(weight_dtype or dtype) for _ in range(2)]
+    total = residual + rms_norm_reference(output, weights[0], EPS)
+    norms = [Norm(weight.to(device), EPS) for weight in weights]
+    stream = residual.clone().to(device)
+    result = in_triton(norm_add_rms_norm)(stream, output.to(device), *norms)
+    last_place = max(2 * torch.finfo(dtype).eps, 2e-6)
+    torch.testing.assert_close(stream.cpu(), total, rtol=last_place, atol=last_place)
+    expected = rms_norm_reference(stream.cpu(), weights[1], EPS)
+    torch.testing.assert_close(result.cpu(), expected, rtol=last_place, atol=1e-5)

@@ -202,7 +202,7 @@ def test_qwen2_divides_its_hidden_size_without_head_dim(tmp_path: Path) -> None:
     config = SMALL | {"architectures": ["Qwen2ForCausalLM"], "head_dim": None}
     assert build(tmp_path, config).config.head_dim == 16
     assert "num_attention_heads must be" in refusal(tmp_path, config | {"num_attention_heads": 0})
-    assert "head_dim must be" in refusal(tmp_path, config | {"num_attention_heads": 64})
+    assert "hidden_size must be a multiple of" in refusal(tmp_path, config | {"num_attention_heads": 64})
 
 
 def test_hybrid_routes_every_layer(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_override_extends_the_context(tmp_path: Path) -> None:
         (YARN, 64, 256),
         (YARN, 256, 256),  # config.json states the extended length
         (YARN, 512, 512),
-        (LLAMA3, 128, 1024),
+        (LLAMA3, 2048, 2048),  # as Llama 3.2 states 131,072 with 8,192 times 32
         (LINEAR, 100, 300),
         (YARN | {"factor": 1e6}, 64, 2**24),
     ],

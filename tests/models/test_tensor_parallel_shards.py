@@ -53,7 +53,7 @@ def config_of(family: str) -> dict[str, Any]:
     return SIZES | {"architectures": [family]}
 
 
-FAMILIES = ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM")
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 @pytest.fixture(params=FAMILIES)

@@ -1,6 +1,8 @@
-"""Gated activations: SwiGLU of the feed-forward block, and the sigmoid gate on the output of attention."""
+"""Gated activations: SwiGLU and GeGLU of the feed-forward block, and the sigmoid gate on the output of attention."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -19,10 +21,25 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     if not use_triton(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
+    return _launch_gated(_swiglu_kernel, gate_up)
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute gelu(gate) * up with the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+
+    gate_up: [tokens, 2 * size], gate columns before up columns; rows may be strided. Returns [tokens, size].
+    """
+    if not use_triton(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return _launch_gated(_geglu_kernel, gate_up)
+
+
+def _launch_gated(kernel: Any, gate_up: torch.Tensor) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        _swiglu_kernel[(tokens, triton.cdiv(size, _BLOCK))](
+        kernel[(tokens, triton.cdiv(size, _BLOCK))](
             *(gate_up, output, gate_up.stride(0)),
             SIZE=size,
             BLOCK=_BLOCK,
@@ -66,6 +83,22 @@ def _swiglu_kernel(gate_up_ptr, output_ptr, row_stride, SIZE: tl.constexpr, BLOC
     # Rounded in between, as the reference does.
     silu = (gate / (1.0 + tl.exp(-gate))).to(output_ptr.dtype.element_ty).to(tl.float32)
     tl.store(output_ptr + token * SIZE + column, silu * up, mask=mask)
+
+
+@triton.jit
+def _geglu_kernel(gate_up_ptr, output_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Each program computes BLOCK columns of one token."""
+    pdl_sync(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    row = gate_up_ptr + token * row_stride
+    gate = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(row + SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    # (1 + tanh(x)) / 2 is the sigmoid of 2 x; 1.5957691... is 2 sqrt(2 / pi).
+    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    gelu = (gate / (1.0 + tl.exp(-inner))).to(output_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(output_ptr + token * SIZE + column, gelu * up, mask=mask)
 
 
 @triton.jit

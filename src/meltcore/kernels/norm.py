@@ -40,6 +40,29 @@ def add_rms_norm(residual: torch.Tensor, added: torch.Tensor, weight: torch.Tens
     return _launch(residual, weight, eps, added)
 
 
+def norm_add_rms_norm(residual: torch.Tensor, output: torch.Tensor, post_norm: Norm, norm: Norm) -> torch.Tensor:
+    """Add post_norm(output) to `residual` in place and return norm(residual), as Gemma's blocks do.
+
+    residual, output: [rows, size], contiguous, of one type.
+    """
+    if not use_triton(residual):
+        residual.add_(rms_norm_reference(output, *post_norm))
+        return rms_norm_reference(residual, *norm)
+    normalized = torch.empty_like(residual)
+    rows, size = residual.shape
+    if rows:
+        block, tile_rows, warps = _tile(size)
+        _norm_add_rms_norm_kernel[(triton.cdiv(rows, tile_rows),)](
+            *(residual, output, post_norm.weight, norm.weight, normalized, post_norm.eps, norm.eps, rows),
+            SIZE=size,
+            BLOCK=block,
+            ROWS=tile_rows,
+            num_warps=warps,
+            **pdl_options(residual.device),
+        )
+    return normalized
+
+
 def rms_norm_reference(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute `rms_norm` in PyTorch, as its specification."""
     wide = hidden.float()
@@ -105,6 +128,36 @@ def _rms_norm_kernel(
         wide = total.to(tl.float32)
     normalized = normalize_rows(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
     tl.store(output_ptr + offset, normalized, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_add_rms_norm_kernel(
+    residual_ptr,
+    output_ptr,
+    post_weight_ptr,
+    weight_ptr,
+    normalized_ptr,
+    post_eps,
+    eps,
+    rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program computes ROWS contiguous rows, with the rounding of three separate operations."""
+    pdl_sync(PDL)
+    dtype = residual_ptr.dtype.element_ty
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+    mask = (row < rows) & (columns < SIZE)
+    offset = row.to(tl.int64) * SIZE + columns
+    wide = tl.load(output_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    added = normalize_rows(wide, post_weight_ptr, columns, post_eps, dtype, SIZE).to(dtype).to(tl.float32)
+    total = (tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32) + added).to(dtype)
+    tl.store(residual_ptr + offset, total, mask=mask)
+    normalized = normalize_rows(total.to(tl.float32), weight_ptr, columns, eps, dtype, SIZE)
+    tl.store(normalized_ptr + offset, normalized, mask=mask)
 
 
 @cache

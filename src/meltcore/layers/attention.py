@@ -18,7 +18,8 @@ class Attention(nn.Module):
     qkv_bias: queries, keys and values have a bias (Qwen2). qk_norm: each head's query and key are normalized (Qwen3).
     output_gate: each head's output is multiplied by the sigmoid of a gate (Qwen3.5); the first matrix of `qkv_proj`
     then holds the gates of all heads above the queries of all heads. sliding_window: how many of the newest tokens a
-    query sees, its own included, None for all of them.
+    query sees, its own included, None for all of them. scale: of the scores, None for head_dim^-0.5. post_norm: the
+    output of `o_proj` is normalized before it is added (Gemma 3).
     """
 
     def __init__(
@@ -33,13 +34,16 @@ class Attention(nn.Module):
         qk_norm: bool,
         output_gate: bool = False,
         sliding_window: int | None = None,
+        scale: float | None = None,
+        post_norm: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.output_gate = output_gate
         self.sliding_window = sliding_window
         self.norm = norm(hidden_size)
+        self.post_norm = norm(hidden_size) if post_norm else None
         q_size, kv_size = (1 + output_gate) * num_heads * head_dim, num_kv_heads * head_dim
         self.qkv_proj = ColumnParallelLinear(hidden_size, q_size, kv_size, kv_size, bias=qkv_bias)
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size)
@@ -71,7 +75,7 @@ class Attention(nn.Module):
         output = paged_attention(qkv, params, positions, metadata).flatten(1)
         if self.output_gate:
             output = apply_sigmoid_gate(output, gates)
-        self.o_proj.add_to(residual, output)
+        self.o_proj.add_to(residual, output, self.post_norm)
 
     def _weight_rows(self, local_heads: range, heads_per_head: int = 1) -> range:
         """Return the rows of a projection that belong to `local_heads`.

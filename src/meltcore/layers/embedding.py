@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -49,7 +51,14 @@ class ParallelLMHead(nn.Module):
 
 
 class VocabParallelEmbedding(ParallelLMHead):
-    """Looks up the embeddings of tokens. With tied embeddings it is the output head too."""
+    """Looks up the embeddings of tokens. With tied embeddings it is the output head too.
+
+    scale: factor of the embeddings, None for 1. It is rounded to the weights' type, as transformers does for Gemma.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float | None = None) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self._scale = scale
 
     def forward(self, token_ids: torch.Tensor) -> ResidualStream:
         """Look up the embeddings of tokens.
@@ -58,6 +67,14 @@ class VocabParallelEmbedding(ParallelLMHead):
         """
         weight_tensor = self.weight.values
         if self._group is None:
-            return ResidualStream(weight_tensor[token_ids])
-        # One rank has a token's row and all others zeros, so the all-reduce is exact in any type.
-        return ResidualStream(sharded_embedding(weight_tensor, token_ids, self._kept.start), self._group)
+            embeddings = weight_tensor[token_ids]
+        else:  # one rank has a token's row and all others zeros, so the all-reduce is exact in any type
+            embeddings = sharded_embedding(weight_tensor, token_ids, self._kept.start)
+        if self._scale is not None:
+            embeddings *= _rounded(self._scale, weight_tensor.dtype)
+        return ResidualStream(embeddings, self._group)
+
+
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=dtype, device="cpu").item()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import nn
 
+from meltcore.kernels.activation import geglu
 from meltcore.kernels.moe.router import route_tokens
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
@@ -15,12 +18,28 @@ from meltcore.layers.residual import ResidualStream
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.uniform_routing import record_routing, uniform_routing_seed
 
+# Activations of a dense feed-forward, by their names in config.json.
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+
 
 class GatedMLP(nn.Module):
-    """Computes residual + down_proj(silu(gate(x)) * up(x)), where x = norm(residual). One GEMM computes gate and up."""
+    """Computes residual + down_proj(act(gate(x)) * up(x)), where x = norm(residual). One GEMM computes gate and up.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, norm: NormFactory) -> None:
+    post_norm: down_proj's output is normalized before it is added (Gemma 3).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        norm: NormFactory,
+        *,
+        activation: Activation = "silu",
+        post_norm: bool = False,
+    ) -> None:
         super().__init__()
+        self._activation = activation
+        self.post_norm = norm(hidden_size) if post_norm else None
         self.norm = norm(hidden_size)
         self.gate_up_proj = ColumnParallelLinear(hidden_size, intermediate_size, intermediate_size)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size)
@@ -33,7 +52,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, residual: ResidualStream) -> None:
         """Add the block's output to the residual stream."""
-        self.down_proj.add_to(residual, self.gate_up_proj.silu_and_mul(*residual.read(self.norm)))
+        hidden, norm = residual.read(self.norm)
+        if self._activation == "silu":
+            activated = self.gate_up_proj.silu_and_mul(hidden, norm)
+        else:
+            activated = geglu(self.gate_up_proj(hidden, norm))
+        self.down_proj.add_to(residual, activated, self.post_norm)
 
 
 class SparseMoeBlock(nn.Module):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from meltcore.kernels.norm import Norm
+from meltcore.layers.norm import RMSNorm
 from meltcore.layers.quantization import UNQUANTIZED, LinearWeight, QuantizationMethod
 from meltcore.layers.residual import ResidualStream
 from meltcore.layers.tensor_parallel import TensorParallelGroup
@@ -119,9 +120,14 @@ class RowParallelLinear(LinearBase):
         self._inputs, self._group = local_inputs, group
         self._allocate()
 
-    def add_to(self, residual: ResidualStream, hidden: torch.Tensor) -> None:
-        """Add hidden W^T to `residual`, after an all-reduce if the layer is sharded. hidden: [tokens, input_size]."""
-        if self._group is None:
+    def add_to(self, residual: ResidualStream, hidden: torch.Tensor, post_norm: RMSNorm | None = None) -> None:
+        """Add hidden W^T to `residual`, after an all-reduce if the layer is sharded. hidden: [tokens, input_size].
+
+        post_norm: normalizes the output before it is added.
+        """
+        if post_norm is not None:
+            residual.add_normalized(self.weight.matmul(hidden), post_norm.parameters_for_fusion(), self._group)
+        elif self._group is None:
             self.weight.matmul(hidden, residual=residual.values)
         else:
             residual.add_all_reduce(self._group, self.weight.matmul(hidden))

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from meltcore.kernels.moe.combine import combine_add_rms_norm
-from meltcore.kernels.norm import Norm
+from meltcore.kernels.norm import Norm, add_rms_norm, norm_add_rms_norm
 from meltcore.layers.norm import RMSNorm
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 
@@ -57,6 +57,15 @@ class ResidualStream:
         """Add the all-reduce of all ranks' partial sums [tokens, hidden_size]. `partial_sum` is overwritten."""
         assert self._deferred_add is None, "an addition is deferred: read the stream first"
         self._deferred_add = partial(group.all_reduce_add_rms_norm, self._values, partial_sum)
+
+    def add_normalized(self, output: torch.Tensor, post_norm: Norm, group: TensorParallelGroup | None = None) -> None:
+        """Add post_norm(output), where `output` [tokens, hidden_size] is first all-reduced if there is a `group`."""
+        values = self.values
+        if group is None:
+            self._deferred_add = lambda norm: (values, norm_add_rms_norm(values, output, post_norm, norm))
+        else:
+            _, normalized = group.all_reduce_add_rms_norm(None, output, post_norm)
+            self._deferred_add = lambda norm: (values, add_rms_norm(values, normalized, *norm))
 
     def add_experts(
         self, outputs: torch.Tensor, topk_weights: torch.Tensor, group: TensorParallelGroup | None = None

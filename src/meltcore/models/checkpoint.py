@@ -24,7 +24,14 @@ _BUNDLED_FOLDERS = {
     BUNDLED_HYBRID: Path(__file__).parent.parent / "bundled" / "sums-hybrid",
 }
 # Bundled configurations of published models, so that random weights of these shapes need no download.
-_PUBLISHED_CONFIG_FOLDERS = {
+PUBLISHED_CONFIG_FOLDERS = {
+    "google/gemma-3-1b-it": Path(__file__).parent / "published" / "gemma-3-1b-it",
+    "google/gemma-3-4b-it": Path(__file__).parent / "published" / "gemma-3-4b-it",
+    "google/gemma-3-27b-it": Path(__file__).parent / "published" / "gemma-3-27b-it",
+    "meta-llama/Llama-3.1-8B-Instruct": Path(__file__).parent / "published" / "llama-3.1-8b-instruct",
+    "meta-llama/Llama-3.2-1B-Instruct": Path(__file__).parent / "published" / "llama-3.2-1b-instruct",
+    "mistralai/Mistral-7B-Instruct-v0.1": Path(__file__).parent / "published" / "mistral-7b-instruct-v0.1",
+    "mistralai/Mistral-7B-Instruct-v0.3": Path(__file__).parent / "published" / "mistral-7b-instruct-v0.3",
     "Qwen/Qwen2.5-1.5B-Instruct": Path(__file__).parent / "published" / "qwen2.5-1.5b-instruct",
     "Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b",
     "Qwen/Qwen3-30B-A3B": Path(__file__).parent / "published" / "qwen3-30b-a3b",
@@ -146,8 +153,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _find_folder(model: str, files: CheckpointFiles) -> Path:
     if model in _BUNDLED_FOLDERS:
         return _BUNDLED_FOLDERS[model]
-    if files == "config" and model in _PUBLISHED_CONFIG_FOLDERS:
-        return _PUBLISHED_CONFIG_FOLDERS[model]
+    if files == "config" and model in PUBLISHED_CONFIG_FOLDERS:
+        return PUBLISHED_CONFIG_FOLDERS[model]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

@@ -65,6 +65,7 @@ _TEXT_LIST = Rule("a list of texts", _is_text_list)
 _FRACTION = Rule("a number above 0 and at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
 _POSITIVE = Rule("a number above 0 and at most 1e6", lambda value: type(value) in (int, float) and 0 < value <= 1e6)
 _NON_NEGATIVE = Rule("a number from 0 to 1e6", lambda value: type(value) in (int, float) and 0 <= value <= 1e6)
+_THETA = Rule("a number from 1 to 1e12", lambda value: type(value) in (int, float) and 1 <= value <= 1e12)
 # The largest numbers are far beyond any model, and small enough that no product of them overflows.
 _COUNT = _integer_rule(1, 2**14)
 _WIDTH = _integer_rule(1, 2**20)
@@ -84,9 +85,12 @@ RULES: dict[str, Rule] = {
     "vocab_size": _integer_rule(1, 2**24),
     "max_position_embeddings": _integer_rule(2, MAX_POSITIONS),  # at least a prompt's token and an answer's
     "rms_norm_eps": _FRACTION,
-    "rope_theta": Rule("a number from 1 to 1e12", lambda value: type(value) in (int, float) and 1 <= value <= 1e12),
+    "rope_theta": _THETA,
     "rope_scaling": _OBJECT,
     "rope_parameters": _OBJECT,
+    "rope_local_base_freq": _THETA,
+    "full_attention": _OBJECT,
+    "sliding_attention": _OBJECT,
     "partial_rotary_factor": _FRACTION,
     # Of rope_parameters and rope_scaling
     "rope_type": _TEXT,
@@ -106,6 +110,13 @@ RULES: dict[str, Rule] = {
     "mlp_bias": _FLAG,
     "attn_output_gate": _FLAG,
     "use_sliding_window": _FLAG,
+    "sliding_window": _integer_rule(1, MAX_POSITIONS),
+    "sliding_window_pattern": _COUNT,
+    "query_pre_attn_scalar": _POSITIVE,
+    "attn_logit_softcapping": _POSITIVE,
+    "final_logit_softcapping": _POSITIVE,
+    "use_bidirectional_attention": _FLAG,
+    "hidden_activation": _TEXT,
     "hidden_act": _TEXT,
     "layer_types": _TEXT_LIST,
     "full_attention_interval": _COUNT,
@@ -184,6 +195,10 @@ class Fields:
     def with_values(self, **values: Any) -> Fields:
         """Return a copy of the object with new values in the named fields."""
         return Fields({**self._values, **values}, self._file, self._prefix)
+
+    def with_defaults(self, **defaults: Any) -> Fields:
+        """Return a copy of the object in which absent fields have the value of `defaults`."""
+        return self.with_values(**{name: value for name, value in defaults.items() if not self.has(name)})
 
     def rule_error(self, name: str, requirement: str) -> ConfigError:
         """Return the error for a field whose value does not meet `requirement`."""

@@ -1,4 +1,4 @@
-"""The decoder that the Qwen families share: pre-norm blocks of grouped-query attention and a gated feed-forward.
+"""The decoder that all families share: pre-norm blocks of grouped-query attention and a gated feed-forward.
 
 Each family has a file of its own. Families differ by the switches of DecoderConfig, by `experts` (routed instead of
 dense feed-forwards) and by `recurrent` layers (Gated DeltaNet instead of attention).
@@ -30,6 +30,7 @@ from meltcore.models.tensor_names import (
     expert_tensors,
     fused_expert_tensors,
     gated_delta_tensors,
+    norm_tensors,
 )
 
 
@@ -75,10 +76,7 @@ class Block(nn.Module):
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
         """Return the weight loader of each checkpoint tensor of the block, by the tensor's name within the block."""
         attention, mlp = self.attention, self.mlp
-        loaders: dict[str, WeightLoader] = {
-            "input_layernorm.weight": attention.norm.loader,
-            "post_attention_layernorm.weight": mlp.norm.loader,
-        }
+        loaders = norm_tensors(attention, mlp)
         if isinstance(attention, GatedDeltaNet):
             loaders |= gated_delta_tensors(attention)
         else:
@@ -113,6 +111,8 @@ def _attention(config: DecoderConfig, layer_idx: int) -> Attention | GatedDeltaN
         qk_norm=config.qk_norm,
         output_gate=config.output_gate,
         sliding_window=config.sliding_window if layer_idx in config.sliding_layers else None,
+        scale=config.attention_scale,
+        post_norm=config.post_norms,
     )
 
 
@@ -120,7 +120,13 @@ def _feed_forward(config: DecoderConfig, layer_idx: int) -> GatedMLP | SparseMoe
     experts = config.experts
     if experts is None or layer_idx in experts.dense_layers:
         assert config.intermediate_size is not None
-        return GatedMLP(config.hidden_size, config.intermediate_size, config.norm)
+        return GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.norm,
+            activation=config.activation,
+            post_norm=config.post_norms,
+        )
     return SparseMoeBlock(
         config.hidden_size,
         experts.moe_intermediate_size,
@@ -140,12 +146,12 @@ class Decoder(Model):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale)
         self.blocks = nn.ModuleList(Block(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm = config.norm(config.hidden_size)
         tie_word_embeddings = config.tie_word_embeddings
         self.lm_head = self.embedding if tie_word_embeddings else ParallelLMHead(config.vocab_size, config.hidden_size)
-        self.rotary = torch.empty(0)
+        self.rotary = self.local_rotary = torch.empty(0)
 
     @property
     def head(self) -> torch.Tensor:
@@ -171,11 +177,15 @@ class Decoder(Model):
             block.shard(group)
 
     def prepare(self, max_model_len: int) -> None:
-        """Build the rotary table for positions up to `max_model_len` on the device of the weights."""
-        config = self.config
-        self.rotary = rotary_table(
-            *(config.head_dim, max_model_len, config.rope_theta, self.device, config.rotary_dim, config.rope_scaling)
+        """Build the rotary tables for positions up to `max_model_len` on the device of the weights."""
+        config, device = self.config, self.device
+        self.rotary = self.local_rotary = rotary_table(
+            *(config.head_dim, max_model_len, config.rope_theta, device, config.rotary_dim, config.rope_scaling)
         )
+        if config.rope_local_theta is not None:
+            self.local_rotary = rotary_table(
+                config.head_dim, max_model_len, config.rope_local_theta, device, config.rotary_dim
+            )
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Return what each layer caches per sequence."""
@@ -193,8 +203,10 @@ class Decoder(Model):
         caches: each layer's keys and values, or conv_states and states; metadata: each layer's.
         """
         residual: ResidualStream = self.embedding(token_ids)
-        for block, cache, of_layer in zip(self.blocks, caches, metadata, strict=True):
-            block(residual, positions, self.rotary, cache, of_layer)
+        sliding_layers = self.config.sliding_layers
+        for layer_idx, (block, cache, of_layer) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
+            rotary = self.local_rotary if layer_idx in sliding_layers else self.rotary
+            block(residual, positions, rotary, cache, of_layer)
         return residual.normalized(self.norm)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meltcore.kernels.rotary import RopeScaling
+from meltcore.layers.feed_forward import Activation
 from meltcore.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from meltcore.models.config_fields import Fields
 from meltcore.models.rope import max_context, read_rope_scaling, rope_fields
@@ -124,7 +125,10 @@ class DecoderConfig:
     qkv_bias: queries, keys and values have a bias; qk_norm: each head's query and key are normalized; output_gate: the
     output of attention is gated; zero_centered_norms: a checkpoint stores a norm's scale minus one; experts: None for a
     dense model; recurrent: None if all layers have attention; sliding_window: number of newest tokens that a
-    query of the sliding_layers sees, its own included.
+    query of the sliding_layers sees, its own included; rope_local_theta: base of the frequencies of the sliding_layers,
+    unscaled, None if they are those of the other layers; attention_scale: of the scores, None for head_dim^-0.5;
+    post_norms: attention's and the feed-forward's outputs are normalized before they are added; activation: of dense
+    feed-forwards; embedding_scale: factor of the token embeddings, None for 1.
     """
 
     hidden_size: int
@@ -148,6 +152,11 @@ class DecoderConfig:
     recurrent: RecurrentConfig | None
     sliding_window: int | None = None
     sliding_layers: frozenset[int] = frozenset()
+    rope_local_theta: float | None = None
+    attention_scale: float | None = None
+    post_norms: bool = False
+    activation: Activation = "silu"
+    embedding_scale: float | None = None
 
     @classmethod
     def read(
@@ -161,19 +170,25 @@ class DecoderConfig:
         rotary_factor: float = 1.0,
         experts: ExpertsConfig | None = None,
         recurrent: RecurrentConfig | None = None,
+        sliding_layers: frozenset[int] = frozenset(),
+        **switches: Any,
     ) -> DecoderConfig:
         """Read the configuration from the fields of config.json and the switches of a family.
 
-        rotary_factor: the family's default of partial_rotary_factor; a family with 1.0 supports no other value. Raises
-        ConfigError for a missing or wrong field, or an unsupported variant.
+        rotary_factor: the family's default of partial_rotary_factor; a family with 1.0 supports no other value.
+        sliding_layers: the layers whose attention has the window `sliding_window` of config.json. switches: further
+        fields of this class. Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
         rope_config = rope_fields(config)
         for name in ("use_sliding_window", "mlp_bias"):
             if config.optional(name, False):
                 raise config.unsupported_field(name)
-        if config.optional_not_null("hidden_act", "silu") != "silu":
-            raise config.unsupported_field("hidden_act")
-        if recurrent is None and set(config.optional("layer_types", ())) - {"full_attention"}:
+        activation = switches.get("activation", "silu")
+        activation_name = "hidden_act" if activation == "silu" else "hidden_activation"
+        if config.optional_not_null(activation_name, activation) != activation:
+            raise config.unsupported_field(activation_name)
+        computed_types = {"full_attention"} | ({"sliding_attention"} if sliding_layers else set())
+        if recurrent is None and set(config.optional("layer_types", ())) - computed_types:
             raise config.unsupported_field("layer_types")
         config = config.with_values(rope_theta=rope_config.optional("rope_theta", config.optional("rope_theta")))
         all_layers_routed = experts is not None and not experts.dense_layers
@@ -195,6 +210,9 @@ class DecoderConfig:
             zero_centered_norms=zero_centered_norms,
             experts=experts,
             recurrent=recurrent,
+            sliding_window=config.required("sliding_window")["sliding_window"] if sliding_layers else None,
+            sliding_layers=sliding_layers,
+            **switches,
         )
 
     @property
@@ -206,6 +224,19 @@ class DecoderConfig:
         """Create a norm of `size` features with this family's class and eps."""
         norm_cls = ZeroCenteredRMSNorm if self.zero_centered_norms else RMSNorm
         return norm_cls(size, self.rms_norm_eps)
+
+
+def with_head_dim(config: Fields) -> Fields:
+    """Return `config` with head_dim, by default hidden_size / num_attention_heads.
+
+    Raises ConfigError if the default is not a whole number.
+    """
+    if config.has("head_dim"):
+        return config
+    hidden_size, heads = config.required("hidden_size", "num_attention_heads").values()
+    if hidden_size % heads:
+        raise config.rule_error("hidden_size", f"a multiple of num_attention_heads, {heads}, without head_dim")
+    return config.with_values(head_dim=hidden_size // heads)
 
 
 def _rotary_dim(config: Fields, rope_config: Fields, head_dim: int, default_factor: float) -> int:

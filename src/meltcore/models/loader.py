@@ -162,12 +162,13 @@ def _plan_reads(model: Model, folder: Path, files: Sequence[SafetensorsFile]) ->
     checkpoint_names: tuple[str, ...]
     for file, file_parts in zip(files, parts, strict=True):
         for name, entry in file.entries.items():
-            if name in loaders:
-                target, checkpoint_names = loaders[name], (name,)
-            elif name in fused_tensors:
-                target, checkpoint_names = fused_tensors[name]
+            canonical_name = model.canonical_name(name)
+            if canonical_name in loaders:
+                target, checkpoint_names = loaders[canonical_name], (canonical_name,)
+            elif canonical_name in fused_tensors:
+                target, checkpoint_names = fused_tensors[canonical_name]
             else:
-                unexpected += [] if model.ignored_tensor(name) else [name]
+                unexpected += [] if model.ignored_tensor(canonical_name) else [name]
                 continue
             for checkpoint_name in checkpoint_names:
                 if checkpoint_name in sources:

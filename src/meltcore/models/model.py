@@ -75,6 +75,10 @@ class Model(nn.Module, ABC):
     def fused_tensors(self) -> dict[str, FusedTensor]:
         """Return the checkpoint tensors that merge several of `checkpoint_tensors`, by name."""
 
+    def canonical_name(self, name: str) -> str:
+        """Return the name in `checkpoint_tensors` of a tensor that files call `name`, for families with two layouts."""
+        return name
+
     @abstractmethod
     def ignored_tensor(self, name: str) -> bool:
         """Return whether a checkpoint may hold this tensor although the model does not read it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from meltcore.models.config_fields import Fields
 from meltcore.models.decoder import Decoder
-from meltcore.models.decoder_config import DecoderConfig
+from meltcore.models.decoder_config import DecoderConfig, with_head_dim
 
 
 class Qwen2(Decoder):
@@ -21,8 +21,5 @@ class Qwen2(Decoder):
 
         Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
-        fields = Fields(config)
-        if not fields.has("head_dim"):
-            sizes = fields.required("hidden_size", "num_attention_heads")
-            fields = fields.with_values(head_dim=sizes["hidden_size"] // sizes["num_attention_heads"])
+        fields = with_head_dim(Fields(config))
         super().__init__(DecoderConfig.read(fields, qkv_bias=True, qk_norm=False))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meltcore.models.gemma3 import Gemma3
+from meltcore.models.llama import Llama, Mistral
 from meltcore.models.model import Model
 from meltcore.models.qwen2 import Qwen2
 from meltcore.models.qwen3 import Qwen3, Qwen3Moe
@@ -14,6 +16,10 @@ from meltcore.models.qwen3_5 import Qwen3_5
 ModelClass = Callable[[Mapping[str, Any]], Model]
 
 ARCHITECTURES: dict[str, ModelClass] = {
+    "Gemma3ForCausalLM": Gemma3,
+    "Gemma3ForConditionalGeneration": Gemma3,
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3_5MoeForCausalLM": Qwen3_5,

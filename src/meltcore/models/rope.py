@@ -62,8 +62,9 @@ def max_context(max_position_embeddings: int, scaling: RopeScaling | None) -> in
     """Return the context length in tokens that `scaling` extends a model to.
 
     A checkpoint's max_position_embeddings may be its original length or the extended length. The larger length counts.
+    With llama3 it is always the extended length, which may be below factor times the original one (Llama 3.2).
     """
-    if scaling is None:
+    if scaling is None or isinstance(scaling, Llama3Scaling):
         return max_position_embeddings
     extended = int(scaling.original_max_position_embeddings * scaling.factor)
     return min(max(max_position_embeddings, extended), MAX_POSITIONS)
@@ -109,12 +110,14 @@ def apply_overrides(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
         stated.with_values(**{name: text_config.get(name) for name in ("max_position_embeddings", _ORIGINAL_LENGTH)})
     )  # an error then names the option, not the file
     checkpoint_rope = text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}
-    weight_fields = {
-        name: checkpoint_rope[name]
-        for name in _WEIGHT_FIELDS
-        if isinstance(checkpoint_rope, dict) and name in checkpoint_rope
-    }
-    text_config |= {"rope_parameters": weight_fields | rope, "rope_scaling": None}
+    if not isinstance(checkpoint_rope, dict):
+        checkpoint_rope = {}
+    by_layer_type = isinstance(checkpoint_rope.get("full_attention"), dict)  # Gemma 3: the override is for these layers
+    trained_rope = checkpoint_rope["full_attention"] if by_layer_type else checkpoint_rope
+    rope = {name: trained_rope[name] for name in _WEIGHT_FIELDS if name in trained_rope} | rope
+    if by_layer_type:
+        rope = checkpoint_rope | {"full_attention": rope}
+    text_config |= {"rope_parameters": rope, "rope_scaling": None}
     return replace(checkpoint, config=config | {"text_config": text_config} if nested else text_config)
 
 

@@ -20,6 +20,24 @@ class FusedTensor(NamedTuple):
     checkpoint_names: tuple[str, ...]
 
 
+def norm_tensors(mixer: Attention | GatedDeltaNet, mlp: GatedMLP | SparseMoeBlock) -> dict[str, WeightLoader]:
+    """Return the weight loaders of the norms before and after a block's layers, by tensor name.
+
+    A block with norms after its layers (Gemma 3) calls the one after attention post_attention_layernorm. All others
+    call the one before the feed-forward so.
+    """
+    loaders: dict[str, WeightLoader] = {"input_layernorm.weight": mixer.norm.loader}
+    if isinstance(mixer, Attention) and mixer.post_norm is not None:
+        assert isinstance(mlp, GatedMLP)
+        assert mlp.post_norm is not None
+        loaders["post_attention_layernorm.weight"] = mixer.post_norm.loader
+        loaders["pre_feedforward_layernorm.weight"] = mlp.norm.loader
+        loaders["post_feedforward_layernorm.weight"] = mlp.post_norm.loader
+    else:
+        loaders["post_attention_layernorm.weight"] = mlp.norm.loader
+    return loaders
+
+
 def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, WeightLoader]:
     """Return the weight loaders of an attention layer, by tensor name.
 

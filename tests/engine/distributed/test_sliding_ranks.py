@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import engine_tools as tools
 import pytest
-import sliding_model
 import sliding_tools
 from test_tensor_parallel import LOGITS_TOLERANCE, answers, opened
 
-from meltcore.engine.distributed import rank_start
 from meltcore.engine.distributed.group_runner import GroupRunner
-from meltcore.models import registry
 
 
 @pytest.mark.parametrize("network", ["mixed", "pairs"])
-def test_ranks_give_the_logits_and_tokens_of_one_device(
-    network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(registry.ARCHITECTURES, sliding_model.ARCHITECTURE, sliding_model.SlidingQwen3)
-    monkeypatch.setattr(rank_start, "_RANK_COMMAND", (sys.executable, sliding_model.__file__))
+def test_ranks_give_the_logits_and_tokens_of_one_device(network: str, tmp_path: Path) -> None:
     sliding_tools.save(sliding_tools.make_reference(sliding_tools.NETWORKS[network]), tmp_path)
     settings = {"max_num_batched_tokens": 64, "max_num_seqs": 12, "overlap": True}
     long, found = [], []

@@ -11,7 +11,6 @@ import engine_tools as tools
 import pytest
 import sliding_tools
 import torch
-from sliding_model import ARCHITECTURE, SlidingQwen3
 from test_prefill_graphs import Uncaptured
 
 from meltcore.engine.core.batch import NewPages
@@ -19,7 +18,6 @@ from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, De
 from meltcore.engine.worker.model_runner import ModelRunner
 from meltcore.engine.worker.prefill_graphs import graph_buckets
 from meltcore.kernels.attention import paged as paged_attention
-from meltcore.models import registry
 
 
 class UncapturedDecodes:
@@ -50,7 +48,6 @@ def test_steps_of_graphs_give_the_logits_of_plain_steps(
     beginning = tools.random_prompt(200, 5)
 
     def answer(*, as_graphs: bool) -> tuple[dict[str, list[int]], dict[str, torch.Tensor], int, int]:
-        monkeypatch.setitem(registry.ARCHITECTURES, ARCHITECTURE, SlidingQwen3)
         seen = tools.open_engine(tmp_path, overlap=overlap, max_num_seqs=8, max_num_batched_tokens=96)
         runner = seen.engine.runner
         prefills, decodes = Uncaptured(runner, graph_buckets(8, 128)), UncapturedDecodes(runner)
