@@ -77,12 +77,12 @@ class Attention(nn.Module):
             output = apply_sigmoid_gate(output, gates)
         self.o_proj.add_to(residual, output, self.post_norm)
 
-    def _weight_rows(self, local_heads: range, heads_per_head: int = 1) -> range:
+    def _weight_rows(self, local_heads: range, projections_per_head: int = 1) -> range:
         """Return the rows of a projection that belong to `local_heads`.
 
-        heads_per_head: 2 when the projection holds a gate of head_dim rows for each head too, else 1.
+        projections_per_head: 2 when the projection holds a gate of head_dim rows for each head too, else 1.
         """
-        rows_per_head = heads_per_head * self.head_dim
+        rows_per_head = projections_per_head * self.head_dim
         return range(local_heads.start * rows_per_head, local_heads.stop * rows_per_head)
 
     def _head_norms(self) -> HeadNorms | None:

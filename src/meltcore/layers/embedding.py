@@ -21,25 +21,25 @@ class ParallelLMHead(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self._checkpoint_shape, self._kept = (vocab_size, hidden_size), range(vocab_size)
+        self._checkpoint_shape, self._local_tokens = (vocab_size, hidden_size), range(vocab_size)
         self._group: TensorParallelGroup | None = None
         self.quantize(UNQUANTIZED)
 
     @property
     def loader(self) -> WeightLoader:
         """The weight loader of the checkpoint's tensor [vocab_size, hidden_size]."""
-        return shard_loader(self.weight.values, self._checkpoint_shape, as_slice(self._kept))
+        return shard_loader(self.weight.values, self._checkpoint_shape, as_slice(self._local_tokens))
 
     def shard(self, group: TensorParallelGroup) -> None:
         """Keep this rank's tokens. Raises ConfigError if vocab_size is not divisible."""
         self._group = group
-        self._kept = group.shard(self._checkpoint_shape[0], "tokens of the vocabulary (vocab_size)")
+        self._local_tokens = group.shard(self._checkpoint_shape[0], "tokens of the vocabulary (vocab_size)")
         self.quantize(self._method)
 
     def quantize(self, method: QuantizationMethod) -> None:
         """Allocate the weight in the format of `method`. Must be called before weights are loaded."""
         self._method = method
-        self.weight = method.embedding(len(self._kept), self._checkpoint_shape[1])
+        self.weight = method.embedding(len(self._local_tokens), self._checkpoint_shape[1])
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute logits of the tokens that this rank keeps.
@@ -69,7 +69,7 @@ class VocabParallelEmbedding(ParallelLMHead):
         if self._group is None:
             embeddings = weight_tensor[token_ids]
         else:  # one rank has a token's row and all others zeros, so the all-reduce is exact in any type
-            embeddings = sharded_embedding(weight_tensor, token_ids, self._kept.start)
+            embeddings = sharded_embedding(weight_tensor, token_ids, self._local_tokens.start)
         if self._scale is not None:
             embeddings *= _rounded(self._scale, weight_tensor.dtype)
         return ResidualStream(embeddings, self._group)

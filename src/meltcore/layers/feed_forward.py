@@ -84,7 +84,7 @@ class SparseMoeBlock(nn.Module):
         super().__init__()
         self.num_experts, self.top_k = num_experts, top_k
         self.norm_topk_prob, self.shared_expert = norm_topk_prob, shared_expert
-        self._intermediate_size, self._kept = intermediate_size, range(intermediate_size)
+        self._intermediate_size, self._local_columns = intermediate_size, range(intermediate_size)
         self._group: TensorParallelGroup | None = None
         self.norm = norm(hidden_size)
         self.router = nn.Parameter(torch.empty(num_experts + shared_expert, hidden_size), requires_grad=False)
@@ -92,7 +92,7 @@ class SparseMoeBlock(nn.Module):
 
     def shard(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part of every expert's intermediate size."""
-        self._kept = group.shard(self._intermediate_size, "columns of an expert (moe_intermediate_size)")
+        self._local_columns = group.shard(self._intermediate_size, "columns of an expert (moe_intermediate_size)")
         self._group = group
         self.quantize(self._method)
 
@@ -105,7 +105,7 @@ class SparseMoeBlock(nn.Module):
             raise ValueError("this quantization method does not support experts")
         self._method = method
         num_experts, hidden_size = self.router.shape
-        self.experts = method.experts(num_experts, hidden_size, self._intermediate_size, self._kept)
+        self.experts = method.experts(num_experts, hidden_size, self._intermediate_size, self._local_columns)
 
     def forward(self, residual: ResidualStream) -> None:
         """Add the block's output to the residual stream."""

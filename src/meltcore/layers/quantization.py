@@ -112,7 +112,7 @@ class DenseExperts(nn.Module):
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, local_columns: range) -> None:
         super().__init__()
-        self._intermediate_size, self._kept, local_size = intermediate_size, local_columns, len(local_columns)
+        self._intermediate_size, self._local_columns, local_size = intermediate_size, local_columns, len(local_columns)
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * local_size, hidden_size), requires_grad=False)
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, local_size), requires_grad=False)
 
@@ -129,23 +129,23 @@ class DenseExperts(nn.Module):
 
     def gate_loader(self, expert: int) -> WeightLoader:
         """Return the loader of one expert's checkpoint tensor gate_proj, [intermediate_size, hidden_size]."""
-        return self._rows_loader(self.gate_up_proj[expert, : len(self._kept)])
+        return self._rows_loader(self.gate_up_proj[expert, : len(self._local_columns)])
 
     def up_loader(self, expert: int) -> WeightLoader:
         """Return the loader of one expert's checkpoint tensor up_proj, [intermediate_size, hidden_size]."""
-        return self._rows_loader(self.gate_up_proj[expert, len(self._kept) :])
+        return self._rows_loader(self.gate_up_proj[expert, len(self._local_columns) :])
 
     def down_loader(self, expert: int) -> WeightLoader:
         """Return the loader of one expert's checkpoint tensor down_proj, [hidden_size, intermediate_size]."""
         target = self.down_proj[expert]
-        return shard_loader(target, (len(target), self._intermediate_size), slice(None), as_slice(self._kept))
+        return shard_loader(target, (len(target), self._intermediate_size), slice(None), as_slice(self._local_columns))
 
     def fused_gate_up_loader(self, num_experts: int) -> WeightLoader:
         """Return the loader of a checkpoint tensor with gate_up_proj of the first `num_experts` experts.
 
         Its shape is [num_experts, 2 * intermediate_size, hidden_size].
         """
-        target, full_size, local_columns = self.gate_up_proj[:num_experts], self._intermediate_size, self._kept
+        target, full_size, local_columns = self.gate_up_proj[:num_experts], self._intermediate_size, self._local_columns
         if len(local_columns) == full_size:
             return target
         gate_target, up_target = target[:, : len(local_columns)], target[:, len(local_columns) :]
@@ -162,10 +162,10 @@ class DenseExperts(nn.Module):
         """
         target = self.down_proj[:num_experts]
         shape = (*target.shape[:2], self._intermediate_size)
-        return shard_loader(target, shape, slice(None), slice(None), as_slice(self._kept))
+        return shard_loader(target, shape, slice(None), slice(None), as_slice(self._local_columns))
 
     def _rows_loader(self, target: torch.Tensor) -> WeightLoader:
-        return shard_loader(target, (self._intermediate_size, target.shape[1]), as_slice(self._kept))
+        return shard_loader(target, (self._intermediate_size, target.shape[1]), as_slice(self._local_columns))
 
 
 class QuantizationMethod(NamedTuple):

@@ -204,9 +204,9 @@ class Decoder(Model):
         """
         residual: ResidualStream = self.embedding(token_ids)
         sliding_layers = self.config.sliding_layers
-        for layer_idx, (block, cache, of_layer) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
+        for layer_idx, (block, cache, layer_metadata) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
             rotary = self.local_rotary if layer_idx in sliding_layers else self.rotary
-            block(residual, positions, rotary, cache, of_layer)
+            block(residual, positions, rotary, cache, layer_metadata)
         return residual.normalized(self.norm)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,20 +10,20 @@ _STATE_ELEMENT_SIZE = 4  # float32 in any model: a recurrent state accumulates e
 
 
 class FullAttentionSpec(NamedTuple):
-    """A layer that attends to every earlier token: keys and values in pages."""
+    """The KV cache of a layer that attends to every earlier token: keys and values in pages."""
 
     kv_heads: int
     head_dim: int
 
     def page_bytes(self, page_size: int, element_size: int) -> int:
-        """Keys and values of one page of `page_size` tokens."""
+        """Return the bytes of a page: keys and values of `page_size` tokens. element_size: bytes per element."""
         return 2 * page_size * self.kv_heads * self.head_dim * element_size
 
 
 class SlidingWindowSpec(NamedTuple):
-    """A layer that attends to the newest `window` tokens, the current one included: keys and values in pages.
+    """The KV cache of a layer that attends to the newest `window` tokens, the current one included.
 
-    Pages whose tokens have all left the window are released.
+    Keys and values lie in pages. Pages whose tokens have all left the window are released.
     """
 
     kv_heads: int
@@ -31,14 +31,14 @@ class SlidingWindowSpec(NamedTuple):
     window: int
 
     def page_bytes(self, page_size: int, element_size: int) -> int:
-        """Keys and values of one page of `page_size` tokens."""
+        """Return the bytes of a page: keys and values of `page_size` tokens. element_size: bytes per element."""
         return 2 * page_size * self.kv_heads * self.head_dim * element_size
 
 
 class RecurrentStateSpec(NamedTuple):
-    """A recurrent layer: its state has the same size for every sequence length.
+    """The state of a recurrent layer, whose size does not depend on the sequence length.
 
-    That is a matrix [key_dim, value_dim] per head, and a ring buffer of the last `conv_width` inputs of a convolution
+    It is a matrix [key_dim, value_dim] per head, and a ring buffer of the last `conv_width` inputs of a convolution
     over `conv_channels`, the current one included.
     """
 
@@ -49,7 +49,7 @@ class RecurrentStateSpec(NamedTuple):
     value_dim: int
 
     def slot_bytes(self, element_size: int) -> int:
-        """One sequence's state. element_size: of the model's type, which the convolution's inputs have."""
+        """Return the bytes of one sequence's state. element_size: bytes per element of the convolution's inputs."""
         conv = self.conv_width * self.conv_channels * element_size
         return conv + self.heads * self.key_dim * self.value_dim * _STATE_ELEMENT_SIZE
 
@@ -59,7 +59,7 @@ KVCacheSpec = AttentionSpec | RecurrentStateSpec
 
 
 class AttentionGroup(NamedTuple):
-    """The attention layers of one spec, ascending."""
+    """The attention layers that share one spec, in ascending order."""
 
     spec: AttentionSpec
     layers: tuple[int, ...]
@@ -92,22 +92,22 @@ class KVCacheGroups(NamedTuple):
         """The layers of each sub-group, group by group."""
         size = self.layers_per_page
         return tuple(
-            group.layers[first : first + size]
+            group.layers[start : start + size]
             for group in self.attention
-            for first in range(0, len(group.layers), size)
+            for start in range(0, len(group.layers), size)
         )
 
     def page_bytes(self, page_size: int, element_size: int) -> int:
-        """Keys and values of one page, which holds `layers_per_page` layers."""
+        """Return the bytes of the keys and values of one page, which holds `layers_per_page` layers."""
         return self.layers_per_page * self.attention[0].spec.page_bytes(page_size, element_size)
 
     def slot_bytes(self, element_size: int) -> int:
-        """One sequence's recurrent states in all layers together."""
+        """Return the bytes of one sequence's recurrent states in all layers together."""
         return len(self.recurrent_layers) * self.recurrent.slot_bytes(element_size) if self.recurrent else 0
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> KVCacheGroups:
-    """The cache groups of a model from the spec of each layer.
+    """Group the layers of a model by equal specs. specs: one per layer.
 
     Raises ConfigError for a window below 1 and for attention layers whose keys differ in size, and ValueError unless
     there is an attention layer and at most one kind of recurrent layers.
@@ -129,18 +129,20 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> KVCacheGroups:
     for group in attention:
         _check_attention(group, attention[0])
     attention.sort(key=lambda group: group.window is not None)
-    state = recurrent[0] if recurrent else None
-    return KVCacheGroups(tuple(attention), tuple(layers[state]) if state is not None else (), state)
+    recurrent_spec = recurrent[0] if recurrent else None
+    return KVCacheGroups(
+        tuple(attention), tuple(layers[recurrent_spec]) if recurrent_spec is not None else (), recurrent_spec
+    )
 
 
 def _check_attention(group: AttentionGroup, first: AttentionGroup) -> None:
     """Raise ConfigError for a group that the pages of `first` cannot hold, or whose window is empty."""
     if group.window is not None and group.window < 1:
         raise ConfigError(f"the sliding window of layer {group.layers[0]} must be 1 or more; got {group.window}")
-    spec, other = group.spec, first.spec
-    if spec.kv_heads * spec.head_dim != other.kv_heads * other.head_dim:
+    spec, first_spec = group.spec, first.spec
+    if spec.kv_heads * spec.head_dim != first_spec.kv_heads * first_spec.head_dim:
         raise ConfigError(
             "all attention layers must have keys of one size, since their caches share pages; "
-            f"layer {first.layers[0]} has {other.kv_heads} heads of {other.head_dim}, "
+            f"layer {first.layers[0]} has {first_spec.kv_heads} heads of {first_spec.head_dim}, "
             f"layer {group.layers[0]} has {spec.kv_heads} heads of {spec.head_dim}"
         )

@@ -47,10 +47,10 @@ def build_model(
     group: build only this rank's shard. Raises ConfigError for an unsupported model, quantization or group size, for a
     quantized checkpoint, and when `device` has too little memory.
     """
-    return outline_model(checkpoint, dtype, device, quantization, group).to_empty(device=device)
+    return build_meta_model(checkpoint, dtype, device, quantization, group).to_empty(device=device)
 
 
-def outline_model(
+def build_meta_model(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
@@ -107,10 +107,10 @@ def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: 
 
 def _check_not_quantized(config: Fields) -> None:
     """Raise ConfigError if the checkpoint is quantized, since its scales are not supported."""
-    for part in (config, config.nested_fields("text_config")):
-        if part.has("quantization_config"):
-            method = part.nested_fields("quantization_config").optional("quant_method", "that has no name")
-            raise part.field_error(
+    for fields in (config, config.nested_fields("text_config")):
+        if fields.has("quantization_config"):
+            method = fields.nested_fields("quantization_config").optional("quant_method", "that has no name")
+            raise fields.field_error(
                 "quantization_config",
                 f"says that weights are quantized, quant_method {method}; an unquantized checkpoint is needed here "
                 "(--quantization fp8 quantizes it while loading)",

@@ -34,7 +34,7 @@ class Qwen3_5(Decoder):  # noqa: N801 - the family is called Qwen3.5
                 raise fields.unsupported_field(name, "qwen3_5_moe here")
         fields.required("shared_expert_intermediate_size")
         # The family has no such fields, so config.json cannot set them to anything else.
-        every_layer_routed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        routing_fields = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         super().__init__(
             DecoderConfig.read(
                 fields,
@@ -43,7 +43,7 @@ class Qwen3_5(Decoder):  # noqa: N801 - the family is called Qwen3.5
                 output_gate=True,
                 zero_centered_norms=True,
                 rotary_factor=_ROTARY_FACTOR,
-                experts=ExpertsConfig.read(fields.with_values(**every_layer_routed)),
+                experts=ExpertsConfig.read(fields.with_values(**routing_fields)),
                 recurrent=RecurrentConfig.read(fields),
             )
         )

@@ -33,7 +33,7 @@ def read_rope_scaling(config: Fields) -> RopeScaling | None:
 
     Raises ConfigError for an unknown type, for a missing or wrong field, and if both names state different scalings.
     """
-    stated: dict[str, RopeScaling | None] = {}
+    scalings: dict[str, RopeScaling | None] = {}
     for name in _ROPE_FIELD_NAMES:
         rope_object = config.nested_fields(name)
         for key, value in config.optional(name, {}).items():
@@ -41,12 +41,12 @@ def read_rope_scaling(config: Fields) -> RopeScaling | None:
                 raise rope_object.unsupported_field(key)
         if config.optional(name):
             rope_type = _rope_type(rope_object)
-            stated[name] = None if rope_type == "default" else _SCALING_READERS[rope_type](config, rope_object)
-    if len(set(stated.values())) > 1:
+            scalings[name] = None if rope_type == "default" else _SCALING_READERS[rope_type](config, rope_object)
+    if len(set(scalings.values())) > 1:
         raise config.field_error(
-            "rope_scaling", f"and rope_parameters contradict each other: {_describe_scalings(stated)}"
+            "rope_scaling", f"and rope_parameters contradict each other: {_describe_scalings(scalings)}"
         )
-    return next(iter(stated.values()), None)
+    return next(iter(scalings.values()), None)
 
 
 def refuse_rope_scaling(config: Fields) -> None:
@@ -87,7 +87,9 @@ def apply_overrides(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
     if not overrides:
         return checkpoint
     override_fields = Fields(overrides, _OVERRIDES_OPTION)
-    stated = override_fields.nested_fields("text_config") if override_fields.has("text_config") else override_fields
+    overridden_fields = (
+        override_fields.nested_fields("text_config") if override_fields.has("text_config") else override_fields
+    )
     field_names, text_field_names = set(overrides), set(override_fields.optional("text_config", {}))
     replaced_fields = sorted(
         (field_names - {"text_config"}) | text_field_names if override_fields.has("text_config") else field_names
@@ -96,10 +98,10 @@ def apply_overrides(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
         raise ConfigError(
             f"{_OVERRIDES_OPTION} may replace rope_parameters and nothing else; got {', '.join(replaced_fields)}"
         )
-    rope = stated.optional("rope_parameters", {})
+    rope = overridden_fields.optional("rope_parameters", {})
     unknown_fields = sorted(set(rope) - _KNOWN_FIELDS)
     if unknown_fields:
-        raise stated.field_error(
+        raise overridden_fields.field_error(
             "rope_parameters", f"has an unknown field {unknown_fields[0]}; known: {', '.join(sorted(_KNOWN_FIELDS))}"
         )
 
@@ -107,7 +109,9 @@ def apply_overrides(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
     nested = isinstance(config.get("text_config"), dict)
     text_config = dict(config["text_config"]) if nested else config
     read_rope_scaling(
-        stated.with_values(**{name: text_config.get(name) for name in ("max_position_embeddings", _ORIGINAL_LENGTH)})
+        overridden_fields.with_values(
+            **{name: text_config.get(name) for name in ("max_position_embeddings", _ORIGINAL_LENGTH)}
+        )
     )  # an error then names the option, not the file
     checkpoint_rope = text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}
     if not isinstance(checkpoint_rope, dict):
@@ -188,10 +192,10 @@ def _read_common_fields(config: Fields, rope_object: Fields) -> dict[str, Any]:
     return {"factor": float(factor), _ORIGINAL_LENGTH: original_length}
 
 
-def _describe_scalings(stated: Mapping[str, RopeScaling | None]) -> str:
+def _describe_scalings(scalings: Mapping[str, RopeScaling | None]) -> str:
     return " and ".join(
         f"{name} {scaling.rope_type} of factor {scaling.factor:g}" if scaling else f"{name} default"
-        for name, scaling in stated.items()
+        for name, scaling in scalings.items()
     )
 
 

@@ -15,7 +15,7 @@ from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import MAX_POSITIONS
 from meltcore.models.kv_cache_specs import group_layers
-from meltcore.models.loader import Progress, build_model, fill_dummy_weights, load_weights, outline_model
+from meltcore.models.loader import Progress, build_meta_model, build_model, fill_dummy_weights, load_weights
 from meltcore.models.model import Model
 from meltcore.models.quantization import require_fp8
 from meltcore.models.rope import apply_overrides, scaling_for
@@ -67,7 +67,7 @@ def check_shards(config: EngineConfig, checkpoint: Checkpoint, device: torch.dev
     """
     checkpoint = apply_overrides(checkpoint, config.hf_overrides)
     dtype = _choose_dtype(checkpoint, config, device)
-    model = outline_model(
+    model = build_meta_model(
         checkpoint, dtype, device, config.quantization, TensorParallelGroup(0, config.tensor_parallel_size)
     )
     _plan(config, model, device, _context_limit(config, model), _cache_dtype(model, config, device))

@@ -36,15 +36,15 @@ class Fp8Tensor(NamedTuple):
 
 def quantize_reference(hidden: torch.Tensor, norm: Norm | None = None) -> Fp8Tensor:
     """Compute `quantize` in PyTorch, as its specification."""
-    wide = hidden.float()
-    factor = wide.new_ones(())
+    hidden_f32 = hidden.float()
+    factor = hidden_f32.new_ones(())
     if norm:
-        factor = torch.rsqrt(wide.pow(2).mean(-1) + norm.eps)
-        wide = wide * norm.weight.float()
-    amax = wide.abs().amax(-1).clamp(min=MIN_AMAX)
+        factor = torch.rsqrt(hidden_f32.pow(2).mean(-1) + norm.eps)
+        hidden_f32 = hidden_f32 * norm.weight.float()
+    amax = hidden_f32.abs().amax(-1).clamp(min=MIN_AMAX)
     # Not FP8_MAX / amax, which torch computes by a reciprocal that rounds once more.
     inverse_scale = torch.full_like(amax, FP8_MAX) / amax
-    return Fp8Tensor((wide * inverse_scale[:, None]).to(FP8), amax / FP8_MAX * factor)
+    return Fp8Tensor((hidden_f32 * inverse_scale[:, None]).to(FP8), amax / FP8_MAX * factor)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -71,15 +71,15 @@ def _quantize_kernel(
     if HAS_NORM:
         weight = tl.load(norm_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
     pdl_sync(PDL)
-    wide = tl.load(hidden_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    squares = tl.sum(wide * wide, axis=1)
+    hidden_f32 = tl.load(hidden_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    squares = tl.sum(hidden_f32 * hidden_f32, axis=1)
     if HAS_NORM:
-        wide *= weight
-    amax = tl.maximum(tl.max(tl.abs(wide), axis=1), MIN_AMAX)
+        hidden_f32 *= weight
+    amax = tl.maximum(tl.max(tl.abs(hidden_f32), axis=1), MIN_AMAX)
     scale = tl.div_rn(amax, FP8_MAX)
     if HAS_NORM:
         scale *= tl.rsqrt(squares / SIZE + eps)
-    tl.store(values_ptr + offset, (wide * tl.div_rn(FP8_MAX, amax)[:, None]).to(tl.float8e4nv), mask=mask)
+    tl.store(values_ptr + offset, (hidden_f32 * tl.div_rn(FP8_MAX, amax)[:, None]).to(tl.float8e4nv), mask=mask)
     tl.store(scales_ptr + row, scale, mask=row < rows)
 
 

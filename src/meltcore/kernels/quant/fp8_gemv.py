@@ -61,28 +61,28 @@ def _fp8_gemv_kernel(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)[None, :]
     # Rows past the end repeat the last one: cheaper than a mask on every load.
-    source = tl.minimum(row, output_size - 1)
-    rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * K + column
-    weights = load_columns(rows_ptr, K, BLOCK_K)
-    scales = tl.load(scales_ptr + source)
+    source_row = tl.minimum(row, output_size - 1)
+    rows_ptr = weight_ptr + source_row.to(tl.int64)[:, None] * K + column
+    weight_blocks = load_columns(rows_ptr, K, BLOCK_K)
+    scales = tl.load(scales_ptr + source_row)
     if GATED:
-        up_weights = load_columns(rows_ptr + output_size.to(tl.int64) * K, K, BLOCK_K)
-        up_scales = tl.load(scales_ptr + output_size + source)
+        up_weight_blocks = load_columns(rows_ptr + output_size.to(tl.int64) * K, K, BLOCK_K)
+        up_scales = tl.load(scales_ptr + output_size + source_row)
     if HAS_NORM:
-        norms = load_columns(norm_ptr + column, K, BLOCK_K)
+        norm_blocks = load_columns(norm_ptr + column, K, BLOCK_K)
     pdl_sync(PDL)
-    hiddens = load_columns(hidden_ptr + column, K, BLOCK_K)
+    hidden_blocks = load_columns(hidden_ptr + column, K, BLOCK_K)
     if HAS_RESIDUAL:
         residual = tl.load(output_ptr + row, mask=row < output_size, other=0.0)
     squares = tl.zeros((1, BLOCK_K), dtype=tl.float32)
-    maxima = tl.zeros((1, BLOCK_K), dtype=tl.float32)
+    abs_max = tl.zeros((1, BLOCK_K), dtype=tl.float32)
     for step in tl.static_range(STEPS):
-        hidden = hiddens[step].to(tl.float32)
+        hidden = hidden_blocks[step].to(tl.float32)
         squares += hidden * hidden
         if HAS_NORM:
-            hidden *= norms[step].to(tl.float32)
-        maxima = tl.maximum(maxima, tl.abs(hidden))
-    amax = tl.maximum(tl.max(maxima, axis=1), MIN_AMAX)
+            hidden *= norm_blocks[step].to(tl.float32)
+        abs_max = tl.maximum(abs_max, tl.abs(hidden))
+    amax = tl.maximum(tl.max(abs_max, axis=1), MIN_AMAX)
     token_scale = tl.div_rn(amax, FP8_MAX)
     if HAS_NORM:
         token_scale *= tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
@@ -90,13 +90,13 @@ def _fp8_gemv_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     up_acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for step in tl.static_range(STEPS):
-        hidden = hiddens[step].to(tl.float32)
+        hidden = hidden_blocks[step].to(tl.float32)
         if HAS_NORM:
-            hidden *= norms[step].to(tl.float32)
+            hidden *= norm_blocks[step].to(tl.float32)
         hidden = (hidden * inverse_scale).to(tl.float8e4nv).to(tl.float32)
-        acc += weights[step].to(tl.float32) * hidden
+        acc += weight_blocks[step].to(tl.float32) * hidden
         if GATED:
-            up_acc += up_weights[step].to(tl.float32) * hidden
+            up_acc += up_weight_blocks[step].to(tl.float32) * hidden
     result = tl.sum(acc, axis=1) * token_scale * scales
     if GATED:
         result = silu(result) * (tl.sum(up_acc, axis=1) * token_scale * up_scales)
@@ -106,15 +106,17 @@ def _fp8_gemv_kernel(
 
 
 @triton.jit
-def _fp8_dot(hiddens, weights, STEPS: tl.constexpr, WARPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _fp8_dot(
+    hidden_blocks, weight_blocks, STEPS: tl.constexpr, WARPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Multiply e4m3 tokens by weight rows: [BLOCK_M, BLOCK_N] float32.
 
     Each warp sums its own columns, by batched dot products.
     """
     acc = tl.zeros((WARPS, BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in tl.static_range(STEPS):
-        weight = tl.permute(weights[step].to(tl.float16), (0, 2, 1))
-        acc = tl.dot(hiddens[step].to(tl.float16), weight, acc)
+        weight = tl.permute(weight_blocks[step].to(tl.float16), (0, 2, 1))
+        acc = tl.dot(hidden_blocks[step].to(tl.float16), weight, acc)
     return tl.sum(acc, axis=0)
 
 
@@ -145,29 +147,29 @@ def _fp8_skinny_gemm_kernel(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.arange(0, BLOCK_M)
     column = (tl.arange(0, WARPS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :])[:, None, :]
-    source = tl.minimum(row, output_size - 1)
-    rows_ptr = weight_ptr + source.to(tl.int64)[None, :, None] * K + column
-    weights = load_columns(rows_ptr, K, STEP)
-    scales = tl.load(scales_ptr + source)[None, :]
+    source_row = tl.minimum(row, output_size - 1)
+    rows_ptr = weight_ptr + source_row.to(tl.int64)[None, :, None] * K + column
+    weight_blocks = load_columns(rows_ptr, K, STEP)
+    scales = tl.load(scales_ptr + source_row)[None, :]
     if GATED:
-        up_weights = load_columns(rows_ptr + output_size.to(tl.int64) * K, K, STEP)
-        up_scales = tl.load(scales_ptr + output_size + source)[None, :]
+        up_weight_blocks = load_columns(rows_ptr + output_size.to(tl.int64) * K, K, STEP)
+        up_scales = tl.load(scales_ptr + output_size + source_row)[None, :]
     pdl_sync(PDL)
     # Tokens past the end repeat the last one, as rows do, and are not stored.
     source_token = tl.minimum(token, tokens - 1)
-    values = load_columns(values_ptr + source_token[None, :, None] * K + column, K, STEP)
+    value_blocks = load_columns(values_ptr + source_token[None, :, None] * K + column, K, STEP)
     token_scales = tl.load(token_scales_ptr + source_token)[:, None]
-    output = output_ptr + token[:, None].to(tl.int64) * output_size + row[None, :]
+    output_ptrs = output_ptr + token[:, None].to(tl.int64) * output_size + row[None, :]
     mask = (token < tokens)[:, None] & (row < output_size)[None, :]
     if HAS_RESIDUAL:
-        residual = tl.load(output, mask=mask, other=0.0)
-    result = _fp8_dot(values, weights, STEPS, WARPS, BLOCK_M, BLOCK_N) * token_scales * scales
+        residual = tl.load(output_ptrs, mask=mask, other=0.0)
+    result = _fp8_dot(value_blocks, weight_blocks, STEPS, WARPS, BLOCK_M, BLOCK_N) * token_scales * scales
     if GATED:
-        ups = _fp8_dot(values, up_weights, STEPS, WARPS, BLOCK_M, BLOCK_N)
-        result = silu(result) * (ups * token_scales * up_scales)
+        up_result = _fp8_dot(value_blocks, up_weight_blocks, STEPS, WARPS, BLOCK_M, BLOCK_N)
+        result = silu(result) * (up_result * token_scales * up_scales)
     if HAS_RESIDUAL:
         result += residual.to(tl.float32)
-    tl.store(output, result, mask=mask)
+    tl.store(output_ptrs, result, mask=mask)
 
 
 def fp8_gemv(
@@ -214,7 +216,7 @@ def fp8_gemv(
 
 
 def fp8_skinny_gemm(
-    tokens: Fp8Tensor,
+    hidden: Fp8Tensor,
     weight: Fp8Tensor,
     dtype: torch.dtype,
     *,
@@ -226,17 +228,17 @@ def fp8_skinny_gemm(
 
     gated and residual have the meaning that they have in `gemv`.
     """
-    count, k = tokens.values.shape
-    output = output_or_residual(count, weight, dtype, gated, residual)
+    num_tokens, k = hidden.values.shape
+    output = output_or_residual(num_tokens, weight, dtype, gated, residual)
     block_n, block_k = (8, 1024) if len(weight.values) <= 2048 else (16, 512)
     config = config or GemvConfig(block_n, min(block_k, k & -k), 4)
     _fp8_skinny_gemm_kernel[(triton.cdiv(output.shape[1], config.block_n),)](
-        tokens.values,
-        tokens.scales,
+        hidden.values,
+        hidden.scales,
         weight.values,
         weight.scales,
         output,
-        count,
+        num_tokens,
         output.shape[1],
         K=k,
         BLOCK_M=MAX_TOKENS,
@@ -246,7 +248,7 @@ def fp8_skinny_gemm(
         GATED=gated,
         HAS_RESIDUAL=residual is not None,
         num_warps=config.num_warps,
-        **pdl_options(tokens.values.device),
+        **pdl_options(hidden.values.device),
     )
     return output
 

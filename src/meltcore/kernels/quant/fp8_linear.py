@@ -31,31 +31,31 @@ def fp8_linear(
     The options are those of `linear` in gemm/linear.py. The result has the type of `hidden`.
     """
     in_triton = use_triton(hidden)
-    few = in_triton and fp8_gemv.supports(hidden, weight)
-    if few and hidden.shape[0] == 1:
+    is_skinny = in_triton and fp8_gemv.supports(hidden, weight)
+    if is_skinny and hidden.shape[0] == 1:
         return fp8_gemv.fp8_gemv(hidden, weight, norm, gated=gated, residual=residual)
-    tokens = quantize(hidden, norm)
-    if few:
-        return fp8_gemv.fp8_skinny_gemm(tokens, weight, hidden.dtype, gated=gated, residual=residual)
+    quantized = quantize(hidden, norm)
+    if is_skinny:
+        return fp8_gemv.fp8_skinny_gemm(quantized, weight, hidden.dtype, gated=gated, residual=residual)
     if in_triton and fp8_split_k.supports(hidden, weight):
-        return fp8_split_k.fp8_split_k_gemm(tokens, weight, hidden.dtype, gated=gated, residual=residual)
-    output = (_scaled_mm if in_triton else _matmul_reference)(tokens, weight, hidden.dtype)
+        return fp8_split_k.fp8_split_k_gemm(quantized, weight, hidden.dtype, gated=gated, residual=residual)
+    output = (_scaled_mm if in_triton else _matmul_reference)(quantized, weight, hidden.dtype)
     if gated:
         return swiglu(output)
     return output if residual is None else residual.add_(output)
 
 
-def _matmul_reference(tokens: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> torch.Tensor:
-    sums = tokens.values.float() @ weight.values.float().t()
-    return (sums * tokens.scales[:, None] * weight.scales).to(dtype)
+def _matmul_reference(quantized: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> torch.Tensor:
+    sums = quantized.values.float() @ weight.values.float().t()
+    return (sums * quantized.scales[:, None] * weight.scales).to(dtype)
 
 
-def _scaled_mm(tokens: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scaled_mm(quantized: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Multiply by torch's kernel with a scale per row, which supports bfloat16 outputs only."""
     output = torch._scaled_mm(
-        tokens.values,
+        quantized.values,
         weight.values.t(),
-        scale_a=tokens.scales[:, None],
+        scale_a=quantized.scales[:, None],
         scale_b=weight.scales[None, :],
         out_dtype=torch.bfloat16,
         use_fast_accum=True,

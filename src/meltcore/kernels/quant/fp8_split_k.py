@@ -29,7 +29,7 @@ MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 K_MULTIPLE = 64
 # With more, torch's scaled GEMM is as fast, the kernels around it included.
 MAX_TOKENS = 2048
-_FEW_ROWS = 2048
+_MAX_ROWS_OF_SMALL_WEIGHT = 2048
 
 
 def supports(hidden: torch.Tensor, weight: Fp8Tensor) -> bool:
@@ -64,9 +64,9 @@ def _fp8_split_k_gemm_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    source = weight_row(row, N, GATED)
-    rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * K + split * WIDTH
-    scales = tl.load(scales_ptr + source)
+    source_row = weight_row(row, N, GATED)
+    rows_ptr = weight_ptr + source_row.to(tl.int64)[:, None] * K + split * WIDTH
+    scales = tl.load(scales_ptr + source_row)
     if PDL:
         for start in tl.static_range(0, WIDTH, 128):
             prefetch(rows_ptr + start)
@@ -76,15 +76,15 @@ def _fp8_split_k_gemm_kernel(
     tokens_ptr = values_ptr + source_token.to(tl.int64)[:, None] * K + split * WIDTH
     token_scales = tl.load(token_scales_ptr + source_token)
     output_column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    output = output_ptr + token.to(tl.int64)[:, None] * N + output_column[None, :]
+    output_ptrs = output_ptr + token.to(tl.int64)[:, None] * N + output_column[None, :]
     mask = (token < tokens)[:, None] & (output_column < N)[None, :]
     if HAS_RESIDUAL:
-        residual = tl.load(output, mask=mask, other=0.0)
+        residual = tl.load(output_ptrs, mask=mask, other=0.0)
     acc = tile_matmul(rows_ptr, tokens_ptr, column, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)
     if SPLIT_K > 1:
         tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
-        if not last:
+        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
+        if not is_last:
             return
     if BLOCK_N >= BLOCK_M:
         acc = tl.trans(acc)
@@ -93,7 +93,7 @@ def _fp8_split_k_gemm_kernel(
         acc = silu_and_mul(acc)
     if HAS_RESIDUAL:
         acc += residual.to(tl.float32)
-    tl.store(output, acc, mask=mask)
+    tl.store(output_ptrs, acc, mask=mask)
 
 
 def select_config(tokens: int, rows: int, k: int, shared_bytes: int) -> GemmConfig:
@@ -104,7 +104,7 @@ def select_config(tokens: int, rows: int, k: int, shared_bytes: int) -> GemmConf
     The best of a sweep over the four GEMMs of a Qwen3-0.6B layer (H200, 2026-11-21).
     """
     split_k = 1
-    if rows <= _FEW_ROWS:
+    if rows <= _MAX_ROWS_OF_SMALL_WEIGHT:
         if tokens <= 512:
             block_m, block_n = (32 if tokens <= 32 else 64), (32 if 32 < tokens <= 64 else 64)
         else:
@@ -124,7 +124,7 @@ def select_config(tokens: int, rows: int, k: int, shared_bytes: int) -> GemmConf
 
 
 def fp8_split_k_gemm(
-    tokens: Fp8Tensor,
+    hidden: Fp8Tensor,
     weight: Fp8Tensor,
     dtype: torch.dtype,
     *,
@@ -133,19 +133,19 @@ def fp8_split_k_gemm(
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
     """Multiply quantized tokens by an FP8 weight, with the options of `split_k_gemm`. The result has type `dtype`."""
-    (count, k), (rows, _), device = tokens.values.shape, weight.values.shape, weight.values.device
-    output = output_or_residual(count, weight, dtype, gated, residual)
-    config = config or select_config(count, rows, k, shared_memory_bytes(device))
-    grid, partial, counters = split_workspace(config, rows, count, output)
+    (num_tokens, k), (rows, _), device = hidden.values.shape, weight.values.shape, weight.values.device
+    output = output_or_residual(num_tokens, weight, dtype, gated, residual)
+    config = config or select_config(num_tokens, rows, k, shared_memory_bytes(device))
+    grid, partial, counters = split_workspace(config, rows, num_tokens, output)
     _fp8_split_k_gemm_kernel[grid](
-        tokens.values,
-        tokens.scales,
+        hidden.values,
+        hidden.scales,
         weight.values,
         weight.scales,
         output,
         partial,
         counters,
-        count,
+        num_tokens,
         N=output.shape[1],
         K=k,
         BLOCK_M=config.block_m,
