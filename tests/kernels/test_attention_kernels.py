@@ -340,7 +340,7 @@ def test_two_heads_of_a_group_packed_in_one_program(
     shape: PrefillShape, normed: bool, implementation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(22)
-    monkeypatch.setattr(prefill, "launch_for", lambda *_: prefill.PACKED_PAIRS)
+    monkeypatch.setattr(prefill, "select_launch", lambda *_: prefill.PACKED_PAIRS)
     assert_prefill_is_dense(*shape, normed=normed, device=device)
 
 
@@ -356,15 +356,15 @@ def test_two_heads_of_a_group_packed_in_one_program(
     ],
 )
 def test_heads_are_packed_where_there_are_many_tiles(
-    arch: int, kv_heads: int, head_dim: int, tiles: int, packed: int, monkeypatch: pytest.MonkeyPatch
+    arch: int, kv_heads: int, head_dim: int, tiles: int, packed_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill, "capability", lambda _: arch)
     monkeypatch.setattr(prefill, "sm_count", lambda _: 132)
     cache = torch.empty(1, 64, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    launch = prefill.launch_for(cache[0, 0], cache, 16, tiles)
-    assert launch.packed == packed
+    launch = prefill.select_launch(cache[0, 0], cache, 16, tiles)
+    assert launch.packed_heads == packed_heads
     in_fp8 = cache.to(torch.float8_e4m3fn)
-    assert prefill.launch_for(cache[0, 0], in_fp8, 16, tiles).packed == 1
+    assert prefill.select_launch(cache[0, 0], in_fp8, 16, tiles).packed_heads == 1
 
 
 def assert_prefill_is_dense(

@@ -100,7 +100,7 @@ def test_prefill_agrees_with_its_reference(
     """Sequences in one batch, from their first token and from what their slots hold. The rest is poisoned."""
     torch.manual_seed(len(given))
     if values:
-        monkeypatch.setattr(state_scan, "scan_launch", lambda *_: ScanLaunch(values, stages=2))
+        monkeypatch.setattr(state_scan, "scan_launch", lambda *_: ScanLaunch(values, num_stages=2))
     params = make_params(shape, dtype, device, decay)
     sizes, starts = zip(*given, strict=True)
     expected = used_slots(len(given) + 2, shape, dtype, device)

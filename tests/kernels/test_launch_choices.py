@@ -15,7 +15,7 @@ from compile_tools import AbsentGPU
 from meltcore.kernels.architectures import ARCHITECTURES
 from meltcore.kernels.attention.decode import DecodeLaunch, decode_launch
 from meltcore.kernels.attention.prefill import PACKED_PAIRS, PrefillLaunch
-from meltcore.kernels.attention.prefill import launch_for as prefill_launch_for
+from meltcore.kernels.attention.prefill import select_launch as select_prefill_launch
 from meltcore.kernels.attention.stream_k import StreamK, stream_k_for
 from meltcore.kernels.capability import shared_memory_bytes, sm_count
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
@@ -60,7 +60,7 @@ def decode(sequences: int, element_bytes: int = 2) -> DecodeLaunch:
 
 
 def prefill(tiles: int) -> PrefillLaunch:
-    return prefill_launch_for(meta(64, 4096), meta(9, 64, KV_HEADS, HEAD_DIM), HEADS, tiles)
+    return select_prefill_launch(meta(64, 4096), meta(9, 64, KV_HEADS, HEAD_DIM), HEADS, tiles)
 
 
 def gemm(tokens: int, rows: int, k: int) -> GemmConfig:

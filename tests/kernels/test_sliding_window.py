@@ -151,7 +151,7 @@ def test_two_heads_of_a_group_packed_see_the_window(
     window: int, implementation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(window)
-    monkeypatch.setattr(prefill, "launch_for", lambda *_: PACKED_PAIRS)
+    monkeypatch.setattr(prefill, "select_launch", lambda *_: PACKED_PAIRS)
     assert_prefill_is_dense(*PREFILLS[2], normed=True, device=device, window=window)
 
 
@@ -269,16 +269,16 @@ def test_a_window_spans_at_most_this_many_pages(window: int) -> None:
         position // PAGE_SIZE - max(0, position - window + 1) // PAGE_SIZE + 1 for position in range(window + PAGE_SIZE)
     ]
     params = layer(window, torch.device("cpu"))
-    assert params.most_pages(640) == max(pages)
-    assert params.most_pages(2) == min(2, max(pages))
-    assert params._replace(sliding_window=None).most_pages(640) == 640
+    assert params.max_query_pages(640) == max(pages)
+    assert params.max_query_pages(2) == min(2, max(pages))
+    assert params._replace(sliding_window=None).max_query_pages(640) == 640
 
 
 @pytest.mark.parametrize(("window", "splits"), [(None, 64), (1024, 16), (65, 2), (1, 1)])
 def test_decode_is_split_no_further_than_the_pages_of_the_window(window: int | None, splits: int) -> None:
     """One sequence of one key head would have as many splits as may be."""
     out, table = torch.empty(1, 2, 64), torch.zeros(1, 640, dtype=torch.int64)
-    launch = decode._launch_for(out, layer(window, torch.device("cpu")), table)
+    launch = decode._select_launch(out, layer(window, torch.device("cpu")), table)
     assert isinstance(launch, DecodeLaunch)
     assert launch.splits == splits
 

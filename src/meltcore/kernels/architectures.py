@@ -35,5 +35,5 @@ _MIN_SHARED_KIB = 99
 
 def shared_kib(capability: int) -> int:
     """Return the shared memory that one thread block may use, in KiB."""
-    known = ARCHITECTURES.get(capability)
-    return known.shared_kib if known else _UNTESTED_SHARED_KIB.get(capability, _MIN_SHARED_KIB)
+    architecture = ARCHITECTURES.get(capability)
+    return architecture.shared_kib if architecture else _UNTESTED_SHARED_KIB.get(capability, _MIN_SHARED_KIB)

@@ -20,8 +20,8 @@ def sharded_embedding(shard: torch.Tensor, token_ids: torch.Tensor, first_token:
     """
     if not use_triton(shard):
         row = token_ids - first_token
-        outside = (row < 0) | (row >= shard.shape[0])
-        return shard[row.clamp(0, shard.shape[0] - 1)].masked_fill_(outside[:, None], 0.0)
+        out_of_shard = (row < 0) | (row >= shard.shape[0])
+        return shard[row.clamp(0, shard.shape[0] - 1)].masked_fill_(out_of_shard[:, None], 0.0)
     (shard_size, size), tokens = shard.shape, token_ids.shape[0]
     output = torch.empty(tokens, size, dtype=shard.dtype, device=shard.device)
     if tokens:

@@ -17,5 +17,5 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # torch built for the CPU comes without Triton; kernel files must import there too
-    triton, tl = SimpleNamespace(jit=lambda body=None, **_: body or (lambda given: given)), None
+    triton, tl = SimpleNamespace(jit=lambda function=None, **_: function or (lambda function: function)), None
     TensorDescriptor = None

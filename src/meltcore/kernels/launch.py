@@ -24,7 +24,7 @@ _PDL_CAPABILITY = 90
 _WITH_PDL = {"PDL": True, "launch_pdl": True}
 _WITHOUT_PDL = {"PDL": False}
 
-_forced: bool | None = None
+_forced_triton: bool | None = None
 
 
 def force_implementation(name: Literal["reference", "triton"] | None) -> None:
@@ -33,13 +33,13 @@ def force_implementation(name: Literal["reference", "triton"] | None) -> None:
     "reference" is for bisecting (`--debug reference-kernels`), "triton" for Triton's interpreter and for compiling
     kernels from tensors of the meta device.
     """
-    global _forced
-    _forced = None if name is None else name == "triton"
+    global _forced_triton
+    _forced_triton = None if name is None else name == "triton"
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Return whether the Triton kernel runs for this tensor: on CUDA, unless an implementation is forced."""
-    return tensor.is_cuda if _forced is None else _forced
+    return tensor.is_cuda if _forced_triton is None else _forced_triton
 
 
 def pdl_options(device: torch.device, enabled: bool = True) -> dict[str, bool]:

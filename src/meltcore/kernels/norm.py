@@ -65,9 +65,9 @@ def norm_add_rms_norm(residual: torch.Tensor, output: torch.Tensor, post_norm: N
 
 def rms_norm_reference(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute `rms_norm` in PyTorch, as its specification."""
-    wide = hidden.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return ((wide * scale).to(weight.dtype) * weight).to(hidden.dtype)
+    hidden_f32 = hidden.float()
+    scale = torch.rsqrt(hidden_f32.pow(2).mean(-1, keepdim=True) + eps)
+    return ((hidden_f32 * scale).to(weight.dtype) * weight).to(hidden.dtype)
 
 
 @triton.jit
@@ -82,11 +82,11 @@ def round_before_weight(normalized, weight_ptr, dtype: tl.constexpr):
 
 
 @triton.jit
-def normalize_rows(wide, weight_ptr, columns, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
+def normalize_rows(hidden_f32, weight_ptr, columns, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
     """Normalize rows [ROWS, BLOCK] float32 and multiply them by the weight, with the reference's rounding."""
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
+    scale = tl.rsqrt(tl.sum(hidden_f32 * hidden_f32, axis=1) / SIZE + eps)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    return round_before_weight(wide * scale[:, None], weight_ptr, dtype) * weight
+    return round_before_weight(hidden_f32 * scale[:, None], weight_ptr, dtype) * weight
 
 
 # The number of rows changes from step to step. Specialized on it, Triton would compile again while serving, for 1 and
@@ -119,14 +119,14 @@ def _rms_norm_kernel(
     columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
     mask = (row < rows) & (columns < SIZE)
     start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
-    wide = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+    hidden_f32 = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
     offset = row.to(tl.int64) * SIZE + columns
     if ADD:
-        wide += tl.load(added_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        total = wide.to(hidden_ptr.dtype.element_ty)
+        hidden_f32 += tl.load(added_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        total = hidden_f32.to(hidden_ptr.dtype.element_ty)
         tl.store(hidden_ptr + start + columns, total, mask=mask)
-        wide = total.to(tl.float32)
-    normalized = normalize_rows(wide, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
+        hidden_f32 = total.to(tl.float32)
+    normalized = normalize_rows(hidden_f32, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
     tl.store(output_ptr + offset, normalized, mask=mask)
 
 
@@ -174,12 +174,12 @@ def _launch(hidden: torch.Tensor, weight: torch.Tensor, eps: float, added: torch
     if output.numel() == 0:
         return output
     # Heads within a fused row keep their strides; only leading dimensions that do not collapse are copied.
-    grouped = hidden.reshape(-1, hidden.shape[-2] if hidden.dim() > 1 else 1, size)
-    grouped = grouped if grouped.stride(-1) == 1 else grouped.contiguous()
+    strided_rows = hidden.reshape(-1, hidden.shape[-2] if hidden.dim() > 1 else 1, size)
+    strided_rows = strided_rows if strided_rows.stride(-1) == 1 else strided_rows.contiguous()
     rows, (block, tile_rows, warps) = output.numel() // size, _tile(size)
     _rms_norm_kernel[(triton.cdiv(rows, tile_rows),)](
-        *(grouped, weight if added is None else added, weight, output, eps, rows),
-        *(grouped.shape[1], grouped.stride(0), grouped.stride(1)),
+        *(strided_rows, weight if added is None else added, weight, output, eps, rows),
+        *(strided_rows.shape[1], strided_rows.stride(0), strided_rows.stride(1)),
         SIZE=size,
         BLOCK=block,
         ROWS=tile_rows,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 # Positions whose angles are computed in one step: 64 MiB of float64 for 128 frequencies.
-_BLOCK = 2**16
+_BLOCK_POSITIONS = 2**16
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,11 @@ class Llama3Scaling:
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002 - same for all types
         """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
-        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        num_rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        smooth_factor = ((num_rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
+            0.0, 1.0
+        )
+        return frequencies * (smooth_factor + (1 - smooth_factor) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,22 @@ class YarnScaling:
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
-        count = len(frequencies)
-        low, high = (self._dimension(turns, 2 * count, theta) for turns in (self.beta_fast, self.beta_slow))
+        num_frequencies = len(frequencies)
+        low_dim, high_dim = (
+            self._correction_dim(num_rotations, 2 * num_frequencies, theta)
+            for num_rotations in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, 2 * count - 1)
-        if low == high:
-            high += 0.001  # no division by zero; the value is that of published implementations
-        divided = ((torch.arange(count, dtype=torch.float64) - low) / (high - low)).clamp(0.0, 1.0)
-        return frequencies * (1 - divided + divided / self.factor)
+            low_dim, high_dim = math.floor(low_dim), math.ceil(high_dim)
+        low_dim, high_dim = max(low_dim, 0), min(high_dim, 2 * num_frequencies - 1)
+        if low_dim == high_dim:
+            high_dim += 0.001  # no division by zero; the value is that of published implementations
+        ramp = ((torch.arange(num_frequencies, dtype=torch.float64) - low_dim) / (high_dim - low_dim)).clamp(0.0, 1.0)
+        return frequencies * (1 - ramp + ramp / self.factor)
 
-    def _dimension(self, turns: float, rotary_dim: int, theta: float) -> float:
+    def _correction_dim(self, num_rotations: float, rotary_dim: int, theta: float) -> float:
         """Return the dimension, not rounded, that makes this number of turns in the original context length."""
-        ratio = self.original_max_position_embeddings / (turns * 2 * math.pi)
+        ratio = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
         return rotary_dim * math.log(ratio) / (2 * math.log(theta))
 
 
@@ -115,8 +120,8 @@ def rotary_table(
     attention_factor = 1.0 if scaling is None else scaling.attention_factor
     table = torch.zeros(max_positions, 2, head_dim // 2, dtype=torch.float32, device=device)
     table[:, 0, len(frequencies) :] = 1.0  # no rotation, and no attention factor
-    for start in range(0, max_positions, _BLOCK):
-        block = table[start : start + _BLOCK, :, : len(frequencies)]
+    for start in range(0, max_positions, _BLOCK_POSITIONS):
+        block = table[start : start + _BLOCK_POSITIONS, :, : len(frequencies)]
         positions = torch.arange(start, start + len(block), dtype=torch.float64, device=device)
         angles = positions[:, None] * frequencies
         block[:, 0] = angles.cos() * attention_factor
@@ -129,8 +134,8 @@ def half_split_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
 
     rotary_dim: number of dimensions that rotate, the first ones of a checkpoint's head.
     """
-    rotated, others = torch.arange(head_dim).split([rotary_dim, head_dim - rotary_dim])
-    halves = zip(rotated.tensor_split(2), others.tensor_split(2), strict=True)
+    rotated, unrotated = torch.arange(head_dim).split([rotary_dim, head_dim - rotary_dim])
+    halves = zip(rotated.tensor_split(2), unrotated.tensor_split(2), strict=True)
     return torch.cat([part for half in halves for part in half])
 
 
@@ -141,5 +146,7 @@ def apply_rope(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
     returned in the type of `heads`.
     """
     cos, sin = table[positions][:, None, :].chunk(2, dim=-1)
-    first, second = heads.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+    first_half, second_half = heads.float().chunk(2, dim=-1)
+    return torch.cat((first_half * cos - second_half * sin, second_half * cos + first_half * sin), dim=-1).to(
+        heads.dtype
+    )

@@ -34,10 +34,10 @@ def apply_updates(updates: torch.Tensor, inputs: torch.Tensor, page_table: torch
 def _apply_updates_reference(
     updates: torch.Tensor, inputs: torch.Tensor, page_table: torch.Tensor, new_pages: int
 ) -> None:
-    sent, pages = updates.split([inputs.shape[0], 3 * new_pages])
-    inputs.copy_(sent)
-    rows, columns, numbers = pages.to(inputs.device).view(3, new_pages)
-    page_table[rows, columns] = numbers
+    new_inputs, pages = updates.split([inputs.shape[0], 3 * new_pages])
+    inputs.copy_(new_inputs)
+    rows, columns, page_numbers = pages.to(inputs.device).view(3, new_pages)
+    page_table[rows, columns] = page_numbers
 
 
 def finish_step(
@@ -87,8 +87,8 @@ def _apply_updates_kernel(
     updates_ptr, inputs_ptr, table_ptr, count, new_pages, table_stride: tl.constexpr, BLOCK: tl.constexpr
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sent = tl.load(updates_ptr + index, mask=index < count)
-    tl.store(inputs_ptr + index, sent, mask=index < count)
+    new_inputs = tl.load(updates_ptr + index, mask=index < count)
+    tl.store(inputs_ptr + index, new_inputs, mask=index < count)
     mask = index < new_pages
     row = tl.load(updates_ptr + count + index, mask=mask)
     column = tl.load(updates_ptr + count + new_pages + index, mask=mask)

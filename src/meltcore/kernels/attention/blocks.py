@@ -23,7 +23,7 @@ from meltcore.kernels.norm import round_before_weight
 
 @triton.jit
 def oldest_key(position, window):
-    """The position of the oldest key that the query at `position` sees; 0 where `window` is None."""
+    """Return the position of the oldest key that the query at `position` sees; 0 where `window` is None."""
     oldest = 0
     if window is not None:
         oldest = tl.maximum(position - window + 1, 0)
@@ -32,7 +32,7 @@ def oldest_key(position, window):
 
 @triton.jit
 def as_pairs(cache_ptr):
-    """The cache as decode loads its blocks: e4m3 as pairs of neighboring dims, [..., head_dim // 2] int16."""
+    """Return the cache as decode loads its blocks: e4m3 as pairs of neighboring dims, [..., head_dim // 2] int16."""
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         cache_ptr = cache_ptr.to(tl.pointer_type(tl.int16))
     return cache_ptr
@@ -40,7 +40,7 @@ def as_pairs(cache_ptr):
 
 @triton.jit
 def split_parts(heads, cache_ptr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """`heads` [ROWS, HEAD_DIM] as a tuple of the parts that blocks of this cache are multiplied in."""
+    """Split `heads` [ROWS, HEAD_DIM] into a tuple of the parts that blocks of this cache are multiplied in."""
     parts = (heads,)
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         parts = tl.split(tl.reshape(heads, (ROWS, HEAD_DIM // 2, 2)))
@@ -49,7 +49,7 @@ def split_parts(heads, cache_ptr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def join_parts(parts, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The inverse of `split_parts`: heads [ROWS, HEAD_DIM]."""
+    """Return heads [ROWS, HEAD_DIM] from their parts, the inverse of `split_parts`."""
     heads = parts[0]
     if len(parts) == 2:
         heads = tl.reshape(tl.join(heads, parts[1]), (ROWS, HEAD_DIM))
@@ -58,7 +58,7 @@ def join_parts(parts, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def to_dot_type(queries, cache_ptr):
-    """`queries` in the type that they and this cache's keys are multiplied in."""
+    """Convert `queries` to the type that they and this cache's keys are multiplied in."""
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         queries = queries.to(tl.float16)
     return queries
@@ -66,7 +66,7 @@ def to_dot_type(queries, cache_ptr):
 
 @triton.jit
 def evens_and_odds(pairs):
-    """The even and the odd dims of a block of pairs of e4m3, each [KEYS, HEAD_DIM // 2] float16.
+    """Return the even and the odd dims of a block of pairs of e4m3, each [KEYS, HEAD_DIM // 2] float16.
 
     A register has the pairs of two keys: three instructions sort its bytes and convert two at a time. Compiled from
     shifts and conversions of single bytes it takes ten.
@@ -90,7 +90,7 @@ def evens_and_odds(pairs):
 
 @triton.jit
 def to_parts(block, dtype: tl.constexpr):
-    """The parts of a loaded block of keys or values, in the type that they are multiplied in."""
+    """Return the parts of a loaded block of keys or values, in the type that they are multiplied in."""
     if block.dtype == tl.int16:
         parts = evens_and_odds(block)
     else:
@@ -100,7 +100,7 @@ def to_parts(block, dtype: tl.constexpr):
 
 @triton.jit
 def attend_block(queries, keys, values, visible, acc, l_i, m_i, scale_log2, MASKED: tl.constexpr):
-    """One block of the online softmax. Returns the new (acc, l_i, m_i).
+    """Add one block of keys and values to the online softmax. Returns the new (acc, l_i, m_i).
 
     queries, acc: tuples of parts of [ROWS, HEAD_DIM]; keys, values: one block each, int16 for pairs of e4m3.
     """
@@ -113,14 +113,14 @@ def attend_block(queries, keys, values, visible, acc, l_i, m_i, scale_log2, MASK
         scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(scores, 1))
     alpha = tl.exp2(m_i - m_new)
-    weights = tl.exp2(scores - m_new[:, None])
-    l_i = l_i * alpha + tl.sum(weights, 1)
-    weights = weights.to(dtype)
-    first = tl.dot(weights, values[0], acc[0] * alpha[:, None], input_precision="ieee")
+    probs = tl.exp2(scores - m_new[:, None])
+    l_i = l_i * alpha + tl.sum(probs, 1)
+    probs = probs.to(dtype)
+    first_part = tl.dot(probs, values[0], acc[0] * alpha[:, None], input_precision="ieee")
     if len(values) == 2:
-        acc = (first, tl.dot(weights, values[1], acc[1] * alpha[:, None], input_precision="ieee"))
+        acc = (first_part, tl.dot(probs, values[1], acc[1] * alpha[:, None], input_precision="ieee"))
     else:
-        acc = (first,)
+        acc = (first_part,)
     return acc, l_i, m_new
 
 
@@ -128,7 +128,7 @@ def attend_block(queries, keys, values, visible, acc, l_i, m_i, scale_log2, MASK
 def norm_and_rope_rows(
     heads, partners, weight_ptr, column, partner_column, cos, sin, eps, NORM: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Heads [ROWS, HEAD_DIM], one per row, normalized and rotated.
+    """Normalize and rotate heads [ROWS, HEAD_DIM], one per row.
 
     partners: for each element of `heads` the one that it rotates with, in the columns `partner_column`. Values are
     rounded where the reference rounds them.

@@ -41,10 +41,10 @@ _MAX_SPLITS = 64
 
 
 class DecodeLaunch(NamedTuple):
-    """How the work of a decode step is divided. See `decode_launch`.
+    """Launch parameters of a decode step: how its work is divided. See `decode_launch`.
 
-    splits: most KV splits of a sequence, a power of two; prefetch: whether to start, and load a split's first blocks,
-    before the previous kernel has ended.
+    splits: maximum number of KV splits of a sequence, a power of two; prefetch: whether to start, and load a split's
+    first blocks, before the previous kernel has ended.
     """
 
     splits: int
@@ -81,7 +81,7 @@ def decode_attention(
     require_layout(qkv, params, page_table, out)
     if qkv.shape[0] == 0:  # len() of a tensor costs a microsecond more
         return out
-    launch = launch or _launch_for(out, params, page_table)
+    launch = launch or _select_launch(out, params, page_table)
     if isinstance(launch, StreamK):
         decode_stream_k(qkv, params, positions, page_table, rows, out, launch)
     else:
@@ -117,10 +117,10 @@ def decode_launch(
     sms: int,
     shared_bytes: int,
 ) -> DecodeLaunch:
-    """The launch for these shapes, which a graph can capture: lengths are known to the device only.
+    """Return the launch for these shapes, which a graph can capture: lengths are known to the device only.
 
-    element_bytes: of a cache element; max_pages: most pages that a query's keys are on; sms, shared_bytes: the device's
-    SMs and the shared memory of each.
+    element_bytes: of a cache element; max_pages: maximum number of pages that a query's keys are on; sms, shared_bytes:
+    the device's SMs and the shared memory of each.
 
     A split is about `split_pages` pages, or more where a sequence has more than `splits` such splits; the splits of a
     sequence have about one length. Few sequences start early and get as many splits as can run concurrently, with three
@@ -134,10 +134,10 @@ def decode_launch(
     prefetch = num_pairs < sms
     if prefetch:
         split_pages = 1
-        stages, max_splits_of_launch = _splits_of_few(num_pairs, sms, shared_bytes)
+        stages, launch_max_splits = _splits_for_small_batch(num_pairs, sms, shared_bytes)
     else:
-        split_pages, stages, max_splits_of_launch = 32, 3, 2 if num_pairs <= 32 * sms and head_dim <= 128 else 1
-    splits = 1 << (min(max_splits_of_launch, _MAX_SPLITS, -(-max_pages // split_pages)).bit_length() - 1)
+        split_pages, stages, launch_max_splits = 32, 3, 2 if num_pairs <= 32 * sms and head_dim <= 128 else 1
+    splits = 1 << (min(launch_max_splits, _MAX_SPLITS, -(-max_pages // split_pages)).bit_length() - 1)
     # Heads of 256: 165 us by 8 warps and 179 by 4 at 256 sequences of 1,280 tokens, but 80 and 59 at 64; in FP8 100 and
     # 97 at 256 (H200, 2026-11-22).
     warps = 8 if head_dim > 128 and not prefetch and element_bytes > 1 else 4
@@ -150,8 +150,8 @@ def decode_launch(
     return DecodeLaunch(splits, split_pages, block_keys(head_dim, element_bytes), warps, stages, prefetch)
 
 
-def _splits_of_few(num_pairs: int, sms: int, shared_bytes: int) -> tuple[int, int]:
-    """Stages, and the most splits of a sequence, a power of two, that leave the fewest SM slots for programs empty."""
+def _splits_for_small_batch(num_pairs: int, sms: int, shared_bytes: int) -> tuple[int, int]:
+    """Return the stages and maximum splits (a power of two) of a sequence that leave the fewest SM slots empty."""
     candidates = []
     for stages, program_bytes in _PROGRAM_BYTES.items():
         programs = sms * (shared_bytes // program_bytes)
@@ -161,10 +161,10 @@ def _splits_of_few(num_pairs: int, sms: int, shared_bytes: int) -> tuple[int, in
     return stages, splits
 
 
-def _launch_for(out: torch.Tensor, params: AttentionParams, page_table: torch.Tensor) -> DecodeLaunch | StreamK:
+def _select_launch(out: torch.Tensor, params: AttentionParams, page_table: torch.Tensor) -> DecodeLaunch | StreamK:
     (sequences, heads, head_dim), kv_heads, device = out.shape, params.key_cache.shape[2], out.device
     return stream_k_for(sequences, heads, kv_heads, head_dim, device) or decode_launch(
-        *(sequences, kv_heads, head_dim, params.key_cache.element_size(), params.most_pages(page_table.shape[1])),
+        *(sequences, kv_heads, head_dim, params.key_cache.element_size(), params.max_query_pages(page_table.shape[1])),
         *(sm_count(device), shared_memory_bytes(device)),
     )
 
@@ -181,18 +181,18 @@ def _decode_split_kv(
     sequences, heads, head_dim = out.shape
     _, page_size, kv_heads, _ = params.key_cache.shape
     norms, splits = params.norms, launch.splits
-    partial = weights = arrivals = out  # unused where sequences are whole
+    partial = lse = arrivals = out  # unused where sequences are whole
     if splits > 1:
         if sequences * kv_heads > MAX_SPLIT_PAIRS:
             raise ValueError(f"{sequences} sequences of {kv_heads} key heads cannot be split")
         partial = torch.empty(sequences, heads, splits, head_dim, dtype=torch.float32, device=out.device)
-        weights = torch.empty(sequences, heads, splits, dtype=torch.float32, device=out.device)
+        lse = torch.empty(sequences, heads, splits, dtype=torch.float32, device=out.device)
         arrivals = arrival_counters(out.device)
     # Key heads vary fastest: programs that run together read neighboring parts of the same pages. Splits vary
     # slowest: programs without work are the last.
     _decode_kernel[(kv_heads, sequences, splits)](
         *decode_tensors(qkv, params, positions, page_table, rows, out),
-        *(partial, weights, arrivals, norms.eps if norms else 0.0, params.scale * math.log2(math.e)),
+        *(partial, lse, arrivals, norms.eps if norms else 0.0, params.scale * math.log2(math.e)),
         *(launch.split_pages, qkv.stride(0), page_table.stride(0), params.sliding_window),
         NORM=norms is not None,
         KV_HEADS=kv_heads,
@@ -222,7 +222,7 @@ def _decode_kernel(
     rows,
     out,
     partial,
-    weights,
+    lse,
     arrivals,
     eps,
     scale_log2,
@@ -251,29 +251,29 @@ def _decode_kernel(
     pages = page_table + tl.load(rows + sequence) * table_stride
     # Splits are multiples of the page size and have about one length. The first begins at the first block with a key in
     # the window. The new token, not in the cache yet, counts as the last key.
-    oldest = oldest_key(position, window)
-    origin = oldest // BLOCK_KEYS * BLOCK_KEYS
-    used_pages = tl.maximum(tl.cdiv(position + 1 - origin, PAGE_SIZE), 1)
+    oldest_pos = oldest_key(position, window)
+    first_key = oldest_pos // BLOCK_KEYS * BLOCK_KEYS
+    used_pages = tl.maximum(tl.cdiv(position + 1 - first_key, PAGE_SIZE), 1)
     split_keys = tl.cdiv(used_pages, tl.minimum(tl.cdiv(used_pages, min_pages), max_splits)) * PAGE_SIZE
-    first = origin + split * split_keys
-    last = tl.minimum(first + split_keys, position)
+    split_start = first_key + split * split_keys
+    split_end = tl.minimum(split_start + split_keys, position)
     row = tl.arange(0, ROWS)
     in_group = (row < GROUP)[:, None]
     dims = tl.arange(0, HEAD_DIM)
     head = (sequence * KV_HEADS + kv_head) * GROUP + row
-    result = out + head[:, None] * HEAD_DIM + dims[None, :]
-    if first > position:
+    out_ptrs = out + head[:, None] * HEAD_DIM + dims[None, :]
+    if split_start > position:
         # Before any program may exit: this kernel must not end before the previous one.
         pdl_wait(PDL)
         if position < 0 and split == 0:
-            tl.store(result, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group)
+            tl.store(out_ptrs, tl.zeros((ROWS, HEAD_DIM), out.dtype.element_ty), in_group)
         return
 
-    page = tl.load(pages + first // PAGE_SIZE)
-    block = tl.arange(0, BLOCK_KEYS)
-    within = (block[:, None] * KV_HEADS + kv_head) * READ_DIM + tl.arange(0, READ_DIM)[None, :]
+    page = tl.load(pages + split_start // PAGE_SIZE)
+    key_offset = tl.arange(0, BLOCK_KEYS)
+    block_offsets = (key_offset[:, None] * KV_HEADS + kv_head) * READ_DIM + tl.arange(0, READ_DIM)[None, :]
     key_blocks, value_blocks = as_pairs(key_cache), as_pairs(value_cache)
-    is_last = position < first + split_keys
+    is_last = position < split_start + split_keys
     if PREFETCH:
         queries = zero_queries(qkv, key_cache, ROWS, HEAD_DIM)
         acc, l_i, m_i = empty_softmax(value_cache, ROWS, HEAD_DIM)
@@ -285,34 +285,34 @@ def _decode_kernel(
         )
     # At least one block, if only to begin. A page number is loaded one block ahead of its keys, whose addresses need
     # it.
-    for start in range(first, tl.maximum(last, first + 1), BLOCK_KEYS):
-        following = start + BLOCK_KEYS
-        next_page = tl.load(pages + following // PAGE_SIZE, following < last, other=0)
-        base = (page * PAGE_SIZE + start % PAGE_SIZE) * (KV_HEADS * READ_DIM)
-        filled = start + block < last
+    for block_key in range(split_start, tl.maximum(split_end, split_start + 1), BLOCK_KEYS):
+        next_block = block_key + BLOCK_KEYS
+        next_page = tl.load(pages + next_block // PAGE_SIZE, next_block < split_end, other=0)
+        block_start = (page * PAGE_SIZE + block_key % PAGE_SIZE) * (KV_HEADS * READ_DIM)
+        key_mask = block_key + key_offset < split_end
         if window is not None:
-            filled &= start + block >= oldest
-        keys = tl.load(key_blocks + base + within, filled[:, None], other=0.0)
-        values = tl.load(value_blocks + base + within, filled[:, None], other=0.0)
-        if PREFETCH and start == first:  # in the loop, whose first blocks are in flight before it is entered
+            key_mask &= block_key + key_offset >= oldest_pos
+        keys = tl.load(key_blocks + block_start + block_offsets, key_mask[:, None], other=0.0)
+        values = tl.load(value_blocks + block_start + block_offsets, key_mask[:, None], other=0.0)
+        if PREFETCH and block_key == split_start:  # in the loop, whose first blocks are in flight before it is entered
             queries, acc, l_i, m_i = begin_split(
                 *(qkv, q_norm_weight, k_norm_weight, rotary_table, key_cache, value_cache, pages, sequence, position),
                 *(is_last, kv_head, eps, scale_log2, qkv_stride),
                 *(NORM, KV_HEADS, GROUP, 1, ROWS, HEAD_DIM, PAGE_SIZE, PDL),
             )
-        acc, l_i, m_i = attend_block(queries, keys, values, filled[None, :], acc, l_i, m_i, scale_log2, MASKED=True)
+        acc, l_i, m_i = attend_block(queries, keys, values, key_mask[None, :], acc, l_i, m_i, scale_log2, MASKED=True)
         page = next_page
 
     acc = join_parts(acc, ROWS, HEAD_DIM) / l_i[:, None]
-    splits = tl.cdiv(position + 1 - origin, split_keys)
+    splits = tl.cdiv(position + 1 - first_key, split_keys)
     if not SPLIT:  # noqa: SIM114, a constant: the combine is not compiled in
-        tl.store(result, acc.to(out.dtype.element_ty), in_group)
+        tl.store(out_ptrs, acc.to(out.dtype.element_ty), in_group)
     elif splits == 1:
-        tl.store(result, acc.to(out.dtype.element_ty), in_group)
+        tl.store(out_ptrs, acc.to(out.dtype.element_ty), in_group)
     else:
         pair = sequence * KV_HEADS + kv_head
         first_row = pair * GROUP * max_splits
         finish_split(
-            *(out, partial, weights, arrivals, acc, l_i, m_i, pair, split, splits, first_row, max_splits, 1),
+            *(out, partial, lse, arrivals, acc, l_i, m_i, pair, split, splits, first_row, max_splits, 1),
             *(ROWS, GROUP, HEAD_DIM, 8),
         )

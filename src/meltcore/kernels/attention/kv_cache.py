@@ -53,7 +53,7 @@ def store_kv(qkv: torch.Tensor, params: AttentionParams, positions: torch.Tensor
 def store_kv_reference(
     qkv: torch.Tensor, params: AttentionParams, positions: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """`store_kv` in PyTorch."""
+    """Compute `store_kv` in PyTorch, as its specification."""
     kv_heads, head_dim = params.key_cache.shape[2:]
     keys, values = qkv.unflatten(-1, (-1, head_dim))[:, -2 * kv_heads :].split(kv_heads, dim=1)
     if params.norms is not None:
@@ -73,7 +73,7 @@ def _store_reference(cache: torch.Tensor, slots: torch.Tensor, heads: torch.Tens
 
 
 def rotated_queries(qkv: torch.Tensor, params: AttentionParams, positions: torch.Tensor) -> torch.Tensor:
-    """The queries of a QKV projection, normalized and rotated, in PyTorch: [tokens, heads, head_dim]."""
+    """Return the queries of a QKV projection, normalized and rotated in PyTorch: [tokens, heads, head_dim]."""
     queries = qkv.unflatten(-1, (-1, params.key_cache.shape[3]))[:, : -2 * params.key_cache.shape[2]]
     if params.norms is not None:
         queries = rms_norm_reference(queries, params.norms.query, params.norms.eps)
@@ -81,29 +81,31 @@ def rotated_queries(qkv: torch.Tensor, params: AttentionParams, positions: torch
 
 
 def attention_reference(
-    queries: torch.Tensor, params: AttentionParams, pages: torch.Tensor, start: int
+    queries: torch.Tensor, params: AttentionParams, pages: torch.Tensor, context_len: int
 ) -> torch.Tensor:
-    """Dense causal attention of one sequence in PyTorch, computed in float32.
+    """Compute dense causal attention of one sequence in PyTorch and in float32, as the kernels' specification.
 
-    queries: [count, heads, head_dim], query i at position start + i; pages: the sequence's row of the page table. What
-    precedes the first query's sliding window is not read.
+    queries: [queries, heads, head_dim], query i at position context_len + i; pages: the sequence's row of the page
+    table. What precedes the first query's sliding window is not read.
     """
-    count, heads, head_dim = queries.shape
+    num_queries, heads, head_dim = queries.shape
     page_size, kv_heads = params.key_cache.shape[1:3]
-    length, window = start + count, params.sliding_window
-    oldest = 0 if window is None else max(start - window + 1, 0)
-    used = pages[oldest // page_size : -(-length // page_size)]
-    span = slice(oldest % page_size, oldest % page_size + length - oldest)
-    keys, values = (cache[used].flatten(0, 1)[span].float() for cache in (params.key_cache, params.value_cache))
-    grouped = queries.float().view(count, kv_heads, heads // kv_heads, head_dim)
-    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * params.scale
-    positions = torch.arange(start, length, device=queries.device)[:, None]
-    key_positions = torch.arange(oldest, length, device=queries.device)
-    masked = key_positions > positions
+    length, window = context_len + num_queries, params.sliding_window
+    oldest_pos = 0 if window is None else max(context_len - window + 1, 0)
+    used_pages = pages[oldest_pos // page_size : -(-length // page_size)]
+    key_slice = slice(oldest_pos % page_size, oldest_pos % page_size + length - oldest_pos)
+    keys, values = (
+        cache[used_pages].flatten(0, 1)[key_slice].float() for cache in (params.key_cache, params.value_cache)
+    )
+    grouped_queries = queries.float().view(num_queries, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("qhgd,khd->hgqk", grouped_queries, keys) * params.scale
+    positions = torch.arange(context_len, length, device=queries.device)[:, None]
+    key_positions = torch.arange(oldest_pos, length, device=queries.device)
+    is_masked = key_positions > positions
     if window is not None:
-        masked |= key_positions <= positions - window
-    weights = scores.masked_fill(masked, float("-inf")).softmax(-1)
-    return torch.einsum("hgqk,khd->qhgd", weights, values).reshape(count, heads, head_dim).to(queries.dtype)
+        is_masked |= key_positions <= positions - window
+    probs = scores.masked_fill(is_masked, float("-inf")).softmax(-1)
+    return torch.einsum("hgqk,khd->qhgd", probs, values).reshape(num_queries, heads, head_dim).to(queries.dtype)
 
 
 @triton.jit
@@ -116,23 +118,27 @@ def to_cache_type(heads, cache_ptr):
 
 
 @triton.jit
-def norm_and_rope(source, mask, weight_ptr, eps, cos, sin, NORM: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The halves of the heads at `source`, normalized and rotated: [HEADS, HALF] float32 each.
+def norm_and_rope(head_ptrs, mask, weight_ptr, eps, cos, sin, NORM: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return the halves of the heads at `head_ptrs`, normalized and rotated: [HEADS, HALF] float32 each.
 
     Values are rounded where the reference rounds them.
     """
-    first = tl.load(source, mask=mask, other=0.0)
-    dtype = first.dtype
-    first = first.to(tl.float32)
-    second = tl.load(source + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+    first_half = tl.load(head_ptrs, mask=mask, other=0.0)
+    dtype = first_half.dtype
+    first_half = first_half.to(tl.float32)
+    second_half = tl.load(head_ptrs + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        weight_first = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
-        weight_second = tl.load(weight_ptr + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
-        squares = tl.sum(first * first + second * second, axis=1)
+        first_weight = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptr + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+        squares = tl.sum(first_half * first_half + second_half * second_half, axis=1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first = (round_before_weight(first * scale, weight_ptr, dtype) * weight_first).to(dtype).to(tl.float32)
-        second = (round_before_weight(second * scale, weight_ptr, dtype) * weight_second).to(dtype).to(tl.float32)
-    return first * cos - second * sin, second * cos + first * sin
+        first_half = (
+            (round_before_weight(first_half * scale, weight_ptr, dtype) * first_weight).to(dtype).to(tl.float32)
+        )
+        second_half = (
+            (round_before_weight(second_half * scale, weight_ptr, dtype) * second_weight).to(dtype).to(tl.float32)
+        )
+    return first_half * cos - second_half * sin, second_half * cos + first_half * sin
 
 
 # A step's positions and slots are slices at any offset: specialized on their alignment, each would be compiled anew.
@@ -162,20 +168,20 @@ def _store_kv_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.broadcast_to(tl.arange(0, HALF)[None, :], (HEADS, HALF))
     in_half = column < HEAD_DIM // 2
-    rotary = table_ptr + tl.load(positions_ptr + token) * HEAD_DIM + column
-    cos = tl.load(rotary, mask=in_half, other=0.0)
-    sin = tl.load(rotary + HEAD_DIM // 2, mask=in_half, other=0.0)
+    rotary_ptrs = table_ptr + tl.load(positions_ptr + token) * HEAD_DIM + column
+    cos = tl.load(rotary_ptrs, mask=in_half, other=0.0)
+    sin = tl.load(rotary_ptrs + HEAD_DIM // 2, mask=in_half, other=0.0)
     mask = (head < KV_HEADS) & in_half
     offset = head * HEAD_DIM + column
-    slot = tl.load(slots_ptr + token) * (KV_HEADS * HEAD_DIM) + offset
-    keys = kv_ptr + token * qkv_stride + offset
-    values = keys + KV_HEADS * HEAD_DIM
+    cache_offset = tl.load(slots_ptr + token) * (KV_HEADS * HEAD_DIM) + offset
+    key_ptrs = kv_ptr + token * qkv_stride + offset
+    value_ptrs = key_ptrs + KV_HEADS * HEAD_DIM
     # Loaded before the keys are used, so that both loads are in flight together.
-    value_first = tl.load(values, mask=mask, other=0.0)
-    value_second = tl.load(values + HEAD_DIM // 2, mask=mask, other=0.0)
-    first, second = norm_and_rope(keys, mask, weight_ptr + column, eps, cos, sin, NORM, HEAD_DIM)
-    first, second = first.to(value_first.dtype), second.to(value_first.dtype)
-    tl.store(key_cache_ptr + slot, to_cache_type(first, key_cache_ptr), mask=mask)
-    tl.store(key_cache_ptr + slot + HEAD_DIM // 2, to_cache_type(second, key_cache_ptr), mask=mask)
-    tl.store(value_cache_ptr + slot, to_cache_type(value_first, value_cache_ptr), mask=mask)
-    tl.store(value_cache_ptr + slot + HEAD_DIM // 2, to_cache_type(value_second, value_cache_ptr), mask=mask)
+    value_first = tl.load(value_ptrs, mask=mask, other=0.0)
+    value_second = tl.load(value_ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+    first_half, second_half = norm_and_rope(key_ptrs, mask, weight_ptr + column, eps, cos, sin, NORM, HEAD_DIM)
+    first_half, second_half = first_half.to(value_first.dtype), second_half.to(value_first.dtype)
+    tl.store(key_cache_ptr + cache_offset, to_cache_type(first_half, key_cache_ptr), mask=mask)
+    tl.store(key_cache_ptr + cache_offset + HEAD_DIM // 2, to_cache_type(second_half, key_cache_ptr), mask=mask)
+    tl.store(value_cache_ptr + cache_offset, to_cache_type(value_first, value_cache_ptr), mask=mask)
+    tl.store(value_cache_ptr + cache_offset + HEAD_DIM // 2, to_cache_type(value_second, value_cache_ptr), mask=mask)

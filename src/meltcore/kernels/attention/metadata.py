@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-# Most queries in a tile: with two heads of a group packed, 128 rows of a matrix instruction.
+# Maximum number of queries in a tile: with two heads of a group packed, 128 rows of a matrix instruction.
 BLOCK_QUERIES = 64
 
 
@@ -84,12 +84,12 @@ class AttentionParams(NamedTuple):
     sliding_window: int | None = None
 
     def empty_output(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Memory for the output of `qkv`, [tokens, (heads + 2 * kv_heads) * head_dim]: [tokens, heads, head_dim]."""
+        """Allocate the output [tokens, heads, head_dim] for `qkv`, [tokens, (heads + 2 * kv_heads) * head_dim]."""
         kv_heads, head_dim = self.key_cache.shape[2:]
         return qkv.new_empty(qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads, head_dim)
 
-    def most_pages(self, max_pages: int) -> int:
-        """Most pages that one query's keys are on, where a sequence has at most `max_pages`."""
+    def max_query_pages(self, max_pages: int) -> int:
+        """Return the maximum number of pages of one query's keys, where a sequence has at most `max_pages`."""
         if self.sliding_window is None:
             return max_pages
         page_size = self.key_cache.shape[1]
@@ -103,17 +103,19 @@ def make_query_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
     device starts them in this order, and short ones fill the gaps at the end.
     """
     table = np.array(list(chunks), dtype=np.int32).reshape(-1, 4)
-    counts = -(-table[:, 2] // BLOCK_QUERIES)
-    tiles = table.repeat(counts, axis=0)
-    within = (np.arange(len(tiles)) - (counts.cumsum() - counts).repeat(counts)).astype(np.int32) * BLOCK_QUERIES
-    tiles[:, 1] += within
-    tiles[:, 2] = np.minimum(tiles[:, 2] - within, BLOCK_QUERIES)
-    tiles[:, 3] += within
+    tile_counts = -(-table[:, 2] // BLOCK_QUERIES)
+    tiles = table.repeat(tile_counts, axis=0)
+    chunk_offset = (np.arange(len(tiles)) - (tile_counts.cumsum() - tile_counts).repeat(tile_counts)).astype(
+        np.int32
+    ) * BLOCK_QUERIES
+    tiles[:, 1] += chunk_offset
+    tiles[:, 2] = np.minimum(tiles[:, 2] - chunk_offset, BLOCK_QUERIES)
+    tiles[:, 3] += chunk_offset
     return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 3]), kind="stable")]
 
 
 def require_layout(qkv: torch.Tensor, params: AttentionParams, page_table: torch.Tensor, out: torch.Tensor) -> None:
-    """Raise ValueError for what a kernel does not take. Rows of `qkv` may be part of wider rows."""
+    """Raise ValueError for layouts that the kernels do not support. Rows of `qkv` may be part of wider rows."""
     if params.sliding_window is not None and params.sliding_window < 1:
         raise ValueError(f"a sliding window of {params.sliding_window}; a query sees at least 1 key, its own")
     if not (params.key_cache.is_contiguous() and params.value_cache.is_contiguous() and out.is_contiguous()):

@@ -23,14 +23,14 @@ def paged_attention(
         return _paged_attention_reference(qkv, params, positions, metadata)
     # Single tokens and longer chunks have kernels of their own; both write their part of one output.
     output = params.empty_output(qkv)
-    tokens, decodes, page_table = qkv.shape[0], metadata.num_decodes, metadata.page_table
-    if decodes:
-        context_lens, rows = metadata.context_lens[:decodes], metadata.rows[:decodes]
-        decode_attention(qkv[:decodes], params, context_lens, page_table, rows, out=output[:decodes])
-    if decodes < tokens:
-        prompts = qkv[decodes:]
-        store_kv(prompts, params, positions[decodes:], metadata.slot_mapping[decodes:])
-        prefill_attention(prompts, params, page_table, metadata.query_tiles, out=output[decodes:])
+    tokens, num_decodes, page_table = qkv.shape[0], metadata.num_decodes, metadata.page_table
+    if num_decodes:
+        context_lens, rows = metadata.context_lens[:num_decodes], metadata.rows[:num_decodes]
+        decode_attention(qkv[:num_decodes], params, context_lens, page_table, rows, out=output[:num_decodes])
+    if num_decodes < tokens:
+        prompts = qkv[num_decodes:]
+        store_kv(prompts, params, positions[num_decodes:], metadata.slot_mapping[num_decodes:])
+        prefill_attention(prompts, params, page_table, metadata.query_tiles, out=output[num_decodes:])
     return output
 
 
@@ -49,7 +49,7 @@ def _paged_attention_reference(
 def causal_mask(
     context_lens: torch.Tensor, max_queries: int, keys: int, sliding_window: int | None = None
 ) -> torch.Tensor:
-    """Which keys each query sees: [sequences, max_queries, keys] bool; query i is at position context_len + i."""
+    """Return which keys each query sees: [sequences, max_queries, keys] bool. Query i is at context_len + i."""
     query_positions = (context_lens[:, None] + torch.arange(max_queries, device=context_lens.device))[:, :, None]
     key_positions = torch.arange(keys, device=context_lens.device)
     mask = key_positions <= query_positions
@@ -59,25 +59,25 @@ def causal_mask(
 def _attend_group(
     queries: torch.Tensor, params: AttentionParams, metadata: AttentionMetadata, group: PaddedGroup
 ) -> torch.Tensor:
-    """The attention of one padded group. The query heads that share a key head become extra query rows."""
+    """Compute the attention of one padded group. The query heads that share a key head become extra query rows."""
     sequences, max_queries = slice(group.first, group.last), group.max_queries
     pages = metadata.page_table[metadata.rows[sequences], : group.pages]
-    index = metadata.padded_index[group.first_token : group.last_token]
-    (count, heads, head_dim), (_, page_size, kv_heads, _) = queries.shape, params.key_cache.shape
+    padded_index = metadata.padded_index[group.first_token : group.last_token]
+    (num_queries, heads, head_dim), (_, page_size, kv_heads, _) = queries.shape, params.key_cache.shape
     keys, values = (
         cache[pages].view(len(pages), group.pages * page_size, kv_heads, head_dim).transpose(1, 2).to(queries.dtype)
         for cache in (params.key_cache, params.value_cache)
     )
-    uniform = count == len(pages) * max_queries
-    if not uniform:
-        queries = queries.new_zeros(len(pages) * max_queries, heads, head_dim).index_copy_(0, index, queries)
-    padded = queries.view(len(pages), max_queries, heads, head_dim)
+    is_unpadded = num_queries == len(pages) * max_queries
+    if not is_unpadded:
+        queries = queries.new_zeros(len(pages) * max_queries, heads, head_dim).index_copy_(0, padded_index, queries)
+    padded_queries = queries.view(len(pages), max_queries, heads, head_dim)
     # [sequences, queries, kv_heads, group, dim] -> [sequences, kv_heads, group * queries, dim]
-    packed = padded.unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    keys_end = group.pages * page_size
-    mask = causal_mask(metadata.context_lens[sequences], max_queries, keys_end, params.sliding_window)
+    packed_queries = padded_queries.unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    num_keys = group.pages * page_size
+    mask = causal_mask(metadata.context_lens[sequences], max_queries, num_keys, params.sliding_window)
     mask = mask[:, None].repeat(1, 1, heads // kv_heads, 1)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    output: torch.Tensor = attend(packed, keys, values, attn_mask=mask, scale=params.scale)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    output: torch.Tensor = sdpa(packed_queries, keys, values, attn_mask=mask, scale=params.scale)
     output = output.unflatten(2, (heads // kv_heads, max_queries)).permute(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)
-    return output if uniform else output[index]
+    return output if is_unpadded else output[padded_index]

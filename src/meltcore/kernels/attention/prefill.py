@@ -16,13 +16,13 @@ from meltcore.kernels.launch import use_triton
 
 
 class PrefillLaunch(NamedTuple):
-    """How a tile is computed.
+    """Launch parameters of the prefill kernel.
 
-    packed: heads of a group in one tile; block_keys: keys of a block; stages: of the key pipeline; registers: per
+    packed_heads: heads of a group in one tile; block_keys: keys of a block; stages: of the key pipeline; registers: per
     thread, None for the compiler's choice.
     """
 
-    packed: int
+    packed_heads: int
     block_keys: int
     warps: int
     stages: int
@@ -38,7 +38,7 @@ def prefill_attention(
     out: torch.Tensor | None = None,
     launch: PrefillLaunch | None = None,
 ) -> torch.Tensor:
-    """Causal attention of chunks of prompts, whose own keys and values are in the cache already.
+    """Compute causal attention of chunks of prompts, whose own keys and values are in the cache already.
 
     qkv: [tokens, (heads + 2 * kv_heads) * head_dim]; its queries are loaded, normalized and rotated by their positions.
     tiles: [tiles, 4] int32 from `make_query_tiles`, on the device; those without tokens are padding. Returns [tokens,
@@ -55,15 +55,15 @@ def prefill_attention(
     require_layout(qkv, params, page_table, out)
     if len(tiles) == 0:
         return out
-    launch = launch or launch_for(qkv, key_cache, heads, len(tiles))
+    launch = launch or select_launch(qkv, key_cache, heads, len(tiles))
     # Heads vary fastest, so that the tiles start in their order, most keys first.
-    _prefill_kernel[(heads // launch.packed, len(tiles))](
+    _prefill_kernel[(heads // launch.packed_heads, len(tiles))](
         *(qkv, norms.query if norms else qkv, rotary_table, key_cache, value_cache, page_table, tiles, out),
         *(norms.eps if norms else 0.0, scale * math.log2(math.e), qkv.stride(0), page_table.stride(0), window),
         NORM=norms is not None,
         HEADS=heads,
         KV_HEADS=kv_heads,
-        PACKED=launch.packed,
+        PACKED=launch.packed_heads,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         BLOCK_QUERIES=BLOCK_QUERIES,
@@ -78,14 +78,17 @@ def prefill_attention(
 def _prefill_reference(
     qkv: torch.Tensor, params: AttentionParams, page_table: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor
 ) -> None:
-    for row, first, count, start in tiles.tolist():
-        tokens, positions = slice(first, first + count), torch.arange(start, start + count, device=qkv.device)
+    for row, first_token, num_queries, context_len in tiles.tolist():
+        tokens, positions = (
+            slice(first_token, first_token + num_queries),
+            torch.arange(context_len, context_len + num_queries, device=qkv.device),
+        )
         queries = rotated_queries(qkv[tokens], params, positions)
-        out[tokens] = attention_reference(queries, params, page_table[row], start)
+        out[tokens] = attention_reference(queries, params, page_table[row], context_len)
 
 
 def prefill_launch(head_dim: int, element_bytes: int) -> PrefillLaunch:
-    """The launch of 64 queries of one head per program.
+    """Return the launch of 64 queries of one head per program.
 
     A block of keys and one of values take 32 KiB. With three stages (two of them in flight) and the queries that is at
     most 112 KiB on Hopper, which keeps a third block for its asynchronous matrix instructions, and less elsewhere,
@@ -106,8 +109,8 @@ def prefill_launch(head_dim: int, element_bytes: int) -> PrefillLaunch:
 PACKED_PAIRS = PrefillLaunch(2, 64, warps=8, stages=2, registers=128)
 
 
-def launch_for(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, tiles: int) -> PrefillLaunch:
-    """The launch for a number of tiles and of heads. About half the tiles of a graph are padding, which exits early."""
+def select_launch(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, tiles: int) -> PrefillLaunch:
+    """Return the launch for a number of tiles and heads. About half of a graph's tiles are padding, which exits."""
     kv_heads, head_dim = key_cache.shape[2:]
     can_pack = (
         capability(qkv.device) == 90
@@ -121,23 +124,26 @@ def launch_for(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, tiles: in
 
 
 @triton.jit
-def _load_queries(heads, rotations, weight, eps, NORM: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The query heads at `heads`, normalized and rotated by the table's rows at `rotations`: [ROWS] pointers each."""
+def _load_queries(heads, rotary_rows, weight, eps, NORM: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return the query heads at `heads`, normalized and rotated.
+
+    heads, rotary_rows: [ROWS] pointers to the heads and to their rows of the rotary table.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.broadcast_to(tl.arange(0, HALF)[None, :], (ROWS, HALF))
-    rotation = rotations[:, None] + column
-    cos, sin = tl.load(rotation), tl.load(rotation + HALF)
+    rotary_ptrs = rotary_rows[:, None] + column
+    cos, sin = tl.load(rotary_ptrs), tl.load(rotary_ptrs + HALF)
     mask = tl.full((ROWS, HALF), True, tl.int1)
-    source = heads[:, None] + column
-    first, second = norm_and_rope(source, mask, weight + column, eps, cos, sin, NORM, HEAD_DIM)
+    head_ptrs = heads[:, None] + column
+    first_half, second_half = norm_and_rope(head_ptrs, mask, weight + column, eps, cos, sin, NORM, HEAD_DIM)
     dtype = heads.dtype.element_ty
-    halves = tl.join(first.to(dtype), second.to(dtype))
+    halves = tl.join(first_half.to(dtype), second_half.to(dtype))
     return tl.reshape(tl.permute(halves, (0, 2, 1)), (ROWS, HEAD_DIM))
 
 
 @triton.jit
-def _page_of(pages, position, end, PAGE_SIZE: tl.constexpr):
-    """The page of the key at `position`; 0 from `end` on, where no key is used."""
+def _load_page(pages, position, end, PAGE_SIZE: tl.constexpr):
+    """Return the page of the key at `position`; 0 from `end` on, where no key is used."""
     return tl.load(pages + position // PAGE_SIZE, position < end, other=0)
 
 
@@ -171,18 +177,18 @@ def _prefill_kernel(
     tile = tiles + tl.program_id(1) * 4
     table_row = tl.load(tile).to(tl.int64)
     first_token = tl.load(tile + 1).to(tl.int64)
-    count = tl.load(tile + 2)
-    start = tl.load(tile + 3)
-    if count == 0:
+    num_queries = tl.load(tile + 2)
+    context_len = tl.load(tile + 3)
+    if num_queries == 0:
         return  # padding
 
     row = tl.arange(0, BLOCK_QUERIES * PACKED)
     dims = tl.arange(0, HEAD_DIM)
     # Tokens past the end repeat the last one: cheaper than a mask on every load.
-    token = tl.minimum(row // PACKED, count - 1)
+    token = tl.minimum(row // PACKED, num_queries - 1)
     queries = _load_queries(
         qkv + (first_token + token) * qkv_stride + (head + row % PACKED) * HEAD_DIM,
-        rotary_table + (start + token).to(tl.int64) * HEAD_DIM,
+        rotary_table + (context_len + token).to(tl.int64) * HEAD_DIM,
         q_norm_weight,
         eps,
         NORM,
@@ -198,47 +204,47 @@ def _prefill_kernel(
         m_i = tl.full((BLOCK_QUERIES * PACKED,), -1e38, tl.float32)
 
     pages = page_table + table_row * table_stride
-    block = tl.arange(0, BLOCK_KEYS)
-    within = (block[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+    key_offset = tl.arange(0, BLOCK_KEYS)
+    block_offsets = (key_offset[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
     # Blocks that every query sees whole, without a mask: from `full_begin` to `full_end`.
-    oldest = oldest_key(start, window)
-    full_begin = oldest // BLOCK_KEYS * BLOCK_KEYS
-    full_end = (start + 1) // BLOCK_KEYS * BLOCK_KEYS
+    oldest_pos = oldest_key(context_len, window)
+    full_begin = oldest_pos // BLOCK_KEYS * BLOCK_KEYS
+    full_end = (context_len + 1) // BLOCK_KEYS * BLOCK_KEYS
     page = tl.load(pages + full_begin // PAGE_SIZE)
     if window is not None:
-        first = full_begin
-        full_begin = tl.cdiv(oldest_key(start + count - 1, window), BLOCK_KEYS) * BLOCK_KEYS
+        masked_begin = full_begin
+        full_begin = tl.cdiv(oldest_key(context_len + num_queries - 1, window), BLOCK_KEYS) * BLOCK_KEYS
         full_begin = tl.minimum(full_begin, full_end)
-        for position in range(first, full_begin, BLOCK_KEYS):
-            next_page = _page_of(pages, position + BLOCK_KEYS, start + count, PAGE_SIZE)
-            base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
-            exists = (position + block >= oldest)[:, None]
-            keys = tl.load(key_cache + base + within, exists, other=0.0)
-            values = tl.load(value_cache + base + within, exists, other=0.0)
-            visible = position + block[None, :] > start + token[:, None] - window
+        for block_key in range(masked_begin, full_begin, BLOCK_KEYS):
+            next_page = _load_page(pages, block_key + BLOCK_KEYS, context_len + num_queries, PAGE_SIZE)
+            block_start = (page * PAGE_SIZE + block_key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+            key_mask = (block_key + key_offset >= oldest_pos)[:, None]
+            keys = tl.load(key_cache + block_start + block_offsets, key_mask, other=0.0)
+            values = tl.load(value_cache + block_start + block_offsets, key_mask, other=0.0)
+            visible = block_key + key_offset[None, :] > context_len + token[:, None] - window
             acc, l_i, m_i = attend_block(queries, keys, values, visible, acc, l_i, m_i, scale_log2, MASKED=True)
             page = next_page
-    for position in range(full_begin, full_end, BLOCK_KEYS):
-        next_page = _page_of(pages, position + BLOCK_KEYS, start + count, PAGE_SIZE)
-        base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
-        keys = tl.load(key_cache + base + within)
-        values = tl.load(value_cache + base + within)
+    for block_key in range(full_begin, full_end, BLOCK_KEYS):
+        next_page = _load_page(pages, block_key + BLOCK_KEYS, context_len + num_queries, PAGE_SIZE)
+        block_start = (page * PAGE_SIZE + block_key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+        keys = tl.load(key_cache + block_start + block_offsets)
+        values = tl.load(value_cache + block_start + block_offsets)
         acc, l_i, m_i = attend_block(queries, keys, values, None, acc, l_i, m_i, scale_log2, MASKED=False)
         page = next_page
-    for position in range(full_end, start + count, BLOCK_KEYS):
-        next_page = _page_of(pages, position + BLOCK_KEYS, start + count, PAGE_SIZE)
-        base = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
-        exists = (position + block < start + count)[:, None]
+    for block_key in range(full_end, context_len + num_queries, BLOCK_KEYS):
+        next_page = _load_page(pages, block_key + BLOCK_KEYS, context_len + num_queries, PAGE_SIZE)
+        block_start = (page * PAGE_SIZE + block_key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+        key_mask = (block_key + key_offset < context_len + num_queries)[:, None]
         if window is not None:
-            exists &= (position + block >= oldest)[:, None]
-        keys = tl.load(key_cache + base + within, exists, other=0.0)
-        values = tl.load(value_cache + base + within, exists, other=0.0)
-        visible = position + block[None, :] <= start + row[:, None] // PACKED
+            key_mask &= (block_key + key_offset >= oldest_pos)[:, None]
+        keys = tl.load(key_cache + block_start + block_offsets, key_mask, other=0.0)
+        values = tl.load(value_cache + block_start + block_offsets, key_mask, other=0.0)
+        visible = block_key + key_offset[None, :] <= context_len + row[:, None] // PACKED
         if window is not None:
-            visible &= position + block[None, :] > start + token[:, None] - window
+            visible &= block_key + key_offset[None, :] > context_len + token[:, None] - window
         acc, l_i, m_i = attend_block(queries, keys, values, visible, acc, l_i, m_i, scale_log2, MASKED=True)
         page = next_page
     output = acc[0] / l_i[:, None]
     column = (head + row % PACKED)[:, None] * HEAD_DIM + dims[None, :]
     offset = (first_token + row // PACKED)[:, None] * (HEADS * HEAD_DIM) + column
-    tl.store(out + offset, output.to(out.dtype.element_ty), (row // PACKED < count)[:, None])
+    tl.store(out + offset, output.to(out.dtype.element_ty), (row // PACKED < num_queries)[:, None])

@@ -1,8 +1,8 @@
 """Device functions of the decode attention kernels: KV splits of a sequence, and the combine of partial outputs.
 
-A KV split of a sequence writes its partial output and the logarithm of its sum of exponentials to rows of `partial` and
-`weights`. `arrivals` counts the finished splits of each pair of a sequence and a key head; the program that finishes
-the last split combines them.
+A KV split of a sequence writes its partial output and the logarithm of its sum of exponentials (log-sum-exp) to rows of
+`partial` and `lse`. `arrivals` counts the finished splits of each pair of a sequence and a key head; the program that
+finishes the last split combines them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_SPLIT_PAIRS = 2**16
 
 
 def tile_rows(heads: int) -> int:
-    """Rows of a tile for this number of query heads: tl.dot takes no fewer than 16."""
+    """Return the rows of a tile for this number of query heads: tl.dot takes no fewer than 16."""
     return max(16, 1 << (heads - 1).bit_length())
 
 
 def block_keys(head_dim: int, element_bytes: int) -> int:
-    """Keys of a block, by the bytes of a cache element.
+    """Return the number of keys of a block, by the bytes of a cache element.
 
     A block of keys and one of values take at most 32 KiB. Two in flight and three programs per SM keep 192 KiB in
     flight on Hopper (about 40 KiB would hide 1 us at 4.4 TB/s), and 64 KiB still fits consumer GPUs.
@@ -37,7 +37,7 @@ def block_keys(head_dim: int, element_bytes: int) -> int:
 
 @lru_cache
 def arrival_counters(device: torch.device) -> torch.Tensor:
-    """How many splits of each sequence and key head are finished: zeros before and after every launch.
+    """Return the counters of finished splits per sequence and key head, zeros before and after every launch.
 
     One tensor per device, since launches follow each other on one stream, and always the same one: captured graphs keep
     its address.
@@ -53,7 +53,7 @@ def decode_tensors(
     rows: torch.Tensor,
     out: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """The first arguments of the decode kernels."""
+    """Return the first arguments of the decode kernels."""
     norms, rotary_table, key_cache, value_cache, *_ = params
     q_norm_weight, k_norm_weight, _ = norms or (qkv, qkv, 0.0)
     return qkv, q_norm_weight, k_norm_weight, rotary_table, positions, key_cache, value_cache, page_table, rows, out
@@ -61,9 +61,9 @@ def decode_tensors(
 
 @triton.jit
 def combine_splits(
-    partial, weights, first_rows, exists, split_stride, splits, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+    partial, lse, first_rows, head_mask, split_stride, splits, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Combines the splits of GROUP heads into outputs [GROUP, HEAD_DIM]; `first_rows` [GROUP] hold their first splits.
+    """Combine the splits of GROUP heads into outputs [GROUP, HEAD_DIM]; `first_rows` [GROUP] hold their first splits.
 
     Splits are weighted by their sums of exponentials and always added in the same order. Other SMs wrote them during
     this launch: loads bypass the L1 cache, which may have stale lines.
@@ -71,35 +71,35 @@ def combine_splits(
     dims = tl.arange(0, HEAD_DIM)[None, None, :]
     split = tl.arange(0, BLOCK)[None, :]
     rows = first_rows[:, None] + split * split_stride
-    mask = exists[:, None] & (split < splits)
+    mask = head_mask[:, None] & (split < splits)
     # The first splits, usually all, are in flight before the largest weight is known.
     partial_out = tl.load(
         partial + rows[:, :, None] * HEAD_DIM + dims, mask[:, :, None], other=0.0, cache_modifier=".cg"
     )
-    log_sums = tl.load(weights + rows, mask, other=float("-inf"), cache_modifier=".cg")
-    m_i = tl.maximum(tl.max(log_sums, 1), -1e38)  # finite in rows without a head
-    weight = tl.exp2(log_sums - m_i[:, None])
+    split_lse = tl.load(lse + rows, mask, other=float("-inf"), cache_modifier=".cg")
+    m_i = tl.maximum(tl.max(split_lse, 1), -1e38)  # finite in rows without a head
+    weight = tl.exp2(split_lse - m_i[:, None])
     l_i = tl.sum(weight, 1)
     acc = tl.sum(partial_out * weight[:, :, None], 1)
     for split_start in range(BLOCK, splits, BLOCK):
         rows += BLOCK * split_stride
-        mask = exists[:, None] & (split_start + split < splits)
+        mask = head_mask[:, None] & (split_start + split < splits)
         partial_out = tl.load(
             partial + rows[:, :, None] * HEAD_DIM + dims, mask[:, :, None], other=0.0, cache_modifier=".cg"
         )
-        log_sums = tl.load(weights + rows, mask, other=float("-inf"), cache_modifier=".cg")
-        m_new = tl.maximum(m_i, tl.max(log_sums, 1))
+        split_lse = tl.load(lse + rows, mask, other=float("-inf"), cache_modifier=".cg")
+        m_new = tl.maximum(m_i, tl.max(split_lse, 1))
         alpha = tl.exp2(m_i - m_new)
-        weight = tl.exp2(log_sums - m_new[:, None])
+        weight = tl.exp2(split_lse - m_new[:, None])
         l_i = l_i * alpha + tl.sum(weight, 1)
         acc = acc * alpha[:, None] + tl.sum(partial_out * weight[:, :, None], 1)
         m_i = m_new
-    return acc / tl.where(exists, l_i, 1.0)[:, None]
+    return acc / tl.where(head_mask, l_i, 1.0)[:, None]
 
 
 @triton.jit(noinline=True)
 def split_barrier():
-    """A barrier in its own function: Triton 3.6 does not pipeline a loop that contains a barrier directly.
+    """Synchronize the program's threads, as a function: Triton 3.6 does not pipeline a loop that contains a barrier.
 
     The function must do nothing else: Triton 3.6 gives a called function the shared memory of its caller.
     """
@@ -110,7 +110,7 @@ def split_barrier():
 def finish_split(
     out,
     partial,
-    weights,
+    lse,
     arrivals,
     acc,
     l_i,
@@ -132,25 +132,23 @@ def finish_split(
     `first + h * head_stride + i * split_stride` of `partial`; the combine loads BLOCK splits at a time.
     """
     row = tl.arange(0, ROWS)
-    part = first_rows + row * head_stride + split * split_stride
-    tl.store(partial + part[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], acc, (row < GROUP)[:, None])
-    tl.store(weights + part, m_i + tl.log2(l_i), row < GROUP)
+    split_row = first_rows + row * head_stride + split * split_stride
+    tl.store(partial + split_row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], acc, (row < GROUP)[:, None])
+    tl.store(lse + split_row, m_i + tl.log2(l_i), row < GROUP)
     split_barrier()  # all of this program's partial output is written before it is counted
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == splits - 1:
         tl.store(arrivals + pair, 0)
         head = tl.arange(0, triton.next_power_of_2(GROUP))
-        exists = head < GROUP
-        heads = first_rows + head * head_stride
-        combined = combine_splits(partial, weights, heads, exists, split_stride, splits, HEAD_DIM, BLOCK)
-        result = out + (pair * GROUP + head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        tl.store(result, combined.to(out.dtype.element_ty), exists[:, None])
+        head_mask = head < GROUP
+        head_rows = first_rows + head * head_stride
+        combined = combine_splits(partial, lse, head_rows, head_mask, split_stride, splits, HEAD_DIM, BLOCK)
+        out_ptrs = out + (pair * GROUP + head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        tl.store(out_ptrs, combined.to(out.dtype.element_ty), head_mask[:, None])
 
 
 @triton.jit
 def empty_softmax(cache_ptr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The initial values of the online softmax.
-
-    Returns (acc, l_i, m_i) before the first key, acc in parts.
+    """Return the initial values (acc, l_i, m_i) of the online softmax, before the first key. acc is in parts.
 
     m_i is below every score but finite, so that a block without a visible key adds nothing, and no NaN.
     """
@@ -163,7 +161,7 @@ def empty_softmax(cache_ptr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def zero_queries(qkv, cache_ptr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Queries in parts, all zeros, before a loop that calls `begin_split` itself."""
+    """Return queries in parts, all zeros, for a loop that calls `begin_split` itself."""
     queries = tl.zeros((ROWS, HEAD_DIM), qkv.dtype.element_ty)
     return split_parts(to_dot_type(queries, cache_ptr), cache_ptr, ROWS, HEAD_DIM)
 
@@ -193,7 +191,9 @@ def begin_split(
     PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A split's queries and its softmax before any cached key: (queries, acc, l_i, m_i), the first two in parts.
+    """Return a split's queries and its softmax before any cached key.
+
+    Returns (queries, acc, l_i, m_i), the first two in parts.
 
     Rows are the query heads of KEY_HEADS key heads, those of tile `tile`. A sequence's last split begins with the new
     token, taken from the QKV projection: its key and value are stored and attended to first. With PDL the projection,
@@ -207,13 +207,13 @@ def begin_split(
     kv_head = tile * KEY_HEADS + head // GROUP
     # All loads are in flight before the first is waited for, and those of older data before the projection.
     new_page = tl.load(pages + position // PAGE_SIZE, is_last, other=0)
-    rotation = rotary_table + tl.maximum(position, 0).to(tl.int64) * HEAD_DIM + column % (HEAD_DIM // 2)
-    cos, sin = tl.load(rotation), tl.load(rotation + HEAD_DIM // 2)
+    rotary_ptrs = rotary_table + tl.maximum(position, 0).to(tl.int64) * HEAD_DIM + column % (HEAD_DIM // 2)
+    cos, sin = tl.load(rotary_ptrs), tl.load(rotary_ptrs + HEAD_DIM // 2)
     pdl_wait(PDL)
-    token = qkv + sequence.to(tl.int64) * qkv_stride
-    head_ptr = token + (tile * KEY_HEADS * GROUP + head)[:, None] * HEAD_DIM
+    token_ptr = qkv + sequence.to(tl.int64) * qkv_stride
+    head_ptr = token_ptr + (tile * KEY_HEADS * GROUP + head)[:, None] * HEAD_DIM
     query, query_partners = tl.load(head_ptr + column), tl.load(head_ptr + partner_column)
-    head_ptr = token + (KV_HEADS * GROUP + kv_head)[:, None] * HEAD_DIM
+    head_ptr = token_ptr + (KV_HEADS * GROUP + kv_head)[:, None] * HEAD_DIM
     key = tl.load(head_ptr + column, is_last, other=0.0)
     key_partners = tl.load(head_ptr + partner_column, is_last, other=0.0)
     value = tl.load(head_ptr + KV_HEADS * HEAD_DIM + column, is_last, other=0.0)
@@ -228,9 +228,9 @@ def begin_split(
         )
         cached_key, cached_value = to_cache_type(key, key_cache), to_cache_type(value, value_cache)
         slot = ((new_page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + column
-        once = ((row % GROUP == 0) & (row < KEY_HEADS * GROUP))[:, None]
-        tl.store(key_cache + slot, cached_key, once)
-        tl.store(value_cache + slot, cached_value, once)
+        store_mask = ((row % GROUP == 0) & (row < KEY_HEADS * GROUP))[:, None]
+        tl.store(key_cache + slot, cached_key, store_mask)
+        tl.store(value_cache + slot, cached_value, store_mask)
         acc = split_parts(cached_value.to(tl.float32), value_cache, ROWS, HEAD_DIM)
         l_i = tl.full((ROWS,), 1.0, tl.float32)
         m_i = tl.sum(query.to(tl.float32) * cached_key.to(tl.float32), 1) * scale_log2

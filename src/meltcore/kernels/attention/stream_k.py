@@ -45,14 +45,14 @@ _WARPS = 4
 
 
 class StreamK(NamedTuple):
-    """How a decode step is divided: the number of work ranges for each tile of `key_heads` key heads."""
+    """The division of a decode step: the number of work ranges for each tile of `key_heads` key heads."""
 
     work_ranges: int
     key_heads: int
 
 
 def stream_k_for(sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> StreamK | None:
-    """The work ranges of a decode step; None where one program per sequence and key head is better.
+    """Return the work ranges of a decode step; None where one program per sequence and key head is better.
 
     As many programs as run concurrently: shared memory holds three blocks of keys and values for each, one of them in
     flight, so two per SM on Hopper. (The registers of a third fit only smaller blocks, which are slower.)
@@ -76,18 +76,18 @@ def decode_stream_k(
     out: torch.Tensor,
     launch: StreamK,
 ) -> None:
-    """`decode_attention` of at most MAX_SEQUENCES sequences, into `out`. Raises ValueError for more."""
+    """Compute `decode_attention` of at most MAX_SEQUENCES sequences into `out`. Raises ValueError for more."""
     sequences, heads, head_dim = out.shape
     _, page_size, kv_heads, _ = params.key_cache.shape
-    norms, (ranges, key_heads) = params.norms, launch
+    norms, (num_ranges, key_heads) = params.norms, launch
     if sequences > MAX_SEQUENCES:
         raise ValueError(f"{sequences} sequences; Stream-K decode takes at most {MAX_SEQUENCES}")
     # Neighboring work ranges share at most one sequence, so range + sequence identifies each split.
-    partial = torch.empty(ranges + sequences, heads, head_dim, dtype=torch.float32, device=out.device)
-    weights = torch.empty(ranges + sequences, heads, dtype=torch.float32, device=out.device)
-    _decode_stream_k_kernel[(kv_heads // key_heads, ranges)](
+    partial = torch.empty(num_ranges + sequences, heads, head_dim, dtype=torch.float32, device=out.device)
+    lse = torch.empty(num_ranges + sequences, heads, dtype=torch.float32, device=out.device)
+    _decode_stream_k_kernel[(kv_heads // key_heads, num_ranges)](
         *decode_tensors(qkv, params, positions, page_table, rows, out),
-        *(partial, weights, arrival_counters(out.device), sequences, norms.eps if norms else 0.0),
+        *(partial, lse, arrival_counters(out.device), sequences, norms.eps if norms else 0.0),
         *(params.scale * math.log2(math.e), qkv.stride(0), page_table.stride(0), params.sliding_window),
         NORM=norms is not None,
         KV_HEADS=kv_heads,
@@ -106,7 +106,7 @@ def decode_stream_k(
 
 @triton.jit
 def _block_ends(positions, rows, sequences, window, BLOCK_TOKENS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr):
-    """Returns positions, page-table rows and block ends of BLOCK_SEQUENCES sequences, and their number of blocks."""
+    """Return positions, page-table rows and block ends of BLOCK_SEQUENCES sequences, and their number of blocks."""
     index = tl.arange(0, BLOCK_SEQUENCES)
     position = tl.load(positions + index, index < sequences, other=0).to(tl.int32)
     row = tl.load(rows + index, index < sequences, other=0)
@@ -129,7 +129,7 @@ def _decode_stream_k_kernel(
     rows,
     out,
     partial,
-    weights,
+    lse,
     arrivals,
     sequences,
     eps,
@@ -157,79 +157,79 @@ def _decode_stream_k_kernel(
     pdl_launch_dependents(PDL)
     # No recent kernel wrote positions, rows, page numbers and the cached keys: until a split begins, everything is
     # loaded before the previous kernel has ended.
-    seq_positions, seq_rows, ends, total_blocks = _block_ends(
+    seq_positions, seq_rows, block_ends, total_blocks = _block_ends(
         positions, rows, sequences, window, BLOCK_TOKENS, BLOCK_SEQUENCES
     )
     index = tl.arange(0, BLOCK_SEQUENCES)
     # Every work range has a block, so that the splits of a sequence can be counted.
-    ranges = tl.minimum(tl.num_programs(1), total_blocks)
-    begin = tl.minimum(work_range, ranges) * total_blocks // ranges
-    end = tl.minimum(work_range + 1, ranges) * total_blocks // ranges
-    sequence = tl.sum((ends <= begin).to(tl.int32), 0)
+    num_ranges = tl.minimum(tl.num_programs(1), total_blocks)
+    range_begin = tl.minimum(work_range, num_ranges) * total_blocks // num_ranges
+    range_end = tl.minimum(work_range + 1, num_ranges) * total_blocks // num_ranges
+    sequence = tl.sum((block_ends <= range_begin).to(tl.int32), 0)
     # Number of block 0 of `sequence`. Its first block in the window is `first_block`; those before it have no number.
-    origin = tl.max(tl.where(ends <= begin, ends, 0), 0)
+    origin = tl.max(tl.where(block_ends <= range_begin, block_ends, 0), 0)
     position = tl.sum(tl.where(index == sequence, seq_positions, 0), 0)
     origin -= oldest_key(position, window) // BLOCK_TOKENS
     pages = page_table + tl.sum(tl.where(index == sequence, seq_rows, 0), 0) * table_stride
-    page = tl.load(pages + (begin - origin) // PAGE_BLOCKS, begin < end, other=0)
+    page = tl.load(pages + (range_begin - origin) // PAGE_BLOCKS, range_begin < range_end, other=0)
 
     dims = tl.arange(0, HEAD_DIM)
     key = tl.arange(0, BLOCK_TOKENS * KEY_HEADS)
     token, key_head = key // KEY_HEADS, key % KEY_HEADS
-    within = (token * KV_HEADS + tile * KEY_HEADS + key_head)[:, None] * READ_DIM
-    within += tl.arange(0, READ_DIM)[None, :]
+    block_offsets = (token * KV_HEADS + tile * KEY_HEADS + key_head)[:, None] * READ_DIM
+    block_offsets += tl.arange(0, READ_DIM)[None, :]
     key_blocks, value_blocks = as_pairs(key_cache), as_pairs(value_cache)
     row = tl.arange(0, ROWS)
     queries = zero_queries(qkv, key_cache, ROWS, HEAD_DIM)
     acc, l_i, m_i = empty_softmax(value_cache, ROWS, HEAD_DIM)
-    split_begin = begin
-    for number in range(begin, end):
-        block = number - origin
-        oldest = oldest_key(position, window)
-        first_block = oldest // BLOCK_TOKENS
-        count = tl.maximum(tl.cdiv(position + 1, BLOCK_TOKENS), 1)
-        ends_here = block + 1 == count
+    split_begin = range_begin
+    for block_number in range(range_begin, range_end):
+        block = block_number - origin
+        oldest_pos = oldest_key(position, window)
+        first_block = oldest_pos // BLOCK_TOKENS
+        num_blocks = tl.maximum(tl.cdiv(position + 1, BLOCK_TOKENS), 1)
+        is_last_block = block + 1 == num_blocks
         # The page after this block is looked up one block ahead of its keys, whose addresses need it.
-        continues = number + 1 < end
+        has_next = block_number + 1 < range_end
         next_sequence, next_origin, next_position, next_pages = sequence, origin, position, pages
-        if ends_here & continues:
-            next_sequence, next_origin = sequence + 1, number + 1
+        if is_last_block & has_next:
+            next_sequence, next_origin = sequence + 1, block_number + 1
             next_position = tl.load(positions + next_sequence).to(tl.int32)
             next_origin -= oldest_key(next_position, window) // BLOCK_TOKENS
             next_pages = page_table + tl.load(rows + next_sequence) * table_stride
-        next_page = tl.load(next_pages + (number + 1 - next_origin) // PAGE_BLOCKS, continues, other=0)
+        next_page = tl.load(next_pages + (block_number + 1 - next_origin) // PAGE_BLOCKS, has_next, other=0)
 
-        base = (page * PAGE_SIZE + block % PAGE_BLOCKS * BLOCK_TOKENS) * (KV_HEADS * READ_DIM)
-        filled = block * BLOCK_TOKENS + token < position
+        block_start = (page * PAGE_SIZE + block % PAGE_BLOCKS * BLOCK_TOKENS) * (KV_HEADS * READ_DIM)
+        key_mask = block * BLOCK_TOKENS + token < position
         if window is not None:
-            filled &= block * BLOCK_TOKENS + token >= oldest
-        keys = tl.load(key_blocks + base + within, filled[:, None], other=0.0)
-        values = tl.load(value_blocks + base + within, filled[:, None], other=0.0)
-        if (block == first_block) | (number == begin):
-            split_begin = number
-            is_last = (origin + count <= end) & (position >= 0)
+            key_mask &= block * BLOCK_TOKENS + token >= oldest_pos
+        keys = tl.load(key_blocks + block_start + block_offsets, key_mask[:, None], other=0.0)
+        values = tl.load(value_blocks + block_start + block_offsets, key_mask[:, None], other=0.0)
+        if (block == first_block) | (block_number == range_begin):
+            split_begin = block_number
+            is_last = (origin + num_blocks <= range_end) & (position >= 0)
             queries, acc, l_i, m_i = begin_split(
                 *(qkv, q_norm_weight, k_norm_weight, rotary_table, key_cache, value_cache, pages, sequence, position),
                 *(is_last, tile, eps, scale_log2, qkv_stride),
                 *(NORM, KV_HEADS, GROUP, KEY_HEADS, ROWS, HEAD_DIM, PAGE_SIZE, PDL),
             )
-        visible = filled[None, :]
+        visible = key_mask[None, :]
         if KEY_HEADS > 1:
             visible &= tl.minimum(row // GROUP, KEY_HEADS - 1)[:, None] == key_head[None, :]
         acc, l_i, m_i = attend_block(queries, keys, values, visible, acc, l_i, m_i, scale_log2, MASKED=True)
-        if ends_here | (number + 1 == end):
+        if is_last_block | (block_number + 1 == range_end):
             divisor = tl.where(l_i > 0, l_i, 1.0)  # padding has attended to no key
             output = join_parts(acc, ROWS, HEAD_DIM) / divisor[:, None]
-            if number + 1 - split_begin == count - first_block:
+            if block_number + 1 - split_begin == num_blocks - first_block:
                 head = (sequence.to(tl.int64) * tiles + tile) * HEADS + row
-                result = out + head[:, None] * HEAD_DIM + dims[None, :]
-                tl.store(result, output.to(out.dtype.element_ty), (row < HEADS)[:, None])
+                out_ptrs = out + head[:, None] * HEAD_DIM + dims[None, :]
+                tl.store(out_ptrs, output.to(out.dtype.element_ty), (row < HEADS)[:, None])
             else:
-                first_range = ((origin + first_block + 1) * ranges - 1) // total_blocks
-                splits = ((origin + count) * ranges - 1) // total_blocks - first_range + 1
+                first_range = ((origin + first_block + 1) * num_ranges - 1) // total_blocks
+                splits = ((origin + num_blocks) * num_ranges - 1) // total_blocks - first_range + 1
                 pair, first_row = sequence * tiles + tile, ((first_range + sequence) * tiles + tile) * HEADS
                 finish_split(
-                    *(out, partial, weights, arrivals, output, l_i, m_i, pair, work_range - first_range, splits),
+                    *(out, partial, lse, arrivals, output, l_i, m_i, pair, work_range - first_range, splits),
                     *(first_row, 1, KV_HEADS * GROUP, ROWS, HEADS, HEAD_DIM, 4),
                 )
         sequence, origin, position, pages, page = next_sequence, next_origin, next_position, next_pages, next_page

@@ -52,21 +52,21 @@ _TWO_SHOT_SAVES_BYTES = 1152 * 1024
 
 def can_all_reduce(values: torch.Tensor) -> bool:
     """Return whether `all_reduce` supports a tensor of this size and layout."""
-    size = values.numel() * values.element_size()
-    return size <= MAX_BYTES and size % _ALIGNMENT_BYTES == 0 and values.is_contiguous()
+    message_bytes = values.numel() * values.element_size()
+    return message_bytes <= MAX_BYTES and message_bytes % _ALIGNMENT_BYTES == 0 and values.is_contiguous()
 
 
 def can_fuse_norm(partial_sum: torch.Tensor, ranks: int) -> bool:
     """Return whether `all_reduce_rms_norm` supports partial sums [rows, size] of this size and layout."""
-    chunks = _chunks(_row_words(partial_sum))
-    fits = chunks <= _MAX_ROW_CHUNKS and chunks * ranks <= _MAX_AWAITED_CHUNKS
-    aligned = partial_sum.shape[1] * partial_sum.element_size() % _ALIGNMENT_BYTES == 0
-    return fits and aligned and len(partial_sum) * chunks <= CHUNKS and can_all_reduce(partial_sum)
+    num_chunks = _num_chunks(_row_words(partial_sum))
+    fits_registers = num_chunks <= _MAX_ROW_CHUNKS and num_chunks * ranks <= _MAX_AWAITED_CHUNKS
+    is_aligned = partial_sum.shape[1] * partial_sum.element_size() % _ALIGNMENT_BYTES == 0
+    return fits_registers and is_aligned and len(partial_sum) * num_chunks <= CHUNKS and can_all_reduce(partial_sum)
 
 
 def all_reduce_reference(partial_sums: list[torch.Tensor], residual: torch.Tensor | None = None) -> torch.Tensor:
     """Compute `all_reduce`, as its specification: sum in float32 in rank order, add `residual`, round once."""
-    total = torch.stack([each.float() for each in partial_sums]).sum(0)
+    total = torch.stack([partial_sum.float() for partial_sum in partial_sums]).sum(0)
     return (total if residual is None else residual.float() + total).to(partial_sums[0].dtype)
 
 
@@ -130,8 +130,8 @@ def _norm_weights(weight_ptr, column, PER_WORD: tl.constexpr, ROW: tl.constexpr)
 @triton.jit
 def _reduce(received, residual, DTYPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
     """Sum the words over their first dimension and add `residual` if HAS_RESIDUAL."""
-    lows, highs = _unpack(received, DTYPE)
-    low, high = tl.sum(lows, axis=0), tl.sum(highs, axis=0)
+    low_values, high_values = _unpack(received, DTYPE)
+    low, high = tl.sum(low_values, axis=0), tl.sum(high_values, axis=0)
     if HAS_RESIDUAL:
         low_residual, high_residual = _unpack(residual, DTYPE)
         low += low_residual
@@ -158,9 +158,9 @@ def _partial_sum(
         for k in tl.static_range(TOP_K):
             pair = row * TOP_K + k
             weight = tl.load(topk_weights_ptr + pair)
-            lows, highs = _unpack(tl.load(values_ptr + pair * ROW + column, mask=mask, other=0), DTYPE)
-            low += weight * lows
-            high += weight * highs
+            low_values, high_values = _unpack(tl.load(values_ptr + pair * ROW + column, mask=mask, other=0), DTYPE)
+            low += weight * low_values
+            high += weight * high_values
         words = _pack(low, high, DTYPE)
     return avoid_empty(words)
 
@@ -209,13 +209,13 @@ def _all_reduce_kernel(
     steps = tl.load(steps_ptr + chunk) + 1
     word = program * ROW + column
     mask = (column < ROW) & (word < words // 4 * 4)  # tells the compiler that no mask splits 16 bytes
-    own = _partial_sum(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
+    local_words = _partial_sum(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
     SLICE: tl.constexpr = BLOCK // RANKS
     if SEND:
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                sent = mask & (column // SLICE == rank) if TWO_SHOT else mask
-                send(own, sent, pointers_ptr, rank, column, chunk, steps, RANK, RANKS, CHUNK)
+                send_mask = mask & (column // SLICE == rank) if TWO_SHOT else mask
+                send(local_words, send_mask, pointers_ptr, rank, column, chunk, steps, RANK, RANKS, CHUNK)
     if REDUCE and TWO_SHOT:
         _reduce_slice(
             values_ptr, topk_weights_ptr, output_ptr, pointers_ptr, steps_ptr, words, program,
@@ -226,8 +226,10 @@ def _all_reduce_kernel(
             slot = slot_pointers(pointers_ptr, RANK, column // SLICE, column, chunk, steps, RANKS, CHUNK)
             total = wait_for(slot, mask, pointers_ptr, RANKS, POLLS, BACKOFF_NS)
         else:
-            residual = tl.load(output_ptr + word, mask=mask, other=0) if HAS_RESIDUAL else own
-            received = receive(own, mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK, POLLS, BACKOFF_NS)
+            residual = tl.load(output_ptr + word, mask=mask, other=0) if HAS_RESIDUAL else local_words
+            received = receive(
+                local_words, mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK, POLLS, BACKOFF_NS
+            )
             total = _reduce(received, residual, DTYPE, HAS_RESIDUAL)
         tl.store(output_ptr + word, total, mask=mask)
         if HAS_NORM:
@@ -262,9 +264,9 @@ def _reduce_slice(
     steps = tl.load(steps_ptr + chunk) + 1
     word = program * ROW + column
     mask = word < words // 4 * 4
-    own = _partial_sum(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
-    residual = tl.load(output_ptr + word, mask=mask, other=0) if HAS_RESIDUAL else own
-    received = receive(own, mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK, POLLS, BACKOFF_NS)
+    local_words = _partial_sum(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
+    residual = tl.load(output_ptr + word, mask=mask, other=0) if HAS_RESIDUAL else local_words
+    received = receive(local_words, mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK, POLLS, BACKOFF_NS)
     total = _reduce(received, residual, DTYPE, HAS_RESIDUAL)
     send_to_all(avoid_empty(total), mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK)
 
@@ -288,11 +290,11 @@ def _all_reduce_max_kernel(
     column = tl.arange(0, CHUNK)
     chunk = program + tl.zeros_like(column)
     steps = tl.load(steps_ptr + chunk) + 1
-    number = program * QUARTER + column % QUARTER
+    index = program * QUARTER + column % QUARTER
     bit = (16 * (column // QUARTER)).to(tl.int64)
-    mask = number < count
-    own = tl.load(values_ptr + number, mask=mask, other=0)
-    words = ((own >> bit) & 0xFFFF).to(tl.int32)
+    mask = index < count
+    local_values = tl.load(values_ptr + index, mask=mask, other=0)
+    words = ((local_values >> bit) & 0xFFFF).to(tl.int32)
     if SEND:
         for rank in tl.static_range(RANKS):
             if rank != RANK:
@@ -300,8 +302,8 @@ def _all_reduce_max_kernel(
     if RECEIVE:
         received = receive(words, mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK, POLLS).to(tl.int64)
         maximum = tl.max(tl.sum(tl.reshape(received << bit[None, :], (RANKS, 4, QUARTER)), axis=1), axis=0)
-        number = program * QUARTER + tl.arange(0, QUARTER)
-        tl.store(values_ptr + number, maximum, mask=number < count)
+        index = program * QUARTER + tl.arange(0, QUARTER)
+        tl.store(values_ptr + index, maximum, mask=index < count)
         tl.store(steps_ptr + chunk, steps, mask=column == 0)
 
 
@@ -376,14 +378,11 @@ def _launch(
     *,
     has_residual: bool,
 ) -> None:
-    """Launch an all-reduce kernel.
-
-    row: words per program.
-    """
+    """Launch an all-reduce kernel. row: words per program."""
     if output.numel() == 0:
         return
     words = _as_words(output)
-    block = _chunks(row) * CHUNK
+    block = _num_chunks(row) * CHUNK
     programs = triton.cdiv(words.numel(), row)
     _all_reduce_kernel[(programs,)](
         _as_words(values),
@@ -416,13 +415,13 @@ def _launch(
     )
 
 
-def _two_shot_is_faster(size: int, ranks: int) -> bool:
-    """Whether two-shot is faster than one-shot.
+def _two_shot_is_faster(message_bytes: int, ranks: int) -> bool:
+    """Return whether two-shot is faster than one-shot.
 
-    size: bytes of a message.
+    message_bytes: size of a message.
     """
-    saved = size * (ranks - 1) - size * 2 * (ranks - 1) // ranks
-    return saved >= _TWO_SHOT_SAVES_BYTES
+    saved_bytes = message_bytes * (ranks - 1) - message_bytes * 2 * (ranks - 1) // ranks
+    return saved_bytes >= _TWO_SHOT_SAVES_BYTES
 
 
 def all_reduce_max(values: torch.Tensor, memory: SymmetricMemory, *, phases: Phases = ALL_PHASES) -> torch.Tensor:
@@ -449,7 +448,7 @@ def _row_words(values: torch.Tensor) -> int:
     return values.shape[1] * values.element_size() // 4
 
 
-def _chunks(row: int) -> int:
+def _num_chunks(row: int) -> int:
     """Return the number of chunks for `row` words, rounded up to a power of two as Triton blocks require."""
     return int(triton.next_power_of_2(triton.cdiv(row, CHUNK)))
 

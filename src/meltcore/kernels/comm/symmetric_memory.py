@@ -42,7 +42,7 @@ class SymmetricMemory(NamedTuple):
     steps: torch.Tensor
     rank: int
     abort_flag: torch.Tensor
-    owned: torch.Tensor | None = None  # memory behind `pointers` that lives as long as this object
+    backing_memory: torch.Tensor | None = None  # memory behind `pointers` that lives as long as this object
 
     @classmethod
     def of(cls, buffers: list[int], rank: int, device: torch.device) -> SymmetricMemory:
@@ -78,7 +78,7 @@ def aborted_memory(memory: SymmetricMemory) -> SymmetricMemory:
     buffer = torch.empty(buffer_bytes(memory.ranks), dtype=torch.uint8, device=device)
     aborted = SymmetricMemory.of([buffer.data_ptr()] * memory.ranks, memory.rank, device)
     aborted.abort()
-    return aborted._replace(owned=buffer)
+    return aborted._replace(backing_memory=buffer)
 
 
 class Phases(NamedTuple):
@@ -193,6 +193,6 @@ def receive(
     """
     rank = tl.arange(0, RANKS)[:, None]
     slot = slot_pointers(pointers_ptr, RANK, rank, column[None, :], chunk[None, :], steps[None, :], RANKS, CHUNK)
-    awaited = mask[None, :] & (rank != RANK)
-    received = wait_for(slot, awaited, pointers_ptr, RANKS, POLLS, BACKOFF_NS)
+    receive_mask = mask[None, :] & (rank != RANK)
+    received = wait_for(slot, receive_mask, pointers_ptr, RANKS, POLLS, BACKOFF_NS)
     return tl.where(rank == RANK, words[None, :], received)

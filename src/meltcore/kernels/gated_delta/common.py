@@ -164,8 +164,8 @@ def gated_norm_reference(
     output: [tokens, heads, value_dim] float32 -> [tokens, heads * value_dim] in the type of `projected`.
     """
     gate = projected[:, shape.conv_channels : -2 * shape.heads].float().unflatten(-1, (shape.heads, shape.value_dim))
-    normed = output * torch.rsqrt(output.pow(2).mean(-1, keepdim=True) + params.eps)
-    return (normed * params.norm.float() * torch.nn.functional.silu(gate)).flatten(1).to(projected.dtype)
+    normalized = output * torch.rsqrt(output.pow(2).mean(-1, keepdim=True) + params.eps)
+    return (normalized * params.norm.float() * torch.nn.functional.silu(gate)).flatten(1).to(projected.dtype)
 
 
 def delta_rule_reference(

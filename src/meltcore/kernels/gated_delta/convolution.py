@@ -24,8 +24,8 @@ from meltcore.kernels.jit import tl, triton
 
 # Tokens of a program. A thread keeps all inputs of its channels, and the KERNEL - 1 before them, which are loaded
 # again: 16 tokens leave registers for fewer programs and take 12 % longer (H200, 2026-11-21).
-_ROWS = 8
-_CHANNELS = 1024  # of a program: 8 for each thread of 4 warps, 16 bytes
+_BLOCK_TOKENS = 8
+_BLOCK_CHANNELS = 1024  # of a program: 8 for each thread of 4 warps, 16 bytes
 
 
 def convolve_chunks(
@@ -39,15 +39,15 @@ def convolve_chunks(
     query_start_loc, chunks, num_decodes = metadata.query_start_loc, metadata.chunk_indices, metadata.num_decodes
     rows = chunk_rows(len(projected), len(metadata.state_slots) - num_decodes)
     convolved = projected.new_empty(rows, shape.conv_channels * CHUNK)
-    key_heads = min(_CHANNELS // shape.key_dim, triton.next_power_of_2(2 * shape.key_heads))
-    value_heads = min(_CHANNELS // shape.value_dim, triton.next_power_of_2(shape.heads))
+    key_heads = min(_BLOCK_CHANNELS // shape.key_dim, triton.next_power_of_2(2 * shape.key_heads))
+    value_heads = min(_BLOCK_CHANNELS // shape.value_dim, triton.next_power_of_2(shape.heads))
     tiles = triton.cdiv(2 * shape.key_heads, key_heads) + triton.cdiv(shape.heads, value_heads)
-    _convolve_kernel[(tiles, CHUNK // _ROWS, len(chunks))](
+    _convolve_kernel[(tiles, CHUNK // _BLOCK_TOKENS, len(chunks))](
         *(projected, params.conv, params.conv_states, metadata.context_lens, metadata.state_slots, query_start_loc),
         *(chunks, num_decodes, convolved, projected.stride(0), params.conv_states.stride(0)),
         **constants(shape),
         CHUNK=CHUNK,
-        ROWS=_ROWS,
+        ROWS=_BLOCK_TOKENS,
         TILE_KEY_HEADS=key_heads,
         TILE_VALUE_HEADS=value_heads,
         NATIVE=capability(projected.device) > 0,
@@ -59,14 +59,14 @@ def convolve_chunks(
 @triton.jit
 def _convolve_rows(
     inputs,
-    ring,
+    ring_ptr,
     conv_weight,
     outputs,
     channels,
     channel_mask,
     scale,
     num_earlier,
-    start,
+    context_len,
     num_remaining,
     stride,
     CHANNELS: tl.constexpr,
@@ -94,9 +94,9 @@ def _convolve_rows(
     for index in tl.static_range(KERNEL - 1):
         token = num_earlier - (KERNEL - 1) + index
         step_ptr = inputs - (KERNEL - 1 - index) * stride + channels
-        slot_ptr = ring + (start + token + KERNEL) % KERNEL * CHANNELS + channels
+        slot_ptr = ring_ptr + (context_len + token + KERNEL) % KERNEL * CHANNELS + channels
         from_step = tl.load(step_ptr, channel_mask & (token >= 0) & (num_remaining > 0), other=0.0)
-        from_slot = tl.load(slot_ptr, channel_mask & (token < 0) & (start + token >= 0), other=0.0)
+        from_slot = tl.load(slot_ptr, channel_mask & (token < 0) & (context_len + token >= 0), other=0.0)
         window += (tl.where(token < 0, from_slot, from_step),)
     # All are loaded before the first is stored: the compiler cannot know that stores do not alias them.
     for row in tl.static_range(ROWS):
@@ -147,18 +147,18 @@ def _convolve_kernel(
     num_earlier = chunk_number * CHUNK + row_start
     first_token = tl.load(query_start_loc + sequence) + num_earlier
     num_remaining = (tl.load(query_start_loc + sequence + 1) - first_token).to(tl.int32)
-    start = tl.load(context_lens + sequence).to(tl.int32)
+    context_len = tl.load(context_lens + sequence).to(tl.int32)
     inputs = projected + first_token * projected_stride
-    ring = conv_states + tl.load(slots + sequence) * conv_stride
+    ring_ptr = conv_states + tl.load(slots + sequence) * conv_stride
     outputs = convolved + chunk_row(query_start_loc, sequence, chunk_number, num_decodes, CHUNK) * (CHUNK * CHANNELS)
     if tile < KEY_TILES:
         key_head = (tile * TILE_KEY_HEADS + tl.arange(0, TILE_KEY_HEADS))[:, None]
         key_dims = tl.arange(0, KEY_DIM)[None, :]
         _convolve_rows(
-            *(inputs, ring, conv_weight, outputs + (key_head * CHUNK + row_start) * KEY_DIM + key_dims),
+            *(inputs, ring_ptr, conv_weight, outputs + (key_head * CHUNK + row_start) * KEY_DIM + key_dims),
             *(key_head * KEY_DIM + key_dims, key_head < 2 * KEY_HEADS),
             tl.where(key_head < KEY_HEADS, KEY_DIM**-0.5, 1.0),
-            *(num_earlier, start, num_remaining, projected_stride, CHANNELS, KERNEL, ROWS),
+            *(num_earlier, context_len, num_remaining, projected_stride, CHANNELS, KERNEL, ROWS),
             NORMALIZE=True,
             NATIVE=NATIVE,
         )
@@ -168,12 +168,12 @@ def _convolve_kernel(
         _convolve_rows(
             *(
                 inputs,
-                ring,
+                ring_ptr,
                 conv_weight,
                 outputs + 2 * KEYS * CHUNK + (head * CHUNK + row_start) * VALUE_DIM + value_dims,
             ),
             *(2 * KEYS + head * VALUE_DIM + value_dims, head < HEADS, 1.0),
-            *(num_earlier, start, num_remaining, projected_stride, CHANNELS, KERNEL, ROWS),
+            *(num_earlier, context_len, num_remaining, projected_stride, CHANNELS, KERNEL, ROWS),
             NORMALIZE=False,
             NATIVE=NATIVE,
         )

@@ -70,8 +70,10 @@ def _decode_reference(
 ) -> None:
     conv_states, states = params.conv_states, params.recurrent_states
     new_input = projected[:, : shape.conv_channels]
-    earlier = positions[:, None] + torch.arange(1 - shape.kernel, 0, device=positions.device)
-    window = conv_states[slots[:, None], earlier % shape.kernel].masked_fill((earlier < 0)[:, :, None], 0)
+    earlier_positions = positions[:, None] + torch.arange(1 - shape.kernel, 0, device=positions.device)
+    window = conv_states[slots[:, None], earlier_positions % shape.kernel].masked_fill(
+        (earlier_positions < 0)[:, :, None], 0
+    )
     convolved = conv_reference(torch.cat([window, new_input[:, None]], 1), params.conv)[:, 0]
     conv_states[slots, positions % shape.kernel] = new_input
 
@@ -83,12 +85,12 @@ def _decode_reference(
 
 
 @triton.jit
-def _conv_of_ring(ring, conv_weight, channels, position, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
+def _conv_over_ring(ring_ptr, conv_weight, channels, position, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
     """Return the convolution's sum over the inputs in the ring: [ROWS, DIM] float32. channels: [ROWS, DIM]."""
     tap = tl.arange(0, triton.next_power_of_2(KERNEL))[:, None, None]
-    earlier = position - (KERNEL - 1) + tap
-    entries = ring + (earlier + KERNEL) % KERNEL * CHANNELS + channels[None, :, :]
-    inputs = tl.load(entries, (earlier >= 0) & (tap < KERNEL - 1), other=0.0)
+    input_pos = position - (KERNEL - 1) + tap
+    entry_ptrs = ring_ptr + (input_pos + KERNEL) % KERNEL * CHANNELS + channels[None, :, :]
+    inputs = tl.load(entry_ptrs, (input_pos >= 0) & (tap < KERNEL - 1), other=0.0)
     weights = tl.load(conv_weight + channels[None, :, :] * KERNEL + tap, tap < KERNEL - 1, other=0.0)
     return tl.sum(inputs.to(tl.float32) * weights.to(tl.float32), 0)
 
@@ -148,37 +150,37 @@ def _decode_kernel(
     slot = tl.load(slots + sequence)
     key_dims, value_dims = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
     value_columns = head * VALUE_DIM + value_dims
-    result = out + sequence * (HEADS * VALUE_DIM) + value_columns
+    out_ptrs = out + sequence * (HEADS * VALUE_DIM) + value_columns
 
     # All that no recent kernel wrote, everything but the projection, is loaded before the previous kernel has ended.
     state_ptr = states + slot * state_stride + (head * KEY_DIM + key_dims[:, None]) * VALUE_DIM + value_dims[None, :]
     state = tl.load(state_ptr, position > 0, other=0.0)
-    ring = conv_states + slot * conv_stride
+    ring_ptr = conv_states + slot * conv_stride
     # Query and key are rows of one tile: Triton would not distribute one with fewer elements than threads.
     part_idx = tl.arange(0, 2)[:, None]
     key_channels = part_idx * KEYS + head // GROUP * KEY_DIM + key_dims[None, :]
     value_channels = 2 * KEYS + value_columns[None, :]
-    query_and_key = _conv_of_ring(ring, conv_weight, key_channels, position, CHANNELS, KERNEL)
-    value = _conv_of_ring(ring, conv_weight, value_channels, position, CHANNELS, KERNEL)
+    query_and_key = _conv_over_ring(ring_ptr, conv_weight, key_channels, position, CHANNELS, KERNEL)
+    value = _conv_over_ring(ring_ptr, conv_weight, value_channels, position, CHANNELS, KERNEL)
     new_key_weight = tl.load(conv_weight + key_channels * KERNEL + KERNEL - 1)
     new_value_weight = tl.load(conv_weight + value_channels * KERNEL + KERNEL - 1)
     head_a_log, head_dt_bias = tl.load(a_log + head), tl.load(dt_bias + head)
-    weight = tl.load(norm + value_dims).to(tl.float32)
+    norm_weight = tl.load(norm + value_dims).to(tl.float32)
     pdl_wait(PDL)
     if position < 0:
-        tl.store(result, tl.zeros((VALUE_DIM,), out.dtype.element_ty))
+        tl.store(out_ptrs, tl.zeros((VALUE_DIM,), out.dtype.element_ty))
         return
 
-    token = projected + sequence * projected_stride
-    new_query_and_key, new_value = tl.load(token + key_channels), tl.load(token + value_channels)
-    gate = tl.load(token + CHANNELS + value_columns).to(tl.float32)
-    b = tl.load(token + CHANNELS + HEADS * VALUE_DIM + head).to(tl.float32)
-    a = tl.load(token + CHANNELS + HEADS * VALUE_DIM + HEADS + head).to(tl.float32)
+    token_ptr = projected + sequence * projected_stride
+    new_query_and_key, new_value = tl.load(token_ptr + key_channels), tl.load(token_ptr + value_channels)
+    gate = tl.load(token_ptr + CHANNELS + value_columns).to(tl.float32)
+    b = tl.load(token_ptr + CHANNELS + HEADS * VALUE_DIM + head).to(tl.float32)
+    a = tl.load(token_ptr + CHANNELS + HEADS * VALUE_DIM + HEADS + head).to(tl.float32)
     # No program reads this entry in this step: the heads that share a key head need no order among them.
-    entry = ring + position % KERNEL * CHANNELS
-    tl.store(entry + value_channels, new_value)
+    entry_ptr = ring_ptr + position % KERNEL * CHANNELS
+    tl.store(entry_ptr + value_channels, new_value)
     if head % GROUP == 0:
-        tl.store(entry + key_channels, new_query_and_key)
+        tl.store(entry_ptr + key_channels, new_query_and_key)
 
     query_and_key = l2_normalize_rows(_add_new_input(query_and_key, new_query_and_key, new_key_weight))
     value = tl.sum(_add_new_input(value, new_value, new_value_weight), 0)
@@ -186,5 +188,5 @@ def _decode_kernel(
     key = tl.sum(tl.where(part_idx == 1, query_and_key, 0.0), 0)
     output, state = _delta_rule(state, query, key, value, a, b, head_a_log, head_dt_bias)
     tl.store(state_ptr, state)
-    output *= tl.rsqrt(tl.sum(output * output, 0) / VALUE_DIM + eps) * weight * silu(gate)
-    tl.store(result, output.to(out.dtype.element_ty))
+    output *= tl.rsqrt(tl.sum(output * output, 0) / VALUE_DIM + eps) * norm_weight * silu(gate)
+    tl.store(out_ptrs, output.to(out.dtype.element_ty))

@@ -71,7 +71,7 @@ def prepare_chunks(
 
 
 @triton.jit
-def _join(inverse, lower, bit_distance, bit, dtype: tl.constexpr):
+def _merge_inverses(inverse, lower, bit_distance, bit, dtype: tl.constexpr):
     """Return the inverses of the diagonal blocks of size 2^(bit + 1) of `lower`.
 
     inverse: the inverses of the diagonal blocks of size 2^bit.
@@ -82,7 +82,7 @@ def _join(inverse, lower, bit_distance, bit, dtype: tl.constexpr):
 
 
 @triton.jit
-def _inverse(lower, SIZE: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
+def _invert_lower(lower, SIZE: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
     """Return (I + lower)^-1 of a lower triangular matrix [SIZE, SIZE] float32, whose diagonal counts as zeros.
 
     Diagonal blocks are inverted and joined in pairs, [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]], all of
@@ -97,12 +97,12 @@ def _inverse(lower, SIZE: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr
     bit_distance = (block_row[:, None] ^ block_row[None, :])[None, :, :]
     block_inverses = tl.where(bit_distance == 0, 1.0, 0.0) - tl.where(bit_distance == 1, blocks, 0.0)
     for bit in tl.static_range(1, BLOCK.bit_length() - 1):
-        block_inverses = _join(block_inverses, blocks, bit_distance, bit, dtype)
+        block_inverses = _merge_inverses(block_inverses, blocks, bit_distance, bit, dtype)
 
     inverse = tl.reshape(tl.where(on_diagonal, block_inverses[:, :, None, :], 0.0), (SIZE, SIZE))
     bit_distance = row[:, None] ^ row[None, :]
     for bit in tl.static_range(BLOCK.bit_length() - 1, SIZE.bit_length() - 1):
-        inverse = _join(inverse, lower, bit_distance, bit, dtype)
+        inverse = _merge_inverses(inverse, lower, bit_distance, bit, dtype)
     return inverse
 
 
@@ -147,14 +147,14 @@ def _chunk_kernel(
     row = tl.arange(0, CHUNK)
     is_valid = row < num_remaining
     key_offset = head // (HEADS // KEY_HEADS) * (CHUNK * KEY_DIM)
-    rows = (
+    query_ptrs = (
         convolved
         + chunk_idx * (CHUNK * CHANNELS)
         + key_offset
         + row[:, None] * KEY_DIM
         + tl.arange(0, KEY_DIM)[None, :]
     )
-    query, key = tl.load(rows), tl.load(rows + CHUNK * KEYS)
+    query, key = tl.load(query_ptrs), tl.load(query_ptrs + CHUNK * KEYS)
 
     # b and a of a token in one tile, one number per thread: vectors would be computed by every thread that uses them.
     part_idx = tl.arange(0, 2)[None, :]
@@ -164,11 +164,11 @@ def _chunk_kernel(
     # Rows past the end update nothing. Decays are powers of 2, which have an instruction.
     beta_and_g = tl.where(is_valid[:, None], tl.where(part_idx == 0, beta, g * LOG2_E), 0.0)
     beta, g = tl.sum(tl.where(part_idx == 0, beta_and_g, 0.0), 1), tl.sum(tl.where(part_idx == 1, beta_and_g, 0.0), 1)
-    decay, total = tl.cumsum(g, 0), tl.sum(g, 0)
+    decay, total_decay = tl.cumsum(g, 0), tl.sum(g, 0)
     head_row = chunk_idx * HEADS + head
-    scale = scales + head_row * (2 * CHUNK) + row
-    tl.store(scale, fast_exp2(decay, NATIVE))
-    tl.store(scale + CHUNK, fast_exp2(total - decay, NATIVE))
+    scale_ptrs = scales + head_row * (2 * CHUNK) + row
+    tl.store(scale_ptrs, fast_exp2(decay, NATIVE))
+    tl.store(scale_ptrs + CHUNK, fast_exp2(total_decay - decay, NATIVE))
     is_causal = row[:, None] >= row[None, :]
     decays = fast_exp2(tl.where(is_causal, decay[:, None] - decay[None, :], float("-inf")), NATIVE)
 
@@ -176,5 +176,5 @@ def _chunk_kernel(
     attn = tl.dot(query, tl.trans(key), input_precision="ieee") * decays
     tl.store(reads + matrix_offsets, attn.to(dtype))
     lower = tl.dot(key, tl.trans(key), input_precision="ieee") * decays * beta[:, None]
-    block_inverses = _inverse(lower, CHUNK, BLOCK, inverse_dtype)
+    block_inverses = _invert_lower(lower, CHUNK, BLOCK, inverse_dtype)
     tl.store(updates + matrix_offsets, (block_inverses * beta[None, :]).to(dtype))

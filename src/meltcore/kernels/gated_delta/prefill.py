@@ -53,30 +53,30 @@ def _prefill_reference(
     shape: GatedDeltaShape,
     out: torch.Tensor,
 ) -> None:
-    starts = metadata.query_start_loc.tolist()
-    for sequence in range(metadata.num_decodes, len(starts) - 1):
-        if starts[sequence] == starts[sequence + 1]:
+    first_tokens = metadata.query_start_loc.tolist()
+    for sequence in range(metadata.num_decodes, len(first_tokens) - 1):
+        if first_tokens[sequence] == first_tokens[sequence + 1]:
             continue  # padding
-        tokens, slot = slice(starts[sequence], starts[sequence + 1]), int(metadata.state_slots[sequence])
-        start = int(metadata.context_lens[sequence])
-        out[tokens] = _sequence_reference(projected[tokens], params, slot, start, shape)
+        tokens, slot = slice(first_tokens[sequence], first_tokens[sequence + 1]), int(metadata.state_slots[sequence])
+        context_len = int(metadata.context_lens[sequence])
+        out[tokens] = _sequence_reference(projected[tokens], params, slot, context_len, shape)
 
 
 def _sequence_reference(
-    projected: torch.Tensor, params: GatedDeltaParams, slot: int, start: int, shape: GatedDeltaShape
+    projected: torch.Tensor, params: GatedDeltaParams, slot: int, context_len: int, shape: GatedDeltaShape
 ) -> torch.Tensor:
-    """Compute one sequence's tokens from position `start` on and update its slot."""
+    """Compute one sequence's tokens from position `context_len` on and update its slot."""
     ring, state = params.conv_states[slot], params.recurrent_states[slot]
     kernel, num_tokens = shape.kernel, len(projected)
     new_inputs = projected[:, : shape.conv_channels]
-    earlier_positions = torch.arange(start + 1 - kernel, start, device=ring.device)
+    earlier_positions = torch.arange(context_len + 1 - kernel, context_len, device=ring.device)
     inputs = torch.cat([ring[earlier_positions % kernel].masked_fill((earlier_positions < 0)[:, None], 0), new_inputs])
     kept_tokens = torch.arange(max(0, num_tokens - kernel), num_tokens, device=ring.device)
-    ring[(start + kept_tokens) % kernel] = new_inputs[kept_tokens]
+    ring[(context_len + kept_tokens) % kernel] = new_inputs[kept_tokens]
 
     query, key, value = heads_reference(conv_reference(inputs, params.conv), shape)
     g, beta = gates_reference(projected, params, shape)
-    current_state = state if start else torch.zeros_like(state)
+    current_state = state if context_len else torch.zeros_like(state)
     output = torch.empty_like(value)
     for i in range(num_tokens):
         output[i], current_state = delta_rule_reference(query[i], key[i], value[i], g[i], beta[i], current_state)

@@ -32,18 +32,19 @@ from meltcore.kernels.gated_delta.intra_chunk import PreparedChunks
 from meltcore.kernels.jit import tl, triton
 
 # tl.dot takes no narrower columns.
-_MIN_VALUES = 16
-_NARROW_VALUES = 64  # as many rows as 4 warps give a tensor core
+_MIN_BLOCK_VALUES = 16
+_NARROW_BLOCK_VALUES = 64  # as many rows as 4 warps give a tensor core
 
 
 class ScanLaunch(NamedTuple):
     """Launch parameters of the state scan.
 
-    values: number of columns of a state that a program carries; stages: number of chunks in flight or being computed.
+    block_values: number of columns of a state that a program carries; num_stages: number of chunks in flight or being
+    computed.
     """
 
-    values: int
-    stages: int
+    block_values: int
+    num_stages: int
 
 
 def scan_launch(shape: GatedDeltaShape, sequences: int, element_bytes: int, device: torch.device) -> ScanLaunch:
@@ -51,13 +52,13 @@ def scan_launch(shape: GatedDeltaShape, sequences: int, element_bytes: int, devi
 
     Keys are loaded once per program, so that fewer, larger programs load less.
     """
-    values = shape.value_dim
+    block_values = shape.value_dim
     if element_bytes == 4:
-        values = _MIN_VALUES
+        block_values = _MIN_BLOCK_VALUES
     elif sequences * shape.heads < 0.45 * sm_count(device):
-        values = min(values, _NARROW_VALUES)
-    stage_bytes = (2 * shape.key_dim + 2 * CHUNK + values) * CHUNK * element_bytes
-    return ScanLaunch(values, max(1, min(3, (shared_memory_bytes(device) - 2**13) // stage_bytes)))
+        block_values = min(block_values, _NARROW_BLOCK_VALUES)
+    stage_bytes = (2 * shape.key_dim + 2 * CHUNK + block_values) * CHUNK * element_bytes
+    return ScanLaunch(block_values, max(1, min(3, (shared_memory_bytes(device) - 2**13) // stage_bytes)))
 
 
 def scan_chunks(
@@ -77,15 +78,15 @@ def scan_chunks(
     conv_states, states = params.conv_states, params.recurrent_states
     launch = launch or scan_launch(shape, sequences, projected.element_size(), projected.device)
     outputs = projected.new_empty(len(prepared.scales), shape.heads, shape.value_dim, CHUNK)
-    _scan_kernel[(shape.heads, shape.value_dim // launch.values, sequences)](
+    _scan_kernel[(shape.heads, shape.value_dim // launch.block_values, sequences)](
         *(projected, convolved, *prepared, conv_states, states, metadata.context_lens, metadata.state_slots),
         *(metadata.query_start_loc, outputs, num_decodes),
         *(projected.stride(0), conv_states.stride(0), states.stride(0)),
         **constants(shape),
         CHUNK=CHUNK,
-        VALUES=launch.values,
-        num_warps=4 if launch.values <= _NARROW_VALUES else 8,
-        num_stages=launch.stages,
+        BLOCK_VALUES=launch.block_values,
+        num_warps=4 if launch.block_values <= _NARROW_BLOCK_VALUES else 8,
+        num_stages=launch.num_stages,
     )
     return outputs
 
@@ -111,18 +112,20 @@ def norm_chunks(
 
 
 @triton.jit
-def _store_inputs(inputs, ring, channels, start, num_remaining, stride, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
+def _store_inputs(
+    inputs, ring_ptr, channels, context_len, num_remaining, stride, CHANNELS: tl.constexpr, KERNEL: tl.constexpr
+):
     """Store a sequence's last inputs in the ring for later steps. channels: [DIM]."""
     for steps_back in tl.static_range(KERNEL):
         token = num_remaining - 1 - steps_back
-        inputs_kept = tl.load(inputs + token.to(tl.int64) * stride + channels, token >= 0, other=0.0)
-        entry = ring + (start + tl.maximum(token, 0)) % KERNEL * CHANNELS
-        tl.store(entry + channels, inputs_kept, token >= 0)
+        last_inputs = tl.load(inputs + token.to(tl.int64) * stride + channels, token >= 0, other=0.0)
+        entry_ptr = ring_ptr + (context_len + tl.maximum(token, 0)) % KERNEL * CHANNELS
+        tl.store(entry_ptr + channels, last_inputs, token >= 0)
 
 
 @triton.jit
 def _state_update(old_state, key, value, update_matrix, decays):
-    """Return the updates u of a chunk's tokens, transposed: [VALUES, CHUNK] float32. old_state: before the chunk."""
+    """Return a chunk's updates u, transposed: [BLOCK_VALUES, CHUNK] float32. old_state: the state before the chunk."""
     state_times_key = tl.dot(old_state, tl.trans(key), input_precision="ieee") * -decays
     update = tl.dot(tl.trans(value), tl.trans(update_matrix), input_precision="ieee")
     return tl.dot(state_times_key.to(old_state.dtype), tl.trans(update_matrix), update, input_precision="ieee")
@@ -152,9 +155,9 @@ def _scan_kernel(
     VALUE_DIM: tl.constexpr,
     KERNEL: tl.constexpr,
     CHUNK: tl.constexpr,
-    VALUES: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
 ):
-    """Each program carries VALUES values of one head through all chunks of one sequence."""
+    """Each program carries BLOCK_VALUES values of one head through all chunks of one sequence."""
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
     GROUP: tl.constexpr = HEADS // KEY_HEADS
@@ -164,26 +167,26 @@ def _scan_kernel(
     sequence = (num_decodes + tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
     first_token = tl.load(query_start_loc + sequence)
     num_remaining = (tl.load(query_start_loc + sequence + 1) - first_token).to(tl.int32)
-    start = tl.load(context_lens + sequence).to(tl.int32)
+    context_len = tl.load(context_lens + sequence).to(tl.int32)
     slot = tl.load(slots + sequence)
 
     row, key_dims = tl.arange(0, CHUNK), tl.arange(0, KEY_DIM)
-    value_dims = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    value_dims = tl.program_id(1) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     # Offsets of this head's tiles in a chunk's row, and of the elements in a tile.
-    key_tile = head // GROUP * (CHUNK * KEY_DIM)
-    value_tile = CHUNK * (2 * KEYS + head * VALUE_DIM)
+    key_tile_offset = head // GROUP * (CHUNK * KEY_DIM)
+    value_tile_offset = CHUNK * (2 * KEYS + head * VALUE_DIM)
     key_offsets = row[:, None] * KEY_DIM + key_dims[None, :]
     value_offsets = row[:, None] * VALUE_DIM + value_dims[None, :]
     matrix_offsets = row[:, None] * CHUNK + row[None, :]
     output_offsets = value_dims[:, None] * CHUNK + row[None, :]
     state_ptr = states + slot * state_stride + (head * KEY_DIM + key_dims[None, :]) * VALUE_DIM + value_dims[:, None]
-    state = tl.load(state_ptr, start > 0, other=0.0)
+    state = tl.load(state_ptr, context_len > 0, other=0.0)
     chunk_idx = chunk_row(query_start_loc, sequence, 0, num_decodes, CHUNK)
     for _ in range(0, num_remaining, CHUNK):
-        tiles = convolved + chunk_idx * (CHUNK * CHANNELS)
+        tiles_ptr = convolved + chunk_idx * (CHUNK * CHANNELS)
         head_row = chunk_idx * HEADS + head
-        key = tl.load(tiles + CHUNK * KEYS + key_tile + key_offsets)
-        value = tl.load(tiles + value_tile + value_offsets)
+        key = tl.load(tiles_ptr + CHUNK * KEYS + key_tile_offset + key_offsets)
+        value = tl.load(tiles_ptr + value_tile_offset + value_offsets)
         update_matrix = tl.load(updates + head_row * (CHUNK * CHUNK) + matrix_offsets)
         decays = tl.load(scales + head_row * (2 * CHUNK) + row)[None, :]
         decay_to_end = tl.load(scales + head_row * (2 * CHUNK) + CHUNK + row)[None, :]
@@ -191,7 +194,7 @@ def _scan_kernel(
         old_state = state.to(dtype)
         update = _state_update(old_state, key, value, update_matrix, decays)
         # Loaded this late where the loop is not pipelined: least shared memory.
-        query = tl.load(tiles + key_tile + key_offsets)
+        query = tl.load(tiles_ptr + key_tile_offset + key_offsets)
         output = tl.dot(old_state, tl.trans(query), input_precision="ieee") * decays
         read_matrix = tl.load(reads + head_row * (CHUNK * CHUNK) + matrix_offsets)
         output = tl.dot(update.to(dtype), tl.trans(read_matrix), output, input_precision="ieee")
@@ -201,13 +204,15 @@ def _scan_kernel(
     tl.store(state_ptr, state)
 
     inputs = projected + first_token * projected_stride
-    ring = conv_states + slot * conv_stride
+    ring_ptr = conv_states + slot * conv_stride
     channels = 2 * KEYS + head * VALUE_DIM + value_dims
-    _store_inputs(inputs, ring, channels, start, num_remaining, projected_stride, CHANNELS, KERNEL)
+    _store_inputs(inputs, ring_ptr, channels, context_len, num_remaining, projected_stride, CHANNELS, KERNEL)
     if (head % GROUP == 0) & (tl.program_id(1) == 0):
         key_channels = head // GROUP * KEY_DIM + key_dims
-        _store_inputs(inputs, ring, key_channels, start, num_remaining, projected_stride, CHANNELS, KERNEL)
-        _store_inputs(inputs, ring, KEYS + key_channels, start, num_remaining, projected_stride, CHANNELS, KERNEL)
+        _store_inputs(inputs, ring_ptr, key_channels, context_len, num_remaining, projected_stride, CHANNELS, KERNEL)
+        _store_inputs(
+            inputs, ring_ptr, KEYS + key_channels, context_len, num_remaining, projected_stride, CHANNELS, KERNEL
+        )
 
 
 @triton.jit(do_not_specialize=["query_start_loc", "chunks", "num_decodes"])
@@ -243,11 +248,11 @@ def _norm_kernel(
     chunk_idx = chunk_row(query_start_loc, sequence, chunk_number, num_decodes, CHUNK)
     row, column = tl.arange(0, CHUNK), tl.arange(0, VALUE_DIM)
     row_mask = (row < num_remaining)[:, None]
-    transposed = outputs + (chunk_idx * HEADS + head) * (VALUE_DIM * CHUNK) + column[:, None] * CHUNK + row[None, :]
-    output = tl.trans(tl.load(transposed)).to(tl.float32)
+    output_ptrs = outputs + (chunk_idx * HEADS + head) * (VALUE_DIM * CHUNK) + column[:, None] * CHUNK + row[None, :]
+    output = tl.trans(tl.load(output_ptrs)).to(tl.float32)
     gate_offsets = (first_token + row)[:, None] * projected_stride + CHANNELS + head * VALUE_DIM + column[None, :]
     gate = tl.load(projected + gate_offsets, row_mask, other=0.0).to(tl.float32)
-    weight = tl.load(norm + column).to(tl.float32)[None, :]
-    result = gated_norm(output, gate, weight, eps, VALUE_DIM, NATIVE)
-    rows = out + ((first_token + row)[:, None] * HEADS + head) * VALUE_DIM + column[None, :]
-    tl.store(rows, result.to(out.dtype.element_ty), row_mask)
+    norm_weight = tl.load(norm + column).to(tl.float32)[None, :]
+    result = gated_norm(output, gate, norm_weight, eps, VALUE_DIM, NATIVE)
+    out_ptrs = out + ((first_token + row)[:, None] * HEADS + head) * VALUE_DIM + column[None, :]
+    tl.store(out_ptrs, result.to(out.dtype.element_ty), row_mask)

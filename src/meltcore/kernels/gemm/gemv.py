@@ -74,26 +74,26 @@ def _gemv_kernel(
     column = tl.arange(0, BLOCK_K)[None, :]
     # Rows past the end repeat the last one: cheaper than a mask on every load.
     rows_ptr = weight_ptr + tl.minimum(row, output_size - 1).to(tl.int64)[:, None] * K + column
-    weights = load_columns(rows_ptr, K, BLOCK_K)
+    weight_blocks = load_columns(rows_ptr, K, BLOCK_K)
     if GATED:
-        up_weights = load_columns(rows_ptr + output_size.to(tl.int64) * K, K, BLOCK_K)
+        up_weight_blocks = load_columns(rows_ptr + output_size.to(tl.int64) * K, K, BLOCK_K)
     if HAS_NORM:
-        norms = load_columns(norm_ptr + column, K, BLOCK_K)
+        norm_blocks = load_columns(norm_ptr + column, K, BLOCK_K)
     pdl_sync(PDL)
-    hiddens = load_columns(hidden_ptr + column, K, BLOCK_K)
+    hidden_blocks = load_columns(hidden_ptr + column, K, BLOCK_K)
     if HAS_RESIDUAL:
         residual = tl.load(output_ptr + row, mask=row < output_size, other=0.0)
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     up_acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     squares = tl.zeros((1, BLOCK_K), dtype=tl.float32)
     for step in tl.static_range(K // BLOCK_K):
-        hidden = hiddens[step].to(tl.float32)
+        hidden = hidden_blocks[step].to(tl.float32)
         if HAS_NORM:
             squares += hidden * hidden
-            hidden *= norms[step].to(tl.float32)
-        acc += weights[step].to(tl.float32) * hidden
+            hidden *= norm_blocks[step].to(tl.float32)
+        acc += weight_blocks[step].to(tl.float32) * hidden
         if GATED:
-            up_acc += up_weights[step].to(tl.float32) * hidden
+            up_acc += up_weight_blocks[step].to(tl.float32) * hidden
     result = tl.sum(acc, axis=1)
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)

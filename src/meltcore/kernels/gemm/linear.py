@@ -33,9 +33,9 @@ def linear(
     in_triton = use_triton(hidden)
     if in_triton and gemv_kernel.supports(hidden, weight):
         return gemv_kernel.gemv(hidden, weight, norm, gated=gated, residual=residual, out=out)
-    in_tiles = in_triton and split_k.supports(hidden, weight)
+    use_split_k = in_triton and split_k.supports(hidden, weight)
     hidden = rms_norm(hidden, *norm) if norm else hidden
-    if in_tiles:
+    if use_split_k:
         output = split_k.split_k_gemm(hidden, weight, gated=gated, residual=residual)
         return output if out is None else out.copy_(output)
     if residual is not None:

@@ -22,7 +22,7 @@ from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
 # Up to which tiles were measured to be faster than cuBLAS, whose programs share their reads of the tokens; and for
 # weights of 2**23 numbers or more, of which GEMMs of 100 tokens and 2,048 columns took 28 to 52 us, cuBLAS 20 to 27.
 MAX_TOKENS = 128
-_LARGE, _MAX_TOKENS_OF_LARGE = 2**23, 64
+_LARGE_WEIGHT_ELEMENTS, _MAX_TOKENS_LARGE_WEIGHT = 2**23, 64
 # Divides K, so that no load needs a mask on columns.
 K_MULTIPLE = 64
 # Of a weight: the library's tiles of a larger one, such as an output head, use all SMs.
@@ -32,9 +32,9 @@ _MAX_SPLIT_TILES = 1024
 
 def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether the kernel supports a few tokens of a 16-bit type, in rows that allow 16-byte reads."""
-    most = _MAX_TOKENS_OF_LARGE if weight.numel() >= _LARGE else MAX_TOKENS
+    max_tokens = _MAX_TOKENS_LARGE_WEIGHT if weight.numel() >= _LARGE_WEIGHT_ELEMENTS else MAX_TOKENS
     return (
-        1 <= hidden.shape[0] <= most
+        1 <= hidden.shape[0] <= max_tokens
         and hidden.dtype == weight.dtype
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[0] <= MAX_ROWS
@@ -51,10 +51,10 @@ def weight_row(row, N: tl.constexpr, GATED: tl.constexpr):
     Wraps around past the end.
     """
     if GATED:
-        source = row // 2 % N + row % 2 * N
+        source_row = row // 2 % N + row % 2 * N
     else:
-        source = row % N
-    return source
+        source_row = row % N
+    return source_row
 
 
 @triton.jit
@@ -105,18 +105,18 @@ def reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K: tl.const
     """
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
-    slot = partial_ptr + tile.to(tl.int64) * (SPLIT_K * ROWS * COLUMNS)
-    slot += tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(slot + split * (ROWS * COLUMNS), acc)
+    partial_ptrs = partial_ptr + tile.to(tl.int64) * (SPLIT_K * ROWS * COLUMNS)
+    partial_ptrs += tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(partial_ptrs + split * (ROWS * COLUMNS), acc)
     tl.debug_barrier()  # all of this program's partial tile is written before it is counted
-    last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
-    if last:
+    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+    if is_last:
         tl.store(counters_ptr + tile, 0)
         # Other SMs wrote these during this launch: bypass the L1 cache, which may hold older lines.
-        acc = tl.load(slot, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLIT_K):
-            acc += tl.load(slot + other * (ROWS * COLUMNS), cache_modifier=".cg")
-    return last, acc
+        acc = tl.load(partial_ptrs, cache_modifier=".cg")
+        for other_split in tl.static_range(1, SPLIT_K):
+            acc += tl.load(partial_ptrs + other_split * (ROWS * COLUMNS), cache_modifier=".cg")
+    return is_last, acc
 
 
 @lru_cache
@@ -156,8 +156,8 @@ def _split_k_gemm_kernel(
     split = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    source = weight_row(row, N, GATED)
-    rows_ptr = weight_ptr + source.to(tl.int64)[:, None] * K + split * WIDTH
+    source_row = weight_row(row, N, GATED)
+    rows_ptr = weight_ptr + source_row.to(tl.int64)[:, None] * K + split * WIDTH
     if PDL:
         for start in tl.static_range(0, WIDTH, BLOCK_K):
             prefetch(rows_ptr + (start + tl.arange(0, BLOCK_K // 64) * 64)[None, :])
@@ -167,15 +167,15 @@ def _split_k_gemm_kernel(
     output_column = tl.program_id(1) * (BLOCK_N // 2 if GATED else BLOCK_N) + tl.arange(
         0, BLOCK_N // 2 if GATED else BLOCK_N
     )
-    output = output_ptr + token.to(tl.int64)[:, None] * N + output_column[None, :]
+    output_ptrs = output_ptr + token.to(tl.int64)[:, None] * N + output_column[None, :]
     mask = (token < tokens)[:, None] & (output_column < N)[None, :]
     if HAS_RESIDUAL:
-        residual = tl.load(output, mask=mask, other=0.0)
+        residual = tl.load(output_ptrs, mask=mask, other=0.0)
     acc = tile_matmul(rows_ptr, tokens_ptr, column, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)
     if SPLIT_K > 1:
         tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
-        if not last:
+        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
+        if not is_last:
             return
     if BLOCK_N >= BLOCK_M:
         acc = tl.trans(acc)
@@ -183,7 +183,7 @@ def _split_k_gemm_kernel(
         acc = silu_and_mul(acc)
     if HAS_RESIDUAL:
         acc += residual.to(tl.float32)
-    tl.store(output, acc, mask=mask)
+    tl.store(output_ptrs, acc, mask=mask)
 
 
 class GemmConfig(NamedTuple):
@@ -207,14 +207,14 @@ def split_workspace(
     grid = (config.split_k, triton.cdiv(rows, config.block_n), triton.cdiv(tokens, config.block_m))
     if config.split_k == 1:
         return grid, output, output  # unused without splits
-    tiles = grid[1] * grid[2]
-    if tiles > _MAX_SPLIT_TILES:
-        raise ValueError(f"{tiles} tiles cannot be split; at most {_MAX_SPLIT_TILES} can")
-    numbers = config.split_k * tiles * config.block_n * config.block_m
-    return grid, torch.empty(numbers, dtype=torch.float32, device=output.device), split_counters(output.device)
+    num_tiles = grid[1] * grid[2]
+    if num_tiles > _MAX_SPLIT_TILES:
+        raise ValueError(f"{num_tiles} tiles cannot be split; at most {_MAX_SPLIT_TILES} can")
+    num_elements = config.split_k * num_tiles * config.block_n * config.block_m
+    return grid, torch.empty(num_elements, dtype=torch.float32, device=output.device), split_counters(output.device)
 
 
-def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes: int) -> GemmConfig:
+def select_config(tokens: int, rows: int, k: int, num_sms: int, shared_bytes: int) -> GemmConfig:
     """Select the configuration for the shape of a weight.
 
     rows, k: of the weight; shared_bytes: shared memory available to a program.
@@ -227,15 +227,15 @@ def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes:
     token_tiles = -(-tokens // block_m)
     # Tokens or rows: one side of a tile is at least 64, as Hopper's tensor cores need.
     block_n = 32 if block_m == 64 else 64
-    while block_n < 128 and token_tiles * -(-rows // block_n) > processors:
+    while block_n < 128 and token_tiles * -(-rows // block_n) > num_sms:
         block_n *= 2
     tiles = token_tiles * -(-rows // block_n)
     block_k = 128 if k % 128 == 0 else 64
     # Fewer columns are not worth the reduction, which costs more the larger a tile is.
-    min_width = 512 if 8 * tiles <= processors else 1024
-    steps = k // block_k
-    most = max(1, min(processors // tiles, k // min_width))
-    split_k = max(count for count in range(1, most + 1) if steps % count == 0)
+    min_width = 512 if 8 * tiles <= num_sms else 1024
+    num_steps = k // block_k
+    max_splits = max(1, min(num_sms // tiles, k // min_width))
+    split_k = max(splits for splits in range(1, max_splits + 1) if num_steps % splits == 0)
     stage_bytes = 2 * (block_m + block_n) * block_k
     return GemmConfig(block_m, block_n, block_k, shared_bytes // 2 // stage_bytes + 1, split_k=split_k)
 

@@ -73,19 +73,19 @@ def _moe_align_few_kernel(
         pair = start + tl.arange(0, SCAN)
         num_smaller += (tl.load(topk_ids_ptr + pair, mask=pair < num_pairs, other=EXPERTS) < expert).to(tl.int32)
     num_before = tl.sum(num_smaller, axis=0)
-    first = num_before // BLOCK_M + expert
-    count = 0
+    first_tile = num_before // BLOCK_M + expert
+    num_pairs_of_expert = 0
     for start in tl.range(0, num_pairs, SCAN):
         pair = start + tl.arange(0, SCAN)
-        is_own = (tl.load(topk_ids_ptr + pair, mask=pair < num_pairs, other=EXPERTS) == expert).to(tl.int32)
-        row = first * BLOCK_M + count + tl.cumsum(is_own, axis=0) - 1
-        tl.store(sorted_token_ids_ptr + row, pair, mask=is_own > 0)
-        tl.store(src2dst_ptr + pair, row, mask=is_own > 0)
-        count += tl.sum(is_own, axis=0)
-    end_tile = (num_before + count) // BLOCK_M + expert + 1
-    for start in tl.range(first, end_tile, TILES):
+        is_expert = (tl.load(topk_ids_ptr + pair, mask=pair < num_pairs, other=EXPERTS) == expert).to(tl.int32)
+        row = first_tile * BLOCK_M + num_pairs_of_expert + tl.cumsum(is_expert, axis=0) - 1
+        tl.store(sorted_token_ids_ptr + row, pair, mask=is_expert > 0)
+        tl.store(src2dst_ptr + pair, row, mask=is_expert > 0)
+        num_pairs_of_expert += tl.sum(is_expert, axis=0)
+    end_tile = (num_before + num_pairs_of_expert) // BLOCK_M + expert + 1
+    for start in tl.range(first_tile, end_tile, TILES):
         tile = start + tl.arange(0, TILES)
-        rows_left = count - (tile - first) * BLOCK_M
+        rows_left = num_pairs_of_expert - (tile - first_tile) * BLOCK_M
         tl.store(expert_ids_ptr + tile, tl.zeros_like(tile) + expert, mask=tile < end_tile)
         tl.store(num_valid_ptr + tile, tl.maximum(tl.minimum(rows_left, BLOCK_M), 0), mask=tile < end_tile)
     if expert == EXPERTS - 1:
@@ -119,8 +119,8 @@ def _moe_prefix_sum_kernel(
     pdl_sync(PDL)
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for first in tl.range(0, blocks, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)[:, None]
+    for first_block in tl.range(0, blocks, BLOCKS):
+        block = first_block + tl.arange(0, BLOCKS)[:, None]
         count_ptr = counts_ptr + block * EXPERT_BLOCK + expert[None, :]
         counts = tl.load(count_ptr, mask=block < blocks, other=0)
         tl.store(count_ptr, total[None, :] + tl.cumsum(counts, axis=0) - counts, mask=block < blocks)
@@ -131,7 +131,7 @@ def _moe_prefix_sum_kernel(
 @triton.jit(do_not_specialize=["num_pairs", "tiles"])
 def _moe_align_many_kernel(
     topk_ids_ptr,
-    before_ptr,
+    prefix_sums_ptr,
     totals_ptr,
     src2dst_ptr,
     sorted_token_ids_ptr,
@@ -152,7 +152,7 @@ def _moe_align_many_kernel(
     totals = tl.load(totals_ptr + expert)
     expert_tiles = (totals + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(expert_tiles, axis=0)
-    first_rows = (tile_ends - expert_tiles) * BLOCK_M + tl.load(before_ptr + block * EXPERT_BLOCK + expert)
+    first_rows = (tile_ends - expert_tiles) * BLOCK_M + tl.load(prefix_sums_ptr + block * EXPERT_BLOCK + expert)
 
     slot = tl.arange(0, BLOCK)
     pair = block * BLOCK + slot
@@ -162,8 +162,8 @@ def _moe_align_many_kernel(
     tl.store(src2dst_ptr + pair, row, mask=pair < num_pairs)
     tl.store(sorted_token_ids_ptr + row, pair, mask=pair < num_pairs)
 
-    for first in tl.range(block * TILES, tiles, tl.num_programs(0) * TILES):
-        tile = first + tl.arange(0, TILES)
+    for first_tile in tl.range(block * TILES, tiles, tl.num_programs(0) * TILES):
+        tile = first_tile + tl.arange(0, TILES)
         tile_expert = tl.sum((tile_ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
         is_expert = expert[None, :] == tile_expert[:, None]
         rows_left = tl.sum(

@@ -14,7 +14,7 @@ from meltcore.kernels.norm import Norm, normalize_rows, rms_norm
 
 # Columns of a program: 8 elements per thread, 16 bytes in 16-bit types. With a norm it takes all columns.
 _BLOCK = 1024
-_PER_THREAD = 8
+_ELEMENTS_PER_THREAD = 8
 
 
 def combine(outputs: torch.Tensor, topk_weights: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,9 +40,9 @@ def combine_add_rms_norm(
 def combine_reference(
     outputs: torch.Tensor, topk_weights: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The specification of `combine`."""
-    weighted = (outputs.view(*topk_weights.shape, outputs.shape[1]).float() * topk_weights[:, :, None]).sum(1)
-    return weighted.to(outputs.dtype) if residual is None else residual.add_(weighted)
+    """Compute `combine` in PyTorch, as its specification."""
+    weighted_sum = (outputs.view(*topk_weights.shape, outputs.shape[1]).float() * topk_weights[:, :, None]).sum(1)
+    return weighted_sum.to(outputs.dtype) if residual is None else residual.add_(weighted_sum)
 
 
 @triton.jit
@@ -73,11 +73,15 @@ def _moe_combine_kernel(
     offset = token * SIZE + columns
     if HAS_RESIDUAL:
         total += tl.load(total_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    stored = total.to(total_ptr.dtype.element_ty)
-    tl.store(total_ptr + offset, stored, mask=mask)
+    total_rounded = total.to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr + offset, total_rounded, mask=mask)
     if HAS_NORM:
-        wide = stored.to(tl.float32)
-        tl.store(normalized_ptr + offset, normalize_rows(wide, norm_ptr, columns, eps, stored.dtype, SIZE), mask=mask)
+        total_f32 = total_rounded.to(tl.float32)
+        tl.store(
+            normalized_ptr + offset,
+            normalize_rows(total_f32, norm_ptr, columns, eps, total_rounded.dtype, SIZE),
+            mask=mask,
+        )
 
 
 def _launch(
@@ -106,7 +110,7 @@ def _launch(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         HAS_NORM=norm is not None,
-        num_warps=min(16, max(1, block // (32 * _PER_THREAD))),
+        num_warps=min(16, max(1, block // (32 * _ELEMENTS_PER_THREAD))),
         **pdl_options(total.device),
     )
     return total, normalized

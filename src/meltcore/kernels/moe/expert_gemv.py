@@ -27,10 +27,12 @@ def down_config(size: int, width: int, top_k: int) -> GemvConfig | None:
     block_k = min(_DOWN_BLOCK_K, width & -width)
     loads = top_k * (width // block_k)
     warp_columns = size * block_k // 32  # elements of a load of every row, per thread of one warp
-    fitting = [each for each in (32, 16, 8) if each * loads <= _MAX_DOWN_ELEMENTS]
+    fitting = [num_elements for num_elements in (32, 16, 8) if num_elements * loads <= _MAX_DOWN_ELEMENTS]
     if not fitting:
         return None
-    elements = next((each for each in fitting if warp_columns >= _MIN_PROGRAMS * each), fitting[-1])
+    elements = next(
+        (num_elements for num_elements in fitting if warp_columns >= _MIN_PROGRAMS * num_elements), fitting[-1]
+    )
     warps = _DOWN_WARPS if warp_columns >= _MIN_PROGRAMS * elements * _DOWN_WARPS else 1
     return GemvConfig(max(1, elements * 32 * warps // block_k), block_k, warps)
 
@@ -74,17 +76,17 @@ def _moe_gate_up_gemv_kernel(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)[None, :]
     # Rows past the end repeat the last one: cheaper than a mask on every load.
-    gates_ptr = weight_ptr + (expert * 2 * WIDTH + tl.minimum(row, WIDTH - 1))[:, None] * K + column
-    gates = load_columns(gates_ptr, K, BLOCK_K)
-    ups = load_columns(gates_ptr + WIDTH * K, K, BLOCK_K)
-    hiddens = load_columns(hidden_ptr + column, K, BLOCK_K)
-    gate = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    gate_ptrs = weight_ptr + (expert * 2 * WIDTH + tl.minimum(row, WIDTH - 1))[:, None] * K + column
+    gate_blocks = load_columns(gate_ptrs, K, BLOCK_K)
+    up_blocks = load_columns(gate_ptrs + WIDTH * K, K, BLOCK_K)
+    hidden_blocks = load_columns(hidden_ptr + column, K, BLOCK_K)
+    gate_acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    up_acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for step in tl.static_range(K // BLOCK_K):
-        hidden = hiddens[step].to(tl.float32)
-        gate += gates[step].to(tl.float32) * hidden
-        up += ups[step].to(tl.float32) * hidden
-    result = silu(tl.sum(gate, axis=1)) * tl.sum(up, axis=1)
+        hidden = hidden_blocks[step].to(tl.float32)
+        gate_acc += gate_blocks[step].to(tl.float32) * hidden
+        up_acc += up_blocks[step].to(tl.float32) * hidden
+    result = silu(tl.sum(gate_acc, axis=1)) * tl.sum(up_acc, axis=1)
     tl.store(output_ptr + k * WIDTH + row, result, mask=row < WIDTH)
 
 
@@ -111,11 +113,11 @@ def _moe_down_gemv_kernel(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)[None, :]
     offsets = tl.minimum(row, SIZE - 1)[:, None] * WIDTH + column
-    weights = ()
+    weight_blocks = ()
     for k in tl.static_range(TOP_K):
         # Bypass the L1 cache, which may hold the experts of an earlier layer.
         expert = tl.load(topk_ids_ptr + k, cache_modifier=".cg").to(tl.int64)
-        weights += load_columns(weight_ptr + expert * (SIZE * WIDTH) + offsets, WIDTH, BLOCK_K)
+        weight_blocks += load_columns(weight_ptr + expert * (SIZE * WIDTH) + offsets, WIDTH, BLOCK_K)
     pdl_sync(PDL)
     if HAS_RESIDUAL:
         residual = tl.load(output_ptr + row, mask=row < SIZE, other=0.0)
@@ -124,7 +126,7 @@ def _moe_down_gemv_kernel(
         topk_weight = tl.load(topk_weights_ptr + k)
         for step in tl.static_range(STEPS):
             activated = tl.load(activated_ptr + k * WIDTH + step * BLOCK_K + column).to(tl.float32)
-            acc += weights[k * STEPS + step].to(tl.float32) * (activated * topk_weight)
+            acc += weight_blocks[k * STEPS + step].to(tl.float32) * (activated * topk_weight)
     result = tl.sum(acc, axis=1)
     if HAS_RESIDUAL:
         result += residual.to(tl.float32)

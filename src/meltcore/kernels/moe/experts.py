@@ -61,10 +61,10 @@ def expert_outputs(
         return grouped_gemm_tma.expert_outputs_tma(hidden, topk_ids, gate_up, down)
     outputs = hidden.new_empty(topk_ids.numel(), size)
     if tokens:
-        up, down_config = (config, config) if config else select_configs(topk_ids.numel(), gate_up, down)
-        dispatch = Dispatch.of(topk_ids, down, up.block_m, mode)
+        up_config, down_config = (config, config) if config else select_configs(topk_ids.numel(), gate_up, down)
+        dispatch = Dispatch.of(topk_ids, down, up_config.block_m, mode)
         activated = hidden.new_empty(topk_ids.numel(), width)
-        grouped_gemm(hidden, gate_up, activated, dispatch, config=up, gated=True)
+        grouped_gemm(hidden, gate_up, activated, dispatch, config=up_config, gated=True)
         grouped_gemm(activated, down, outputs, dispatch, config=down_config, gated=False)
     return outputs
 
@@ -81,7 +81,7 @@ def expert_outputs_reference(
     outputs = torch.empty(tokens * top_k, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start < end:
-            own = pairs[start:end]
-            activated = swiglu(hidden[own // top_k] @ gate_up[expert].t())
-            outputs[own] = activated @ down[expert].t()
+            expert_pairs = pairs[start:end]
+            activated = swiglu(hidden[expert_pairs // top_k] @ gate_up[expert].t())
+            outputs[expert_pairs] = activated @ down[expert].t()
     return outputs

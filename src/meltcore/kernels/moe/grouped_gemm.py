@@ -50,17 +50,17 @@ def _find_tile(topk_ids_ptr, tokens, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     Returns (expert, pairs of the tile, mask of pairs to store, whether the tile has pairs). Past the end of the
     expert's pairs the last pair repeats. The tile has no pairs unless the program's pair is the first of a tile.
     """
-    number = tl.program_id(1)
-    expert = tl.load(topk_ids_ptr + number)
-    has, pairs = pairs_of_expert(expert, topk_ids_ptr, tokens, MAX_TOKENS, TOP_K)
-    before = tl.sum(tl.where(tl.arange(0, MAX_TOKENS) < number // TOP_K, has, 0), axis=0)
-    end = tl.sum(has, axis=0)
-    if before % BLOCK_M != 0:
-        end = before
-    slot = before + tl.arange(0, BLOCK_M)
-    own = (tl.cumsum(has, axis=0) - 1)[None, :] == tl.minimum(slot, end - 1)[:, None]
-    pair = tl.sum(tl.where(own & (has > 0)[None, :], pairs[None, :], 0), axis=1)
-    return expert, pair, slot < end, before < end
+    pair_index = tl.program_id(1)
+    expert = tl.load(topk_ids_ptr + pair_index)
+    has_expert, pairs = pairs_of_expert(expert, topk_ids_ptr, tokens, MAX_TOKENS, TOP_K)
+    num_before = tl.sum(tl.where(tl.arange(0, MAX_TOKENS) < pair_index // TOP_K, has_expert, 0), axis=0)
+    end = tl.sum(has_expert, axis=0)
+    if num_before % BLOCK_M != 0:
+        end = num_before
+    slot = num_before + tl.arange(0, BLOCK_M)
+    is_slot = (tl.cumsum(has_expert, axis=0) - 1)[None, :] == tl.minimum(slot, end - 1)[:, None]
+    pair = tl.sum(tl.where(is_slot & (has_expert > 0)[None, :], pairs[None, :], 0), axis=1)
+    return expert, pair, slot < end, num_before < end
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -112,21 +112,21 @@ def _moe_grouped_gemm_kernel(
         pair = tl.where(valid, pair, first)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATED:
-        rows = tl.minimum(row // 2, N - 1) + row % 2 * N
-        source = pair // TOP_K
+        weight_rows = tl.minimum(row // 2, N - 1) + row % 2 * N
+        source_row = pair // TOP_K
     else:
-        rows = tl.minimum(row, N - 1)
-        source = pair
-    inputs_ptr = input_ptr + source.to(tl.int64)[:, None] * K
-    rows_ptr = weight_ptr + (expert.to(tl.int64) * (2 * N if GATED else N) + rows)[:, None] * K
+        weight_rows = tl.minimum(row, N - 1)
+        source_row = pair
+    input_row_ptrs = input_ptr + source_row.to(tl.int64)[:, None] * K
+    weight_row_ptrs = weight_ptr + (expert.to(tl.int64) * (2 * N if GATED else N) + weight_rows)[:, None] * K
     # Tensor cores need the longer side first: at least 64 rows on Hopper.
     if BLOCK_N > BLOCK_M:
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
-        weight = _load_columns(rows_ptr, start, K, BLOCK_K)
-        inputs = _load_columns(inputs_ptr, start, K, BLOCK_K)
+        weight = _load_columns(weight_row_ptrs, start, K, BLOCK_K)
+        inputs = _load_columns(input_row_ptrs, start, K, BLOCK_K)
         if BLOCK_N > BLOCK_M:
             acc = tl.dot(weight, tl.trans(inputs), acc, input_precision="ieee")
         else:
@@ -137,8 +137,8 @@ def _moe_grouped_gemm_kernel(
         acc = silu_and_mul(acc)
     column = tl.program_id(0) * (BLOCK_N // 2 if GATED else BLOCK_N)
     column = column + tl.arange(0, BLOCK_N // 2 if GATED else BLOCK_N)[None, :]
-    output = output_ptr + pair.to(tl.int64)[:, None] * N + column
-    tl.store(output, acc, mask=valid[:, None] & (column < N))
+    output_ptrs = output_ptr + pair.to(tl.int64)[:, None] * N + column
+    tl.store(output_ptrs, acc, mask=valid[:, None] & (column < N))
 
 
 def select_config(pairs: int, weight: torch.Tensor) -> GemmConfig:
@@ -147,9 +147,9 @@ def select_config(pairs: int, weight: torch.Tensor) -> GemmConfig:
     On the GPU that the table is for, it is the tuned configuration of the most similar shape at the same number of
     pairs per expert. Otherwise it is `default_config`.
     """
-    tuned = _tuned_configs(tuple(weight.shape)) if capability(weight.device) == _TUNED_CAPABILITY else ()
-    if tuned and weight.element_size() == 2:
-        return next((config for most, config in tuned if pairs <= most), tuned[-1][1])
+    tuned_configs = _tuned_configs(tuple(weight.shape)) if capability(weight.device) == _TUNED_CAPABILITY else ()
+    if tuned_configs and weight.element_size() == 2:
+        return next((config for max_pairs, config in tuned_configs if pairs <= max_pairs), tuned_configs[-1][1])
     return default_config(pairs, weight.shape[0], weight.element_size(), shared_memory_bytes(weight.device))
 
 
@@ -160,8 +160,8 @@ def default_config(pairs: int, num_experts: int, element_bytes: int, shared_byte
     to there reading it takes the time. Few sizes, since each is compiled. Float32, which has no tensor cores here,
     keeps to the smallest.
     """
-    mean = pairs / num_experts
-    block_m = 16 if mean <= 8 or element_bytes > 2 else 64 if mean <= 32 else 128
+    mean_pairs = pairs / num_experts
+    block_m = 16 if mean_pairs <= 8 or element_bytes > 2 else 64 if mean_pairs <= 32 else 128
     block_n = 64 if block_m == 16 else 128
     block_k = (256 if block_m == 16 else 128) // element_bytes
     stage_bytes = (block_m + block_n) * block_k * element_bytes
@@ -174,9 +174,11 @@ def select_configs(pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> tup
     up_config, down_config = select_config(pairs, gate_up), select_config(pairs, down)
     if down_config.block_m == up_config.block_m:
         return up_config, down_config
-    same = [config for _, config in _tuned_configs(tuple(down.shape)) if config.block_m == up_config.block_m]
-    if same:
-        return up_config, same[-1]
+    matching_configs = [
+        config for _, config in _tuned_configs(tuple(down.shape)) if config.block_m == up_config.block_m
+    ]
+    if matching_configs:
+        return up_config, matching_configs[-1]
     default = default_config(pairs, len(down), down.element_size(), shared_memory_bytes(down.device))
     return default, default
 
@@ -188,13 +190,15 @@ def _tuned_configs(shape: tuple[int, ...]) -> tuple[tuple[int, GemmConfig], ...]
     Returns no rows if the rows or columns of every shape differ by more than a factor of two.
     """
 
-    def ratios(other: tuple[int, ...]) -> list[float]:
-        return [max(pair) / min(pair) for pair in zip(shape[1:], other[1:], strict=True)]
+    def size_ratios(other_shape: tuple[int, ...]) -> list[float]:
+        return [max(pair) / min(pair) for pair in zip(shape[1:], other_shape[1:], strict=True)]
 
-    nearest = shape if shape in TABLE else min(TABLE, key=lambda other: math.prod(ratios(other)))
-    if max(ratios(nearest)) > _MAX_DISSIMILARITY:
+    nearest_shape = shape if shape in TABLE else min(TABLE, key=lambda other_shape: math.prod(size_ratios(other_shape)))
+    if max(size_ratios(nearest_shape)) > _MAX_DISSIMILARITY:
         return ()
-    return tuple((most * shape[0] // nearest[0], GemmConfig(*config)) for most, config in TABLE[nearest])
+    return tuple(
+        (max_pairs * shape[0] // nearest_shape[0], GemmConfig(*config)) for max_pairs, config in TABLE[nearest_shape]
+    )
 
 
 class Dispatch(NamedTuple):
@@ -222,7 +226,7 @@ class Dispatch(NamedTuple):
         return self.topk_ids.numel() if self.alignment is None else len(self.alignment.expert_ids)
 
 
-def select_mode(tokens: int, down: torch.Tensor) -> Mode:
+def select_mode(num_tokens: int, down: torch.Tensor) -> Mode:
     """Return the fastest mode, as measured on an H200 for Qwen3.5's sizes.
 
     The tokens of "gemv" hardly have an expert in common but the shared one; small experts come from the L2 cache the
@@ -230,9 +234,9 @@ def select_mode(tokens: int, down: torch.Tensor) -> Mode:
     program per pair is hardly more programs than there are tiles ("grouped" is as fast at 16 tokens, up to 9 % faster
     at 32 of width 64, and 1 % slower at 16 to 32 of width 768; 2026-11-22).
     """
-    if tokens <= (_GEMV_TOKENS_SMALL if down[0].nbytes <= _SMALL_EXPERT else _GEMV_TOKENS):
+    if num_tokens <= (_GEMV_TOKENS_SMALL if down[0].nbytes <= _SMALL_EXPERT else _GEMV_TOKENS):
         return "gemv"
-    return "indirect" if tokens <= INDIRECT_TOKENS else "grouped"
+    return "indirect" if num_tokens <= INDIRECT_TOKENS else "grouped"
 
 
 def grouped_gemm(
@@ -250,10 +254,10 @@ def grouped_gemm(
     [tokens * top_k, N]; weight [experts, 2 * N, K] holds gate rows above up rows, and the result is silu(gate) * up.
     Otherwise from pairs to pairs, with weight [experts, N, K].
     """
-    (rows, k), (tokens, top_k) = weight.shape[1:], dispatch.topk_ids.shape
+    (rows, k), (num_tokens, top_k) = weight.shape[1:], dispatch.topk_ids.shape
     # One size serves all tokens of the mode unless a test forces it for more: each is compiled.
     max_tokens = (
-        triton.next_power_of_2(max(tokens, INDIRECT_TOKENS)) if dispatch.mode == "indirect" else INDIRECT_TOKENS
+        triton.next_power_of_2(max(num_tokens, INDIRECT_TOKENS)) if dispatch.mode == "indirect" else INDIRECT_TOKENS
     )
     _moe_grouped_gemm_kernel[(triton.cdiv(rows, config.block_n), dispatch.tiles)](
         inputs,
@@ -261,7 +265,7 @@ def grouped_gemm(
         output,
         dispatch.topk_ids,
         *(dispatch.alignment[1:4] if dispatch.alignment else (dispatch.topk_ids,) * 3),
-        tokens,
+        num_tokens,
         N=output.shape[1],
         K=k,
         TOP_K=top_k,

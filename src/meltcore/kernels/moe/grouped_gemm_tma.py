@@ -122,11 +122,11 @@ def supports(hidden: torch.Tensor, topk_ids: torch.Tensor, gate_up: torch.Tensor
     hidden: [tokens, hidden_size]; gate_up: [experts, 2 * width, hidden_size]; down: [experts, hidden_size, width].
     """
     size, width = down.shape[1:]
-    fits = size % BLOCK_M == 0 and _gate_rows(width) >= _BLOCK_K
+    is_divisible = size % BLOCK_M == 0 and _gate_rows(width) >= _BLOCK_K
     min_pairs = next((pairs for min_width, pairs in _MIN_PAIRS.items() if width >= min_width), math.inf)
     return (
         topk_ids.numel() >= min_pairs * len(gate_up)
-        and fits
+        and is_divisible
         and hidden.element_size() == 2
         and capability(hidden.device) == _HOPPER
     )

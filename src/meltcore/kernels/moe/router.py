@@ -78,11 +78,11 @@ def router_logits(hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     (tokens, _), rows = hidden.shape, router.shape[0]
     if tokens <= MAX_TOKENS:
         return linear(hidden, router)
-    even = rows // _ROW_MULTIPLE * _ROW_MULTIPLE
+    aligned_rows = rows // _ROW_MULTIPLE * _ROW_MULTIPLE
     logits = hidden.new_empty(tokens, -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE)[:, :rows]
-    torch.mm(hidden, router[:even].t(), out=logits[:, :even])
-    if even < rows:
-        torch.mm(hidden, router[even:].t(), out=logits[:, even:])
+    torch.mm(hidden, router[:aligned_rows].t(), out=logits[:, :aligned_rows])
+    if aligned_rows < rows:
+        torch.mm(hidden, router[aligned_rows:].t(), out=logits[:, aligned_rows:])
     return logits
 
 
@@ -91,8 +91,8 @@ def _rms_factors(rows_ptr, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K:
     """Return the factors [BLOCK_M, 1] that scale each of BLOCK_M rows to unit mean square."""
     squares = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
-        wide = tl.load(rows_ptr + start + tl.arange(0, BLOCK_K)[None, :]).to(tl.float32)
-        squares += wide * wide
+        hidden_f32 = tl.load(rows_ptr + start + tl.arange(0, BLOCK_K)[None, :]).to(tl.float32)
+        squares += hidden_f32 * hidden_f32
     return tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
 
 
@@ -141,11 +141,11 @@ def _router_kernel(
             normalized = round_before_weight(hidden.to(tl.float32) * factors, norm_ptr, hidden.dtype)
             hidden = (normalized * tl.load(norm_ptr + column).to(tl.float32)).to(hidden.dtype)
             # Every program computes all of it; each writes a part.
-            own = start // BLOCK_K % ROW_TILES == tl.program_id(1)
-            tl.store(hidden_ptr + token[:, None] * K + column, hidden, mask=(token < tokens)[:, None] & own)
+            is_writer = start // BLOCK_K % ROW_TILES == tl.program_id(1)
+            tl.store(hidden_ptr + token[:, None] * K + column, hidden, mask=(token < tokens)[:, None] & is_writer)
         acc = tl.dot(hidden, tl.trans(weight), acc)
-    output = logits_ptr + (split * tokens + token)[:, None] * EXPERTS + row[None, :]
-    tl.store(output, acc, mask=(token < tokens)[:, None] & (row < EXPERTS)[None, :])
+    logits_ptrs = logits_ptr + (split * tokens + token)[:, None] * EXPERTS + row[None, :]
+    tl.store(logits_ptrs, acc, mask=(token < tokens)[:, None] & (row < EXPERTS)[None, :])
 
 
 def select_config(tokens: int, k: int, shared_bytes: int, *, has_norm: bool) -> GemmConfig:
@@ -156,7 +156,7 @@ def select_config(tokens: int, k: int, shared_bytes: int, *, has_norm: bool) -> 
     has_norm: the kernel normalizes, which takes longer the more tokens a tile has.
     """
     block_k = min(256, k & -k)
-    split_k = max(each for each in (1, 2, 4) if k // block_k % each == 0)
+    split_k = max(splits for splits in (1, 2, 4) if k // block_k % splits == 0)
     config = GemmConfig(16, 32, block_k, 3, 4, split_k)
     large_bytes = config.num_stages * (64 + config.block_n) * block_k * 2
     return config._replace(block_m=64) if tokens > 16 and not has_norm and large_bytes <= shared_bytes else config

@@ -32,8 +32,8 @@ def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tens
     topk_ids: [tokens, top_k] int32. Returns pairs [tokens * top_k] int32, ascending per expert, and offsets [experts +
     1] int32: expert e has pairs[offsets[e] : offsets[e + 1]].
     """
-    ordered, pairs = topk_ids.flatten().sort(stable=True)
-    offsets = torch.searchsorted(ordered, torch.arange(num_experts + 1, dtype=torch.int32, device=topk_ids.device))
+    ordered_bits, pairs = topk_ids.flatten().sort(stable=True)
+    offsets = torch.searchsorted(ordered_bits, torch.arange(num_experts + 1, dtype=torch.int32, device=topk_ids.device))
     return pairs.int(), offsets.int()
 
 
@@ -46,20 +46,20 @@ def select_experts_reference(
     uniform_seed: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Routing:
-    """The specification of `select_experts`."""
+    """Compute `select_experts` in PyTorch, as its specification."""
     if logits.dim() == 3:
         logits = logits.sum(0).to(dtype)
-    wide, gate = logits.float().tensor_split([logits.shape[1] - shared_expert], dim=1)
+    router_logits, gate_logits = logits.float().tensor_split([logits.shape[1] - shared_expert], dim=1)
     if uniform_seed is not None:
         # In float32: 16-bit types have few values, so ties, of which the lower id is taken, would be common.
-        wide = torch.rand_like(wide)
-    topk_ids = wide.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
-    topk_weights = wide.softmax(-1).gather(1, topk_ids)
+        router_logits = torch.rand_like(router_logits)
+    topk_ids = router_logits.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    topk_weights = router_logits.softmax(-1).gather(1, topk_ids)
     if norm_topk_prob:
         topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
     if shared_expert:
-        topk_ids = torch.cat([topk_ids, torch.full_like(topk_ids[:, :1], wide.shape[1])], 1)
-        topk_weights = torch.cat([topk_weights, gate.sigmoid()], 1)
+        topk_ids = torch.cat([topk_ids, torch.full_like(topk_ids[:, :1], router_logits.shape[1])], 1)
+        topk_weights = torch.cat([topk_weights, gate_logits.sigmoid()], 1)
     return Routing(topk_ids.int(), topk_weights)
 
 
@@ -67,14 +67,14 @@ def select_experts_reference(
 def _sort_key(logits, expert, BLOCK: tl.constexpr):
     """Return int64 keys in the order of selection, different for all experts: by larger logit, then by lower id."""
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # minus zero equals zero
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (BLOCK - 1 - expert)
+    ordered_bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered_bits.to(tl.int64) << 32) | (BLOCK - 1 - expert)
 
 
 @triton.jit
 def _logit_of_key(key):
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    ordered_bits = (key >> 32).to(tl.int32)
+    return (ordered_bits ^ ((ordered_bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -138,10 +138,10 @@ def _select_experts_kernel(
     topk_ids = tl.zeros((TOP_K_BLOCK,), dtype=tl.int32)
     topk_weights = tl.zeros((TOP_K_BLOCK,), dtype=tl.float32)
     for k in tl.static_range(TOP_K):
-        best = tl.max(keys, axis=0)
-        topk_ids = tl.where(slot == k, EXPERT_BLOCK - 1 - (best & (EXPERT_BLOCK - 1)).to(tl.int32), topk_ids)
-        topk_weights = tl.where(slot == k, tl.exp(_logit_of_key(best) - max_logit), topk_weights)
-        keys = tl.where(keys == best, _SELECTED, keys)
+        best_key = tl.max(keys, axis=0)
+        topk_ids = tl.where(slot == k, EXPERT_BLOCK - 1 - (best_key & (EXPERT_BLOCK - 1)).to(tl.int32), topk_ids)
+        topk_weights = tl.where(slot == k, tl.exp(_logit_of_key(best_key) - max_logit), topk_weights)
+        keys = tl.where(keys == best_key, _SELECTED, keys)
     if NORM_TOPK_PROB:
         total = tl.sum(topk_weights, axis=0)
     else:
@@ -150,9 +150,9 @@ def _select_experts_kernel(
     if SHARED:
         topk_ids = tl.where(slot == TOP_K, EXPERTS, topk_ids)
         topk_weights = tl.where(slot == TOP_K, 1.0 / (1.0 + tl.exp(-gate)), topk_weights)
-    output = token.to(tl.int64) * (TOP_K + SHARED) + slot
-    tl.store(topk_ids_ptr + output, topk_ids, mask=slot < TOP_K + SHARED)
-    tl.store(topk_weights_ptr + output, topk_weights, mask=slot < TOP_K + SHARED)
+    output_offset = token.to(tl.int64) * (TOP_K + SHARED) + slot
+    tl.store(topk_ids_ptr + output_offset, topk_ids, mask=slot < TOP_K + SHARED)
+    tl.store(topk_weights_ptr + output_offset, topk_weights, mask=slot < TOP_K + SHARED)
 
 
 @triton.jit
@@ -161,8 +161,8 @@ def pairs_of_expert(expert, topk_ids_ptr, tokens, TOKENS: tl.constexpr, TOP_K: t
     token = tl.arange(0, TOKENS)[:, None]
     k = tl.arange(0, triton.next_power_of_2(TOP_K))[None, :]
     pair = token * TOP_K + k
-    own = tl.load(topk_ids_ptr + pair, mask=(token < tokens) & (k < TOP_K), other=-1) == expert
-    return tl.max(own.to(tl.int32), axis=1), tl.sum(tl.where(own, pair, 0), axis=1)
+    is_selected = tl.load(topk_ids_ptr + pair, mask=(token < tokens) & (k < TOP_K), other=-1) == expert
+    return tl.max(is_selected.to(tl.int32), axis=1), tl.sum(tl.where(is_selected, pair, 0), axis=1)
 
 
 def select_experts(

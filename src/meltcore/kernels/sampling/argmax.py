@@ -49,8 +49,8 @@ def first_largest(values, tokens, limit):
     """
     has_nan = tl.max((values != values).to(tl.int32), axis=0) > 0
     maximum = tl.max(values, axis=0)
-    found = tl.where(has_nan, values != values, values == maximum)
-    return tl.where(has_nan, float("nan"), maximum), tl.min(tl.where(found, tokens, limit), axis=0)
+    is_largest = tl.where(has_nan, values != values, values == maximum)
+    return tl.where(has_nan, float("nan"), maximum), tl.min(tl.where(is_largest, tokens, limit), axis=0)
 
 
 @triton.jit
@@ -74,9 +74,9 @@ def _first_maximum_kernel(
 ):
     """Each program handles one row: it finds the first chunk with the largest maximum, and there the token's index."""
     row = tl.program_id(0).to(tl.int64)
-    each = tl.arange(0, CHUNKS)
-    maxima = tl.load(maxima_ptr + row * chunks + each, mask=each < chunks, other=float("-inf"))
-    _, chunk = first_largest(maxima, each, CHUNKS)
+    chunk_index = tl.arange(0, CHUNKS)
+    maxima = tl.load(maxima_ptr + row * chunks + chunk_index, mask=chunk_index < chunks, other=float("-inf"))
+    _, chunk = first_largest(maxima, chunk_index, CHUNKS)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     _, best = first_largest(values, token, vocab)

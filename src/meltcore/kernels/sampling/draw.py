@@ -57,9 +57,9 @@ def gumbel_sample_shard(
         return _gumbel_sample_reference(logits, temperatures, seeds, positions, first_token, thresholds)
     (rows, vocab), device = logits.shape, logits.device
     output = torch.empty(rows, dtype=torch.int64, device=device)
-    best = torch.empty(rows, dtype=torch.float32, device=device)
+    best_scores = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
-        return output, best
+        return output, best_scores
     require_contiguous_rows(logits)
     chunks = triton.cdiv(vocab, _CHUNK)
     scores = torch.empty(rows, chunks, dtype=torch.float32, device=device)
@@ -73,9 +73,9 @@ def gumbel_sample_shard(
         num_warps=_WARPS,
     )
     _best_chunk_kernel[(rows,)](
-        scores, tokens, output, best, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=_WARPS
+        scores, tokens, output, best_scores, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=_WARPS
     )
-    return output, best
+    return output, best_scores
 
 
 def _gumbel_sample_reference(
@@ -86,15 +86,15 @@ def _gumbel_sample_reference(
     first_token: int = 0,
     thresholds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    values, hot = logits.float(), (temperatures > 0)[:, None]
-    scores = values / torch.where(hot, temperatures[:, None], 1.0)
-    scores += torch.where(hot, gumbel_noise(seeds, positions, logits.shape[1], first_token), 0.0)
+    logits_f32, is_sampled = logits.float(), (temperatures > 0)[:, None]
+    scores = logits_f32 / torch.where(is_sampled, temperatures[:, None], 1.0)
+    scores += torch.where(is_sampled, gumbel_noise(seeds, positions, logits.shape[1], first_token), 0.0)
     if thresholds is not None:
-        last = thresholds[:, None]
-        threshold = values.gather(1, last.clamp(min=0))
+        last_token = thresholds[:, None]
+        threshold = logits_f32.gather(1, last_token.clamp(min=0))
         tokens = torch.arange(logits.shape[1], device=logits.device)
-        after = (values < threshold) | ((values == threshold) & (tokens > last))
-        scores.masked_fill_(after & (last >= 0), float("-inf"))
+        is_excluded = (logits_f32 < threshold) | ((logits_f32 == threshold) & (tokens > last_token))
+        scores.masked_fill_(is_excluded & (last_token >= 0), float("-inf"))
     best = scores.argmax(-1)
     return best, scores.gather(1, best[:, None])[:, 0]
 
@@ -137,8 +137,8 @@ def _pack(
 def _pack_reference(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     bits = (scores + 0.0).view(torch.int32)  # both zeros become +0
     # As integers the bits of negative floats decrease where the floats increase.
-    ordered = (bits ^ ((bits >> 31) & _MAGNITUDE)).masked_fill_(scores.isnan(), _MAGNITUDE)
-    return (ordered.long() << 32) | (_MAX_ID - tokens)
+    ordered_bits = (bits ^ ((bits >> 31) & _MAGNITUDE)).masked_fill_(scores.isnan(), _MAGNITUDE)
+    return (ordered_bits.long() << 32) | (_MAX_ID - tokens)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, tokens: int, first_token: int = 0) -> torch.Tensor:
@@ -209,13 +209,13 @@ def _gumbel_sample_kernel(
     """Each program finds score and id of the best of CHUNK tokens, for each of ROWS rows."""
     chunk = tl.program_id(0)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = token < vocab
+    in_vocab = token < vocab
     token_bits = _mix_uint64((first_token + token).to(tl.uint64))
-    for index in tl.static_range(ROWS):
-        row = tl.program_id(1).to(tl.int64) * ROWS + index
+    for row_index in tl.static_range(ROWS):
+        row = tl.program_id(1).to(tl.int64) * ROWS + row_index
         if row < rows:
             row_ptr = logits_ptr + row * row_stride
-            values = tl.load(row_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
+            values = tl.load(row_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
             scores = values
             temperature = tl.load(temperatures_ptr + row)
             if temperature > 0:
@@ -225,10 +225,10 @@ def _gumbel_sample_kernel(
                 uniform = ((bits >> 41).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
                 scores = tl.div_rn(values, temperature) - tl.log(-tl.log(uniform))
             if FILTERED:
-                last = tl.load(thresholds_ptr + row)
-                threshold = tl.load(row_ptr + tl.maximum(last, 0)).to(tl.float32)
-                after = (values < threshold) | ((values == threshold) & (token > last))
-                scores = tl.where(after & (last >= 0), float("-inf"), scores)
+                last_token = tl.load(thresholds_ptr + row)
+                threshold = tl.load(row_ptr + tl.maximum(last_token, 0)).to(tl.float32)
+                is_excluded = (values < threshold) | ((values == threshold) & (token > last_token))
+                scores = tl.where(is_excluded & (last_token >= 0), float("-inf"), scores)
             score, best = first_largest(scores, token, vocab)
             offset = row * tl.num_programs(0) + chunk
             tl.store(scores_ptr + offset, score)
@@ -236,14 +236,14 @@ def _gumbel_sample_kernel(
 
 
 @triton.jit
-def _best_chunk_kernel(scores_ptr, tokens_ptr, output_ptr, best_ptr, chunks, CHUNKS: tl.constexpr):
+def _best_chunk_kernel(scores_ptr, tokens_ptr, output_ptr, best_scores_ptr, chunks, CHUNKS: tl.constexpr):
     """Each program finds one row's best token and its score, among the best tokens of the row's chunks."""
     row = tl.program_id(0).to(tl.int64)
-    each = tl.arange(0, CHUNKS)
-    scores = tl.load(scores_ptr + row * chunks + each, mask=each < chunks, other=float("-inf"))
-    score, best = first_largest(scores, each, CHUNKS)
-    tl.store(output_ptr + row, tl.load(tokens_ptr + row * chunks + best).to(tl.int64))
-    tl.store(best_ptr + row, score)
+    chunk = tl.arange(0, CHUNKS)
+    scores = tl.load(scores_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    score, best_chunk = first_largest(scores, chunk, CHUNKS)
+    tl.store(output_ptr + row, tl.load(tokens_ptr + row * chunks + best_chunk).to(tl.int64))
+    tl.store(best_scores_ptr + row, score)
 
 
 @triton.jit(do_not_specialize=["first_token", "row_stride"])
@@ -252,6 +252,6 @@ def _pack_kernel(scores_ptr, columns_ptr, tokens_ptr, output_ptr, row_stride, fi
     row = tl.program_id(0).to(tl.int64)
     score = tl.load(scores_ptr + row * row_stride + tl.load(columns_ptr + row)).to(tl.float32)
     bits = (score + 0.0).to(tl.int32, bitcast=True)
-    ordered = tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    ordered_bits = tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     token = tl.load(tokens_ptr + row) + first_token
-    tl.store(output_ptr + row, (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - token))
+    tl.store(output_ptr + row, (ordered_bits.to(tl.int64) << 32) | (0xFFFFFFFF - token))

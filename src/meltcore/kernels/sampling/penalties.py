@@ -50,11 +50,11 @@ def _penalties_reference(
     repetition: torch.Tensor,
 ) -> None:
     values, counts = logits[rows], output_counts[slots]
-    generated = counts > 0
+    is_generated = counts > 0
     factor = repetition[:, None]
-    repeated = torch.where(values > 0, values / factor, values * factor)
-    values = torch.where(generated | in_prompt[slots], repeated, values)
-    logits[rows] = values - frequency[:, None] * counts - presence[:, None] * generated
+    penalized_values = torch.where(values > 0, values / factor, values * factor)
+    values = torch.where(is_generated | in_prompt[slots], penalized_values, values)
+    logits[rows] = values - frequency[:, None] * counts - presence[:, None] * is_generated
 
 
 # Settings start anywhere: without this, each new alignment would be compiled for anew.
@@ -80,13 +80,13 @@ def _penalties_kernel(
     mask = token < vocab
     offset = tl.load(slots_ptr + index) * vocab + token
     counts = tl.load(output_counts_ptr + offset, mask=mask, other=0)
-    prompted = tl.load(in_prompt_ptr + offset, mask=mask, other=0) != 0
-    target = logits_ptr + tl.load(rows_ptr + index) * row_stride + token
-    values = tl.load(target, mask=mask, other=0.0)
+    is_in_prompt = tl.load(in_prompt_ptr + offset, mask=mask, other=0) != 0
+    logit_ptrs = logits_ptr + tl.load(rows_ptr + index) * row_stride + token
+    values = tl.load(logit_ptrs, mask=mask, other=0.0)
     factor = tl.load(repetition_ptr + index)
-    generated = counts > 0
-    repeated = tl.where(values > 0, tl.div_rn(values, factor), values * factor)
-    values = tl.where(generated | prompted, repeated, values)
+    is_generated = counts > 0
+    penalized_values = tl.where(values > 0, tl.div_rn(values, factor), values * factor)
+    values = tl.where(is_generated | is_in_prompt, penalized_values, values)
     values -= tl.load(frequency_ptr + index) * counts.to(tl.float32)
-    values -= tl.where(generated, tl.load(presence_ptr + index), 0.0)
-    tl.store(target, values, mask=mask)
+    values -= tl.where(is_generated, tl.load(presence_ptr + index), 0.0)
+    tl.store(logit_ptrs, values, mask=mask)

@@ -53,22 +53,22 @@ def _threshold_tokens_reference(
     logits: torch.Tensor, temperatures: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     vocab = logits.shape[1]
-    ordered, order = logits.float().sort(dim=-1, descending=True, stable=True)
+    sorted_logits, sorted_ids = logits.float().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(vocab, device=logits.device)
-    drop = ranks >= torch.where(top_k > 0, top_k, vocab)[:, None]
-    probabilities = (ordered / temperatures[:, None]).masked_fill(drop, float("-inf")).softmax(-1)
+    is_excluded = ranks >= torch.where(top_k > 0, top_k, vocab)[:, None]
+    probabilities = (sorted_logits / temperatures[:, None]).masked_fill(is_excluded, float("-inf")).softmax(-1)
     # The mass before a token decides: the token that crosses top_p is kept.
-    before = probabilities.cumsum(-1) - probabilities
-    drop |= (before >= top_p[:, None]) & (top_p < 1)[:, None]
+    mass_before = probabilities.cumsum(-1) - probabilities
+    is_excluded |= (mass_before >= top_p[:, None]) & (top_p < 1)[:, None]
     # Relative to the largest probability left; their common factor cancels in the ratio.
-    drop |= probabilities < min_p[:, None] * probabilities[:, :1]
-    drop[:, 0] = False
-    last = order.gather(1, (~drop).sum(-1, keepdim=True) - 1)[:, 0]
-    return torch.where((top_k > 0) | (top_p < 1) | (min_p > 0), last, KEEP_ALL)
+    is_excluded |= probabilities < min_p[:, None] * probabilities[:, :1]
+    is_excluded[:, 0] = False
+    last_kept = sorted_ids.gather(1, (~is_excluded).sum(-1, keepdim=True) - 1)[:, 0]
+    return torch.where((top_k > 0) | (top_p < 1) | (min_p > 0), last_kept, KEEP_ALL)
 
 
 @triton.jit
-def _float_of(key):
+def _key_to_float(key):
     """Convert an int32 key to its float32.
 
     Keys are ordered as their floats: the bits of a negative one, except the sign, are inverted.
@@ -77,9 +77,9 @@ def _float_of(key):
 
 
 @triton.jit
-def _next_above(number):
+def _nextafter(number):
     bits = number.to(tl.int32, bitcast=True)
-    return _float_of((bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 1)
+    return _key_to_float((bits ^ ((bits >> 31) & 0x7FFFFFFF)) + 1)
 
 
 @triton.jit
@@ -93,18 +93,18 @@ def _tile(row_ptr, start, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 def _weights_from(
     row_ptr,
     vocab,
-    least_0,
-    least_1,
-    least_2,
+    bound_0,
+    bound_1,
+    bound_2,
     maximum,
-    per_logit,
+    log2_scale,
     COUNT: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return, for each of three bounds, the total weight of the tokens whose logit is at least the bound.
 
-    A token's weight is 1 with COUNT, else 2^((logit - maximum) * per_logit), its probability up to a factor.
+    A token's weight is 1 with COUNT, else 2^((logit - maximum) * log2_scale), its probability up to a factor.
     """
     sum_0 = tl.zeros((BLOCK,), dtype=tl.float32)
     sum_1 = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -114,10 +114,10 @@ def _weights_from(
         if COUNT:
             weights = (token < vocab).to(tl.float32)
         else:
-            weights = tl.exp2((values - maximum) * per_logit)
-        sum_0 += tl.sum(tl.where(values >= least_0, weights, 0.0), axis=0)
-        sum_1 += tl.sum(tl.where(values >= least_1, weights, 0.0), axis=0)
-        sum_2 += tl.sum(tl.where(values >= least_2, weights, 0.0), axis=0)
+            weights = tl.exp2((values - maximum) * log2_scale)
+        sum_0 += tl.sum(tl.where(values >= bound_0, weights, 0.0), axis=0)
+        sum_1 += tl.sum(tl.where(values >= bound_1, weights, 0.0), axis=0)
+        sum_2 += tl.sum(tl.where(values >= bound_2, weights, 0.0), axis=0)
     return tl.sum(sum_0, axis=0), tl.sum(sum_1, axis=0), tl.sum(sum_2, axis=0)
 
 
@@ -127,7 +127,7 @@ def _boundary(
     vocab,
     target,
     maximum,
-    per_logit,
+    log2_scale,
     COUNT: tl.constexpr,
     FREE_BITS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -140,27 +140,27 @@ def _boundary(
     Each pass over the row finds two bits of its key, highest first.
     """
     key = tl.full((), -(2**31), dtype=tl.int32)
-    above = tl.full((), 0.0, dtype=tl.float32)
+    weight_above = tl.full((), 0.0, dtype=tl.float32)
     for step in tl.range(0, (32 - FREE_BITS) // 2):
-        unit = tl.full((), 1, dtype=tl.int32) << (30 - 2 * step)
-        key_0 = key + unit
-        key_1 = key_0 + unit
-        key_2 = key_1 + unit
+        key_step = tl.full((), 1, dtype=tl.int32) << (30 - 2 * step)
+        key_0 = key + key_step
+        key_1 = key_0 + key_step
+        key_2 = key_1 + key_step
         weight_0, weight_1, weight_2 = _weights_from(
             row_ptr,
             vocab,
-            _float_of(key_0),
-            _float_of(key_1),
-            _float_of(key_2),
+            _key_to_float(key_0),
+            _key_to_float(key_1),
+            _key_to_float(key_2),
             maximum,
-            per_logit,
+            log2_scale,
             COUNT,
             PARTS,
             BLOCK,
         )
-        above = tl.where(
+        weight_above = tl.where(
             weight_2 >= target,
-            above,
+            weight_above,
             tl.where(weight_1 >= target, weight_2, tl.where(weight_0 >= target, weight_1, weight_0)),
         )
         key = tl.where(
@@ -170,17 +170,17 @@ def _boundary(
         )
     # The free bits of a type are 0 in its numbers, and so 1 in the keys of negative ones.
     key = tl.where(key < 0, key | ((1 << FREE_BITS) - 1), key)
-    return _float_of(tl.maximum(key, -0x7F800001)), above  # no lower than -inf
+    return _key_to_float(tl.maximum(key, -0x7F800001)), weight_above  # no lower than -inf
 
 
 @triton.jit
-def _lowest_or_largest(row_ptr, vocab, least, LOWEST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the row's lowest logit that is at least `least`, or the largest logit if all are below `least`."""
+def _lowest_or_largest(row_ptr, vocab, min_logit, LOWEST: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the row's lowest logit that is at least `min_logit` if LOWEST, else its largest logit."""
     best = tl.full((BLOCK,), float("inf") if LOWEST else float("-inf"), dtype=tl.float32)
     for start in tl.range(0, vocab, PARTS * BLOCK):
         _, values = _tile(row_ptr, start, vocab, PARTS, BLOCK)
         if LOWEST:
-            best = tl.minimum(best, tl.min(tl.where(values >= least, values, float("inf")), axis=0))
+            best = tl.minimum(best, tl.min(tl.where(values >= min_logit, values, float("inf")), axis=0))
         else:
             best = tl.maximum(best, tl.max(values, axis=0))
     return tl.min(best, axis=0) if LOWEST else tl.max(best, axis=0)
@@ -189,18 +189,18 @@ def _lowest_or_largest(row_ptr, vocab, least, LOWEST: tl.constexpr, PARTS: tl.co
 @triton.jit
 def _nth_equal(row_ptr, vocab, logit, count, BLOCK: tl.constexpr):
     """Return the id of the count-th token with this logit, or of the last such token if there are fewer."""
-    found = tl.full((), 0, dtype=tl.int32)
-    last = tl.full((), 0, dtype=tl.int32)
+    num_seen = tl.full((), 0, dtype=tl.int32)
+    last_token = tl.full((), 0, dtype=tl.int32)
     for start in tl.range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         values = tl.load(row_ptr + token, mask=token < vocab, other=float("nan")).to(tl.float32)
-        equal = (values == logit).to(tl.int32)
-        here = tl.sum(equal, axis=0)
-        if (found < count) & (here > 0):
-            wanted = (equal > 0) & (tl.cumsum(equal, axis=0) <= count - found)
-            last = tl.max(tl.where(wanted, token, 0), axis=0)
-        found += here
-    return last
+        is_equal = (values == logit).to(tl.int32)
+        num_in_block = tl.sum(is_equal, axis=0)
+        if (num_seen < count) & (num_in_block > 0):
+            is_counted = (is_equal > 0) & (tl.cumsum(is_equal, axis=0) <= count - num_seen)
+            last_token = tl.max(tl.where(is_counted, token, 0), axis=0)
+        num_seen += num_in_block
+    return last_token
 
 
 # Settings are slices at any alignment: specialized on it, each would be compiled anew.
@@ -225,32 +225,36 @@ def _top_k_top_p_kernel(
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     result = tl.full((), KEEP_ALL, dtype=tl.int32)
     if (top_k > 0) | (top_p < 1) | (min_p > 0):
-        per_logit = 1.4426950408889634 / tl.load(temperatures_ptr + row)
+        log2_scale = 1.4426950408889634 / tl.load(temperatures_ptr + row)
         maximum = _lowest_or_largest(row_ptr, vocab, 0.0, False, PARTS, BLOCK)
         # Kept are the tokens above a logit, and this many of those equal to it.
         logit = tl.full((), float("-inf"), dtype=tl.float32)
-        equals = tl.full((), 1 << 30, dtype=tl.int32)
+        num_equal = tl.full((), 1 << 30, dtype=tl.int32)
         if top_k > 0:
-            wanted = tl.minimum(top_k, vocab).to(tl.float32)
-            logit, above = _boundary(row_ptr, vocab, wanted, maximum, per_logit, True, FREE_BITS, PARTS, BLOCK)
-            equals = (wanted - above).to(tl.int32)
+            target = tl.minimum(top_k, vocab).to(tl.float32)
+            logit, weight_above = _boundary(row_ptr, vocab, target, maximum, log2_scale, True, FREE_BITS, PARTS, BLOCK)
+            num_equal = (target - weight_above).to(tl.int32)
         if top_p < 1:
-            higher, whole, _ = _weights_from(
-                row_ptr, vocab, _next_above(logit), logit, maximum, maximum, per_logit, False, PARTS, BLOCK
+            weight_higher, kept_weight, _ = _weights_from(
+                row_ptr, vocab, _nextafter(logit), logit, maximum, maximum, log2_scale, False, PARTS, BLOCK
             )
             if top_k > 0:
-                whole = higher + equals.to(tl.float32) * tl.exp2((logit - maximum) * per_logit)
-            wanted = top_p * whole
-            nucleus, above = _boundary(row_ptr, vocab, wanted, maximum, per_logit, False, FREE_BITS, PARTS, BLOCK)
-            count = (wanted - above) / tl.exp2((nucleus - maximum) * per_logit)
-            needed = tl.minimum(tl.maximum(tl.ceil(count), 1.0), 1 << 30).to(tl.int32)
+                kept_weight = weight_higher + num_equal.to(tl.float32) * tl.exp2((logit - maximum) * log2_scale)
+            target = top_p * kept_weight
+            nucleus, weight_above = _boundary(
+                row_ptr, vocab, target, maximum, log2_scale, False, FREE_BITS, PARTS, BLOCK
+            )
+            nucleus_count = (target - weight_above) / tl.exp2((nucleus - maximum) * log2_scale)
+            num_needed = tl.minimum(tl.maximum(tl.ceil(nucleus_count), 1.0), 1 << 30).to(tl.int32)
             # By rounding a nucleus could reach beyond the tokens that top-k kept: it ends with them.
-            equals = tl.where(nucleus > logit, needed, tl.where(nucleus == logit, tl.minimum(needed, equals), equals))
+            num_equal = tl.where(
+                nucleus > logit, num_needed, tl.where(nucleus == logit, tl.minimum(num_needed, num_equal), num_equal)
+            )
             logit = tl.maximum(nucleus, logit)
         if min_p > 0:
-            least = tl.minimum(maximum + tl.log2(min_p) / per_logit, maximum)
-            if least > logit:
-                logit = _lowest_or_largest(row_ptr, vocab, least, True, PARTS, BLOCK)
-                equals = tl.full((), 1 << 30, dtype=tl.int32)
-        result = _nth_equal(row_ptr, vocab, logit, equals, BLOCK)
+            min_logit = tl.minimum(maximum + tl.log2(min_p) / log2_scale, maximum)
+            if min_logit > logit:
+                logit = _lowest_or_largest(row_ptr, vocab, min_logit, True, PARTS, BLOCK)
+                num_equal = tl.full((), 1 << 30, dtype=tl.int32)
+        result = _nth_equal(row_ptr, vocab, logit, num_equal, BLOCK)
     tl.store(output_ptr + row, result.to(tl.int64))
