@@ -152,7 +152,7 @@ def test_mixed_buckets_are_captured_at_start_or_first_use(
                 seen.add(f"{wave}.{index}", tools.random_prompt(40 + 20 * index, index), max_tokens=3 + 5 * index)
             seen.run()
         graphs = seen.engine.runner._prefill_graphs
-        assert (graphs is not None and any(size.decodes for size in graphs._captured)) == (debug == ())
+        assert (graphs is not None and any(size.num_decodes for size in graphs._captured)) == (debug == ())
         answers.append({name: torch.stack(each) for name, each in seen.logits.items()})
     for name, padded in answers[0].items():
         assert tools.relative_error(padded, answers[1][name]) <= 1e-4, name

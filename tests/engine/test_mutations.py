@@ -45,12 +45,12 @@ def rotary_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mask_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attention_kernel.causal_mask
-    monkeypatch.setattr(attention_kernel, "causal_mask", lambda starts, *sizes: whole(starts - 1, *sizes))
+    monkeypatch.setattr(attention_kernel, "causal_mask", lambda context_lens, *sizes: whole(context_lens - 1, *sizes))
 
 
 def mask_sees_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = attention_kernel.causal_mask
-    monkeypatch.setattr(attention_kernel, "causal_mask", lambda starts, *sizes: whole(starts + 1, *sizes))
+    monkeypatch.setattr(attention_kernel, "causal_mask", lambda context_lens, *sizes: whole(context_lens + 1, *sizes))
 
 
 def query_norm_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def one_page_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = runner_module.ModelRunner._forward
 
     def swapping(self: runner_module.ModelRunner, batch: object) -> torch.Tensor:
-        if batch.starts[0] == 128:  # type: ignore[attr-defined]
+        if batch.context_lens[0] == 128:  # type: ignore[attr-defined]
             row = self._page_table[batch.rows[0]]  # type: ignore[attr-defined]
             row[[0, 2]] = row[[2, 0]]
         return whole(self, batch)  # type: ignore[arg-type]

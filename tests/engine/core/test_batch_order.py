@@ -35,4 +35,4 @@ def test_longest_decodes_come_first_in_mixed_batches() -> None:
     plan = [chunk(1, 3, 40), chunk(2, 5), chunk(3, 20 * PAGE_SIZE), chunk(4, 0, 300), chunk(5, 20 * PAGE_SIZE + 7)]
     chunks, batch = build_batch(plan, recurrent=False)
     assert [each.request.row for each in chunks] == batch.rows == [5, 3, 2, 1, 4]
-    assert batch.decodes == 3
+    assert batch.num_decodes == 3

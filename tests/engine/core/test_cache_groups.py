@@ -58,7 +58,7 @@ def test_gemma_keeps_508_kb_per_token_in_the_window_and_82_kb_beyond(cache: bool
     """At rest to within one page per group; while the prompt is prefilled, the window and a chunk."""
     layout, page_bytes = PageLayout.of(GEMMA), GEMMA.page_bytes(PAGE_SIZE, 2)
     assert (layout.column_pages, page_bytes) == (31, 2 * PAGE_SIZE * LAYER_BYTES)
-    scheduler = scheduler_of(layout, layout.most_pages(8192, 2048), cache=cache)
+    scheduler = scheduler_of(layout, layout.max_pages(8192, 2048), cache=cache)
     scheduler.add(request_of([5] * 300, max_tokens=2500))
     while scheduler.has_work:
         for chunk in scheduler.schedule():
@@ -73,7 +73,7 @@ def test_gemma_keeps_508_kb_per_token_in_the_window_and_82_kb_beyond(cache: bool
 
 def test_prompt_in_chunks_keeps_its_window_and_one_chunk() -> None:
     layout = PageLayout.of(GEMMA)
-    scheduler = scheduler_of(layout, layout.most_pages(8192, 512), max_num_batched_tokens=512)
+    scheduler = scheduler_of(layout, layout.max_pages(8192, 512), max_num_batched_tokens=512)
     scheduler.add(request_of([5] * 8000))
     for _ in range(16):
         (chunk,) = scheduler.schedule()
@@ -88,7 +88,7 @@ def test_prompt_in_chunks_keeps_its_window_and_one_chunk() -> None:
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 96, 128])
 def test_decoding_sequence_holds_only_the_pages_of_its_window(window: int, overlap: bool) -> None:
     layout = PageLayout((PageGroup(0, 3, window),))
-    scheduler = scheduler_of(layout, layout.most_pages(8192, 2048))
+    scheduler = scheduler_of(layout, layout.max_pages(8192, 2048))
     scheduler.add(request_of([5] * 10, max_tokens=500))
     held, launched = set(), None
     while scheduler.has_work:
@@ -116,7 +116,7 @@ def test_most_columns_bound_every_way_to_cut_a_sequence(
         end = min(tokens, start + choice.randint(1, most))
         held = max(held, pages_for(end) - max(0, start - window + 1) // PAGE_SIZE)
         start = end
-    assert max(held, found) <= group.most_columns(tokens, most)
+    assert max(held, found) <= group.max_columns(tokens, most)
     assert held - found <= PageLayout((group,)).missing_pages(tokens, hit, most)
 
 
@@ -125,11 +125,11 @@ def test_most_columns_are_needed_at_the_worst_alignment(window: int, chunk: int)
     needed = max(
         pages_for(start + chunk) - max(0, start - window + 1) // PAGE_SIZE for start in range(1000, 1000 + PAGE_SIZE)
     )
-    assert PageGroup(0, 1, window).most_columns(5000, chunk) == needed
+    assert PageGroup(0, 1, window).max_columns(5000, chunk) == needed
 
 
 def test_scheduler_refuses_a_pool_in_which_one_sequence_cannot_finish() -> None:
-    needed = MIXED.most_pages(1000, 300)
+    needed = MIXED.max_pages(1000, 300)
     limits = {"max_num_batched_tokens": 300, "max_model_len": 1000}
     with pytest.raises(ValueError, match=f"{needed - 1} pages cannot hold one sequence of 1000 tokens"):
         scheduler_of(MIXED, needed - 1, **limits)
@@ -265,7 +265,7 @@ def plan_of_gemma(memory_bytes: int, *, max_model_len: int = 131_072, max_num_ba
 def test_plan_counts_window_and_chunk_of_sliding_groups() -> None:
     """A sequence of 131,072 tokens takes 10.8 GB in global layers, and in local ones at most 1,024 + 8,192 tokens."""
     needed = 5 * 2048 + 26 * ((1024 + 8192 + 61) // 64 + 1)
-    assert PageLayout.of(GEMMA).most_pages(131_072, 8192) == needed
+    assert PageLayout.of(GEMMA).max_pages(131_072, 8192) == needed
     plan = plan_of_gemma(130 * 10**9)
     tables = 31 * 258 * 2048 * 8
     assert plan.page_bytes == 2 * 64 * LAYER_BYTES
@@ -286,6 +286,6 @@ def test_refusal_names_the_longest_context_that_fits() -> None:
     with pytest.raises(ConfigError, match=r"page tables \(.*--max-model-len \d+ or less") as refused:
         plan_of_gemma(memory)
     longest = int(str(refused.value).split("Set --max-model-len ")[1].split()[0])
-    assert plan_of_gemma(memory, max_model_len=longest).pages >= PageLayout.of(GEMMA).most_pages(longest, 8192)
+    assert plan_of_gemma(memory, max_model_len=longest).pages >= PageLayout.of(GEMMA).max_pages(longest, 8192)
     smaller_chunks = plan_of_gemma(memory, max_model_len=longest, max_num_batched_tokens=1024)
     assert smaller_chunks.page_bytes == GEMMA.page_bytes(64, 2)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from meltcore.engine.core.kv_cache import PagePool
-from meltcore.engine.core.pacing import LARGE_S, SLOWDOWN
+from meltcore.engine.core.pacing import LARGE_S, MAX_SLOWDOWN
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import LONG_PROMPT_STEPS, Chunk, Scheduler
 from meltcore.protocol.generation import AddRequest
@@ -70,7 +70,7 @@ class Sim:
         self.now_s += took_s
         self.scheduler.update(done, [7 for chunk in done if chunk.samples])
         if self.scheduler.pacer is not None and done:
-            self.scheduler.record_time(done, took_s)
+            self.scheduler.record_step_time(done, took_s)
         for chunk in done:
             if chunk.samples:
                 self.token_times.setdefault(chunk.request.id, []).append(self.now_s)
@@ -119,7 +119,7 @@ def test_long_prompt_at_most_doubles_the_itl_of_others(cost: Cost) -> None:
     alone_s = p99(sim.gaps(load, sim.now_s / 2))
     began_s = sim.now_s
     read_long(sim)
-    assert p99(sim.gaps(load, began_s)) <= SLOWDOWN * alone_s
+    assert p99(sim.gaps(load, began_s)) <= MAX_SLOWDOWN * alone_s
 
 
 def test_chunks_are_as_large_as_the_slowdown_allows() -> None:
@@ -228,7 +228,7 @@ def test_disturbed_steps_do_not_change_the_chunk_size() -> None:
     began_s = sim.now_s
     read_long(sim)
     gaps = sim.gaps(load, began_s)
-    assert gaps[int(0.84 * len(gaps))] <= SLOWDOWN * dense(LOAD, 0, 0)
+    assert gaps[int(0.84 * len(gaps))] <= MAX_SLOWDOWN * dense(LOAD, 0, 0)
 
 
 def test_pacing_ends_with_the_last_long_prompt() -> None:
@@ -249,4 +249,4 @@ def test_two_long_prompts_share_one_allotment() -> None:
     began_s = sim.now_s
     sim.add(LONG, 10)
     read_long(sim)
-    assert p99(sim.gaps(load, began_s)) <= SLOWDOWN * alone_s
+    assert p99(sim.gaps(load, began_s)) <= MAX_SLOWDOWN * alone_s

@@ -195,7 +195,7 @@ class World:
         if to_read is not None:
             self.scheduler.update(*to_read)
             if self.scheduler.pacer is not None:
-                self.scheduler.record_time(to_read[0], 1 + sum(chunk.size for chunk in to_read[0]) / 20)
+                self.scheduler.record_step_time(to_read[0], 1 + sum(chunk.size for chunk in to_read[0]) / 20)
         self.check()
         self.steps += 1
 
@@ -228,7 +228,7 @@ class World:
                 assert held == [column >= first for column in range(len(held))]
                 self.slid += first
         held_pages = sum(page > 0 for page in pages)
-        assert held_pages <= self.layout.most_pages(chunk.request.length, self.scheduler.max_num_batched_tokens)
+        assert held_pages <= self.layout.max_pages(chunk.request.length, self.scheduler.max_num_batched_tokens)
 
     def check_order(self, started: list[Request]) -> None:
         """A starting request overtakes only those that wait for a penalty slot, while none is free."""
@@ -335,7 +335,7 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool, penalised: bool
     layout = draw_layout(choice) if mixed else FULL_ATTENTION
     world = World(
         layout=layout,
-        pages=layout.most_pages(max_model_len, budget) + extra * layout.column_pages,
+        pages=layout.max_pages(max_model_len, budget) + extra * layout.column_pages,
         slots=seqs + choice.choice([0, 1, 2, 4]) if recurrent else 0,
         max_model_len=max_model_len,
         seqs=seqs,

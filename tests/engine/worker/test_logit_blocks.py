@@ -54,12 +54,12 @@ def test_blocks_with_and_without_logprobs_concatenate() -> None:
         top_tokens = torch.arange(len(rows) * width).view(len(rows), width)
         return SampleResult(torch.tensor(ids), rows, (chosen, top_tokens.float(), top_tokens) if rows else None)
 
-    joined = SampleResult.of_blocks([block([1, 2], [1], 2), block([3], [], 0), block([4, 5], [0, 1], 3)])
+    joined = SampleResult.concatenate([block([1, 2], [1], 2), block([3], [], 0), block([4, 5], [0, 1], 3)])
     assert joined.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert joined.logprob_rows == [1, 3, 4]
     assert joined.logprobs is not None
     assert [part.tolist() for part in joined.logprobs[::2]] == [[-0.5, 0.0, -0.5], [[0, 1, 0], [0, 1, 2], [3, 4, 5]]]
-    assert SampleResult.of_blocks([block([1], [], 0), block([2], [], 0)]).logprobs is None
+    assert SampleResult.concatenate([block([1], [], 0), block([2], [], 0)]).logprobs is None
 
 
 @pytest.mark.parametrize(("gigabytes", "rows"), [(6, 131), (140, 3071)])

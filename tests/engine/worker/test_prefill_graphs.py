@@ -19,7 +19,7 @@ from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
 from meltcore.engine.worker.model_runner import ModelRunner
 from meltcore.engine.worker.prefill_graphs import (
-    EMPTY,
+    EMPTY_BATCH,
     MIN_FREE_BYTES,
     ON_DEVICE,
     PREFILL_ONLY,
@@ -60,13 +60,13 @@ def test_buckets_ascend_within_the_limits(most_seqs: int, most_tokens: int) -> N
     assert len(set(sizes)) == len(sizes)
     assert [sum(size) for size in sizes] == sorted(sum(size) for size in sizes)
     assert max(size.tokens for size in sizes) == most_tokens
-    assert max(size.decodes for size in sizes) <= most_seqs
+    assert max(size.num_decodes for size in sizes) <= most_seqs
     assert graph_buckets(most_seqs, 63) == []
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 500, 1025, 5000, 8192, 8193, 12289, 16384])
 def test_prefill_only_steps_are_padded_by_a_third_at_most(tokens: int) -> None:
-    size = next(size for size in graph_buckets(1024, 16384) if size.decodes == 0 and size.tokens >= tokens)
+    size = next(size for size in graph_buckets(1024, 16384) if size.num_decodes == 0 and size.tokens >= tokens)
     assert size.tokens - tokens <= max(63, tokens // 3)
     assert size.tokens in PREFILL_ONLY
 
@@ -75,7 +75,7 @@ def unrecorded_graphs() -> PrefillGraphs:
     """The choice of a bucket, without a GPU for captures."""
     graphs = PrefillGraphs.__new__(PrefillGraphs)
     graphs._buckets = graph_buckets(64, 2048)
-    graphs._totals = [sum(size) for size in graphs._buckets]
+    graphs._bucket_sizes = [sum(size) for size in graphs._buckets]
     graphs._captured, graphs._memory_left = {}, True
     graphs._inputs = torch.zeros(1)
     return graphs
@@ -116,13 +116,13 @@ def test_padded_inputs_equal_those_of_the_plain_step() -> None:
     chunks = [chunk(3, 40, 1, known=False), chunk(7, 9, 1), chunk(2, 64, 70, samples=False), chunk(5, 0, 130)]
     batch, size = batch_of(*chunks), GraphBucket(16, 256)
     inputs = padded(batch, size)
-    decodes, rest = slice(0, 2), slice(16, 16 + 200)
+    num_decodes, rest = slice(0, 2), slice(16, 16 + 200)
     for given, sent in (
         (batch.positions, inputs.positions),
         (batch.token_rows, inputs.token_rows),
         (np.where(batch.token_rows == 3, ON_DEVICE, batch.token_ids), inputs.token_ids),
     ):
-        assert np.concatenate([sent[decodes], sent[rest]]).tolist() == given.tolist()
+        assert np.concatenate([sent[num_decodes], sent[rest]]).tolist() == given.tolist()
     assert inputs.positions[2:16].tolist() == [PADDING_POSITION] * 14
     assert not inputs.positions[216:].any()
     assert set(inputs.token_rows[2:16].tolist()) | set(inputs.token_rows[216:].tolist()) == {PADDING_ROW}
@@ -155,7 +155,7 @@ def test_bucket_fits_tiles_and_samples_of_every_batch_it_holds(seed: int) -> Non
 @pytest.mark.parametrize("size", [GraphBucket(0, 64), GraphBucket(16, 256), GraphBucket(0, 1024)], ids=str)
 @pytest.mark.parametrize("lengths", [[], [1, 1, 7], [2, 30, 31], [1, 250], [200]], ids=str)
 def test_recurrent_chunks_cover_every_token_once(size: GraphBucket, lengths: list[int]) -> None:
-    batch = EMPTY
+    batch = EMPTY_BATCH
     if lengths:
         chunks = [chunk(row, 0, tokens) for row, tokens in enumerate(lengths, start=1)]
         for each in chunks:
@@ -166,7 +166,7 @@ def test_recurrent_chunks_cover_every_token_once(size: GraphBucket, lengths: lis
     inputs = padded(batch, size)
     first_tokens, slots = inputs.first_tokens.tolist(), inputs.state_slots.tolist()
     assert first_tokens == sorted(first_tokens)
-    assert (first_tokens[0], first_tokens[-1], len(slots)) == (0, size.decodes + size.tokens, size.sequences)
+    assert (first_tokens[0], first_tokens[-1], len(slots)) == (0, size.num_decodes + size.tokens, size.sequences)
     for row, tokens in enumerate(lengths, start=1):
         segment = slots.index(10 * row)
         assert first_tokens[segment + 1] - first_tokens[segment] == tokens
@@ -175,7 +175,7 @@ def test_recurrent_chunks_cover_every_token_once(size: GraphBucket, lengths: lis
     for segment, number in inputs.chunks.view(torch.int32).view(-1, 2).tolist():
         begin = first_tokens[segment] + number * CHUNK
         covered += range(begin, min(begin + CHUNK, first_tokens[segment + 1]))
-    assert sorted(covered) == list(range(size.decodes, size.decodes + size.tokens))
+    assert sorted(covered) == list(range(size.num_decodes, size.num_decodes + size.tokens))
 
 
 class Uncaptured:
@@ -226,7 +226,7 @@ def test_padded_steps_give_the_logits_of_plain_steps(
 
     tokens, logits, used = answer(as_graphs=True)
     expected_tokens, expected, unused = answer(as_graphs=False)
-    assert {bool(size.decodes) for size in used} == {True, False}
+    assert {bool(size.num_decodes) for size in used} == {True, False}
     assert unused == []
     assert tokens == expected_tokens
     for name, rows in expected.items():

@@ -14,7 +14,7 @@ from meltcore.engine.worker.warm_up import (
     PROMPT_TOKENS,
     PROMPTS_PER_STEP,
     StepLimits,
-    _most_tiles,
+    _max_tile_prompts,
     warm_up,
     warm_up_steps,
 )
@@ -84,7 +84,7 @@ def test_warm_up_covers_every_launch_of_routed_experts(width: int, monkeypatch: 
 def test_warm_up_has_the_most_query_tiles_of_any_step(
     max_num_seqs: int, max_model_len: int, tokens: int, most: int
 ) -> None:
-    chunks = _most_tiles(StepLimits(max_num_seqs, max_model_len, tokens))
+    chunks = _max_tile_prompts(StepLimits(max_num_seqs, max_model_len, tokens))
     assert sum(-(-chunk.size // BLOCK_QUERIES) for chunk in chunks) == most
     assert len(chunks) <= max_num_seqs
     assert sum(chunk.size for chunk in chunks) <= tokens

@@ -33,27 +33,27 @@ class RecurrentBatch(NamedTuple):
 class PromptTargets(NamedTuple):
     """The prompt tokens of a step whose log-probabilities are requested.
 
-    tokens: the index in the batch of the token before each; token_ids: the prompt tokens themselves; top: the maximum
-    number of alternatives that a request asks for.
+    tokens: the index in the batch of the token before each; token_ids: the prompt tokens themselves; num_logprobs: the
+    maximum number of alternatives that a request asks for.
     """
 
     tokens: list[int]
     token_ids: list[int]
-    top: int
+    num_logprobs: int
 
 
 class Batch(NamedTuple):
     """The chunks of a step, flat, ordered so that neighbors pad well together. Token arrays follow that order.
 
-    decodes: number of chunks of one token, which come first; tiles: query tiles of the others (`query_tiles`), counted
-    from the first of them; groups, padded_positions: padding for the reference attention (`PaddedGroup`);
+    num_decodes: number of chunks of one token, which come first; tiles: query tiles of the others (`query_tiles`),
+    counted from the first of them; groups, padded_positions: padding for the reference attention (`PaddedGroup`);
     token_ids: known ids, 0 for a token that is still on the device only; device_tokens, device_rows: the indices of
     those, and the rows whose last token they are; last_tokens, sample_rows: for each chunk that samples, the index of
     its last token and its row; recurrent: None for a model without recurrent layers; prompt_targets: None unless a
     request asks for prompt log-probabilities.
     """
 
-    decodes: int
+    num_decodes: int
     tiles: np.ndarray
     groups: list[PaddedGroup]
     token_ids: np.ndarray
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
     token_rows: np.ndarray
     padded_positions: np.ndarray
     rows: list[int]
-    starts: list[int]
+    context_lens: list[int]
     device_tokens: list[int]
     device_rows: list[int]
     last_tokens: list[int]
@@ -92,7 +92,7 @@ class Step(NamedTuple):
 
 
 def take_new_pages(chunks: list[Chunk], sub_groups: int = 1, table_rows: int = 0) -> NewPages:
-    """The pages allocated to the sequences since their last step. They count as sent from now on.
+    """Return the pages allocated to the sequences since their last step. They count as sent from now on.
 
     The page table has `table_rows` rows per sub-group, one sub-group after another.
     """
@@ -101,19 +101,19 @@ def take_new_pages(chunks: list[Chunk], sub_groups: int = 1, table_rows: int = 0
     pages: list[int] = []
     for chunk in chunks:
         request = chunk.request
-        sent, held = request.sent_pages, len(request.pages)
-        if sent < held:
-            first, end = sent // sub_groups, held // sub_groups
+        num_sent, num_pages = request.sent_pages, len(request.pages)
+        if num_sent < num_pages:
+            first_column, end_column = num_sent // sub_groups, num_pages // sub_groups
             for sub_group in range(sub_groups):
-                rows += [request.row + sub_group * table_rows] * (end - first)
-                columns += range(first, end)
-                pages += request.pages[sent + sub_group :: sub_groups]
-            request.sent_pages = held
+                rows += [request.row + sub_group * table_rows] * (end_column - first_column)
+                columns += range(first_column, end_column)
+                pages += request.pages[num_sent + sub_group :: sub_groups]
+            request.sent_pages = num_pages
     return NewPages(rows, columns, pages)
 
 
 def longest_first(chunks: list[Chunk]) -> list[Chunk]:
-    """Decoding sequences by falling length, the best order to start their attention in.
+    """Sort decoding sequences by descending length, the best order to start their attention in.
 
     The last one to start runs on alone, so it should be short (longest processing time first: Graham 1969, "Bounds on
     Multiprocessing Timing Anomalies").
@@ -123,21 +123,21 @@ def longest_first(chunks: list[Chunk]) -> list[Chunk]:
 
 def build_batch(scheduled: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk], Batch]:
     """Sort, group and flatten the chunks of a step, at least one. Returns the chunks in the order of the batch too."""
-    chunks = sorted(longest_first(scheduled), key=_order)
+    chunks = sorted(longest_first(scheduled), key=_sort_key)
     sizes = np.array([chunk.size for chunk in chunks])
     ends = np.cumsum(sizes)
-    starts = np.array([chunk.start for chunk in chunks])
+    context_lens = np.array([chunk.start for chunk in chunks])
     rows = np.array([chunk.request.row for chunk in chunks])
     offsets = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)  # of each token in its chunk
-    groups = _groups(chunks, ends.tolist())
-    decodes = int((sizes == 1).sum())
+    groups = _padded_groups(chunks, ends.tolist())
+    num_decodes = int((sizes == 1).sum())
 
     token_ids = np.zeros(ends[-1], dtype=np.int64)
     device_tokens, device_rows = [], []
     for chunk, end in zip(chunks, ends.tolist(), strict=True):
-        known = chunk.request.token_ids
-        if chunk.start < len(known):
-            token_ids[end - chunk.size : end] = known[chunk.start : chunk.start + chunk.size]
+        known_ids = chunk.request.token_ids
+        if chunk.start < len(known_ids):
+            token_ids[end - chunk.size : end] = known_ids[chunk.start : chunk.start + chunk.size]
         else:
             device_tokens.append(end - 1)
             device_rows.append(chunk.request.row)
@@ -146,34 +146,36 @@ def build_batch(scheduled: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk]
     for group in groups:
         sequences = np.arange(group.last - group.first).repeat(sizes[group.first : group.last])
         padded_positions[group.first_token : group.last_token] += sequences * group.max_queries
-    samples = [(end - 1, chunk.request.row) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples]
+    sampled_rows = [
+        (end - 1, chunk.request.row) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples
+    ]
     batch = Batch(
-        decodes=decodes,
+        num_decodes=num_decodes,
         tiles=make_query_tiles(
             [
-                (chunk.request.row, end - chunk.size - decodes, chunk.size, chunk.start)
-                for chunk, end in zip(chunks[decodes:], ends.tolist()[decodes:], strict=True)
+                (chunk.request.row, end - chunk.size - num_decodes, chunk.size, chunk.start)
+                for chunk, end in zip(chunks[num_decodes:], ends.tolist()[num_decodes:], strict=True)
             ]
         ),
         groups=groups,
         token_ids=token_ids,
-        positions=offsets + np.repeat(starts, sizes),
+        positions=offsets + np.repeat(context_lens, sizes),
         token_rows=np.repeat(rows, sizes),
         padded_positions=padded_positions,
         rows=rows.tolist(),
-        starts=starts.tolist(),
+        context_lens=context_lens.tolist(),
         device_tokens=device_tokens,
         device_rows=device_rows,
-        last_tokens=[token for token, _ in samples],
-        sample_rows=[row for _, row in samples],
-        recurrent=_recurrent_batch(scheduled, chunks, sizes, decodes) if recurrent else None,
+        last_tokens=[token for token, _ in sampled_rows],
+        sample_rows=[row for _, row in sampled_rows],
+        recurrent=_recurrent_batch(scheduled, chunks, sizes, num_decodes) if recurrent else None,
         prompt_targets=_prompt_targets(chunks, ends.tolist()),
     )
     return chunks, batch
 
 
 def scored_positions(chunk: Chunk) -> range:
-    """The positions of a chunk whose logits score the next prompt token; empty unless that is requested."""
+    """Return the positions of a chunk whose logits score the next prompt token; empty unless that is requested."""
     if chunk.request.sampling.prompt_logprobs is None:
         return range(0)
     return range(chunk.start, max(chunk.start, min(chunk.end, chunk.request.prompt_length - 1)))
@@ -182,53 +184,55 @@ def scored_positions(chunk: Chunk) -> range:
 def _prompt_targets(chunks: list[Chunk], ends: list[int]) -> PromptTargets | None:
     tokens: list[int] = []
     token_ids: list[int] = []
-    top = 0
+    num_logprobs = 0
     for chunk, end in zip(chunks, ends, strict=True):
         if positions := scored_positions(chunk):
-            first = end - chunk.size
-            tokens += range(first, first + len(positions))
+            first_token = end - chunk.size
+            tokens += range(first_token, first_token + len(positions))
             token_ids += chunk.request.token_ids[positions.start + 1 : positions.stop + 1]
-            top = max(top, chunk.request.sampling.prompt_logprobs or 0)
-    return PromptTargets(tokens, token_ids, top) if tokens else None
+            num_logprobs = max(num_logprobs, chunk.request.sampling.prompt_logprobs or 0)
+    return PromptTargets(tokens, token_ids, num_logprobs) if tokens else None
 
 
-def _recurrent_batch(scheduled: list[Chunk], chunks: list[Chunk], sizes: np.ndarray, decodes: int) -> RecurrentBatch:
-    """Slots, chunks and copies of recurrent states for a step.
+def _recurrent_batch(
+    scheduled: list[Chunk], chunks: list[Chunk], sizes: np.ndarray, num_decodes: int
+) -> RecurrentBatch:
+    """Return the slots, chunks and state copies of a step for recurrent layers.
 
     Copies keep the order of `scheduled`: a snapshot may be evicted and its slot allocated once its copy is scheduled.
     """
     return RecurrentBatch(
         slots=[chunk.request.recurrent_slot for chunk in chunks],
         first_tokens=np.concatenate([[0], np.cumsum(sizes)]),
-        chunks=make_chunk_indices(sizes.tolist(), decodes),
+        chunks=make_chunk_indices(sizes.tolist(), num_decodes),
         restores=[(chunk.restore, chunk.request.recurrent_slot) for chunk in scheduled if chunk.restore],
         snapshots=[(chunk.request.recurrent_slot, chunk.snapshot) for chunk in scheduled if chunk.snapshot],
     )
 
 
-def _order(chunk: Chunk) -> tuple[int, int]:
-    """Single tokens first, then chunks that pad well together as neighbors; within a size the longest first."""
+def _sort_key(chunk: Chunk) -> tuple[int, int]:
+    """Return a sort key: single tokens first, then chunks that pad well together; within a size the longest first."""
     queries, pages = _padding_class(chunk)
     return queries, -pages
 
 
 def _padding_class(chunk: Chunk) -> tuple[int, int]:
-    """Sizes and page counts rounded up to powers of two: chunks of one class waste less than half by padding."""
+    """Return sizes and page counts rounded up to powers of two: chunks of one class waste less than half by padding."""
     return (chunk.size - 1).bit_length(), (pages_for(chunk.start + chunk.size) - 1).bit_length()
 
 
-def _groups(chunks: list[Chunk], ends: list[int]) -> list[PaddedGroup]:
+def _padded_groups(chunks: list[Chunk], ends: list[int]) -> list[PaddedGroup]:
     groups = []
     first = 0
     while first < len(chunks):
         last = first + 1
         queries, pages = chunks[first].size, pages_for(chunks[first].start + chunks[first].size)
         while last < len(chunks) and _padding_class(chunks[last]) == _padding_class(chunks[first]):
-            wider = max(queries, chunks[last].size)
-            longer = max(pages, pages_for(chunks[last].start + chunks[last].size))
-            if (last + 1 - first) * wider * longer * PAGE_SIZE > _MASK_LIMIT:
+            max_queries = max(queries, chunks[last].size)
+            max_pages = max(pages, pages_for(chunks[last].start + chunks[last].size))
+            if (last + 1 - first) * max_queries * max_pages * PAGE_SIZE > _MASK_LIMIT:
                 break
-            queries, pages, last = wider, longer, last + 1
+            queries, pages, last = max_queries, max_pages, last + 1
         first_token = ends[first - 1] if first else 0
         groups.append(PaddedGroup(first, last, first_token, ends[last - 1], queries, pages))
         first = last

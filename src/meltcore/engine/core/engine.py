@@ -63,7 +63,7 @@ class GenerationEngine:
         pages, recurrent_slots: for tests; None: as the memory plan says. ranks: the rank processes, if they are started
         already. Raises ConfigError when the model or a setting cannot work, RankError when a rank fails.
         """
-        started = time.monotonic()
+        start_s = time.monotonic()
         progress = progress or (lambda _stage, _fraction: None)
         self.config = config
         self.checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")
@@ -85,15 +85,17 @@ class GenerationEngine:
         self._launched_s = 0.0
         self._returned_s = 0.0  # when `step` last returned
         self._requests: dict[str, Request] = {}
-        self._ended: list[SequenceOutput] = []
+        self._ended_outputs: list[SequenceOutput] = []
         # Some checkpoints name end tokens of a larger vocabulary, which this model can neither sample nor mask.
-        self._eos = frozenset(each for each in self.checkpoint.eos_token_ids if each < self.vocab_size)
-        self._added = 0
+        self._eos_token_ids = frozenset(
+            token_id for token_id in self.checkpoint.eos_token_ids if token_id < self.vocab_size
+        )
+        self._num_added = 0
         self._steps = 0
         self._step_s = 0.0
         self._prompt_tokens = 0
         self._generated_tokens = 0
-        self.load_s = time.monotonic() - started
+        self.load_s = time.monotonic() - start_s
 
     def _prepare(
         self, device: torch.device, progress: Progress, pages: int | None, recurrent_slots: int | None
@@ -149,7 +151,7 @@ class GenerationEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute, to read or to report."""
-        return self.scheduler.has_work or self._launched is not None or bool(self._ended)
+        return self.scheduler.has_work or self._launched is not None or bool(self._ended_outputs)
 
     def add(self, message: AddRequest, token_mask: TokenMask | None = None) -> None:
         """Queue a sequence. Raises RequestError when it cannot be served; API servers make the same checks."""
@@ -163,22 +165,22 @@ class GenerationEngine:
         message.sampling.check(self.vocab_size)
         stop_ids = frozenset(message.sampling.stop_token_ids)
         if not message.sampling.ignore_eos:
-            stop_ids |= self._eos
+            stop_ids |= self._eos_token_ids
         try:
-            request = Request(message, self._added + 1, stop_ids, token_mask)
-            fits = np.frombuffer(request.token_ids, np.uint32).max() < self.vocab_size
+            request = Request(message, self._num_added + 1, stop_ids, token_mask)
+            is_valid = np.frombuffer(request.token_ids, np.uint32).max() < self.vocab_size
         except OverflowError:  # negative, or of more than 32 bits
-            fits = False
-        if not fits:
+            is_valid = False
+        if not is_valid:
             raise RequestError(f"prompt token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
-        self._added += 1
+        self._num_added += 1
         self._requests[request.id] = request
         self.scheduler.add(request)
 
     def refuse(self, request_id: str, error: str) -> StepOutputs:
-        """The outputs that end a request which `add` has refused."""
-        refused = SequenceOutput(request_id, [], finish_reason="error", error=error)
-        return StepOutputs([refused], self.stats(), time.monotonic())
+        """Return the outputs that end a request which `add` has rejected."""
+        output = SequenceOutput(request_id, [], finish_reason="error", error=error)
+        return StepOutputs([output], self.stats(), time.monotonic())
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with reason "abort", reported by the next `step`. Ids of ended requests are ignored."""
@@ -186,37 +188,37 @@ class GenerationEngine:
             request = self._requests.get(request_id)
             if request is not None:
                 self.scheduler.finish(request, "abort")
-                self._ended.append(self._last_output(request, []))
+                self._ended_outputs.append(self._last_output(request, []))
 
     def step(self) -> StepOutputs:
         """Launch the next step and read the one before it (without overlap: the same one). Returns the new outputs."""
-        started = time.monotonic()
+        start_s = time.monotonic()
         scheduled = self.scheduler.schedule()
         for chunk in scheduled:
             if chunk.request.scheduled_s == 0.0:
-                chunk.request.scheduled_s = started
+                chunk.request.scheduled_s = start_s
                 self._prompt_tokens += chunk.request.prompt_length
         try:
             launched = self.runner.launch(scheduled) if scheduled else None
         except BaseException:  # in a caller's token mask, or by Ctrl-C: the offline API continues with other requests
             self.scheduler.abandon(scheduled)
             raise
-        to_read, begun_s = (self._launched, self._launched_s) if self._overlap else (launched, started)
-        self._launched, self._launched_s = (launched, started) if self._overlap else (None, 0.0)
-        outputs, self._ended = self._ended, []
-        if to_read is not None:
-            outputs += self._read(to_read)
-        ended = time.monotonic()
-        if self.scheduler.pacer is not None and to_read is not None:
-            self.scheduler.record_time(to_read.chunks, ended - max(begun_s, self._returned_s))
-        self._returned_s = ended
+        step_to_read, launched_s = (self._launched, self._launched_s) if self._overlap else (launched, start_s)
+        self._launched, self._launched_s = (launched, start_s) if self._overlap else (None, 0.0)
+        outputs, self._ended_outputs = self._ended_outputs, []
+        if step_to_read is not None:
+            outputs += self._read(step_to_read)
+        end_s = time.monotonic()
+        if self.scheduler.pacer is not None and step_to_read is not None:
+            self.scheduler.record_step_time(step_to_read.chunks, end_s - max(launched_s, self._returned_s))
+        self._returned_s = end_s
         if scheduled:
             self._steps += 1
-        self._step_s += ended - started
-        return StepOutputs(outputs, self.stats(), ended)
+        self._step_s += end_s - start_s
+        return StepOutputs(outputs, self.stats(), end_s)
 
     def stats(self) -> EngineStats:
-        """The current gauges and counters."""
+        """Return the current gauges and counters."""
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=self.scheduler.waiting_count,
@@ -249,10 +251,10 @@ class GenerationEngine:
         self.runner.drop_graphs()
 
     def ready(self) -> GenerationReady:
-        """The properties of a loaded engine that API servers need."""
+        """Return the properties of a loaded engine that API servers need."""
         return GenerationReady(
             device=describe_device(self.runner.device, self.config.tensor_parallel_size),
-            dtype=_precision(self.runner.model.dtype, self.config),
+            dtype=_precision_name(self.runner.model.dtype, self.config),
             weights="dummy" if self.config.load_format == "dummy" else "real",
             memory=self.memory,
             load_s=self.load_s,
@@ -261,8 +263,8 @@ class GenerationEngine:
             vocab_size=self.vocab_size,
             pages_total=self.pool.total,
             page_size=PAGE_SIZE,
-            weight_dtypes=sorted({_name(weight.dtype) for weight in self.runner.model.parameters()}),
-            kv_cache_dtype=_name(self.runner.kv_cache_dtype),
+            weight_dtypes=sorted({_dtype_name(weight.dtype) for weight in self.runner.model.parameters()}),
+            kv_cache_dtype=_dtype_name(self.runner.kv_cache_dtype),
             speculative_decoding="none",  # a step yields one token per sequence
         )
 
@@ -293,10 +295,10 @@ class GenerationEngine:
         compile_kernels(self.runner, limits, CompileOrder(0, self.config.tensor_parallel_size))
         warm_up(self.runner, limits)
         if not self.config.enforce_eager:
-            before = torch.cuda.mem_get_info(device)[0]
+            free_bytes = torch.cuda.mem_get_info(device)[0]
             self.runner.capture_graphs(progress, prefill="no-prefill-graphs" not in self.config.debug)
-            taken = before - torch.cuda.mem_get_info(device)[0]
-            self.memory.append(MemoryRow("CUDA graphs", taken, "out of the reserve"))
+            graph_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
+            self.memory.append(MemoryRow("CUDA graphs", graph_bytes, "out of the reserve"))
 
     def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
         token_ids, logprobs = step.read()
@@ -310,11 +312,11 @@ class GenerationEngine:
             is_first = request.first_token_s == 0.0
             if is_first:
                 request.first_token_s = now
-            listed = [logprobs[index]] if index in logprobs else None
+            token_logprobs = [logprobs[index]] if index in logprobs else None
             if request.finish_reason is None:
-                output = SequenceOutput(request.id, [token_ids[index]], logprobs=listed)
+                output = SequenceOutput(request.id, [token_ids[index]], logprobs=token_logprobs)
             else:
-                output = self._last_output(request, [token_ids[index]], listed)
+                output = self._last_output(request, [token_ids[index]], token_logprobs)
             if is_first and request.sampling.prompt_logprobs is not None:
                 output = msgspec.structs.replace(output, prompt_logprobs=request.prompt_logprobs)
             outputs.append(output)
@@ -337,14 +339,14 @@ class GenerationEngine:
 
 
 def _close(engine: weakref.ref[GenerationEngine]) -> None:
-    living = engine()
-    if living is not None:
-        living.close()
+    live_engine = engine()
+    if live_engine is not None:
+        live_engine.close()
 
 
-def _precision(dtype: torch.dtype, config: EngineConfig) -> str:
-    """The data types of the computation, for the names of results."""
-    names = [_name(dtype)]
+def _precision_name(dtype: torch.dtype, config: EngineConfig) -> str:
+    """Return the data types of the computation, for the names of results."""
+    names = [_dtype_name(dtype)]
     if config.quantization != "none":
         names.append(f"{config.quantization}-weights")
     if config.kv_cache_dtype != "auto":
@@ -352,7 +354,7 @@ def _precision(dtype: torch.dtype, config: EngineConfig) -> str:
     return "+".join(names)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -25,23 +25,23 @@ _HASH_BYTES = 16
 
 
 def pages_for(tokens: int) -> int:
-    """Number of pages that hold this many tokens."""
+    """Return the number of pages that hold this many tokens."""
     return -(-tokens // PAGE_SIZE)
 
 
 class PageGroup(NamedTuple):
-    """A cache group's place in the pages of a column: `pages` from index `first`. window: None for full attention."""
+    """The pages of a cache group in a column: `pages` of them from index `first`. window: None for full attention."""
 
     first: int
     pages: int
     window: int | None
 
     def first_column(self, tokens: int) -> int:
-        """The first column that a query at position `tokens`, or a later one, reads."""
+        """Return the first column that a query at position `tokens`, or a later one, reads."""
         return 0 if self.window is None else max(0, tokens - self.window + 1) // PAGE_SIZE
 
-    def most_columns(self, tokens: int, chunk: int) -> int:
-        """The most columns with pages at any time in a sequence of `tokens`, computed in chunks of at most `chunk`."""
+    def max_columns(self, tokens: int, chunk: int) -> int:
+        """Return the maximum number of columns with pages in a sequence of `tokens`, computed in chunks of `chunk`."""
         if self.window is None:
             return pages_for(tokens)
         span = self.window - 1 + chunk  # tokens that the queries of a chunk see; it may start anywhere in a page
@@ -59,7 +59,7 @@ class PageLayout(NamedTuple):
 
     @classmethod
     def of(cls, caches: KVCacheGroups) -> PageLayout:
-        """The layout of a model's caches."""
+        """Return the layout of a model's caches."""
         groups: list[PageGroup] = []
         for group in caches.attention:
             first = groups[-1].first + groups[-1].pages if groups else 0
@@ -77,7 +77,7 @@ class PageLayout(NamedTuple):
         return tuple(group for group in self.groups if group.window is not None)
 
     def table_rows(self, max_num_seqs: int) -> int:
-        """Rows of the page table per sub-group: one for padding, and one per sequence.
+        """Return the rows of the page table per sub-group: one for padding, and one per sequence.
 
         Their number is even where sub-groups follow each other: then each starts at a multiple of 16 bytes, for which
         kernels are compiled.
@@ -85,29 +85,32 @@ class PageLayout(NamedTuple):
         rows = max_num_seqs + 1
         return rows if self.column_pages == 1 else rows + rows % 2
 
-    def most_pages(self, tokens: int, chunk: int) -> int:
-        """The most pages that a sequence of `tokens` holds at any time, computed in chunks of at most `chunk`."""
-        return sum(group.pages * group.most_columns(tokens, chunk) for group in self.groups)
+    def max_pages(self, tokens: int, chunk: int) -> int:
+        """Return the maximum number of pages of a sequence of `tokens`, computed in chunks of at most `chunk`."""
+        return sum(group.pages * group.max_columns(tokens, chunk) for group in self.groups)
 
-    def missing_pages(self, tokens: int, hit: int, chunk: int) -> int:
-        """How many of them it allocates at most beyond those of a prefix-cache hit of `hit` columns."""
+    def missing_pages(self, tokens: int, hit_columns: int, chunk: int) -> int:
+        """Return how many more pages a sequence may allocate after a prefix-cache hit of `hit_columns`.
+
+        tokens: length of the sequence; chunk: maximum number of tokens computed in one step.
+        """
         missing = 0
         for group in self.groups:
-            held = hit - group.first_column(hit * PAGE_SIZE)
-            grown = pages_for(tokens) - hit + held
-            missing += group.pages * (min(grown, group.most_columns(tokens, chunk)) - held)
+            held_columns = hit_columns - group.first_column(hit_columns * PAGE_SIZE)
+            new_columns = pages_for(tokens) - hit_columns + held_columns
+            missing += group.pages * (min(new_columns, group.max_columns(tokens, chunk)) - held_columns)
         return missing
 
-    def longest(self, pages: int, tokens: int, chunk: int) -> int:
-        """The length in tokens, of whole columns, of the longest sequence that `pages` pages hold, below `tokens`."""
-        fitting, too_long = 0, pages_for(tokens)
-        while too_long - fitting > 1:
-            columns = (fitting + too_long) // 2
-            if self.most_pages(columns * PAGE_SIZE, chunk) <= pages:
-                fitting = columns
+    def max_sequence_tokens(self, pages: int, tokens: int, chunk: int) -> int:
+        """Return the tokens, in whole columns, of the longest sequence that `pages` pages hold, below `tokens`."""
+        fitting_columns, excess_columns = 0, pages_for(tokens)
+        while excess_columns - fitting_columns > 1:
+            columns = (fitting_columns + excess_columns) // 2
+            if self.max_pages(columns * PAGE_SIZE, chunk) <= pages:
+                fitting_columns = columns
             else:
-                too_long = columns
-        return fitting * PAGE_SIZE
+                excess_columns = columns
+        return fitting_columns * PAGE_SIZE
 
 
 FULL_ATTENTION = PageLayout((PageGroup(0, 1, None),))
@@ -138,7 +141,7 @@ class PagePool:
         """Take `count` pages, evicting the oldest cached ones when none are free. The caller checked `available`."""
         if count > self.available:
             raise RuntimeError(f"asked for {count} pages, {self.available} available")
-        return [self._take() for _ in range(count)]
+        return [self._take_page() for _ in range(count)]
 
     def add_references(self, pages: Iterable[int]) -> None:
         """Add one reference to each page, referenced or cached."""
@@ -148,7 +151,7 @@ class PagePool:
             self._references[page] += 1
 
     def is_cached(self, page: int) -> bool:
-        """Whether the page is unreferenced and its content is kept."""
+        """Return whether the page is unreferenced and its content is kept."""
         return page in self._cached
 
     @property
@@ -189,7 +192,7 @@ class PagePool:
         assert len(referenced) + len(free) + len(cached) == self.total, "a page is lost"
         assert cached <= self._registered, "a cached page that the prefix cache does not know"
 
-    def _take(self) -> int:
+    def _take_page(self) -> int:
         if self._free:
             page = self._free.pop()
         else:
@@ -221,12 +224,12 @@ class PrefixCache:
         pool.on_evict = self._forget
 
     def hits(self, request: Request) -> Sequence[int]:
-        """The lengths in columns of all cached prefixes of a sequence, ascending. At least one token is left."""
+        """Return the lengths in columns of all cached prefixes of a sequence, ascending. At least one token is left."""
         hashes = self.page_hashes(request, (len(request.token_ids) - 1) // PAGE_SIZE)
         sliding = []
         for group, bundles in zip(self._layout.groups, self._bundles, strict=True):
             if group.window is None:
-                del hashes[_known_columns(hashes, bundles) :]
+                del hashes[_num_known_columns(hashes, bundles) :]
             else:
                 sliding.append((group, bundles))
         if not sliding:
@@ -244,38 +247,38 @@ class PrefixCache:
                 hits.append(length)
         return hits
 
-    def pages_of(self, request: Request, hit: int) -> list[int]:
-        """The pages of a cached prefix of `hit` columns; the null page where no window reaches."""
-        needed = [
-            (group.first_column(hit * PAGE_SIZE), [0] * group.pages, bundles)
+    def pages_of(self, request: Request, hit_columns: int) -> list[int]:
+        """Return the pages of a cached prefix of `hit_columns`; the null page where no window reaches."""
+        group_bundles = [
+            (group.first_column(hit_columns * PAGE_SIZE), [0] * group.pages, bundles)
             for group, bundles in zip(self._layout.groups, self._bundles, strict=True)
         ]
         pages: list[int] = []
-        for column, page_hash in enumerate(self.page_hashes(request, hit)):
-            for first, null, bundles in needed:
-                pages += bundles[page_hash] if column >= first else null
+        for column, page_hash in enumerate(self.page_hashes(request, hit_columns)):
+            for first_column, null_pages, bundles in group_bundles:
+                pages += bundles[page_hash] if column >= first_column else null_pages
         return pages
 
     def register(self, request: Request) -> None:
         """Register the full columns of a running sequence that are computed and whose tokens the host knows."""
-        full = min(request.num_computed_tokens, len(request.token_ids)) // PAGE_SIZE
-        if full <= request.registered_columns:
+        num_full_columns = min(request.num_computed_tokens, len(request.token_ids)) // PAGE_SIZE
+        if num_full_columns <= request.registered_columns:
             return
-        hashes = self.page_hashes(request, full)
-        for column in range(request.registered_columns, full):
+        hashes = self.page_hashes(request, num_full_columns)
+        for column in range(request.registered_columns, num_full_columns):
             page_hash, column_start = hashes[column], column * self._layout.column_pages
             for index, (group, bundles) in enumerate(zip(self._layout.groups, self._bundles, strict=True)):
                 if page_hash in bundles:  # another sequence computed it first, and one copy is enough
                     continue
-                first = column_start + group.first
-                bundles[page_hash] = bundle = request.pages[first : first + group.pages]
+                first_page = column_start + group.first
+                bundles[page_hash] = bundle = request.pages[first_page : first_page + group.pages]
                 for page in bundle:
                     self._bundle_of[page] = index, page_hash
                     self._pool.register(page)
-        request.registered_columns = full
+        request.registered_columns = num_full_columns
 
     def page_hashes(self, request: Request, count: int) -> list[bytes]:
-        """The hashes of the first `count` columns of a sequence, all of whose tokens the host knows."""
+        """Return the hashes of the first `count` columns of a sequence, all of whose tokens the host knows."""
         hashes = request.page_hashes
         while len(hashes) < count:
             start = len(hashes) * PAGE_SIZE
@@ -283,7 +286,7 @@ class PrefixCache:
         return hashes[:count]
 
     def is_known(self, page_hash: bytes) -> bool:
-        """Whether the column with this hash is registered in every group."""
+        """Return whether the column with this hash is registered in every group."""
         return all(page_hash in bundles for bundles in self._bundles)
 
     def check(self) -> None:
@@ -302,17 +305,17 @@ class PrefixCache:
         return hashlib.blake2b(content, digest_size=_HASH_BYTES, key=self._secret).digest()
 
     def _forget(self, page: int) -> None:
-        """Forget the bundle of an evicted page, and free its other pages."""
+        """Remove the bundle of an evicted page, and free its other pages."""
         index, page_hash = self._bundle_of.pop(page)
-        for other in self._bundles[index].pop(page_hash):
-            if other != page:
-                del self._bundle_of[other]
-                self._pool.unregister(other)
+        for other_page in self._bundles[index].pop(page_hash):
+            if other_page != page:
+                del self._bundle_of[other_page]
+                self._pool.unregister(other_page)
         self.on_forget(page_hash)
 
 
-def _known_columns(hashes: list[bytes], bundles: dict[bytes, list[int]]) -> int:
-    """How many of the first hashes are known."""
+def _num_known_columns(hashes: list[bytes], bundles: dict[bytes, list[int]]) -> int:
+    """Return how many of the first hashes are known."""
     for column, page_hash in enumerate(hashes):
         if page_hash not in bundles:
             return column

@@ -81,11 +81,11 @@ class _Budget(NamedTuple):
     slot: int
 
     @property
-    def left(self) -> int:
+    def available_bytes(self) -> int:
         return self.total - self.weights - self.reserve - self.tables
 
     def states(self, slots: int) -> int:
-        """Bytes of this many slots and the null slot."""
+        """Return the bytes of this many slots and the null slot."""
         return self.slot * (slots + 1)
 
 
@@ -109,7 +109,7 @@ def plan_memory(
     page_bytes = model.caches.page_bytes(PAGE_SIZE, model.cache_element_size)
     slot_bytes = model.caches.slot_bytes(model.element_size)
     layout = PageLayout.of(model.caches)
-    needed = layout.most_pages(max_model_len, max_num_batched_tokens)
+    needed_pages = layout.max_pages(max_model_len, max_num_batched_tokens)
     # The page table of a model with one sub-group is part of the reserve: at most some MiB.
     table_entries = layout.column_pages * layout.table_rows(max_num_seqs) * pages_for(max_model_len)
     tables = table_entries * TABLE_ENTRY_BYTES if layout.column_pages > 1 else 0
@@ -118,24 +118,26 @@ def plan_memory(
 
     slots = 0
     if slot_bytes:
-        max_bytes = min(int(budget.left * RECURRENT_FRACTION), budget.left - page_bytes * needed)
-        most = max(0, max_bytes // slot_bytes - 1)
+        max_bytes = min(
+            int(budget.available_bytes * RECURRENT_FRACTION), budget.available_bytes - page_bytes * needed_pages
+        )
+        max_slots = max(0, max_bytes // slot_bytes - 1)
         if may_run_fewer:
-            max_num_seqs = max(1, min(max_num_seqs, most * 3 // 4))
-        slots = max_num_seqs + (_snapshots(max_num_seqs, most) if snapshots else 0)
-    fitting = max(0, (budget.left - budget.states(slots)) // page_bytes)
-    if fitting < needed:
-        longest = layout.longest(fitting, max_model_len, max_num_batched_tokens)
-        raise ConfigError(_refusal(budget, needed, longest, slots, max_num_seqs, max_model_len))
-    pages = min(needed * max_num_seqs, fitting)
+            max_num_seqs = max(1, min(max_num_seqs, max_slots * 3 // 4))
+        slots = max_num_seqs + (_snapshots(max_num_seqs, max_slots) if snapshots else 0)
+    fitting_pages = max(0, (budget.available_bytes - budget.states(slots)) // page_bytes)
+    if fitting_pages < needed_pages:
+        max_fitting_len = layout.max_sequence_tokens(fitting_pages, max_model_len, max_num_batched_tokens)
+        raise ConfigError(_memory_error(budget, needed_pages, max_fitting_len, slots, max_num_seqs, max_model_len))
+    pages = min(needed_pages * max_num_seqs, fitting_pages)
     penalty_bytes = PENALTY_BYTES * model.vocab_size
     penalty_slots = max(1, min(max_num_seqs, int(budget.reserve * PENALTY_FRACTION) // penalty_bytes))
     logit_rows = max(1, int(budget.reserve * LOGITS_FRACTION) // (LOGIT_BYTES * model.vocab_size))
-    counts = f"penalties of {penalty_slots:,} sequences ({_size(penalty_slots * penalty_bytes)})"
+    penalty_note = f"penalties of {penalty_slots:,} sequences ({_size(penalty_slots * penalty_bytes)})"
     rows = [
         MemoryRow("weights", model.weight_bytes),
-        MemoryRow("KV pages", pages * page_bytes, f"{pages:,} pages of {PAGE_SIZE} tokens{_layers(model.caches)}"),
-        MemoryRow("reserve", budget.reserve, f"activations, workspaces, {counts}"),
+        MemoryRow("KV pages", pages * page_bytes, f"{pages:,} pages of {PAGE_SIZE} tokens{_layers_note(model.caches)}"),
+        MemoryRow("reserve", budget.reserve, f"activations, workspaces, {penalty_note}"),
     ]
     if slots:
         note = f"{slots:,} slots of {_size(slot_bytes)}: {max_num_seqs:,} to run, the rest for snapshots"
@@ -145,40 +147,44 @@ def plan_memory(
     return MemoryPlan(pages, slots, penalty_slots, logit_rows, max_num_seqs, page_bytes, slot_bytes, rows)
 
 
-def _snapshots(max_num_seqs: int, most: int) -> int:
-    """Number of snapshots: as many as running sequences, as long as all states fit into `most` slots."""
-    return max(min(max(max_num_seqs, CONVERSATIONS), most - max_num_seqs), _min_snapshots(max_num_seqs))
+def _snapshots(max_num_seqs: int, max_slots: int) -> int:
+    """Return the number of snapshots: as many as running sequences, as long as all states fit into `max_slots`."""
+    return max(min(max(max_num_seqs, CONVERSATIONS), max_slots - max_num_seqs), _min_snapshots(max_num_seqs))
 
 
 def _min_snapshots(max_num_seqs: int) -> int:
-    """The minimum number of snapshots with which the prefix cache is useful."""
+    """Return the minimum number of snapshots with which the prefix cache is useful."""
     return max(max_num_seqs // 8, 1)
 
 
-def _layers(caches: KVCacheGroups) -> str:
-    """What a page holds, if not all layers with pages."""
-    most = sum(len(group.layers) for group in caches.attention)
-    return "" if caches.layers_per_page == most else f" in {caches.layers_per_page} of {most} layers"
+def _layers_note(caches: KVCacheGroups) -> str:
+    """Return what a page holds, if not all layers with pages."""
+    max_slots = sum(len(group.layers) for group in caches.attention)
+    return "" if caches.layers_per_page == max_slots else f" in {caches.layers_per_page} of {max_slots} layers"
 
 
-def _refusal(budget: _Budget, pages: int, longest: int, slots: int, max_num_seqs: int, max_model_len: int) -> str:
-    """The error for a `max_model_len` of which no sequence fits, with the largest settings that fit.
+def _memory_error(
+    budget: _Budget, pages: int, max_fitting_len: int, slots: int, max_num_seqs: int, max_model_len: int
+) -> str:
+    """Return the error for a `max_model_len` of which no sequence fits, with the largest settings that fit.
 
-    pages: of one full sequence; longest: the largest `max_model_len` that fits.
+    pages: of one full sequence; max_fitting_len: the largest `max_model_len` that fits.
     """
-    needed = budget.page * pages
-    advice = [f"--max-model-len {longest} or less"] if longest else []
+    needed_pages = budget.page * pages
+    advice = [f"--max-model-len {max_fitting_len} or less"] if max_fitting_len else []
     tables = f", page tables ({_size(budget.tables)})" if budget.tables else ""
     states = ""
     if slots:
         states = f", the recurrent states of {max_num_seqs} sequences and of snapshots ({_size(budget.states(slots))})"
-        fitting = max(0, (budget.left - needed) // budget.slot - 1)
-        most = max((count for count in range(fitting) if count + _min_snapshots(count) <= fitting), default=0)
-        advice += [f"--max-num-seqs {most} or less"] if 0 < most < max_num_seqs else []
+        fitting_pages = max(0, (budget.available_bytes - needed_pages) // budget.slot - 1)
+        max_slots = max(
+            (count for count in range(fitting_pages) if count + _min_snapshots(count) <= fitting_pages), default=0
+        )
+        advice += [f"--max-num-seqs {max_slots} or less"] if 0 < max_slots < max_num_seqs else []
     return (
         f"{_size(budget.total)} hold the weights ({_size(budget.weights)}){states}{tables}, a reserve of "
-        f"{_size(budget.reserve)} and pages for {longest} tokens; --max-model-len {max_model_len} needs "
-        f"{_size(needed)} of pages. "
+        f"{_size(budget.reserve)} and pages for {max_fitting_len} tokens; --max-model-len {max_model_len} needs "
+        f"{_size(needed_pages)} of pages. "
         + (f"Set {' or '.join(advice)}, or raise --memory." if advice else "Raise --memory.")
     )
 

@@ -17,8 +17,8 @@ from collections import deque
 from typing import NamedTuple
 
 # A step with a chunk may take this many times as long as one without; chunks are sized for a little less.
-SLOWDOWN = 2.0
-AIM = 1.8
+MAX_SLOWDOWN = 2.0
+TARGET_SLOWDOWN = 1.8
 FIRST_CHUNK, MIN_CHUNK = 256, 64  # tokens
 # When the smallest chunk more than doubles a step: the time a chunk may add, and the steps from one chunk to the next.
 LARGE_S, LARGE_EVERY = 0.1, 150
@@ -43,19 +43,19 @@ class _ChunkSize:
         self._max_tokens = max_tokens
         self._growth = growth
 
-    def fit(self, tokens: int, added_s: float, aim_s: float) -> None:
+    def fit(self, tokens: int, added_s: float, target_s: float) -> None:
         """Adapt to a chunk of `tokens` that added `added_s`. A smaller chunk that met the time is ignored."""
-        if added_s > aim_s or tokens >= self.tokens:
-            fitting = int(tokens * aim_s / max(added_s, 0.1 * aim_s))
-            self.tokens = min(max(fitting, MIN_CHUNK), self._growth * self.tokens, self._max_tokens)
+        if added_s > target_s or tokens >= self.tokens:
+            num_fitting = int(tokens * target_s / max(added_s, 0.1 * target_s))
+            self.tokens = min(max(num_fitting, MIN_CHUNK), self._growth * self.tokens, self._max_tokens)
 
 
 class Pacer:
-    """Allots tokens of long prompts to steps with decodes. `left`: tokens that the current step may still hold."""
+    """Allots tokens of long prompts to steps with decodes. tokens_left: those that the current step may still hold."""
 
     def __init__(self, budget: int) -> None:
         """budget: the maximum number of tokens of a step."""
-        self.left = budget
+        self.tokens_left = budget
         self._budget = budget
         self._chunk = _ChunkSize(FIRST_CHUNK, budget, growth=2)
         self._large_chunk = _ChunkSize(FIRST_CHUNK, budget, growth=4)
@@ -72,7 +72,7 @@ class Pacer:
         """Start to schedule a step. decoding: it holds decoding sequences."""
         self._steps += 1
         if not decoding:
-            self.left = self._budget
+            self.tokens_left = self._budget
             return
         skips_chunk = (
             len(self._step_samples) < STEP_SAMPLES or self._delay_credit_s < 0 or self._steps % SAMPLE_EVERY == 0
@@ -83,7 +83,7 @@ class Pacer:
             if chunk:
                 self._next_large_step = self._steps + LARGE_EVERY
         # When ordinary prompts make steps long anyway, a long one gets as many tokens as they had in the last step.
-        self.left = min(self._budget, max(chunk, self._ordinary_tokens))
+        self.tokens_left = min(self._budget, max(chunk, self._ordinary_tokens))
 
     def end(self, ordinary_tokens: int) -> None:
         """End scheduling of a step with `ordinary_tokens` tokens of ordinary prompts."""
@@ -98,7 +98,7 @@ class Pacer:
             self._step_s = statistics.median(self._step_samples)  # ignores a single disturbed step
         elif self._step_s:
             self._adapt(step.long_tokens, took_s - self._step_s)
-        self._delay_credit_s = min(0.0, self._delay_credit_s + SLOWDOWN * self._step_s - took_s)
+        self._delay_credit_s = min(0.0, self._delay_credit_s + MAX_SLOWDOWN * self._step_s - took_s)
 
     def _adapt(self, tokens: int, added_s: float) -> None:
         """Adapt the chunk size to what a chunk of `tokens` added to its step."""
@@ -108,9 +108,9 @@ class Pacer:
         if self._is_sparse:
             self._large_chunk.fit(tokens, added_s, LARGE_S)
         else:
-            self._chunk.fit(tokens, added_s, (AIM - 1) * self._step_s)
+            self._chunk.fit(tokens, added_s, (TARGET_SLOWDOWN - 1) * self._step_s)
 
     @property
     def _is_sparse(self) -> bool:
         """Whether even the smallest chunk more than doubles a step."""
-        return self._min_chunks_seen > 1 and self._min_added_s > (SLOWDOWN - 1) * self._step_s
+        return self._min_chunks_seen > 1 and self._min_added_s > (MAX_SLOWDOWN - 1) * self._step_s

@@ -40,15 +40,17 @@ class RecurrentStatePool:
         self._free = list(range(slots, 0, -1))
         self._held: set[int] = set()
         self._probation: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._protected: OrderedDict[int, int] = OrderedDict()  # least recently reused first: `_requested` at that time
-        self._reuses: dict[int, int] = {}  # per snapshot, since it was taken or demoted
-        self._requested = 0  # how often a slot for a new snapshot was requested
+        self._protected: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # least recently reused first: `_num_requested` at that time
+        self._num_reuses: dict[int, int] = {}  # per snapshot, since it was taken or demoted
+        self._num_requested = 0  # how often a slot for a new snapshot was requested
         self.on_evict: Callable[[int], None] = lambda _: None
 
     @property
     def available(self) -> int:
         """Number of slots that `take` could give now."""
-        return len(self._free) + len(self._reuses)
+        return len(self._free) + len(self._num_reuses)
 
     @property
     def used(self) -> int:
@@ -58,7 +60,7 @@ class RecurrentStatePool:
     @property
     def snapshots(self) -> Collection[int]:
         """The slots that are snapshots."""
-        return self._reuses.keys()
+        return self._num_reuses.keys()
 
     def take(self) -> int:
         """Hold a slot. Without a free one it evicts the oldest snapshot on probation, else the oldest protected one.
@@ -66,25 +68,25 @@ class RecurrentStatePool:
         The caller checked `available`.
         """
         if not self._free:
-            if not self._reuses:
+            if not self._num_reuses:
                 raise RuntimeError(f"asked for a recurrent-state slot, all {self.total} are held")
             self._evict(next(iter(self._probation or self._protected)))
         slot = self._free.pop()
         self._held.add(slot)
         return slot
 
-    def free_one_for_snapshot(self, coming: int) -> bool:
+    def free_one_for_snapshot(self, num_pending: int) -> bool:
         """Free a slot for one more snapshot. False when only protected snapshots could be evicted.
 
-        coming: number of snapshots that launched steps are taking, in held slots.
+        num_pending: number of snapshots that launched steps are taking, in held slots.
         """
-        self._requested += 1
-        if self._protected and self._requested - next(iter(self._protected.values())) > _DEMOTE_AFTER * self.total:
+        self._num_requested += 1
+        if self._protected and self._num_requested - next(iter(self._protected.values())) > _DEMOTE_AFTER * self.total:
             self._demote()
         if self._free:
             return True
-        most = max(1, int(_PROTECTED_FRACTION * (len(self._reuses) + coming)))
-        while len(self._protected) > most:
+        max_protected = max(1, int(_PROTECTED_FRACTION * (len(self._num_reuses) + num_pending)))
+        while len(self._protected) > max_protected:
             self._demote()
         if not self._probation:
             return False
@@ -100,14 +102,14 @@ class RecurrentStatePool:
         """Turn a held slot into a snapshot."""
         self._release_hold(slot)
         self._probation[slot] = None
-        self._reuses[slot] = 0
+        self._num_reuses[slot] = 0
 
     def touch(self, slot: int) -> None:
         """Protect a snapshot that a sequence is started from."""
         self._probation.pop(slot, None)
-        self._protected[slot] = self._requested
+        self._protected[slot] = self._num_requested
         self._protected.move_to_end(slot)
-        self._reuses[slot] += 1
+        self._num_reuses[slot] += 1
 
     def supersede(self, slot: int) -> None:
         """Demote a snapshot whose sequence has taken a later one.
@@ -115,7 +117,7 @@ class RecurrentStatePool:
         Each turn of a conversation continues the turn before it and never an earlier one, so a snapshot whose only
         reuse this was goes back on probation. A prefix that several share has more reuses.
         """
-        if slot in self._protected and self._reuses[slot] == 1:
+        if slot in self._protected and self._num_reuses[slot] == 1:
             del self._protected[slot]
             self._probation[slot] = None
 
@@ -123,28 +125,28 @@ class RecurrentStatePool:
         """Free the slot of a snapshot."""
         self._probation.pop(slot, None)
         self._protected.pop(slot, None)
-        del self._reuses[slot]
+        del self._num_reuses[slot]
         self._free.append(slot)
 
     def check(self) -> None:
         """Raise AssertionError when the bookkeeping is inconsistent; for tests and for an idle engine."""
-        free, snapshots = set(self._free), set(self._reuses)
+        free, snapshots = set(self._free), set(self._num_reuses)
         assert self._probation.keys().isdisjoint(self._protected), "a snapshot is on probation and protected"
         assert self._probation.keys() | self._protected.keys() == snapshots, "a snapshot is in no queue"
-        assert all(self._reuses[slot] > 0 for slot in self._protected), "a protected snapshot that was never reused"
+        assert all(self._num_reuses[slot] > 0 for slot in self._protected), "a protected snapshot that was never reused"
         last_used = list(self._protected.values())
         assert last_used == sorted(last_used), "protected snapshots are out of order"
         assert len(free) == len(self._free), "a slot is free twice"
         assert self._held.isdisjoint(free | snapshots), "a held slot can be allocated"
         assert free.isdisjoint(snapshots), "a snapshot's slot is free"
-        every = set(range(1, self.total + 1))
-        assert self._held | free | snapshots == every, "a slot is lost, or the null slot is in use"
+        all_slots = set(range(1, self.total + 1))
+        assert self._held | free | snapshots == all_slots, "a slot is lost, or the null slot is in use"
 
     def _demote(self) -> None:
         """Put the least recently reused protected snapshot back on probation, as the newest there."""
         slot, _ = self._protected.popitem(last=False)
         self._probation[slot] = None
-        self._reuses[slot] = 0
+        self._num_reuses[slot] = 0
 
     def _evict(self, slot: int) -> None:
         self.drop(slot)
@@ -182,17 +184,17 @@ class StateSnapshots:
         cache.on_forget = self._drop
 
     def find(self, request: Request, hits: Sequence[int]) -> PrefixMatch:
-        """The longest of the `hits` of the prefix cache, lengths in columns, that ends with a snapshot."""
+        """Return the longest of the `hits` of the prefix cache, lengths in columns, that ends with a snapshot."""
         hashes = self._cache.page_hashes(request, len(request.token_ids) // PAGE_SIZE)
-        depth = next((hit for hit in reversed(hits) if hashes[hit - 1] in self._slot_of), 0)
-        request.parent_snapshot = hashes[depth - 1] if depth else None
-        longest = hits[-1] if hits else 0
-        positions = sorted({count * PAGE_SIZE for count in (longest, len(hashes)) if count > depth})
-        slot = self._slot_of[hashes[depth - 1]] if depth else 0
-        return PrefixMatch(depth, self._cache.pages_of(request, depth), slot, positions)
+        hit_columns = next((hit for hit in reversed(hits) if hashes[hit - 1] in self._slot_of), 0)
+        request.parent_snapshot = hashes[hit_columns - 1] if hit_columns else None
+        longest_hit = hits[-1] if hits else 0
+        positions = sorted({count * PAGE_SIZE for count in (longest_hit, len(hashes)) if count > hit_columns})
+        slot = self._slot_of[hashes[hit_columns - 1]] if hit_columns else 0
+        return PrefixMatch(hit_columns, self._cache.pages_of(request, hit_columns), slot, positions)
 
     def claim(self, request: Request, end: int) -> bool:
-        """Whether to keep the state after the first `end` tokens.
+        """Return whether to keep the state after the first `end` tokens.
 
         It is kept if no snapshot of it exists or is being taken, and one more has its slot. Then a slot is free for it,
         and `attach` or `abandon` must follow.
@@ -234,11 +236,11 @@ class StateSnapshots:
         return self._cache.page_hashes(request, end // PAGE_SIZE)[-1]
 
     def _forget(self, slot: int) -> None:
-        """The pool has evicted the snapshot."""
+        """Remove a snapshot that the pool has evicted."""
         del self._slot_of[self._hash_of.pop(slot)]
 
     def _drop(self, page_hash: bytes) -> None:
-        """The prefix cache has lost the page."""
+        """Drop the snapshot of a page that the prefix cache has evicted."""
         slot = self._slot_of.pop(page_hash, None)
         if slot is not None:
             del self._hash_of[slot]

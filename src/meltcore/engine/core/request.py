@@ -112,5 +112,5 @@ class Request:
 
 
 def _is_greedy(sampling: SamplingParams) -> bool:
-    """Whether a step only computes the argmax of the model's own logits."""
+    """Return whether a step only computes the argmax of the model's own logits."""
     return sampling.temperature == 0.0 and sampling.logprobs is None and not sampling.has_penalties

@@ -71,7 +71,7 @@ class Scheduler:
         max_model_len: int,
     ) -> None:
         """cache: None for no prefix cache; states: None for a model without recurrent layers."""
-        if pool.total < layout.most_pages(max_model_len, max_num_batched_tokens):
+        if pool.total < layout.max_pages(max_model_len, max_num_batched_tokens):
             raise ValueError(f"{pool.total} pages cannot hold one sequence of {max_model_len} tokens")
         if states is not None and states.total < max_num_seqs:
             raise ValueError(f"{states.total} recurrent-state slots cannot hold {max_num_seqs} sequences")
@@ -86,7 +86,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.long_prompt = LONG_PROMPT_STEPS * max_num_batched_tokens  # tokens; a longer prompt is paced
         self.pacer: Pacer | None = None  # while there is a very long prompt
-        self._long: set[str] = set()
+        self._long_prompt_ids: set[str] = set()
         self.running: list[Request] = []  # in order of priority
         # Heaps by priority: of requests without penalties, and with. Finished requests in them are skipped.
         self._waiting: tuple[_Heap, _Heap] = ([], [])
@@ -110,12 +110,12 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request."""
         if request.prompt_length > self.long_prompt:
-            self._long.add(request.id)
+            self._long_prompt_ids.add(request.id)
             self.pacer = self.pacer or Pacer(self.max_num_batched_tokens)
         self._push(request)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step: decoding sequences first, then prompts. Empty when nothing can run now."""
+        """Return the chunks of the next step: decoding sequences first, then prompts. Empty when none can run."""
         scheduled: list[Chunk] = []
         budget = self._schedule_decodes(scheduled, self.max_num_batched_tokens)
         if self.pacer is not None:
@@ -125,7 +125,7 @@ class Scheduler:
         if self.snapshots is not None:
             self._take_snapshots(self.snapshots, scheduled)
         if self.pacer is not None:
-            self.pacer.end(self._contents(scheduled).ordinary_tokens)
+            self.pacer.end(self._step_contents(scheduled).ordinary_tokens)
         for chunk in scheduled:
             chunk.request.num_computed_tokens += chunk.size
             chunk.request.in_flight += chunk.samples
@@ -158,12 +158,12 @@ class Scheduler:
             if self.cache is not None and request.num_computed_tokens >= (request.registered_columns + 1) * PAGE_SIZE:
                 self.cache.register(request)
             if chunk.samples:
-                self._finish_at_end(request, token_id)
+                self._finish_if_last(request, token_id)
 
-    def record_time(self, scheduled: list[Chunk], took_s: float) -> None:
+    def record_step_time(self, scheduled: list[Chunk], took_s: float) -> None:
         """Report the time of this step to the pacer, if there is one."""
         if self.pacer is not None:
-            self.pacer.record(took_s, self._contents(scheduled))
+            self.pacer.record(took_s, self._step_contents(scheduled))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in any status and release its memory.
@@ -180,9 +180,9 @@ class Scheduler:
             self._waiting_count -= 1
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        if self._long:
-            self._long.discard(request.id)
-            self.pacer = self.pacer if self._long else None
+        if self._long_prompt_ids:
+            self._long_prompt_ids.discard(request.id)
+            self.pacer = self.pacer if self._long_prompt_ids else None
 
     # --- the three passes of a step ---
 
@@ -225,43 +225,43 @@ class Scheduler:
                 or request.in_flight
             ):
                 continue
-            count = self._count(request, budget)
-            if count == 0:
+            num_tokens = self._next_chunk_size(request, budget)
+            if num_tokens == 0:
                 continue
-            while not self._grow(request, request.num_computed_tokens + count):
+            while not self._grow(request, request.num_computed_tokens + num_tokens):
                 victim = self._last_unscheduled(scheduled_ids)
                 if victim is None or victim is request:
                     break
                 self._preempt(victim)
             else:
-                scheduled.append(self._chunk(request, count))
+                scheduled.append(self._make_chunk(request, num_tokens))
                 scheduled_ids.add(request.id)
-                budget -= count
+                budget -= num_tokens
         return budget
 
     def _admit(self, scheduled: list[Chunk], budget: int) -> None:
         """Start waiting requests while there are budget, rows and pages for all of their tokens."""
         while budget > 0 and self._free_rows and (request := self._next_waiting()) is not None:
-            if request.id in self._long and self.pacer is not None and self.pacer.left == 0:
+            if request.id in self._long_prompt_ids and self.pacer is not None and self.pacer.tokens_left == 0:
                 break
             if request.in_flight:
                 break  # preempted with a token in flight: what to recompute is known after the next update
-            match = self._match(request)
-            missing = self.layout.missing_pages(request.length, match.columns, self.max_num_batched_tokens)
-            cached = sum(self.pool.is_cached(page) for page in match.pages)
-            if missing > self.pool.available - cached:
+            match = self._match_prefix(request)
+            missing_pages = self.layout.missing_pages(request.length, match.columns, self.max_num_batched_tokens)
+            num_cached = sum(self.pool.is_cached(page) for page in match.pages)
+            if missing_pages > self.pool.available - num_cached:
                 break
             heapq.heappop(self._waiting[request.has_penalties])
             self._waiting_count -= 1
             self._start(request, match)
-            count = self._count(request, budget)
-            grown = self._grow(request, request.num_computed_tokens + count)
-            assert grown, "pages were counted before admission"
-            scheduled.append(self._chunk(request, count)._replace(restore=match.slot))
-            budget -= count
+            num_tokens = self._next_chunk_size(request, budget)
+            is_grown = self._grow(request, request.num_computed_tokens + num_tokens)
+            assert is_grown, "pages were counted before admission"
+            scheduled.append(self._make_chunk(request, num_tokens)._replace(restore=match.slot))
+            budget -= num_tokens
 
-    def _match(self, request: Request) -> PrefixMatch:
-        """The cached prefix that a waiting request can be started from."""
+    def _match_prefix(self, request: Request) -> PrefixMatch:
+        """Return the cached prefix that a waiting request can be started from."""
         hits: Sequence[int] = ()
         if self.cache is not None and not request.skips_prefix_cache:
             hits = self.cache.hits(request)
@@ -292,9 +292,9 @@ class Scheduler:
             self.cache.register(chunk.request)
         self.snapshots.attach(chunk.request, chunk.end, chunk.snapshot)
 
-    def _contents(self, scheduled: list[Chunk]) -> StepContents:
+    def _step_contents(self, scheduled: list[Chunk]) -> StepContents:
         prompts = [chunk for chunk in scheduled if chunk.size > 1]
-        long_tokens = sum(chunk.size for chunk in prompts if chunk.request.id in self._long)
+        long_tokens = sum(chunk.size for chunk in prompts if chunk.request.id in self._long_prompt_ids)
         return StepContents(
             len(scheduled) - len(prompts), long_tokens, sum(chunk.size for chunk in prompts) - long_tokens
         )
@@ -302,36 +302,36 @@ class Scheduler:
     # --- single sequences ---
 
     def _can_schedule(self, request: Request) -> bool:
-        """False when the token in flight is known to be the last, or must be read before the next one is sampled."""
+        """Return False when the token in flight is known to be the last, or must be read before the next is sampled."""
         if not request.in_flight:
             return True
         ends_with_token = request.generated >= request.sampling.max_tokens or request.length >= self.max_model_len
         return not (ends_with_token or request.needs_host)
 
-    def _chunk(self, request: Request, count: int) -> Chunk:
-        if self.pacer is not None and request.id in self._long:
-            self.pacer.left -= count
-        return Chunk(request, request.num_computed_tokens, count, samples=count == request.remaining)
+    def _make_chunk(self, request: Request, num_tokens: int) -> Chunk:
+        if self.pacer is not None and request.id in self._long_prompt_ids:
+            self.pacer.tokens_left -= num_tokens
+        return Chunk(request, request.num_computed_tokens, num_tokens, samples=num_tokens == request.remaining)
 
-    def _count(self, request: Request, budget: int) -> int:
-        """Number of prompt tokens to compute next."""
-        until = request.snapshot_positions[0] if request.snapshot_positions else request.length
-        if self.pacer is not None and request.id in self._long:
-            budget = min(budget, self.pacer.left)
-        return min(until - request.num_computed_tokens, budget)
+    def _next_chunk_size(self, request: Request, budget: int) -> int:
+        """Return the number of prompt tokens to compute next."""
+        end = request.snapshot_positions[0] if request.snapshot_positions else request.length
+        if self.pacer is not None and request.id in self._long_prompt_ids:
+            budget = min(budget, self.pacer.tokens_left)
+        return min(end - request.num_computed_tokens, budget)
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Allocate pages for the first `tokens` tokens of a request. False when too few are available.
+        """Allocate pages for the first `tokens` tokens of a request. Returns False when too few are available.
 
         Pages that slid out of a window are released first.
         """
         if self._sliding:
             self._slide(request)
-        count = pages_for(tokens) * self._column_pages - len(request.pages)
-        if count > self.pool.available:
+        num_new_pages = pages_for(tokens) * self._column_pages - len(request.pages)
+        if num_new_pages > self.pool.available:
             return False
-        if count > 0:
-            request.pages += self.pool.allocate(count)
+        if num_new_pages > 0:
+            request.pages += self.pool.allocate(num_new_pages)
         request.capacity = len(request.pages) // self._column_pages * PAGE_SIZE
         for group, first in zip(self._sliding, request.first_columns, strict=True):
             assert group.window is not None
@@ -405,7 +405,7 @@ class Scheduler:
         self._waiting_count += 1
 
     def _next_waiting(self) -> Request | None:
-        """The first waiting request in priority for which all required slots are free."""
+        """Return the first waiting request in priority for which all required slots are free."""
         heaps = self._waiting if self._free_penalty_slots else self._waiting[:1]
         for heap in heaps:
             while heap and heap[0][1].status is not RequestStatus.WAITING:
@@ -416,11 +416,11 @@ class Scheduler:
     def _last_unscheduled(self, scheduled_ids: set[str]) -> Request | None:
         return next((request for request in reversed(self.running) if request.id not in scheduled_ids), None)
 
-    def _finish_at_end(self, request: Request, token_id: int) -> None:
+    def _finish_if_last(self, request: Request, token_id: int) -> None:
         """Finish the request if the token just read is its last."""
-        produced = len(request.token_ids) - request.prompt_length
-        if token_id in request.stop_ids and produced >= request.sampling.min_tokens:
+        num_generated = len(request.token_ids) - request.prompt_length
+        if token_id in request.stop_ids and num_generated >= request.sampling.min_tokens:
             request.stop_token_id = token_id
             self.finish(request, "stop")
-        elif produced >= request.sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
+        elif num_generated >= request.sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
             self.finish(request, "length")

@@ -103,26 +103,26 @@ class GroupRunner(ModelRunner):
         token_ids, logits_at = self._compute(step)
         return self._sample(logits_at, token_ids, sampling, requests)
 
-    def _done(self) -> Event | None:
-        event = super()._done()
+    def _record_event(self) -> Event | None:
+        event = super()._record_event()
         return None if event is None or self._ranks is None else _RankCheckingEvent(event, self._ranks)
 
     def _sampling_step(self, requests: list[Request]) -> SamplingStep:
-        drawn: list[int] = []
-        full: list[int] = []
+        shard_indices: list[int] = []
+        gathered_indices: list[int] = []
         for index, request in enumerate(requests):
             # Gathering whole rows is expensive, so once end tokens are allowed, each rank's candidates are used again.
             if not (request.is_unmasked_greedy or (request.is_greedy and not request.masks_end_tokens)):
-                (drawn if _is_plain_temperature(request) else full).append(index)
-        drawn_requests = [requests[index] for index in drawn]
+                (shard_indices if _is_plain_temperature(request) else gathered_indices).append(index)
+        shard_requests = [requests[index] for index in shard_indices]
         return SamplingStep(
-            drawn=drawn,
-            drawn_rows=[request.row for request in drawn_requests],
-            seeds=[self.sampler.seed_of(request) for request in drawn_requests],
-            positions=[request.length for request in drawn_requests],
-            temperatures=[request.sampling.temperature for request in drawn_requests],
-            full=full,
-            full_rows=[requests[index].row for index in full],
+            shard_indices=shard_indices,
+            shard_rows=[request.row for request in shard_requests],
+            seeds=[self.sampler.seed_of(request) for request in shard_requests],
+            positions=[request.length for request in shard_requests],
+            temperatures=[request.sampling.temperature for request in shard_requests],
+            gathered_indices=gathered_indices,
+            gathered_rows=[requests[index].row for index in gathered_indices],
         )
 
     def _sample(
@@ -132,18 +132,22 @@ class GroupRunner(ModelRunner):
 
         requests: empty on other ranks than 0.
         """
-        if sampling.drawn:
+        if sampling.shard_indices:
             self._draw(logits_at, token_ids, sampling)
-        if not sampling.full:
+        if not sampling.gathered_indices:
             return SampleResult(token_ids, [], None)
-        indices, rows = to_device_together([sampling.full, sampling.full_rows], self.device)
+        indices, rows = to_device_together([sampling.gathered_indices, sampling.gathered_rows], self.device)
         all_rank_logits = self.all_logits(logits_at(indices))
         if all_rank_logits is None:
-            sampled = SampleResult(torch.empty_like(indices), [], None)
+            sampled_result = SampleResult(torch.empty_like(indices), [], None)
         else:
-            sampled = self._sample_on_rank_0(all_rank_logits, [requests[index] for index in sampling.full])
-        token_ids[indices] = self._last_token[rows] = self._group.broadcast(sampled.token_ids)
-        return SampleResult(token_ids, [sampling.full[row] for row in sampled.logprob_rows], sampled.logprobs)
+            sampled_result = self._sample_on_rank_0(
+                all_rank_logits, [requests[index] for index in sampling.gathered_indices]
+            )
+        token_ids[indices] = self._last_token[rows] = self._group.broadcast(sampled_result.token_ids)
+        return SampleResult(
+            token_ids, [sampling.gathered_indices[row] for row in sampled_result.logprob_rows], sampled_result.logprobs
+        )
 
     def _sample_on_rank_0(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
         """Sample from whole rows. Returns zeros after a failure, for example in a caller's token mask or by Ctrl-C.
@@ -159,7 +163,7 @@ class GroupRunner(ModelRunner):
 
     def _draw(self, logits_at: LogitsAt, token_ids: torch.Tensor, sampling: SamplingStep) -> None:
         indices, rows, seeds, positions = to_device_together(
-            [sampling.drawn, sampling.drawn_rows, sampling.seeds, sampling.positions], self.device
+            [sampling.shard_indices, sampling.shard_rows, sampling.seeds, sampling.positions], self.device
         )
         temperatures = to_device(sampling.temperatures, torch.float32, self.device)
         logits = logits_at(indices)
@@ -182,7 +186,7 @@ class _RankCheckingEvent:
 
 
 def _is_plain_temperature(request: Request) -> bool:
-    """Whether sampling only needs a temperature: no filters, penalties or log-probabilities."""
+    """Return whether sampling only needs a temperature: no filters, penalties or log-probabilities."""
     sampling = request.sampling
     return (
         sampling.temperature > 0

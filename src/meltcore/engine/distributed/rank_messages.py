@@ -22,18 +22,18 @@ def rank_address(folder: Path, rank: int) -> str:
 class SamplingStep(NamedTuple):
     """The sequences of a step that are not greedy, as indices among the sequences that sample.
 
-    drawn: sequences that sample by temperature alone; each rank draws from its own tokens, and the best candidate wins.
-    full: sequences that need a whole row of logits; rank 0 alone samples them. drawn_rows, full_rows: the rows of these
-    sequences in the page table.
+    shard_indices: sequences that sample by temperature alone; each rank samples from its shard of the vocabulary, and
+    the best candidate wins. gathered_indices: sequences that need a whole row of logits; rank 0 alone samples them.
+    shard_rows, gathered_rows: the rows of these sequences in the page table.
     """
 
-    drawn: list[int]
-    drawn_rows: list[int]
+    shard_indices: list[int]
+    shard_rows: list[int]
     seeds: list[int]
     positions: list[int]
     temperatures: list[float]
-    full: list[int]
-    full_rows: list[int]
+    gathered_indices: list[int]
+    gathered_rows: list[int]
 
 
 # --- rank 0 to the others ----------------------------------------------------------------------------------------

@@ -25,13 +25,13 @@ def allocate_caches(
     """
     # Zeros: a masked key still takes part as 0 * value, and uninitialized memory may hold NaN.
     shape = (pages, page_size, groups.attention[0].spec.kv_heads * groups.attention[0].spec.head_dim)
-    stored = [
+    shared_tensors = [
         tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)) for _ in range(groups.layers_per_page)
     ]
     specs = {layer: group.spec for group in groups.attention for layer in group.layers}
     caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for sub_group in groups.sub_groups:
-        for layer, (keys, values) in zip(sub_group, stored, strict=True):
+        for layer, (keys, values) in zip(sub_group, shared_tensors, strict=True):
             heads = specs[layer].kv_heads, specs[layer].head_dim
             caches[layer] = keys.unflatten(-1, heads), values.unflatten(-1, heads)
     if states is not None:
@@ -57,21 +57,15 @@ class RecurrentStateCache:
         self._slot_of_row = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states of one recurrent layer.
-
-        (conv_states, states) of the recurrent layer `index`, counted among the recurrent ones: [slots + 1, ...].
-        """
+        """Return (conv_states, states) of a recurrent layer, [slots + 1, ...]. index: among recurrent layers."""
         return self.conv[:, index], self.states[:, index]
 
     def slots(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the recurrent-state slots of rows.
-
-        Returns [rows] int64: the slots of these rows.
-        """
+        """Return the recurrent-state slots of rows, [rows] int64."""
         return self._slot_of_row[rows]
 
     def begin(self, batch: RecurrentBatch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The part of the attention metadata for recurrent layers: slots, first_tokens and chunks of these rows."""
+        """Return the attention metadata of these rows for recurrent layers: slots, first_tokens and chunks."""
         slots, first_tokens = to_device_together([batch.slots, batch.first_tokens], rows.device)
         self.set_slots(rows, slots)
         return slots, first_tokens, to_device(batch.chunks, torch.int32, rows.device)
@@ -89,7 +83,7 @@ class RecurrentStateCache:
         self._copy(batch.snapshots)
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies slots to slots, in stream order."""
+        """Copy slots to slots, in stream order."""
         for source, target in pairs:
             self.conv[target].copy_(self.conv[source])
             self.states[target].copy_(self.states[source])

@@ -38,12 +38,12 @@ class CapturedGraph(NamedTuple):
 class DecodeOutput(NamedTuple):
     """Outputs of a replay, overwritten by the next: logits [sequences, vocab] and greedy tokens [sequences].
 
-    on_host: those tokens in host memory, valid once the device has passed this point and for two more replays.
+    host_token_ids: those tokens in host memory, valid once the device has passed this point and for two more replays.
     """
 
     logits: torch.Tensor
     token_ids: torch.Tensor
-    on_host: torch.Tensor
+    host_token_ids: torch.Tensor
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -62,7 +62,7 @@ class GraphCapturer:
         self._stream = stream()  # one for all: cuBLAS keeps a workspace per stream
 
     def capture(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> CapturedGraph:
-        """A graph of `step`, which must have run before: compiling during a capture ends it.
+        """Return a graph of `step`, which must have run before: compiling during a capture ends it.
 
         Unlike torch.cuda.graph it neither waits for the device nor frees all cached memory, which the next step would
         have to allocate again.
@@ -98,40 +98,40 @@ class DecodeGraphs:
         self._ring = pinned(STAGING_SLOTS, sizes[-1])
         self._staging = StagingBuffer(5 * aligned(sizes[-1]))
         self._replays = 0
-        self._expected: tuple[list[int], list[int]] = [], []  # the rows and positions that the device has now
+        self._device_state: tuple[list[int], list[int]] = [], []  # the rows and positions that the device has now
         self._captured: dict[int, CapturedGraph] = {}
 
     @torch.inference_mode()
-    def warm_up_steps(self, counts: list[int]) -> None:
+    def warm_up_steps(self, batch_sizes: list[int]) -> None:
         """Launch padded steps of these sizes, and an update of the inputs.
 
         Kernels may be skipped (`compile_ahead`): sampled tokens are then invalid and are kept from the next step.
         """
-        for num_rows in counts:
+        for num_rows in batch_sizes:
             rows, positions = self._padding(num_rows)
             self._step(rows, positions)
             self._end_step(torch.zeros_like(rows), rows, positions)
-        self._send_nothing()
+        self._warm_up_send()
 
     @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
         """Capture every size, the largest first, so that the smaller ones fit into its memory."""
         capturer = GraphCapturer()
-        for number, size in enumerate(reversed(self._sizes)):
+        for index, size in enumerate(reversed(self._sizes)):
             rows, positions = self._padding(size)
             self._eager_step(rows, positions)
             torch.cuda.synchronize()
             self._captured[size] = capturer.capture(partial(self._eager_step, rows, positions))
-            progress("capturing graphs", (number + 1) / len(self._sizes))
-        self._send_nothing()
+            progress("capturing graphs", (index + 1) / len(self._sizes))
+        self._warm_up_send()
         self._steps.zero_()
         torch.cuda.synchronize()
 
     def replay(self, rows: list[int], positions: list[int], new_pages: NewPages) -> DecodeOutput:
         """Run a decode step for these rows, each at its position, after writing `new_pages` to the page table."""
-        if new_pages.rows or (rows, positions) != self._expected:
+        if new_pages.rows or (rows, positions) != self._device_state:
             self._send(rows, positions, new_pages)
-        self._expected = rows, [position + 1 for position in positions]
+        self._device_state = rows, [position + 1 for position in positions]
         num_rows = len(rows)
         captured = self._captured[self._size(num_rows)]
         captured.graph.replay()
@@ -140,12 +140,12 @@ class DecodeGraphs:
         return DecodeOutput(captured.values[:num_rows], captured.token_ids[:num_rows], self._ring[slot, :num_rows])
 
     def _padding(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows and positions of a step of padding only."""
+        """Return the rows and positions of a step of padding only."""
         rows, positions = _views(self._inputs, num_rows)
         return rows.fill_(PADDING_ROW), positions.fill_(PADDING_POSITION)
 
-    def _send_nothing(self) -> None:
-        """Compiles the kernels of `_send` before the first step."""
+    def _warm_up_send(self) -> None:
+        """Compile the kernels of `_send` before the first step."""
         self._send([], [], NewPages([0], [0], [0]))
 
     def _eager_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,5 +173,5 @@ class DecodeGraphs:
 
 
 def _views(inputs: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows and the positions of a batch of `size` within the input array."""
+    """Return the rows and the positions of a batch of `size` within the input array."""
     return inputs[:size], inputs[aligned(size) : aligned(size) + size]

@@ -1,4 +1,4 @@
-"""Loads a model to its device and plans its memory; the same for an engine and for each rank."""
+"""Loads a model to its device and plans its memory, for an engine and for each rank alike."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load(
     progress: Progress,
     group: TensorParallelGroup | None = None,
 ) -> LoadedModel:
-    """The whole model, or with a group one rank's shard.
+    """Load the whole model, or with a group one rank's shard.
 
     Raises ConfigError for a setting that cannot work, if possible before any weight is read.
     """
@@ -96,14 +96,14 @@ def _plan(
 
 
 def default_if_none(value: int | None, device: torch.device, *, cuda: int, cpu: int) -> int:
-    """A setting, or its default for the type of device."""
+    """Return a setting, or its default for the type of device."""
     if value is not None:
         return value
     return cuda if device.type == "cuda" else cpu
 
 
 def batched_tokens(config: EngineConfig, device: torch.device) -> int:
-    """The token budget of a step."""
+    """Return the token budget of a step."""
     return config.max_num_batched_tokens or default_batched_tokens(device)
 
 
@@ -112,10 +112,12 @@ def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.de
         return _DTYPES[config.dtype]
     if device.type == "cpu":
         return torch.float32
-    stored = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
-    if not isinstance(stored, str) or stored not in _DTYPES:
-        raise ConfigError(f"{checkpoint.name} is stored as {stored}; name one of {', '.join(_DTYPES)} with --dtype")
-    return _DTYPES[stored]
+    checkpoint_dtype = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
+    if not isinstance(checkpoint_dtype, str) or checkpoint_dtype not in _DTYPES:
+        raise ConfigError(
+            f"{checkpoint.name} is stored as {checkpoint_dtype}; name one of {', '.join(_DTYPES)} with --dtype"
+        )
+    return _DTYPES[checkpoint_dtype]
 
 
 def _cache_dtype(model: Model, config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -126,14 +128,14 @@ def _cache_dtype(model: Model, config: EngineConfig, device: torch.device) -> to
 
 
 def _context_limit(config: EngineConfig, model: Model) -> int:
-    most = model.config.max_context
-    length = config.max_model_len
-    if length is None:
-        return most
-    if 2 <= length <= most:
-        return length
-    reason = f"--max-model-len must be from 2 to the model's {most}; got {length}"
-    if most < length <= MAX_POSITIONS:
-        published = model.config.max_position_embeddings
-        reason += f". For a longer context state a RoPE scaling: {scaling_for(length, published)}"
+    max_context = model.config.max_context
+    max_model_len = config.max_model_len
+    if max_model_len is None:
+        return max_context
+    if 2 <= max_model_len <= max_context:
+        return max_model_len
+    reason = f"--max-model-len must be from 2 to the model's {max_context}; got {max_model_len}"
+    if max_context < max_model_len <= MAX_POSITIONS:
+        published_len = model.config.max_position_embeddings
+        reason += f". For a longer context state a RoPE scaling: {scaling_for(max_model_len, published_len)}"
     raise ConfigError(reason)

@@ -39,7 +39,7 @@ _LARGE_BYTES = 32 * 2**30
 # Prompt tokens scored in one block: with a vocabulary of 152,000 tokens their float32 logits take 0.3 GB.
 _SCORED_TOKENS = 256
 
-# Of prompt tokens [n]: their log-probabilities [n], and the highest ones and their ids [n, top].
+# Of prompt tokens [n]: their log-probabilities [n], and the highest ones and their ids [n, num_logprobs].
 PromptLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # From indices of sampled rows ([rows] int64 on the device) to their logits [rows, vocab] in the model's type.
 LogitsAt = Callable[[torch.Tensor], torch.Tensor]
@@ -49,7 +49,7 @@ class Event(Protocol):
     """A point in the work queued on the device."""
 
     def synchronize(self) -> None:
-        """Wait until the device has passed it."""
+        """Wait until the device has passed this point."""
 
 
 class LaunchedStep(NamedTuple):
@@ -58,16 +58,16 @@ class LaunchedStep(NamedTuple):
     chunks: list[Chunk]
     requests: list[Request]
     result: SampleResult
-    done: Event | None
+    done_event: Event | None
     prompt_logprobs: PromptLogprobs | None = None
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Wait for it. The sampled token of each of `requests`, and log-probabilities by the index of the request.
+        """Wait for the step. Returns the sampled token of each of `requests`, and log-probabilities by request index.
 
         Prompt log-probabilities are written to their requests.
         """
-        if self.done is not None:
-            self.done.synchronize()
+        if self.done_event is not None:
+            self.done_event.synchronize()
         if self.prompt_logprobs is not None:
             self._read_prompt_logprobs(*(part.tolist() for part in self.prompt_logprobs))
         return self.result.read(self.requests)
@@ -77,11 +77,11 @@ class LaunchedStep(NamedTuple):
     ) -> None:
         rows = zip(logprobs, token_ids, values, strict=True)
         for chunk in self.chunks:
-            positions, top = scored_positions(chunk), chunk.request.sampling.prompt_logprobs
+            positions, num_logprobs = scored_positions(chunk), chunk.request.sampling.prompt_logprobs
             # By position: a preempted request computes the same ones again.
             chunk.request.prompt_logprobs[positions.start : positions.stop] = [
-                TokenLogprobs(logprob, ids[:top], best[:top])
-                for _, (logprob, ids, best) in zip(positions, rows, strict=False)
+                TokenLogprobs(logprob, ids[:num_logprobs], top_values[:num_logprobs])
+                for _, (logprob, ids, top_values) in zip(positions, rows, strict=False)
             ]
 
 
@@ -165,15 +165,15 @@ class ModelRunner:
         return DecodeGraphs(self._decode_step, sizes, self._last_token, self._page_table)
 
     def _capture_prefill_graphs(self, progress: Progress) -> None:
-        most = self.max_graph_tokens if _memory_bytes(self.device) >= _LARGE_BYTES else self.max_graph_tokens // 8
-        buckets = graph_buckets(self._config.max_num_seqs, min(most, self._config.max_num_batched_tokens))
+        max_tokens = self.max_graph_tokens if _memory_bytes(self.device) >= _LARGE_BYTES else self.max_graph_tokens // 8
+        buckets = graph_buckets(self._config.max_num_seqs, min(max_tokens, self._config.max_num_batched_tokens))
         if buckets:
             graphs = PrefillGraphs(self._padded_step, buckets, self._page_table)
             graphs.capture(progress)
             self._prefill_graphs = graphs
 
     def without_collectives(self) -> AbstractContextManager[None]:
-        """A context in which no launch needs another rank."""
+        """Return a context in which no launch needs another rank."""
         return nullcontext()
 
     @torch.inference_mode()
@@ -182,48 +182,50 @@ class ModelRunner:
         if counts:
             self._make_decode_graphs().warm_up_steps(counts)
 
-    def forget_tokens(self) -> None:
+    def reset_last_tokens(self) -> None:
         """Set each row's newest token to 0: warm-up leaves values that are no token ids."""
         self._last_token.zero_()
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Chunk]) -> LaunchedStep:
         """Start a step and return without waiting for the device."""
-        chunks, step = self._describe(scheduled)
+        chunks, step = self._build_step(scheduled)
         requests = [chunk.request for chunk in chunks if chunk.samples]
         result = self._run(step, requests)
         if self._decoded is not None and all(request.is_unmasked_greedy for request in requests):
-            on_host = SampleResult(self._decoded.on_host, [], None)  # written by the graph
+            host_token_ids = SampleResult(self._decoded.host_token_ids, [], None)  # written by the graph
         else:
-            on_host = result.copy_to_host()
-        scored = self._prompt_logprobs
-        if scored is not None:
-            scored = (to_host(scored[0]), to_host(scored[1]), to_host(scored[2]))
-        return LaunchedStep(chunks, requests, on_host, self._done(), scored)
+            host_token_ids = result.copy_to_host()
+        prompt_logprobs = self._prompt_logprobs
+        if prompt_logprobs is not None:
+            prompt_logprobs = (to_host(prompt_logprobs[0]), to_host(prompt_logprobs[1]), to_host(prompt_logprobs[2]))
+        return LaunchedStep(chunks, requests, host_token_ids, self._record_event(), prompt_logprobs)
 
     def sample(self, logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
         """Replace the greedy `token_ids` [rows] of requests that are sampled in another way; in place."""
         rows = [row for row, request in enumerate(requests) if not request.is_unmasked_greedy]
         if not rows:
             return SampleResult(token_ids, [], None)
-        at, most = self._tensor(rows), self._config.logit_rows
-        sampling = [requests[row] for row in rows]
-        sampled = SampleResult.of_blocks(
+        row_indices, max_rows = self._tensor(rows), self._config.logit_rows
+        sampled_requests = [requests[row] for row in rows]
+        sampled_result = SampleResult.concatenate(
             [
-                self.sampler.sample(logits_at(at[first : first + most]), sampling[first : first + most])
-                for first in range(0, len(rows), most)
+                self.sampler.sample(
+                    logits_at(row_indices[first : first + max_rows]), sampled_requests[first : first + max_rows]
+                )
+                for first in range(0, len(rows), max_rows)
             ]
         )
-        token_ids[at] = sampled.token_ids
-        self._last_token[self._tensor([request.row for request in sampling])] = sampled.token_ids
-        return SampleResult(token_ids, [rows[row] for row in sampled.logprob_rows], sampled.logprobs)
+        token_ids[row_indices] = sampled_result.token_ids
+        self._last_token[self._tensor([request.row for request in sampled_requests])] = sampled_result.token_ids
+        return SampleResult(token_ids, [rows[row] for row in sampled_result.logprob_rows], sampled_result.logprobs)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """The argmax of each row of the model's logits, [rows] int64."""
+        """Return the argmax of each row of the model's logits, [rows] int64."""
         return argmax(logits)
 
     def all_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Logits [rows, vocab] of the whole vocabulary; None on a rank that does not sample."""
+        """Return logits [rows, vocab] of the whole vocabulary; None on a rank that does not sample."""
         return logits
 
     def _run(self, step: Step, requests: list[Request]) -> SampleResult:
@@ -231,16 +233,16 @@ class ModelRunner:
         token_ids, logits_at = self._compute(step)
         return self.sample(logits_at, token_ids, requests)
 
-    def _done(self) -> Event | None:
-        """An event after all launched work. None on a CPU, where that is done already."""
+    def _record_event(self) -> Event | None:
+        """Record an event after all launched work. Returns None on a CPU, where that is done already."""
         if self.device.type != "cuda":
             return None
         event = cuda_event()
         event.record()
         return event
 
-    def _describe(self, scheduled: list[Chunk]) -> tuple[list[Chunk], Step]:
-        """A step in numbers, and its chunks in the order of their results."""
+    def _build_step(self, scheduled: list[Chunk]) -> tuple[list[Chunk], Step]:
+        """Convert chunks to a `Step`. Returns the chunks in the order of their results, and the step."""
         new_pages = take_new_pages(scheduled, *self._page_tables.shape[:2])
         if self._decode_graphs is not None and all(chunk.request.last_token_on_device for chunk in scheduled):
             chunks = longest_first(scheduled)
@@ -253,9 +255,9 @@ class ModelRunner:
         return chunks, Step(new_pages, [], [], batch)
 
     def _compute(self, step: Step) -> tuple[torch.Tensor, LogitsAt]:
-        """The greedy tokens of the sequences that sample, written to the table too, and access to their logits.
+        """Compute a step. Returns the greedy tokens of the sequences that sample, and access to their logits.
 
-        Replays a graph, or launches kernel by kernel.
+        Replays a graph, or launches kernel by kernel. Writes the greedy tokens to the table of last tokens too.
         """
         self._prompt_logprobs = None
         if step.batch is None:
@@ -267,9 +269,9 @@ class ModelRunner:
         if self.recurrent_states is None or recurrent is None:
             return self._compute_batch(step.batch, step.new_pages)
         self.recurrent_states.restore(recurrent)
-        computed = self._compute_batch(step.batch, step.new_pages)
+        output = self._compute_batch(step.batch, step.new_pages)
         self.recurrent_states.take_snapshots(recurrent)
-        return computed
+        return output
 
     def _compute_batch(self, batch: Batch, new_pages: NewPages) -> tuple[torch.Tensor, LogitsAt]:
         targets = batch.prompt_targets  # a graph keeps the hidden states of last tokens only
@@ -289,17 +291,19 @@ class ModelRunner:
         return token_ids, lambda at: logits[at]
 
     def _score_prompts(self, hidden: torch.Tensor, targets: PromptTargets) -> PromptLogprobs | None:
-        """Log-probabilities of prompt tokens from the hidden states [tokens, hidden_size] of a step, block by block.
+        """Compute log-probabilities of prompt tokens from a step's hidden states [tokens, hidden_size], block by block.
 
         None on a rank that does not sample.
         """
         tokens, token_ids = to_device_together([targets.tokens, targets.token_ids], self.device)
         blocks: list[PromptLogprobs] = []
-        block = min(self._config.logit_rows, _SCORED_TOKENS)
-        for at, scored in zip(torch.split(tokens, block), torch.split(token_ids, block), strict=True):
-            logits = self.all_logits(self.model.logits(hidden[at]))
+        block_size = min(self._config.logit_rows, _SCORED_TOKENS)
+        for token_indices, block_token_ids in zip(
+            torch.split(tokens, block_size), torch.split(token_ids, block_size), strict=True
+        ):
+            logits = self.all_logits(self.model.logits(hidden[token_indices]))
             if logits is not None:
-                blocks.append(select_logprobs(logits.float().log_softmax(-1), scored, targets.top))
+                blocks.append(select_logprobs(logits.float().log_softmax(-1), block_token_ids, targets.num_logprobs))
         if not blocks:
             return None
         logprobs, values, ids = zip(*blocks, strict=True)
@@ -310,7 +314,7 @@ class ModelRunner:
 
         Returns [tokens, hidden_size] of a step. Cache slots are computed on the device from rows and positions.
         """
-        token_ids, positions, token_rows, padded_positions, rows, starts, device_tokens, device_rows = (
+        token_ids, positions, token_rows, padded_positions, rows, context_lens, device_tokens, device_rows = (
             to_device_together(
                 [
                     batch.token_ids,
@@ -318,7 +322,7 @@ class ModelRunner:
                     batch.token_rows,
                     batch.padded_positions,
                     batch.rows,
-                    batch.starts,
+                    batch.context_lens,
                     batch.device_tokens,
                     batch.device_rows,
                 ],
@@ -330,11 +334,11 @@ class ModelRunner:
         state_slots = first_tokens = chunks = rows.new_empty(0)
         if self.recurrent_states is not None and batch.recurrent is not None:
             state_slots, first_tokens, chunks = self.recurrent_states.begin(batch.recurrent, rows)
-        metadata = self._metadata_of_layers(
-            self._slots(token_rows, positions),
+        metadata = self._layer_metadata(
+            self._slot_mappings(token_rows, positions),
             rows=rows,
-            context_lens=starts,
-            num_decodes=batch.decodes,
+            context_lens=context_lens,
+            num_decodes=batch.num_decodes,
             query_tiles=to_device(batch.tiles, torch.int32, self.device),
             padded_index=padded_positions,
             padded_groups=batch.groups,
@@ -346,12 +350,12 @@ class ModelRunner:
         return hidden
 
     def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and greedy tokens of one new token per row, from the device's tables alone.
+        """Compute logits and greedy tokens of one new token per row, from the device's tables alone.
 
         Padding has position -1: it attends to nothing and stores nothing; its recurrent state is the null slot's.
         """
         empty = positions.new_empty(0)
-        metadata = self._metadata_of_layers(
+        metadata = self._layer_metadata(
             empty.expand(len(self._page_tables), 0),
             rows=rows,
             context_lens=positions,
@@ -368,18 +372,18 @@ class ModelRunner:
         return logits, self.argmax(logits)
 
     def _padded_step(self, inputs: PaddedInputs, bucket: GraphBucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step with prompts from the device's tables and `inputs` alone.
+        """Compute a step with prompts from the device's tables and `inputs` alone.
 
         Returns the hidden states that are sampled, and their greedy tokens, which are written to the table too.
         """
         rows, positions = inputs.token_rows, inputs.positions
         if self.recurrent_states is not None:
             self.recurrent_states.set_slots(inputs.rows, inputs.state_slots)
-        metadata = self._metadata_of_layers(
-            self._slots(rows, positions),
+        metadata = self._layer_metadata(
+            self._slot_mappings(rows, positions),
             rows=inputs.rows,
-            context_lens=inputs.starts,
-            num_decodes=bucket.decodes,
+            context_lens=inputs.context_lens,
+            num_decodes=bucket.num_decodes,
             query_tiles=inputs.tiles.view(torch.int32).view(-1, 4),
             padded_index=positions.new_empty(0),
             padded_groups=[],
@@ -389,20 +393,20 @@ class ModelRunner:
         )
         token_ids = torch.where(inputs.token_ids < 0, self._last_token[rows], inputs.token_ids)
         hidden = self.model(token_ids, positions, self.caches, metadata)[inputs.last_tokens]
-        sampled = self.argmax(self.model.logits(hidden))
-        self._last_token.index_copy_(0, inputs.sample_rows, sampled)
-        return hidden, sampled
+        sampled_ids = self.argmax(self.model.logits(hidden))
+        self._last_token.index_copy_(0, inputs.sample_rows, sampled_ids)
+        return hidden, sampled_ids
 
-    def _metadata_of_layers(self, slot_mappings: torch.Tensor, **fields: Any) -> list[AttentionMetadata]:
-        """Each layer's metadata. slot_mappings: [sub_groups, tokens]; fields: what all layers share."""
-        of_sub_groups = [
+    def _layer_metadata(self, slot_mappings: torch.Tensor, **fields: Any) -> list[AttentionMetadata]:
+        """Return each layer's metadata. slot_mappings: [sub_groups, tokens]; fields: metadata that all layers share."""
+        sub_group_metadata = [
             AttentionMetadata(page_table=table, slot_mapping=slots, **fields)
             for table, slots in zip(self._page_tables, slot_mappings, strict=True)
         ]
-        return [of_sub_groups[index] for index in self._sub_group_of_layer]
+        return [sub_group_metadata[index] for index in self._sub_group_of_layer]
 
-    def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where tokens go in the cache of each sub-group: [sub_groups, tokens] int64."""
+    def _slot_mappings(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the cache slot of each token in each sub-group: [sub_groups, tokens] int64."""
         return self._page_tables[:, rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def _write_pages(self, new: NewPages) -> None:

@@ -44,9 +44,9 @@ MIN_FREE_BYTES = 2**27
 
 
 class GraphBucket(NamedTuple):
-    """The shape of a padded step: `decodes` chunks of one token, and `tokens` of longer chunks."""
+    """The shape of a padded step: `num_decodes` chunks of one token, and `tokens` of longer chunks."""
 
-    decodes: int
+    num_decodes: int
     tokens: int
 
     @property
@@ -57,12 +57,12 @@ class GraphBucket(NamedTuple):
     @property
     def sequences(self) -> int:
         """The number of chunks, with one of all padding tokens and an empty one for unused recurrent chunks."""
-        return self.decodes + self.max_prefills + 2
+        return self.num_decodes + self.max_prefills + 2
 
     @property
     def samples(self) -> int:
         """The maximum number of chunks that sample."""
-        return self.decodes + self.max_prefills
+        return self.num_decodes + self.max_prefills
 
     @property
     def tiles(self) -> int:
@@ -75,28 +75,28 @@ class GraphBucket(NamedTuple):
         return self.tokens // CHUNK + self.max_prefills + 1
 
     def holds(self, batch: Batch) -> bool:
-        """Whether the batch fits into this shape."""
-        tokens, num_prefills = len(batch.token_ids) - batch.decodes, len(batch.rows) - batch.decodes
-        return batch.decodes <= self.decodes and tokens <= self.tokens and num_prefills <= self.max_prefills
+        """Return whether the batch fits into this shape."""
+        tokens, num_prefills = len(batch.token_ids) - batch.num_decodes, len(batch.rows) - batch.num_decodes
+        return batch.num_decodes <= self.num_decodes and tokens <= self.tokens and num_prefills <= self.max_prefills
 
 
-def graph_buckets(max_num_seqs: int, most_tokens: int) -> list[GraphBucket]:
-    """Buckets of up to `most_tokens` prompt tokens and `max_num_seqs` decodes, ascending by all tokens."""
+def graph_buckets(max_num_seqs: int, max_tokens: int) -> list[GraphBucket]:
+    """Return buckets of up to `max_tokens` prompt tokens and `max_num_seqs` decodes, ascending by all tokens."""
     counts = [count for count in DECODES if count < max_num_seqs]
     if max_num_seqs <= DECODES[-1]:
         counts.append(max_num_seqs)
     buckets = [GraphBucket(0, tokens) for tokens in PREFILL_ONLY]
     buckets += [GraphBucket(count, tokens) for count in counts for tokens in MIXED]
-    return sorted((bucket for bucket in buckets if bucket.tokens <= most_tokens), key=sum)
+    return sorted((bucket for bucket in buckets if bucket.tokens <= max_tokens), key=sum)
 
 
 class PaddedInputs(NamedTuple):
-    """All inputs of a padded step, int64: `decodes` chunks of one token, then the tokens of the others.
+    """All inputs of a padded step, int64: `num_decodes` chunks of one token, then the tokens of the others.
 
-    token_ids (ON_DEVICE: the row's newest), positions, token_rows: [decodes + tokens]; tiles: [tiles * 2], query tiles,
-    two int32 in one; last_tokens, sample_rows: [samples], the token whose logits are sampled, and its row; rows,
-    starts, state_slots: [sequences]; first_tokens: [sequences + 1]; chunks: [recurrent_chunks], two int32 in one (see
-    the attention metadata). Padding has the padding row and the null slot. It is computed like other tokens:
+    token_ids (ON_DEVICE: the row's newest), positions, token_rows: [num_decodes + tokens]; tiles: [tiles * 2], query
+    tiles, two int32 in one; last_tokens, sample_rows: [samples], the token whose logits are sampled, and its row; rows,
+    context_lens, state_slots: [sequences]; first_tokens: [sequences + 1]; chunks: [recurrent_chunks], two int32 in one
+    (see the attention metadata). Padding has the padding row and the null slot. It is computed like other tokens:
     uninitialized memory may hold NaN.
     """
 
@@ -107,33 +107,33 @@ class PaddedInputs(NamedTuple):
     last_tokens: torch.Tensor
     sample_rows: torch.Tensor
     rows: torch.Tensor
-    starts: torch.Tensor
+    context_lens: torch.Tensor
     state_slots: torch.Tensor
     first_tokens: torch.Tensor
     chunks: torch.Tensor
 
     @classmethod
     def views(cls, entries: torch.Tensor, bucket: GraphBucket) -> PaddedInputs:
-        """Views of an array of at least `entries_of(bucket)`."""
+        """Return the inputs of a bucket as views of an array of at least `entries_of(bucket)`."""
         lengths = _lengths(bucket)
-        starts = np.cumsum([0, *map(aligned, lengths)]).tolist()
-        return cls(*(entries[start : start + length] for start, length in zip(starts, lengths, strict=False)))
+        context_lens = np.cumsum([0, *map(aligned, lengths)]).tolist()
+        return cls(*(entries[start : start + length] for start, length in zip(context_lens, lengths, strict=False)))
 
 
 def entries_of(bucket: GraphBucket) -> int:
-    """Number of int64 in the inputs of a bucket."""
+    """Return the number of int64 in the inputs of a bucket."""
     return sum(map(aligned, _lengths(bucket)))
 
 
 def _lengths(bucket: GraphBucket) -> list[int]:
-    tokens, sequences = bucket.decodes + bucket.tokens, bucket.sequences
+    tokens, sequences = bucket.num_decodes + bucket.tokens, bucket.sequences
     per_token = [tokens, tokens, tokens, 2 * bucket.tiles, bucket.samples, bucket.samples]
     return [*per_token, sequences, sequences, sequences, sequences + 1, bucket.recurrent_chunks]
 
 
 _NO_TOKENS = np.zeros(0, np.int64)
-EMPTY = Batch(
-    decodes=0,
+EMPTY_BATCH = Batch(
+    num_decodes=0,
     tiles=np.zeros((0, 4), np.int32),
     groups=[],
     token_ids=_NO_TOKENS,
@@ -141,7 +141,7 @@ EMPTY = Batch(
     token_rows=_NO_TOKENS,
     padded_positions=_NO_TOKENS,
     rows=[],
-    starts=[],
+    context_lens=[],
     device_tokens=[],
     device_rows=[],
     last_tokens=[],
@@ -152,48 +152,52 @@ EMPTY = Batch(
 
 def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
     """Write a batch that `bucket` holds into `inputs` in host memory."""
-    decodes, gap = batch.decodes, bucket.decodes - batch.decodes
+    num_decodes, num_padded_decodes = batch.num_decodes, bucket.num_decodes - batch.num_decodes
 
-    def moved(tokens: Sequence[int]) -> np.ndarray:
-        """The padded indices of these tokens: those of longer chunks come after all entries for chunks of one."""
-        at = np.asarray(tokens, dtype=np.int64)
-        return at + gap * (at >= decodes)
+    def padded_indices(tokens: Sequence[int]) -> np.ndarray:
+        """Return the padded indices of tokens: those of longer chunks come after all entries for chunks of one."""
+        indices = np.asarray(tokens, dtype=np.int64)
+        return indices + num_padded_decodes * (indices >= num_decodes)
 
-    def spread(target: torch.Tensor, values: Sequence[int] | np.ndarray, no_decode: int, no_prompt: int) -> None:
-        _fill(target[: bucket.decodes], values[:decodes], no_decode)
-        _fill(target[bucket.decodes :], values[decodes:], no_prompt)
+    def fill_split(
+        target: torch.Tensor, values: Sequence[int] | np.ndarray, decode_padding: int, prompt_padding: int
+    ) -> None:
+        _fill(target[: bucket.num_decodes], values[:num_decodes], decode_padding)
+        _fill(target[bucket.num_decodes :], values[num_decodes:], prompt_padding)
 
-    spread(inputs.token_ids, batch.token_ids, 0, 0)
-    inputs.token_ids.numpy()[moved(batch.device_tokens)] = ON_DEVICE
-    spread(inputs.positions, batch.positions, PADDING_POSITION, 0)
-    spread(inputs.token_rows, batch.token_rows, PADDING_ROW, PADDING_ROW)
-    unused = _chunk_sizes(bucket.tokens - (len(batch.token_ids) - decodes), BLOCK_QUERIES)
-    ends = len(batch.token_ids) - decodes + np.cumsum(unused, dtype=np.int32)
-    padding = np.stack([np.full_like(unused, PADDING_ROW), ends - unused, unused, np.zeros_like(unused)], 1)
+    fill_split(inputs.token_ids, batch.token_ids, 0, 0)
+    inputs.token_ids.numpy()[padded_indices(batch.device_tokens)] = ON_DEVICE
+    fill_split(inputs.positions, batch.positions, PADDING_POSITION, 0)
+    fill_split(inputs.token_rows, batch.token_rows, PADDING_ROW, PADDING_ROW)
+    padding_sizes = _chunk_sizes(bucket.tokens - (len(batch.token_ids) - num_decodes), BLOCK_QUERIES)
+    ends = len(batch.token_ids) - num_decodes + np.cumsum(padding_sizes, dtype=np.int32)
+    padding = np.stack(
+        [np.full_like(padding_sizes, PADDING_ROW), ends - padding_sizes, padding_sizes, np.zeros_like(padding_sizes)], 1
+    )
     _fill(inputs.tiles, np.concatenate([batch.tiles, padding]).reshape(-1).view(np.int64), 0)
-    _fill(inputs.last_tokens, moved(batch.last_tokens), 0)
+    _fill(inputs.last_tokens, padded_indices(batch.last_tokens), 0)
     _fill(inputs.sample_rows, batch.sample_rows, PADDING_ROW)
-    spread(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
-    spread(inputs.starts, batch.starts, PADDING_POSITION, 0)
+    fill_split(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
+    fill_split(inputs.context_lens, batch.context_lens, PADDING_POSITION, 0)
     if batch.recurrent is not None:
-        spread(inputs.state_slots, batch.recurrent.slots, 0, 0)
-        _pad_chunks(batch.recurrent, decodes, bucket, inputs)
+        fill_split(inputs.state_slots, batch.recurrent.slots, 0, 0)
+        _pad_chunks(batch.recurrent, num_decodes, bucket, inputs)
 
 
-def _pad_chunks(batch: RecurrentBatch, decodes: int, bucket: GraphBucket, inputs: PaddedInputs) -> None:
-    gap = bucket.decodes - decodes
+def _pad_chunks(batch: RecurrentBatch, num_decodes: int, bucket: GraphBucket, inputs: PaddedInputs) -> None:
+    num_padded_decodes = bucket.num_decodes - num_decodes
     first_tokens, chunks = inputs.first_tokens.numpy(), inputs.chunks.numpy()
-    ends = batch.first_tokens[decodes:] + gap
-    first_tokens[: bucket.decodes] = np.arange(bucket.decodes)
-    _fill(inputs.first_tokens[bucket.decodes :], ends, ends[-1])
-    first_tokens[-2:] = bucket.decodes + bucket.tokens
-    unused = len(_chunk_sizes(int(first_tokens[-1] - ends[-1]), CHUNK))
-    padded = np.zeros((bucket.recurrent_chunks, 2), np.int32)
-    padded[:, 0] = bucket.sequences - 1
-    padded[: len(batch.chunks)] = batch.chunks + np.array([gap, 0], np.int32)
-    padding = padded[len(batch.chunks) : len(batch.chunks) + unused]
-    padding[:, 0], padding[:, 1] = bucket.sequences - 2, np.arange(unused)
-    chunks[:] = padded.reshape(-1).view(np.int64)
+    ends = batch.first_tokens[num_decodes:] + num_padded_decodes
+    first_tokens[: bucket.num_decodes] = np.arange(bucket.num_decodes)
+    _fill(inputs.first_tokens[bucket.num_decodes :], ends, ends[-1])
+    first_tokens[-2:] = bucket.num_decodes + bucket.tokens
+    num_padding_chunks = len(_chunk_sizes(int(first_tokens[-1] - ends[-1]), CHUNK))
+    padded_chunks = np.zeros((bucket.recurrent_chunks, 2), np.int32)
+    padded_chunks[:, 0] = bucket.sequences - 1
+    padded_chunks[: len(batch.chunks)] = batch.chunks + np.array([num_padded_decodes, 0], np.int32)
+    padding_chunks = padded_chunks[len(batch.chunks) : len(batch.chunks) + num_padding_chunks]
+    padding_chunks[:, 0], padding_chunks[:, 1] = bucket.sequences - 2, np.arange(num_padding_chunks)
+    chunks[:] = padded_chunks.reshape(-1).view(np.int64)
 
 
 def _fill(target: torch.Tensor, values: Sequence[int] | np.ndarray, padding: int) -> None:
@@ -202,9 +206,9 @@ def _fill(target: torch.Tensor, values: Sequence[int] | np.ndarray, padding: int
     array[: len(values)], array[len(values) :] = values, padding
 
 
-def _chunk_sizes(tokens: int, most: int) -> np.ndarray:
-    """Sizes of the chunks of at most `most` that `tokens` are cut into: [chunks] int32."""
-    return np.minimum(most, tokens - np.arange(0, tokens, most)).astype(np.int32)
+def _chunk_sizes(tokens: int, max_size: int) -> np.ndarray:
+    """Return the sizes of the chunks of at most `max_size` that `tokens` are cut into: [chunks] int32."""
+    return np.minimum(max_size, tokens - np.arange(0, tokens, max_size)).astype(np.int32)
 
 
 # From the inputs of a bucket on the device to the hidden states that are sampled, [samples, hidden_size], and the
@@ -219,11 +223,11 @@ class PrefillGraphs:
         """step: computes eagerly what a replay will. page_table: [rows, pages of a sequence] int64."""
         self._step = step
         self._buckets = buckets
-        self._totals = [sum(bucket) for bucket in buckets]
+        self._bucket_sizes = [sum(bucket) for bucket in buckets]
         self._page_table = page_table
-        most = max(map(entries_of, buckets))
-        self._inputs = torch.zeros(most, dtype=torch.int64, device=page_table.device)
-        self._staging = StagingBuffer(2 * most)
+        num_entries = max(map(entries_of, buckets))
+        self._inputs = torch.zeros(num_entries, dtype=torch.int64, device=page_table.device)
+        self._staging = StagingBuffer(2 * num_entries)
         self._capturer = GraphCapturer()
         self._captured: dict[GraphBucket, CapturedGraph] = {}
         self._memory_left = True
@@ -234,21 +238,21 @@ class PrefillGraphs:
 
         The others are captured at their first use.
         """
-        first = [bucket for bucket in reversed(self._buckets) if bucket.decodes <= CAPTURED_DECODES]
-        for number, bucket in enumerate(first):
+        first_buckets = [bucket for bucket in reversed(self._buckets) if bucket.num_decodes <= CAPTURED_DECODES]
+        for index, bucket in enumerate(first_buckets):
             padding = torch.zeros(entries_of(bucket), dtype=torch.int64)
-            pad(EMPTY, bucket, PaddedInputs.views(padding, bucket))
+            pad(EMPTY_BATCH, bucket, PaddedInputs.views(padding, bucket))
             self._inputs[: len(padding)] = padding.to(self._inputs.device)
             inputs = PaddedInputs.views(self._inputs, bucket)
             self._step(inputs, bucket)
             torch.cuda.synchronize()
             self._captured[bucket] = self._capturer.capture(partial(self._step, inputs, bucket))
-            progress("capturing prefill graphs", (number + 1) / len(first))
+            progress("capturing prefill graphs", (index + 1) / len(first_buckets))
 
     def bucket_for(self, batch: Batch) -> GraphBucket | None:
-        """The smallest bucket that holds a batch. None when its kernels are to be launched one by one."""
-        first = bisect_left(self._totals, len(batch.token_ids))
-        bucket = next((bucket for bucket in self._buckets[first:] if bucket.holds(batch)), None)
+        """Return the smallest bucket that holds a batch. None when its kernels are to be launched one by one."""
+        first_index = bisect_left(self._bucket_sizes, len(batch.token_ids))
+        bucket = next((bucket for bucket in self._buckets[first_index:] if bucket.holds(batch)), None)
         if bucket is None or bucket in self._captured or self._has_memory():
             return bucket
         return None
@@ -259,12 +263,12 @@ class PrefillGraphs:
         Returns the hidden states that are sampled and their greedy tokens; the next replay of the bucket overwrites
         both.
         """
-        entries, added = entries_of(bucket), len(new_pages.rows)
-        sent, read = self._staging.take(entries + 3 * added)
-        pad(batch, bucket, PaddedInputs.views(sent, bucket))
-        sent.numpy()[entries:] = [*new_pages.rows, *new_pages.columns, *new_pages.pages]
-        apply_updates(sent, self._inputs[:entries], self._page_table, added)
-        read.record()
+        num_entries, num_new_pages = entries_of(bucket), len(new_pages.rows)
+        staging_buffer, read_event = self._staging.take(num_entries + 3 * num_new_pages)
+        pad(batch, bucket, PaddedInputs.views(staging_buffer, bucket))
+        staging_buffer.numpy()[num_entries:] = [*new_pages.rows, *new_pages.columns, *new_pages.pages]
+        apply_updates(staging_buffer, self._inputs[:num_entries], self._page_table, num_new_pages)
+        read_event.record()
         captured = self._captured.get(bucket)
         if captured is None:
             inputs = PaddedInputs.views(self._inputs, bucket)
@@ -273,13 +277,13 @@ class PrefillGraphs:
         else:
             captured.graph.replay()
             hidden, token_ids = captured.values, captured.token_ids
-        count = len(batch.last_tokens)
-        return hidden[:count], token_ids[:count]
+        num_samples = len(batch.last_tokens)
+        return hidden[:num_samples], token_ids[:num_samples]
 
     def _has_memory(self) -> bool:
-        """Whether memory is left for one more graph; after a False, no more are captured."""
+        """Return whether memory is left for one more graph; after a False, no more are captured."""
         if self._memory_left and torch.cuda.mem_get_info(self._inputs.device)[0] < MIN_FREE_BYTES:
             self._memory_left = False
-            effect = "steps of new sizes run slower, kernel by kernel; a smaller --memory leaves more"
-            print(f"meltcore: too little GPU memory is left for CUDA graphs: {effect}", file=sys.stderr, flush=True)
+            advice = "steps of new sizes run slower, kernel by kernel; a smaller --memory leaves more"
+            print(f"meltcore: too little GPU memory is left for CUDA graphs: {advice}", file=sys.stderr, flush=True)
         return self._memory_left

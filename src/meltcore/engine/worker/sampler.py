@@ -1,8 +1,7 @@
 """Samples the next token of each sequence from its logits.
 
 The host knows from the sampling parameters what each row needs, so a step launches only the kernels that some row
-needs. Nothing
-here waits for the device.
+needs. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from meltcore.protocol.sampling_params import SEED_LIMIT, SamplingParams
 class SampleResult(NamedTuple):
     """Sampled token ids [rows] on the device, and the log-probabilities of the rows that ask for them.
 
-    logprobs: the sampled token's [logprob_rows], and values and ids of the top ones [logprob_rows, top].
+    logprobs: the sampled token's [logprob_rows], and values and ids of the top ones [logprob_rows, num_logprobs].
     """
 
     token_ids: torch.Tensor
@@ -34,21 +33,23 @@ class SampleResult(NamedTuple):
     logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
     @classmethod
-    def of_blocks(cls, blocks: list[SampleResult]) -> SampleResult:
-        """Concatenates the results of all blocks, in order."""
+    def concatenate(cls, blocks: list[SampleResult]) -> SampleResult:
+        """Concatenate the results of all blocks, in order."""
         if len(blocks) == 1:
             return blocks[0]
         rows: list[int] = []
-        first = 0
+        first_row = 0
         for block in blocks:
-            rows += [first + row for row in block.logprob_rows]
-            first += len(block.token_ids)
+            rows += [first_row + row for row in block.logprob_rows]
+            first_row += len(block.token_ids)
         token_ids = torch.cat([block.token_ids for block in blocks])
-        known = [block.logprobs for block in blocks if block.logprobs is not None]
-        if not known:
+        logprob_blocks = [block.logprobs for block in blocks if block.logprobs is not None]
+        if not logprob_blocks:
             return cls(token_ids, [], None)
-        sampled, values, ids = zip(*known, strict=True)
-        return cls(token_ids, rows, (torch.cat(sampled), _concatenate(values), _concatenate(ids)))
+        sampled_logprobs, values, ids = zip(*logprob_blocks, strict=True)
+        return cls(
+            token_ids, rows, (torch.cat(sampled_logprobs), _concatenate_padded(values), _concatenate_padded(ids))
+        )
 
     def copy_to_host(self) -> SampleResult:
         """Start a copy to the host, complete once the stream has passed this point."""
@@ -56,13 +57,15 @@ class SampleResult(NamedTuple):
         return SampleResult(to_host(self.token_ids), self.logprob_rows, logprobs)  # type: ignore[arg-type]
 
     def read(self, requests: list[Request]) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """On a complete host copy: the token of each row, and the log-probabilities by row."""
+        """Return the token of each row, and the log-probabilities by row, from a complete host copy."""
         logprobs: dict[int, TokenLogprobs] = {}
         if self.logprobs is not None:
-            sampled, values, ids = (part.tolist() for part in self.logprobs)
+            sampled_logprobs, values, ids = (part.tolist() for part in self.logprobs)
             for index, row in enumerate(self.logprob_rows):
-                top = requests[row].sampling.logprobs or 0
-                logprobs[row] = TokenLogprobs(sampled[index], ids[index][:top], values[index][:top])
+                num_logprobs = requests[row].sampling.logprobs or 0
+                logprobs[row] = TokenLogprobs(
+                    sampled_logprobs[index], ids[index][:num_logprobs], values[index][:num_logprobs]
+                )
         return self.token_ids.tolist(), logprobs
 
 
@@ -80,26 +83,26 @@ class Sampler:
 
         logits: [rows, vocab] of any floating type (overwritten); requests: one per row.
         """
-        raw = self._raw_logprobs(logits, requests)
+        raw_logprobs = self._raw_logprobs(logits, requests)
         logits = self._penalties.apply(logits, requests)
         self._mask(logits, requests)
         token_ids = self._sample(logits, requests)
         self._penalties.count(token_ids, requests)
-        if raw is None:
+        if raw_logprobs is None:
             return SampleResult(token_ids, [], None)
-        logprob_rows, distribution, top = raw
-        sampled = token_ids[self._tensor(logprob_rows)]
-        return SampleResult(token_ids, logprob_rows, select_logprobs(distribution, sampled, top))
+        logprob_rows, distribution, num_logprobs = raw_logprobs
+        sampled_ids = token_ids[self._tensor(logprob_rows)]
+        return SampleResult(token_ids, logprob_rows, select_logprobs(distribution, sampled_ids, num_logprobs))
 
     def _raw_logprobs(
         self, logits: torch.Tensor, requests: list[Request]
     ) -> tuple[list[int], torch.Tensor, int] | None:
-        """The rows that ask for log-probabilities, their log-probabilities, and the maximum number of top tokens."""
+        """Return the rows that ask for log-probabilities, these, and the maximum number of top tokens."""
         rows = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
         if not rows:
             return None
-        top = max(requests[row].sampling.logprobs or 0 for row in rows)
-        return rows, logits[self._tensor(rows)].float().log_softmax(-1), top
+        num_logprobs = max(requests[row].sampling.logprobs or 0 for row in rows)
+        return rows, logits[self._tensor(rows)].float().log_softmax(-1), num_logprobs
 
     def _mask(self, logits: torch.Tensor, requests: list[Request]) -> None:
         """Mask end tokens before min_tokens, and the tokens that a request's own mask excludes."""
@@ -113,8 +116,8 @@ class Sampler:
             if request.token_mask is not None and (allowed := request.token_mask(request.output_ids)) is not None:
                 logits[row].masked_fill_(~allowed.to(self.device), float("-inf"))
         if rows:
-            at_rows, at_tokens = to_device_together([rows, tokens], self.device)
-            logits[at_rows, at_tokens] = float("-inf")
+            masked_rows, masked_tokens = to_device_together([rows, tokens], self.device)
+            logits[masked_rows, masked_tokens] = float("-inf")
 
     def _sample(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
         sampling_params = [request.sampling for request in requests]
@@ -137,13 +140,13 @@ class Sampler:
             torch.float32,
             self.device,
         )
-        kept = None
+        thresholds = None
         if any(_is_filtered(params) for params in sampling_params):
-            kept = threshold_tokens(logits, temperatures, top_k, top_p, min_p)
-        return gumbel_sample(logits, temperatures, seeds, positions, kept)
+            thresholds = threshold_tokens(logits, temperatures, top_k, top_p, min_p)
+        return gumbel_sample(logits, temperatures, seeds, positions, thresholds)
 
     def seed_of(self, request: Request) -> int:
-        """The request's own seed, or one that no other request of this engine has."""
+        """Return the request's own seed, or one that no other request of this engine has."""
         if request.sampling.seed is not None:
             return request.sampling.seed
         request_seed = (self._seed << 40) ^ (self._seed >> 23)  # every bit of the engine's seed counts in the 63 bits
@@ -154,10 +157,13 @@ class Sampler:
 
 
 def select_logprobs(
-    distribution: torch.Tensor, token_ids: torch.Tensor, top: int
+    distribution: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of log-probabilities [rows, vocab]: those of `token_ids` [rows], and the `top` highest with ids [rows, top]."""
-    values, ids = distribution.topk(max(1, top), dim=-1)
+    """Select the log-probabilities of `token_ids` [rows], and the highest ones with their ids [rows, num_logprobs].
+
+    distribution: all log-probabilities, [rows, vocab].
+    """
+    values, ids = distribution.topk(max(1, num_logprobs), dim=-1)
     return distribution.gather(1, token_ids[:, None])[:, 0], values, ids
 
 
@@ -179,7 +185,7 @@ class PenaltyTable:
         rows = [row for row, request in enumerate(requests) if request.has_penalties]
         if not rows:
             return logits
-        at, slots = self._rows_and_slots(rows, requests)
+        row_indices, slots = self._rows_and_slots(rows, requests)
         sampling_params = [requests[row].sampling for row in rows]
         presence, frequency, repetition = to_device(
             [
@@ -191,15 +197,19 @@ class PenaltyTable:
             self._device,
         )
         logits = logits.float()
-        apply_penalties(logits, at, slots, self._output_counts, self._in_prompt, presence, frequency, repetition)
+        apply_penalties(
+            logits, row_indices, slots, self._output_counts, self._in_prompt, presence, frequency, repetition
+        )
         return logits
 
     def count(self, token_ids: torch.Tensor, requests: list[Request]) -> None:
         """Count the sampled tokens, on the device: the host may not have read them when the next step starts."""
         rows = [row for row, request in enumerate(requests) if request.has_penalties]
         if rows:
-            at, slots = self._rows_and_slots(rows, requests)
-            self._output_counts.index_put_((slots, token_ids[at]), slots.new_ones(len(rows), dtype=torch.int32), True)
+            row_indices, slots = self._rows_and_slots(rows, requests)
+            self._output_counts.index_put_(
+                (slots, token_ids[row_indices]), slots.new_ones(len(rows), dtype=torch.int32), True
+            )
 
     def _rows_and_slots(self, rows: list[int], requests: list[Request]) -> list[torch.Tensor]:
         return to_device_together([rows, [self._slot(requests[row]) for row in rows]], self._device)
@@ -221,15 +231,15 @@ class PenaltyTable:
         self._output_counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
 
-def _concatenate(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate_padded(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate the rows of blocks, padded to the widest block.
 
     Returns [rows of all blocks, columns of the widest block]; missing columns are zero.
     """
-    widest = max(block.shape[1] for block in blocks)
-    return torch.cat([torch.nn.functional.pad(block, (0, widest - block.shape[1])) for block in blocks])
+    num_columns = max(block.shape[1] for block in blocks)
+    return torch.cat([torch.nn.functional.pad(block, (0, num_columns - block.shape[1])) for block in blocks])
 
 
 def _is_filtered(sampling: SamplingParams) -> bool:
-    """Whether top-k, top-p or min-p excludes tokens from a draw. They never exclude the token of a greedy request."""
+    """Return whether top-k, top-p or min-p may exclude tokens. They never exclude the token of a greedy request."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0)

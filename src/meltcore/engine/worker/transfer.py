@@ -1,4 +1,4 @@
-"""Small arrays between host and device, without a wait on either side."""
+"""Copies small arrays between host and device, without a wait on either side."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ class StagingBuffer:
     def __init__(self, entries: int) -> None:
         """entries: int64 per slot at first; a slot grows when more are asked for."""
         self._slots = [(pinned(entries), cuda_event()) for _ in range(STAGING_SLOTS)]
-        self._taken = 0
+        self._num_taken = 0
 
     def take(self, entries: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Take a staging slot.
 
         Returns [entries] int64, and the event to record after the launch of the kernel that reads it.
         """
-        index = self._taken % STAGING_SLOTS
-        self._taken += 1
-        slot, read = self._slots[index]
-        read.synchronize()
+        index = self._num_taken % STAGING_SLOTS
+        self._num_taken += 1
+        slot, read_event = self._slots[index]
+        read_event.synchronize()
         if len(slot) < entries:
             slot = pinned(entries)
-            self._slots[index] = slot, read
-        return slot[:entries], read
+            self._slots[index] = slot, read_event
+        return slot[:entries], read_event
 
 
 def cuda_event() -> torch.cuda.Event:
-    """A new event, which torch declares without types."""
-    make: Callable[[], torch.cuda.Event] = torch.cuda.Event
-    return make()
+    """Return a new CUDA event. torch declares its constructor without types."""
+    make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+    return make_event()
 
 
 def pinned(*shape: int) -> torch.Tensor:
-    """Zeros of int64 in pinned host memory."""
+    """Return zeros of int64 in pinned host memory."""
     return torch.zeros(shape, dtype=torch.int64, pin_memory=True)
 
 
 def aligned(size: int) -> int:
-    """Entries of int64 up to the next multiple of 16 bytes: kernels are compiled for aligned arrays."""
+    """Round a number of int64 up to a multiple of 16 bytes: kernels are compiled for aligned arrays."""
     return size + size % 2
 
 
 def to_device(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of `values` on `device`, on CUDA by an asynchronous copy in the stream's order."""
+    """Copy `values` to a tensor on `device`, on CUDA asynchronously in the stream's order."""
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -64,22 +64,22 @@ def to_device(values: Sequence[Any] | np.ndarray, dtype: torch.dtype, device: to
 
 
 def to_device_together(arrays: Sequence[Sequence[int] | np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Tensors of int64 on `device` by a single copy, since each copy costs the host about as much as a kernel launch.
+    """Copy arrays to int64 tensors on `device` in a single copy, which costs the host about as much as a kernel launch.
 
     Each tensor starts at a multiple of 16 bytes, for which kernels are compiled.
     """
     lengths = [len(array) for array in arrays]
     starts = np.cumsum([0, *map(aligned, lengths)]).tolist()
-    packed = torch.empty(starts[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
-    host = packed.numpy()
+    host_buffer = torch.empty(starts[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
+    host_array = host_buffer.numpy()
     for array, start, length in zip(arrays, starts, lengths, strict=False):
-        host[start : start + length] = array
-    sent = packed.to(device, non_blocking=True)
-    return [sent[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+        host_array[start : start + length] = array
+    device_buffer = host_buffer.to(device, non_blocking=True)
+    return [device_buffer[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, complete once the stream has passed this point."""
+    """Copy a tensor to the host. The copy is complete once the stream has passed this point."""
     if tensor.device.type != "cuda":
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -62,15 +62,15 @@ class StepLimits(NamedTuple):
 
 
 class CompileOrder(NamedTuple):
-    """The number of this process among those that compile the same kernels, and their count."""
+    """The index of this process among those that compile the same kernels, and their number."""
 
-    number: int = 0
-    processes: int = 1
+    process_index: int = 0
+    num_processes: int = 1
 
     def order(self, items: Sequence[_Item]) -> list[_Item]:
-        """All items, starting at this process's part."""
-        first = len(items) * self.number // self.processes
-        return [*items[first:], *items[:first]]
+        """Return all items, starting at this process's part."""
+        start = len(items) * self.process_index // self.num_processes
+        return [*items[start:], *items[:start]]
 
 
 _SINGLE = CompileOrder()
@@ -87,28 +87,28 @@ def compile_ahead(
     Missing kernels are skipped in the rehearsal, so their outputs are uninitialized memory. use_device: makes the
     device current in a thread.
     """
-    missing: dict[tuple[JITFunction[Any], str], None] = {}
+    missing_kernels: dict[tuple[JITFunction[Any], str], None] = {}
 
     def record(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        missing[fn.jit_function, compile["specialization_data"]] = None
+        missing_kernels[fn.jit_function, compile["specialization_data"]] = None
         return True  # neither compile nor launch it
 
-    before = knobs.runtime.jit_cache_hook
+    previous_hook = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = record
     try:
         warm_up_steps()
     finally:
-        knobs.runtime.jit_cache_hook = before
+        knobs.runtime.jit_cache_hook = previous_hook
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     launchers: defaultdict[tuple[str, ...], Lock] = defaultdict(Lock)
     with ThreadPoolExecutor(threads, initializer=use_device) as pool:
         jobs = [
             pool.submit(_compile, function, specialization, launchers)
-            for function, specialization in order.order(list(missing))
+            for function, specialization in order.order(list(missing_kernels))
         ]
     for job in jobs:
         job.result()
-    return len(missing)
+    return len(missing_kernels)
 
 
 def _compile(
@@ -131,7 +131,7 @@ def compile_kernels(runner: ModelRunner, limits: StepLimits, order: CompileOrder
 
 
 def warm_up_steps(runner: ModelRunner, limits: StepLimits) -> None:
-    """The launches of `warm_up` and of decode steps, with kernels skipped, so that their results are invalid.
+    """Launch the steps of `warm_up` and decode steps with kernels skipped, so that their results are invalid.
 
     So no sampled token may be used as an index: no penalties and no log-probabilities. Each rank does this alone.
     """
@@ -139,7 +139,7 @@ def warm_up_steps(runner: ModelRunner, limits: StepLimits) -> None:
         runner.warm_up_decodes([count for count in DECODES if count <= limits.max_num_seqs])
         _launch_prompts(runner, limits)
         _launch_sampling(runner, EVERY_SAMPLING[:3])
-    runner.forget_tokens()
+    runner.reset_last_tokens()
 
 
 # --- running -------------------------------------------------------------------------------------------------------
@@ -155,39 +155,39 @@ def _launch_prompts(runner: ModelRunner, limits: StepLimits) -> None:
     for num_tokens in PROMPT_TOKENS + (EXPERT_TOKENS if runner.model.config.experts else ()):
         if num_tokens <= limits.max_num_batched_tokens:
             runner.launch(_prompts(num_tokens, limits.max_model_len)).read()
-    runner.launch(_most_tiles(limits)).read()
+    runner.launch(_max_tile_prompts(limits)).read()
     for count in PROMPTS_PER_STEP if runner.recurrent_states is not None else ():
-        runner.launch([_prompt(number, 2, SamplingParams()) for number in range(count)]).read()
+        runner.launch([_prompt(index, 2, SamplingParams()) for index in range(count)]).read()
 
 
 def _launch_sampling(runner: ModelRunner, params: Sequence[SamplingParams]) -> None:
-    runner.launch([_prompt(number, 1, sampling) for number, sampling in enumerate(params)]).read()
+    runner.launch([_prompt(index, 1, sampling) for index, sampling in enumerate(params)]).read()
 
 
-def _most_tiles(limits: StepLimits) -> list[Chunk]:
-    """A step with as many query tiles as possible (kernels/attention/prefill.py).
+def _max_tile_prompts(limits: StepLimits) -> list[Chunk]:
+    """Return a step with as many query tiles as possible (kernels/attention/prefill.py).
 
     It has as many short prompts as may run in one step, and the rest of the tokens in the first of them.
     """
-    short = min(2, limits.max_model_len)
-    count = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // short))
-    left = limits.max_num_batched_tokens - count * short
+    short_len = min(2, limits.max_model_len)
+    count = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // short_len))
+    num_unassigned = limits.max_num_batched_tokens - count * short_len
     chunks = []
-    for number in range(count):
-        more = min(left, limits.max_model_len - short)
-        left -= more
-        chunks.append(_prompt(number, short + more, SamplingParams()))
+    for index in range(count):
+        num_extra = min(num_unassigned, limits.max_model_len - short_len)
+        num_unassigned -= num_extra
+        chunks.append(_prompt(index, short_len + num_extra, SamplingParams()))
     return chunks
 
 
 def _prompts(tokens: int, max_model_len: int) -> list[Chunk]:
-    """`tokens` in as few prompts as possible."""
-    sizes = [min(max_model_len, tokens - done) for done in range(0, tokens, max_model_len)]
-    return [_prompt(number, size, SamplingParams()) for number, size in enumerate(sizes)]
+    """Divide `tokens` among as few prompts as possible."""
+    sizes = [min(max_model_len, tokens - start) for start in range(0, tokens, max_model_len)]
+    return [_prompt(index, size, SamplingParams()) for index, size in enumerate(sizes)]
 
 
-def _prompt(number: int, tokens: int, sampling: SamplingParams) -> Chunk:
-    request = Request(AddRequest(f"warm up {number}", [0] * tokens, sampling), number, frozenset(), None)
+def _prompt(index: int, tokens: int, sampling: SamplingParams) -> Chunk:
+    request = Request(AddRequest(f"warm up {index}", [0] * tokens, sampling), index, frozenset(), None)
     request.row = PADDING_ROW
     request.penalty_slot = 0  # not in use yet, and reset by the first sequence that gets it
     return Chunk(request, 0, tokens, samples=True)
