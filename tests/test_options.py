@@ -17,14 +17,14 @@ from meltcore.options import add_options, from_options, json_object, not_empty, 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     url: str
-    port: int = option(8000, "TCP port.", group="HTTP server", limits={"least": 0, "most": 65_535})
+    port: int = option(8000, "TCP port.", group="HTTP server", limits={"minimum": 0, "maximum": 65_535})
     key: str | None = option(None, "API key.", group="HTTP server", type=not_empty)
     names: tuple[str, ...] = option((), "Names.", nargs="+", action="extend")
-    levels: tuple[int, ...] = option((1, 32), "Concurrency levels.", limits={"least": 1})
+    levels: tuple[int, ...] = option((1, 32), "Concurrency levels.", limits={"minimum": 1})
     debug: tuple[Literal["a", "b"], ...] = option((), "Switches.")
-    share: float | None = option(None, "90 % of them.", limits={"above": 0, "most": 1})
+    share: float | None = option(None, "90 % of them.", limits={"exclusive_minimum": 0, "maximum": 1})
     memory_bytes: int | None = option(None, "Memory.")
-    timeout_s: float = option(600.0, "Time limit (default: 10 minutes).", limits={"above": 0})
+    timeout_s: float = option(600.0, "Time limit (default: 10 minutes).", limits={"exclusive_minimum": 0})
     idle_s: float = option(30.0, "Idle limit.")
     stream: bool = option(True, "Ask for whole answers.")
     warm: bool | None = option(None, "Warm up (default: on a GPU).")

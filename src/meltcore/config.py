@@ -19,7 +19,7 @@ DebugSwitch = Literal[
     "uniform-routing",
 ]
 _ENGINE_GROUP, _HTTP_GROUP, _LIMITS_GROUP = "engine", "HTTP server", "limits"
-_AT_LEAST_ONE = {"least": 1}
+_AT_LEAST_ONE = {"minimum": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class EngineConfig:
         0,
         "Seed of dummy weights and of requests without one.",
         group=_ENGINE_GROUP,
-        limits={"least": 0, "most": 2**63 - 1},
+        limits={"minimum": 0, "maximum": 2**63 - 1},
     )
     debug: tuple[DebugSwitch, ...] = option(
         (), "Disables one optimization, or routes experts uniformly; can be given several times.", group=_ENGINE_GROUP
@@ -148,7 +148,7 @@ class ModelConfig:
         limits=_AT_LEAST_ONE,
     )
     max_queue: int = option(
-        16_384, "Requests that may wait; more get status 429.", group=_LIMITS_GROUP, limits={"least": 0}
+        16_384, "Requests that may wait; more get status 429.", group=_LIMITS_GROUP, limits={"minimum": 0}
     )
     max_queue_tokens: int = option(
         16_777_216, "Prompt tokens that may wait.", group=_LIMITS_GROUP, limits=_AT_LEAST_ONE, metavar="TOKENS"
@@ -172,7 +172,7 @@ class ServerConfig:
         "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines.", group=_HTTP_GROUP, type=not_empty
     )
     port: int = option(
-        8000, "TCP port; 0 lets the system choose one.", group=_HTTP_GROUP, limits={"least": 0, "most": 65_535}
+        8000, "TCP port; 0 lets the system choose one.", group=_HTTP_GROUP, limits={"minimum": 0, "maximum": 65_535}
     )
     api_server_count: int | None = option(
         None,
@@ -181,10 +181,13 @@ class ServerConfig:
         limits=_AT_LEAST_ONE,
     )
     request_timeout_s: float = option(
-        600.0, "Time limit of a request, from arrival to the last token.", group=_LIMITS_GROUP, limits={"above": 0}
+        600.0,
+        "Time limit of a request, from arrival to the last token.",
+        group=_LIMITS_GROUP,
+        limits={"exclusive_minimum": 0},
     )
     drain_timeout_s: float = option(
-        30.0, "Time for open requests to finish after SIGTERM or SIGHUP.", group=_LIMITS_GROUP, limits={"least": 0}
+        30.0, "Time for open requests to finish after SIGTERM or SIGHUP.", group=_LIMITS_GROUP, limits={"minimum": 0}
     )
     api_key: str | None = option(
         None,

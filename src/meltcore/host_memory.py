@@ -62,7 +62,7 @@ def host_available_bytes(root: Path = Path("/")) -> int:
     available = _meminfo_bytes(root, "MemAvailable")
     if available is None:
         raise ConfigError("/proc/meminfo has no MemAvailable line; set --memory")
-    return min([available, *(each.left_bytes for each in _cgroup_limits(root))])
+    return min([available, *(limit.left_bytes for limit in _cgroup_limits(root))])
 
 
 def host_total_bytes(root: Path = Path("/")) -> int:
@@ -74,7 +74,7 @@ def host_total_bytes(root: Path = Path("/")) -> int:
     total = _meminfo_bytes(root, "MemTotal")
     if total is None:
         raise ConfigError("/proc/meminfo has no MemTotal line")
-    return min([total, *(each.limit_bytes for each in _cgroup_limits(root))])
+    return min([total, *(limit.limit_bytes for limit in _cgroup_limits(root))])
 
 
 def _meminfo_bytes(root: Path, name: str) -> int | None:

@@ -3,7 +3,7 @@
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, kw_only=True)
     ... class ServeConfig:
-    ...     port: int = option(8000, "TCP port.", group="HTTP server", limits={"least": 0, "most": 65_535})
+    ...     port: int = option(8000, "TCP port.", group="HTTP server", limits={"minimum": 0, "maximum": 65_535})
     >>> parser = argparse.ArgumentParser(prog="serve")
     >>> add_options(parser, ServeConfig)  # --port N  TCP port (default: 8000).
     >>> from_options(ServeConfig, parser.parse_args(["--port", "0"]))
@@ -57,7 +57,7 @@ def option(
         group: The heading in `--help` under which the option stands.
         flag: The flag, where it is not the field's name.
         short: A second, short flag.
-        limits: Limits of each number: `least`, `above` and `most` of `number`.
+        limits: Limits of each number: `minimum`, `exclusive_minimum` and `maximum` of `number`.
         keywords: Arguments of `add_argument` (metavar, type, nargs, action, ...), which win over the annotation.
     """
     metadata = {
@@ -108,13 +108,17 @@ def from_options(config: type[_Config], args: argparse.Namespace, **overrides: A
 
 
 def number(
-    number_type: type[int] | type[float], *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf
+    number_type: type[int] | type[float],
+    *,
+    minimum: float = -math.inf,
+    exclusive_minimum: float = -math.inf,
+    maximum: float = math.inf,
 ) -> Callable[[str], Any]:
-    """Return an argparse reader for one finite number of at least `least`, more than `above` and at most `most`.
+    """Return an argparse reader for one finite number within the limits. `exclusive_minimum` itself is not allowed.
 
     The reader raises ArgumentTypeError for any other text.
     """
-    limits = {"at least": least, "more than": above, "at most": most}
+    limits = {"at least": minimum, "more than": exclusive_minimum, "at most": maximum}
     limits_text = " and ".join(
         f"{description} {limit:g}" for description, limit in limits.items() if math.isfinite(limit)
     )
@@ -125,7 +129,7 @@ def number(
             value = number_type(text)
         except ValueError:
             value = math.nan
-        if math.isfinite(value) and above < value and least <= value <= most:
+        if math.isfinite(value) and exclusive_minimum < value and minimum <= value <= maximum:
             return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
 

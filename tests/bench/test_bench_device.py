@@ -33,7 +33,7 @@ def device_run(folder: Path, *, duration_s: float = 2.0, **script: Any) -> Devic
     reported: list[ScoreLevel] = []
     run = DeviceRun(
         device=Device(name="a CPU", label="CPU", settings={"model": "scripted", "max_num_seqs": 64}),
-        ladder=(1, 10, 100),
+        concurrencies=(1, 10, 100),
         duration_s=duration_s,
         log_path=folder / "engine.log",
         is_interrupted=never,

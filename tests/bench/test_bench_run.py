@@ -297,7 +297,7 @@ def test_prompts_of_a_file_are_a_workload_that_ranks_with_itself_alone(tmp_path:
 
 def test_gpus_are_selected_by_index_and_uuid_prefix(tmp_path: Path) -> None:
     part_of_it = f"MIG-5c89-{os.getpid()}"
-    mig = FakeGpu(uuid=uuid(2), mig={part_of_it: 1}, changes=gpus()[0].changes)
+    mig = FakeGpu(uuid=uuid(2), mig_instances={part_of_it: 1}, changes=gpus()[0].changes)
     _, result, _ = run(tmp_path, [*gpus(2), mig], gpus="1,MIG-5c")
     assert [device.uuid for device in result.score.devices] == [uuid(1), part_of_it]
     assert (tmp_path / f"emitted.{part_of_it}").exists()
@@ -313,7 +313,7 @@ def test_gpus_are_selected_by_index_and_uuid_prefix(tmp_path: Path) -> None:
 def test_gpu_divided_by_mig_is_measured_slice_by_slice(tmp_path: Path) -> None:
     """An engine that sees the GPU's UUID would run on one slice and be reported as the whole GPU."""
     parts = [f"MIG-{number}-{os.getpid()}" for number in (1, 2)]
-    divided = FakeGpu(uuid=uuid(0), mig={parts[0]: 1, parts[1]: 2}, changes=gpus()[0].changes)
+    divided = FakeGpu(uuid=uuid(0), mig_instances={parts[0]: 1, parts[1]: 2}, changes=gpus()[0].changes)
     _, result, _ = run(tmp_path, [divided], duration_s=2.0)
     assert [device.uuid for device in result.score.devices] == parts
     assert [device.memory_bytes for device in result.score.devices] == [141 * GIB // 8] * 2

@@ -272,9 +272,9 @@ def test_wrong_arguments_are_refused(
 
 
 def test_unmarked_command_has_no_capture_range(tmp_path: Path) -> None:
-    plain = nsys_command("nsys", ["a", "b"], tmp_path, marked=False)
-    marked = nsys_command("nsys", ["a", "b"], tmp_path, marked=True)
-    assert plain[-2:] == marked[-2:] == ["a", "b"]
-    assert [each for each in marked if each not in plain] == [
+    plain = nsys_command("nsys", ["a", "b"], tmp_path, has_range=False)
+    has_range = nsys_command("nsys", ["a", "b"], tmp_path, has_range=True)
+    assert plain[-2:] == has_range[-2:] == ["a", "b"]
+    assert [each for each in has_range if each not in plain] == [
         *("--capture-range=cudaProfilerApi", "--capture-range-end=stop-shutdown", "--kill=sigterm")
     ]

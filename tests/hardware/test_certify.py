@@ -355,7 +355,7 @@ def test_probes_see_selected_gpus_in_order_without_multicast(tmp_path: Path) -> 
 
 def test_mig_device_has_only_baseline_expectations_and_must_be_alone(tmp_path: Path) -> None:
     gpus = h200s(1)
-    gpus[0].mig = {"MIG-one": 3, "MIG-two": 4}
+    gpus[0].mig_instances = {"MIG-one": 3, "MIG-two": 4}
     gpus[0].readings["mig_on"] = 1
     certificate = certified(tmp_path, node_of(gpus), "quick", requested="MIG-one")
     assert {(verdict, code) for verdict, code, _ in findings_in(certificate)} == {("UNKNOWN", "NO_EXPECTATION")}

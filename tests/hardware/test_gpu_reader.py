@@ -8,7 +8,7 @@ import pytest
 from hardware_tools import LOST, NO_FUNCTION, NO_PERMISSION, NOT_SUPPORTED, FakeReader
 
 from meltcore.hardware.nvml.driver import NoDriverError, Nvml
-from meltcore.hardware.nvml.gpu_types import GpuType, lacks
+from meltcore.hardware.nvml.gpu_types import GpuType, lacks_feature
 from meltcore.hardware.nvml.metrics import METRICS, NOT_APPLICABLE, UNKNOWN, clock_reason_names
 from meltcore.hardware.nvml.reader import MIN_GPM_WINDOW_S, GpmWindow
 from meltcore.testing.fake_gpu import HEALTHY, FakeNvml
@@ -88,7 +88,7 @@ def test_gpm_failure_is_unknown_until_it_works_again() -> None:
 
 
 def test_mig_device_has_its_own_memory_and_counters_and_gpu_clocks() -> None:
-    fake = FakeReader("MIG-aa", mig={"MIG-aaaa": 7})
+    fake = FakeReader("MIG-aa", mig_instances={"MIG-aaaa": 7})
     time.sleep(MIN_GPM_WINDOW_S)
     values = fake.read().values
     assert fake.chosen.info.mig
@@ -120,7 +120,7 @@ def test_xid_is_reported_once() -> None:
 
 
 def test_xid_of_another_mig_device_is_not_reported() -> None:
-    fake = FakeReader("MIG-aa", mig={"MIG-aaaa": 7, "MIG-bbbb": 8})
+    fake = FakeReader("MIG-aa", mig_instances={"MIG-aaaa": 7, "MIG-bbbb": 8})
     fake.gpu.xids += [(8, 31), (7, 13), (0xFFFFFFFF, 79)]
     assert fake.read().xids == [13, 79]
 
@@ -161,7 +161,7 @@ def test_sample_is_one_json_line_with_unknown_for_missing_values() -> None:
 )
 def test_gpu_type_table_lists_lacking_features(name: str, architecture: int, lacking: set[str]) -> None:
     features = {metric.feature for metric in METRICS if metric.feature is not None}
-    assert {feature for feature in features if lacks(GpuType(name, architecture), feature)} == lacking
+    assert {feature for feature in features if lacks_feature(GpuType(name, architecture), feature)} == lacking
 
 
 def test_fake_implements_every_method_of_nvml() -> None:

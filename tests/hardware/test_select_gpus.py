@@ -11,7 +11,8 @@ UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"]
 
 def chosen(requested: str | None = None, gpus: list[FakeGpu] | None = None, **environment: str) -> list[str]:
     machine = gpus or [
-        FakeGpu(uuid=uuid, mig={"MIG-1111": 1, "MIG-2222": 2} if index == 2 else {}) for index, uuid in enumerate(UUIDS)
+        FakeGpu(uuid=uuid, mig_instances={"MIG-1111": 1, "MIG-2222": 2} if index == 2 else {})
+        for index, uuid in enumerate(UUIDS)
     ]
     return [gpu.info.uuid for gpu in select_gpus(FakeNvml(machine), requested, environment)]
 
@@ -87,13 +88,13 @@ def test_machine_without_gpus_is_an_error() -> None:
 
 
 def test_mig_device_has_gpu_index_and_instance() -> None:
-    machine = FakeNvml([FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1", mig={"MIG-1": 5})])
+    machine = FakeNvml([FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1", mig_instances={"MIG-1": 5})])
     (gpu,) = select_gpus(machine, "MIG-1", {})
     assert (gpu.info.index, gpu.info.mig, gpu.gpu_instance) == (1, True, 5)
 
 
 def test_split_mig_replaces_gpu_by_its_mig_devices() -> None:
-    machine = FakeNvml([FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1", mig={"MIG-1": 5, "MIG-2": 6})])
+    machine = FakeNvml([FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1", mig_instances={"MIG-1": 5, "MIG-2": 6})])
 
     def runnable(requested: str | None) -> list[str]:
         return [gpu.info.uuid for gpu in select_gpus(machine, requested, {}, split_mig=True)]

@@ -49,7 +49,7 @@ class Backend(Protocol):
         """Start or stop a profile. Raises EngineDeadError."""
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """An entry of GET /v1/models."""
+        """Return an entry of GET /v1/models."""
 
 
 class Health:
@@ -68,14 +68,14 @@ class Health:
             self.reason = reason
 
     def problem(self) -> str | None:
-        """The reason why the model cannot be served now; None when it can."""
+        """Return the reason why the model cannot be served now; None when it can."""
         if self.status != "ready":
             return self.reason
         for replica in self._stats.live_replicas():
             age_s = time.monotonic() - self._stats.last_message_s(replica)
             if self._stats.open_requests(replica) and age_s > self._stuck_after_s:
-                of = f" of replica {replica}" if self._stats.replicas > 1 else ""
-                return f"stuck: no step{of} has finished for {age_s:.0f} s while requests are open"
+                replica_note = f" of replica {replica}" if self._stats.replicas > 1 else ""
+                return f"stuck: no step{replica_note} has finished for {age_s:.0f} s while requests are open"
         return None
 
 
@@ -94,7 +94,7 @@ class ModelTable:
         self.backends[0].check_ready()
 
     def find(self, name: str | None) -> Backend:
-        """The backend of the model `name` (None: the first), which is ready.
+        """Return the backend of the model `name` (None: the first), which is ready.
 
         Raises RequestError: 404 with the known names where there is no such model, 503 while it cannot serve.
         """

@@ -158,7 +158,7 @@ class Choice:
         return msgspec.structs.replace(output, token_ids=[], finish_reason="length", stop_token_id=None, logprobs=None)
 
     def logprob_text_offset(self, token_id: int) -> int:
-        """The offset in characters of the next logprobs entry, `token_id`, in the text of the answer."""
+        """Return the offset in characters of the next logprobs entry, `token_id`, in the text of the answer."""
         offset = self.logprob_offset
         if self.offset_decoder is not None and not self.detokenizer.is_hidden(token_id):
             self.logprob_offset += len(self.offset_decoder.add(token_id))
@@ -170,7 +170,7 @@ class Choice:
         return self.prompt_tokens + self.params.max_tokens
 
     def take_update(self) -> bool:
-        """Whether an event would hold new output; called once before each event."""
+        """Return whether an event would hold new output; called once before each event."""
         if self.end_sent:
             return False
         self.end_sent = self.finish_reason is not None
@@ -179,11 +179,11 @@ class Choice:
         return has_unseen_tokens or self.end_sent or bool(self.text or self.reasoning)
 
     def take_text(self) -> str:
-        """The text not sent yet, now counted as sent."""
+        """Return the text not sent yet, now counted as sent."""
         return self._take(self.text)
 
     def take_reasoning(self) -> str:
-        """The reasoning not sent yet, now counted as sent."""
+        """Return the reasoning not sent yet, now counted as sent."""
         return self._take(self.reasoning)
 
     def take_logprobs(self) -> list[tuple[int, TokenLogprobs | None]]:

@@ -35,16 +35,16 @@ class ClientDisconnectedError(Exception):
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of a name (in lower case), None without one."""
+    """Return the first header of a name (in lower case), None without one."""
     for key, value in scope["headers"]:
         if key == name:
-            found: bytes = value
-            return found
+            header_value: bytes = value
+            return header_value
     return None
 
 
 def request_id(scope: Scope) -> str:
-    """The client's x-request-id if it is a plain token of at most 128 characters, else a new id."""
+    """Return the client's x-request-id if it is a plain token of at most 128 characters, else a new id."""
     header_value = header(scope, b"x-request-id")
     return (
         header_value.decode() if header_value is not None and _REQUEST_ID.fullmatch(header_value) else uuid.uuid4().hex
@@ -66,7 +66,7 @@ def check_api_key(scope: Scope, api_key: str | None) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole request body. Raises RequestError (413) past `limit_bytes`, with or without a content-length."""
+    """Return the whole request body. Raises RequestError (413) past `limit_bytes`, with or without a content-length."""
     length = header(scope, b"content-length")
     if length is not None and int(length) > limit_bytes:
         await _discard(receive)

@@ -155,7 +155,7 @@ class _Protocol(HttpToolsProtocol):
         self._timed_out = False
 
     def is_late(self, now_s: float) -> bool:
-        """Whether the client takes too long to send its first request or the rest of one."""
+        """Returns whether the client takes too long to send its first request or the rest of one."""
         # While a response is sent, or reading is paused, the client does not have to hurry.
         if self._waiting_since_s is None or self._on_lost is not None or self.flow.read_paused:
             return False
@@ -177,7 +177,7 @@ class _Protocol(HttpToolsProtocol):
         self._refuse(b"408 Request Timeout", RequestError(message, status=408, code="request_timeout"))
 
     def _can_refuse(self) -> bool:
-        """Whether a response of our own would be the answer to the request that is arriving."""
+        """Returns whether a response of our own would be the answer to the request that is arriving."""
         if not self._receiving or self.pipeline:
             return False
         if self._in_head:
@@ -189,8 +189,8 @@ class _Protocol(HttpToolsProtocol):
         if self._waiting_since_s is None:
             self._waiting_since_s = self._received_s
         if not self._receiving:
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"", head + end) + rest
+            head, end, body = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"", head + end) + body
         head_of = self.scope if self._in_head else None
         super().data_received(data)
         if self._in_head and self.scope is head_of:  # all of it belongs to one head, which is not complete yet

@@ -67,24 +67,24 @@ class Log:
             line_size = 0 if line is None else len(line.encode())
             try:
                 if block and (line is None or size + line_size > BYTES_PER_WRITE):
-                    self._put(block)
+                    self._enqueue(block)
                     block, size = "", 0
                 if line is None:
                     return
                 block, size = block + line, size + line_size
                 if self._lines.empty():
-                    self._put(block)
+                    self._enqueue(block)
                     block, size = "", 0
             except (OSError, ValueError):  # the reader is gone: there is nowhere to report it
                 return
 
-    def _put(self, block: str) -> None:
+    def _enqueue(self, block: str) -> None:
         self._stream.write(block)
         self._stream.flush()
 
 
 def _timestamp() -> str:
-    """The current UTC time in ISO 8601 with milliseconds.
+    """Return the current UTC time in ISO 8601 with milliseconds.
 
     `datetime.isoformat` is not used: each call interns a method name for the time zone, and CPython keeps up to
     4096 of these (see host_memory.py). Scattered over the memory of 10,000 streams they held 2.6 MB in each of four API
@@ -95,7 +95,7 @@ def _timestamp() -> str:
 
 
 def shorten(value: Any) -> Any:
-    """A text of at most about MAX_FIELD_CHARS characters; any other value unchanged."""
+    """Return a text of at most about MAX_FIELD_CHARS characters; any other value unchanged."""
     if not isinstance(value, str) or len(value) <= MAX_FIELD_CHARS:
         return value
     return f"{value[:MAX_FIELD_CHARS]}... ({len(value)} characters)"

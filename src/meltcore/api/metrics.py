@@ -90,7 +90,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """The Prometheus exposition text."""
+        """Return the Prometheus exposition text."""
         self._stats.record_cpu_time()
         return generate_latest(self._registry)
 
@@ -108,8 +108,8 @@ class Metrics(Collector):
         yield self._family(
             GaugeMetricFamily, "requests_in_flight_peak", "Most requests in flight since the start", peaks
         )
-        living = {label: len(model.live_replicas()) for label, model in self._models.items()}
-        yield self._family(GaugeMetricFamily, "replicas", "Replicas that are alive", living)
+        num_live = {label: len(model.live_replicas()) for label, model in self._models.items()}
+        yield self._family(GaugeMetricFamily, "replicas", "Replicas that are alive", num_live)
         yield from self._labeled()
         for name, help, _ in HISTOGRAMS:
             histogram = HistogramMetricFamily(PREFIX + name, help, labels=["model_name"])
@@ -152,11 +152,11 @@ class Metrics(Collector):
             labels=["model_name", "replica"],
         )
         for label, model in self._models.items():
-            living = model.live_replicas()
+            num_live = model.live_replicas()
             _add(request_success, label, {key: model.total(f"success_{key}") for key in ("stop", "length")})
             _add(requests_rejected, label, {key: model.total(f"rejected_{key}") for key in REJECTIONS})
-            _add(replica_requests, label, {str(replica): model.open_requests(replica) for replica in living})
-            _add(replica_tokens, label, {str(replica): model.open_tokens(replica) for replica in living})
+            _add(replica_requests, label, {str(replica): model.open_requests(replica) for replica in num_live})
+            _add(replica_tokens, label, {str(replica): model.open_tokens(replica) for replica in num_live})
         yield from (request_success, requests_rejected, replica_requests, replica_tokens)
 
 

@@ -31,7 +31,7 @@ async def chat_prompt(
     """Token ids of a chat, up to where the answer begins. `context`: see `encode_all`. Raises RequestError (400)."""
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
-    text = render_chat(template, [_plain(message) for message in messages], kwargs)
+    text = render_chat(template, [_with_system_role(message) for message in messages], kwargs)
     (ids,) = await encode_all(tokenizer, [text], "messages", add_special_tokens=False, context=context)
     return _require_tokens(ids, "messages")
 
@@ -63,7 +63,7 @@ async def completion_prompts(
 
 
 async def prompt_texts(tokenizer: Tokenizer, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
-    """The text of each prompt, for `echo`: as it was sent, or decoded where token ids were."""
+    """Return the text of each prompt, for `echo`: as it was sent, or decoded where token ids were."""
     prompt_list = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     texts = [text for text in prompt_list if isinstance(text, str)]
     if texts:
@@ -113,7 +113,7 @@ def _check_head(tokenizer: Tokenizer, text: str, param: str, context: int) -> No
 
 
 async def decode(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
-    """The text of `ids`, special tokens included. Raises RequestError (400) for ids outside the vocabulary."""
+    """Return the text of `ids`, special tokens included. Raises RequestError (400) for ids outside the vocabulary."""
     _check_ids(ids, vocab_size, "tokens")
     if len(ids) <= INLINE_CHARS:
         return tokenizer.decode(ids, skip_special_tokens=False)
@@ -138,8 +138,8 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
     return ids
 
 
-def _plain(message: ChatMessage) -> dict[str, str]:
-    """A message as a template sees it. Templates know "developer" only under its older name, "system"."""
+def _with_system_role(message: ChatMessage) -> dict[str, str]:
+    """Return a message as a template sees it. Templates know "developer" only under its older name, "system"."""
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     template_message = {"role": "system" if message.role == "developer" else message.role, "content": text}

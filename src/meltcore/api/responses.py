@@ -40,7 +40,7 @@ class ResponseWriter(ABC):
         self._head = b"data: " + _json(head)[:-1] + b',"choices":['
 
     def event(self, choice: Choice) -> bytes:
-        """One server-sent event with the unsent output of `choice`."""
+        """Return one server-sent event with the unsent output of `choice`."""
         head, body = self._head, self._event_choice(choice)
         if not self._usage_in_events:
             return b"%s%s]}\n\n" % (head, body)
@@ -48,11 +48,11 @@ class ResponseWriter(ABC):
         return b'%s%s],"usage":%s}\n\n' % (head, body, usage)
 
     def usage_event(self, generation: Generation) -> bytes:
-        """The event after the last text: the whole usage, no choices."""
+        """Return the event after the last text: the whole usage, no choices."""
         return b'%s],"usage":%s}\n\n' % (self._head, usage_json(generation.choices))
 
     def body(self, generation: Generation) -> bytes:
-        """The whole response."""
+        """Return the whole response."""
         return _json(
             {
                 "id": self._id,
@@ -118,13 +118,13 @@ class ChatResponseWriter(ResponseWriter):
         content = []
         for token_id, token_logprobs in entries:
             assert token_logprobs is not None, "a chat answer echoes no prompt"
-            top = list(zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True))[
+            top_logprobs_list = list(zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True))[
                 : choice.params.logprobs
             ]
             content.append(
                 {
                     **self._entry(choice, token_id, token_logprobs.logprob),
-                    "top_logprobs": [self._entry(choice, top_id, logprob) for top_id, logprob in top],
+                    "top_logprobs": [self._entry(choice, top_id, logprob) for top_id, logprob in top_logprobs_list],
                 }
             )
         return {"content": content, "refusal": None}
@@ -165,12 +165,13 @@ class CompletionResponseWriter(ResponseWriter):
                 None if token_logprobs is None else _finite(token_logprobs.logprob) for _, token_logprobs in entries
             ],
             "top_logprobs": [
-                None if token_logprobs is None else self._top(choice, token_logprobs) for _, token_logprobs in entries
+                None if token_logprobs is None else self._top_logprobs(choice, token_logprobs)
+                for _, token_logprobs in entries
             ],
             "text_offset": [choice.logprob_text_offset(token_id) for token_id, _ in entries],
         }
 
-    def _top(self, choice: Choice, token_logprobs: TokenLogprobs) -> dict[str, float]:
+    def _top_logprobs(self, choice: Choice, token_logprobs: TokenLogprobs) -> dict[str, float]:
         top_pairs = list(zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True))[
             : choice.params.logprobs
         ]

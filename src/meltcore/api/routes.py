@@ -45,7 +45,7 @@ Handler = Callable[[Scope, Receive], Awaitable[Any]]
 
 
 def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: Log) -> ASGIApp:
-    """The ASGI application. /health, /live and /metrics need no key: they hold counts and times, no user's text."""
+    """Build the ASGI application. /health, /live and /metrics need no key: they hold counts and times, no text."""
     completions = {
         "/v1/chat/completions": CompletionsEndpoint(models, config, log, ChatRequest),
         "/v1/completions": CompletionsEndpoint(models, config, log, CompletionRequest),
@@ -131,8 +131,8 @@ class _Handlers:
         replicas = sum(backend.stats.replicas for backend in backends)
         if replicas == 1:
             return {"status": "ready"}
-        living = sum(len(backend.stats.live_replicas()) for backend in backends)
-        return {"status": "ready" if living == replicas else "degraded", "replicas": f"{living} of {replicas}"}
+        num_live = sum(len(backend.stats.live_replicas()) for backend in backends)
+        return {"status": "ready" if num_live == replicas else "degraded", "replicas": f"{num_live} of {replicas}"}
 
     async def live(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
         return {"status": "live", "version": __version__}
@@ -168,19 +168,19 @@ class _Handlers:
         profiler = self._config.profiler
         directory = "" if profiler == "cuda" else str(self._config.profile_dir)
         try:
-            done = await self._models.find(None).profile(action, directory, profiler)
+            result = await self._models.find(None).profile(action, directory, profiler)
         except EngineDeadError as error:
             raise RequestError(str(error), status=500, code="engine_dead") from error
-        if done.error is not None:
-            raise RequestError(f"the profiler could not {action}: {done.error}", status=409)
-        return {"path": done.path}
+        if result.error is not None:
+            raise RequestError(f"the profiler could not {action}: {result.error}", status=409)
+        return {"path": result.path}
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         return await read_body(scope, receive, self._config.max_body_bytes)
 
 
 async def _server_error(_request: Request, error: Exception) -> Response:
-    """An unexpected exception: the client gets OpenAI's error form, and Starlette raises it on to the log."""
+    """Return an unexpected exception: the client gets OpenAI's error form, and Starlette raises it on to the log."""
     body = error_json(RequestError(f"the server failed: {type(error).__name__}", status=500))
     return Response(body, status_code=500, media_type="application/json")
 

@@ -33,7 +33,7 @@ _MODEL_DEFAULTS = {"temperature": float, "top_p": float, "top_k": int, "min_p": 
 
 
 def checkpoint_defaults(generation_config: dict[str, Any], source: str = "generation_config.json") -> dict[str, Any]:
-    """The sampling defaults of a checkpoint. `do_sample: false` means greedy, whatever its other fields are.
+    """Return the sampling defaults of a checkpoint. `do_sample: false` means greedy, whatever its other fields are.
 
     Numbers may be written as text. Raises ConfigError with the file (`source`), field and value for a default that is
     out of range: it would fail every request that does not set the field.
@@ -91,7 +91,7 @@ def sampling_params(
 
 
 def _max_tokens(request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int) -> int:
-    """The requested limit, or the rest of the context. Raises RequestError where it exceeds the context."""
+    """Return the requested limit, or the rest of the context. Raises RequestError where it exceeds the context."""
     max_output_tokens = max_model_len - prompt_tokens
     if max_output_tokens < 1:
         raise RequestError(
@@ -126,7 +126,7 @@ def _max_tokens(request: ChatRequest | CompletionRequest, prompt_tokens: int, ma
 
 
 def is_echo_only(request: ChatRequest | CompletionRequest) -> bool:
-    """Whether the answer is the prompt alone: `echo` with `max_tokens` 0."""
+    """Return whether the answer is the prompt alone: `echo` with `max_tokens` 0."""
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 

@@ -121,7 +121,7 @@ class _Columns:
         return self._row[self._column[name]]
 
     def total(self, name: str) -> float:
-        """The sum over all processes."""
+        """Return the sum over all processes."""
         column = self._column[name]
         return sum(row[column] for row in self.shared.rows)
 
@@ -164,7 +164,7 @@ class ServerStats(_Columns):
         return self.own_value("connections_closed") + sum(model.own_value("accepted") for model in self.models)
 
     def is_idle(self) -> bool:
-        """Whether this process has no request in flight."""
+        """Return whether this process has no request in flight."""
         return not any(model.own_value("in_flight") for model in self.models)
 
 
@@ -185,7 +185,7 @@ class ModelStats(_Columns):
         self.inter_token_latency = self.histograms["inter_token_latency_seconds"]
 
     def max_value(self, name: str) -> float:
-        """The largest value of any process."""
+        """Return the largest value of any process."""
         column = self._column[name]
         return max(row[column] for row in self.shared.rows)
 
@@ -203,7 +203,7 @@ class ModelStats(_Columns):
             self._row[column] = value
 
     def engine(self, replica: int) -> EngineStats:
-        """The newest statistics of a replica. Of a dead one only the counters remain."""
+        """Return the newest statistics of a replica. Of a dead one only the counters remain."""
         first = self._engine_at[replica]
         newest_row = max(self.shared.rows, key=lambda row: row[first])
         values = dict(
@@ -214,14 +214,14 @@ class ModelStats(_Columns):
         return EngineStats(**dict[str, Any](values))
 
     def engines(self) -> EngineStats:
-        """The sums over all replicas."""
+        """Return the sums over all replicas."""
         stats_per_replica = [msgspec.structs.astuple(self.engine(replica)) for replica in range(self.replicas)]
         return EngineStats(*map(sum, zip(*stats_per_replica, strict=True)))
 
     # --- replicas
 
     def live_replicas(self) -> list[int]:
-        """The replicas that have not died."""
+        """Return the replicas that have not died."""
         return [replica for replica in range(self.replicas) if not self._died(replica)]
 
     def assign(self, replica: int, tokens: int) -> None:
@@ -245,7 +245,7 @@ class ModelStats(_Columns):
         return self.total(f"replica_tokens/{replica}")
 
     def last_message_s(self, replica: int) -> float:
-        """The time of the last message of `replica` to any process, in monotonic seconds."""
+        """Return the time of the last message of `replica` to any process, in monotonic seconds."""
         column = self._last_message_at[replica]
         return max(row[column] for row in self.shared.rows)
 

@@ -16,7 +16,7 @@ _RETRY_S = 0.01
 
 
 def socket_folder(directory: Path, engine: int) -> Path:
-    """The folder of an engine's sockets, created if it is missing."""
+    """Return the folder of an engine's sockets, created if it is missing."""
     folder = directory / str(engine)
     folder.mkdir(exist_ok=True)
     return folder

@@ -124,7 +124,7 @@ class LocalEngineProcess:
         return ready.result() if ready is not None and ready.done() and ready.exception() is None else None
 
     def is_stopped(self) -> bool:
-        """Whether the process is stopped (SIGSTOP, SIGTSTP or a debugger)."""
+        """Return whether the process is stopped (SIGSTOP, SIGTSTP or a debugger)."""
         return self._process is not None and is_stopped(self._process.pid)
 
     def _receive(self, message: FromEngine) -> None:
@@ -139,7 +139,7 @@ class LocalEngineProcess:
 
 
 def common_limits(engines: Sequence[GenerationReady]) -> GenerationReady:
-    """The smallest limits of all replicas, with the memory table of the first one."""
+    """Return the smallest limits of all replicas, with the memory table of the first one."""
     return msgspec.structs.replace(
         engines[0],
         max_model_len=min(engine.max_model_len for engine in engines),

@@ -167,7 +167,7 @@ class LocalEngine:
         return {"count": len(tokens), "max_model_len": model.engine.max_model_len, "tokens": tokens}
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
-        """The text of token ids."""
+        """Return the text of token ids."""
         model = self._loaded()
         return {"prompt": await decode(model.text.tokenizer, request.tokens, model.engine.vocab_size)}
 
@@ -177,10 +177,10 @@ class LocalEngine:
         replica = min(self.stats.live_replicas(), default=None)
         if replica is None:
             raise EngineDeadError(ENGINE_DEAD)
-        done: asyncio.Future[ProfileDone] = asyncio.get_running_loop().create_future()
-        self._profiles.append((replica, done))
+        done_future: asyncio.Future[ProfileDone] = asyncio.get_running_loop().create_future()
+        self._profiles.append((replica, done_future))
         self._send(Profile(action, directory, profiler), replica)
-        return await done
+        return await done_future
 
     def model_card(self, name: str) -> dict[str, Any]:
         """OpenAI's fields, and the facts that a measurement must record."""
@@ -212,7 +212,7 @@ class LocalEngine:
     async def _echoes(
         self, model: ServedModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
     ) -> list[Echo | None]:
-        """The prompts that the answers begin with, where the request asks for `echo`."""
+        """Return the prompts that the answers begin with, where the request asks for `echo`."""
         if not isinstance(request, CompletionRequest) or not request.echo:
             return [None] * len(prompts)
         if request.stream and request.logprobs is not None:
@@ -220,14 +220,17 @@ class LocalEngine:
                 "echo with logprobs is not supported in a stream; leave out one of the three", param="echo"
             )
         texts = await prompt_texts(model.text.tokenizer, request, prompts)
-        alone = is_echo_only(request)
-        return [Echo(text, pack_token_ids(prompt), alone) for text, prompt in zip(texts, prompts, strict=True)]
+        is_echo_only_request = is_echo_only(request)
+        return [
+            Echo(text, pack_token_ids(prompt), is_echo_only_request)
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
 
     def _admit(self, generation: Generation, priority: int) -> None:
         """Send the request to the engines; its time is limited until `release`. Raises RequestError (429, 503)."""
         stats = self.stats
-        living = len(stats.live_replicas())
-        if not living:  # known to the supervisor, whose message is on its way
+        num_live = len(stats.live_replicas())
+        if not num_live:  # known to the supervisor, whose message is on its way
             self.health.set("dead", ENGINE_DEAD)
         self._loaded()  # the status may have changed while tokenizing
         assert self._admission is not None
@@ -235,7 +238,7 @@ class LocalEngine:
             try:
                 self._admission.check(
                     requests=len(generation.choices),
-                    replicas=living,
+                    replicas=num_live,
                     tokens=generation.prompt_tokens,
                     in_flight=round(stats.total("in_flight")),
                     waiting_tokens=round(stats.total("waiting_prompt_tokens")),

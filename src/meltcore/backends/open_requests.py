@@ -20,12 +20,12 @@ MIN_TIME_CHECKS = 20  # within the limit: a request ends at most a twentieth of 
 
 
 def client_disconnected() -> RequestError:
-    """The error of a request whose client has left: 499 is nginx's number for it, seen only in the log."""
+    """Return the error of a request whose client has left: 499 is nginx's number for it, seen only in the log."""
     return RequestError("the client closed the connection", status=499, code="client_closed")
 
 
 def slow_reader() -> RequestError:
-    """The error of a request whose client leaves too much output unread."""
+    """Return the error of a request whose client leaves too much output unread."""
     return RequestError(
         f"the client reads too slowly: more than {MAX_UNSENT_CHARS} characters wait for it",
         status=499,
@@ -204,7 +204,7 @@ class RequestTimeLimit:
 
 
 def _without_stops(params: SamplingParams) -> SamplingParams:
-    """The settings that an engine needs. Stop strings are found here, where the text is.
+    """Return the settings that an engine needs. Stop strings are found here, where the text is.
 
     A request of 1,024 prompts may have 64 KiB of them, which would be sent with each.
     """

@@ -25,7 +25,7 @@ class TextModel:
 
 
 def find_checkpoint(config: ModelConfig) -> Checkpoint:
-    """The checkpoint's folder and configuration, downloaded if it is a hub's. Raises ConfigError."""
+    """Return the checkpoint's folder and configuration, downloaded if it is a hub's. Raises ConfigError."""
     is_dummy = config.engine.load_format == "dummy"
     return open_checkpoint(config.engine.model, files="config" if is_dummy else "text")
 

@@ -40,7 +40,7 @@ def assemble(
     plan: Plan,
     *,
     began_s: float,
-    ladder: Sequence[int],
+    concurrencies: Sequence[int],
     planned_s: float,
     started: str,
     duration_s: float,
@@ -70,7 +70,7 @@ def assemble(
         grid=plan.grid,
         prompt_file=plan.prompt_file,
         devices=devices,
-        not_comparable=_not_comparable(ready, runs, plan, ladder, is_complete),
+        not_comparable=_not_comparable(ready, runs, plan, concurrencies, is_complete),
     )
     if plan.grid is None:
         score.totals, score.expectations = totals(score), expectations(score)
@@ -117,10 +117,10 @@ def _device_score(run: DeviceRun, monitored: MonitoredRun | None, began_s: float
         score.spread = spread(times, tokens, *window)
     if len(times):
         score.lines = _time_series(run, monitored, began_s, times, tokens)
-    if monitored is not None and device.position is not None:
-        score.health = gpu_health(monitored.recording, device.position, monitored.span_s, window)
+    if monitored is not None and device.monitor_index is not None:
+        score.health = gpu_health(monitored.recording, device.monitor_index, monitored.span_s, window)
         for level in [*run.levels, *([run.sustained] if run.sustained else []), *run.sweep]:
-            _add_telemetry(level, monitored.recording, device.position, began_s)
+            _add_telemetry(level, monitored.recording, device.monitor_index, began_s)
     return score
 
 
@@ -145,18 +145,18 @@ def _time_series(
     end_s = began_s + bucket_s * max(1, int(duration_s / bucket_s))
     rates = rates_over_time(times, tokens, began_s, end_s, bucket_s)
     values: dict[str, list[float | None]] = {TOKENS: [round(rate, 1) for rate in rates]}
-    if monitored is not None and run.device.position is not None:
-        samples = monitored.recording.of(run.device.position, began_s)
+    if monitored is not None and run.device.monitor_index is not None:
+        samples = monitored.recording.of(run.device.monitor_index, began_s)
         values |= time_series(samples, began_s, len(rates), bucket_s)
     return TimeSeries(bucket_s=bucket_s, values=values)
 
 
 def _not_comparable(
-    ready: ReadyLine, runs: Sequence[DeviceRun], plan: Plan, ladder: Sequence[int], is_complete: bool
+    ready: ReadyLine, runs: Sequence[DeviceRun], plan: Plan, concurrencies: Sequence[int], is_complete: bool
 ) -> list[str]:
     """Return the reasons why this result is not comparable with others."""
     reasons = []
-    if any(run.device.position is None for run in runs):
+    if any(run.device.monitor_index is None for run in runs):
         reasons.append("measured on a CPU: the score is one of GPUs")
     if ready.num_parameters != workload.NUM_PARAMETERS and plan.prompt_file is None:
         reasons.append(f"the model has {ready.num_parameters:,} parameters; Qwen3-0.6B has {workload.NUM_PARAMETERS:,}")
@@ -164,8 +164,8 @@ def _not_comparable(
         reasons.append(f"computed in {ready.dtype}, not {plan.precision.dtype}")
     if plan.grid is not None:
         reasons.append("a sweep has no score and ranks with nothing")
-    elif tuple(ladder) != workload.LEVELS:
-        reasons.append(f"the ladder was {', '.join(f'{level:,}' for level in ladder)}")
+    elif tuple(concurrencies) != workload.LEVELS:
+        reasons.append(f"the ladder was {', '.join(f'{level:,}' for level in concurrencies)}")
     if not is_complete:
         reasons.append("the run is incomplete")
     return reasons

@@ -44,13 +44,13 @@ class BenchConfig:
         False, "Measure a grid of loads instead of the score; a workload of its own, never ranked.", group="sweep"
     )
     sweep_concurrency: tuple[int, ...] = option(
-        (1, 16, 64, 256), "Concurrent requests.", group="sweep", limits={"least": 1, "most": 10_000}
+        (1, 16, 64, 256), "Concurrent requests.", group="sweep", limits={"minimum": 1, "maximum": 10_000}
     )
     sweep_output_lens: tuple[int, ...] = option(
-        (32, 128, 512), "Output tokens per request.", group="sweep", limits={"least": 1, "most": 1_024}
+        (32, 128, 512), "Output tokens per request.", group="sweep", limits={"minimum": 1, "maximum": 1_024}
     )
     sweep_temperatures: tuple[float, ...] = option(
-        (0.0, 0.7, 1.0), "Sampling temperatures, at most 4.", group="sweep", limits={"least": 0, "most": 2}
+        (0.0, 0.7, 1.0), "Sampling temperatures, at most 4.", group="sweep", limits={"minimum": 0, "maximum": 2}
     )
     arguments: tuple[str, ...] = ()
 
@@ -79,8 +79,8 @@ class BenchConfig:
         for name in ("concurrency", "output_lens", "temperatures"):
             values = getattr(self, f"sweep_{name}")
             if list(values) != sorted(set(values)):
-                listed = ",".join(f"{value:g}" for value in values)
-                raise ConfigError(f"--sweep-{name.replace('_', '-')} must ascend without repetition; got {listed}")
+                values_text = ",".join(f"{value:g}" for value in values)
+                raise ConfigError(f"--sweep-{name.replace('_', '-')} must ascend without repetition; got {values_text}")
         if len(self.sweep_temperatures) > MAX_TEMPERATURES:
             raise ConfigError(
                 f"--sweep-temperatures takes at most {MAX_TEMPERATURES}; got {len(self.sweep_temperatures)}"

@@ -69,7 +69,7 @@ class StepCounter:
         self.finished = 0
 
     @property
-    def sent(self) -> int:
+    def num_sent(self) -> int:
         """The number of requests sent."""
         return self._size
 
@@ -109,13 +109,13 @@ class StepCounter:
     def window(self, start_s: float, end_s: float) -> LevelWindow:
         """Return the counts in (`start_s`, `end_s`]."""
 
-        def within(times: np.ndarray) -> np.ndarray:
+        def in_window(times: np.ndarray) -> np.ndarray:
             return (times > start_s) & (times <= end_s)
 
         times, tokens = self.steps()
         sent_slice = slice(self._size)
         sent_s, first_token_s, ended_s = self._sent_s[sent_slice], self._first_s[sent_slice], self._ended_s[sent_slice]
-        has_first_token, is_finished = within(first_token_s), within(ended_s)
+        has_first_token, is_finished = in_window(first_token_s), in_window(ended_s)
         intervals = [
             intervals_of_step
             for intervals_of_step, end_of_step_s in zip(self._intervals, self._interval_ends, strict=True)
@@ -124,7 +124,7 @@ class StepCounter:
         return LevelWindow(
             start_s=start_s,
             end_s=end_s,
-            output_tokens=int(tokens[within(times)].sum()),
+            output_tokens=int(tokens[in_window(times)].sum()),
             prompt_tokens=int(self._prompt[sent_slice][has_first_token].sum()),
             finished=int(is_finished.sum()),
             waiting=int(((sent_s <= end_s) & ((first_token_s == 0) | (first_token_s > end_s))).sum()),
@@ -220,8 +220,8 @@ def spread(times_s: np.ndarray, tokens: np.ndarray, start_s: float, end_s: float
     rates = _rates(times_s, tokens, edges)
     change = None
     if num_buckets >= _MIN_BUCKETS:
-        third = num_buckets // 3
-        change = float(rates[-third:].mean() / rates[:third].mean() - 1) if rates[:third].any() else None
+        third_size = num_buckets // 3
+        change = float(rates[-third_size:].mean() / rates[:third_size].mean() - 1) if rates[:third_size].any() else None
     return Spread(
         bucket_s=float(edges[1] - edges[0]),
         rates=[float(rate) for rate in rates],

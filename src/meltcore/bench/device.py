@@ -26,7 +26,7 @@ _MIN_WINDOW_S = 0.1  # also for a level that began late
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device to score. `position`: its index in the monitor, None for a CPU. `settings` are EngineConfig's fields.
+    """A device to score. `monitor_index`: index in the monitor, None for a CPU. `settings` are EngineConfig's fields.
 
     `memory_in_use_bytes`: used by other programs before the engine starts, None where NVML does not report it.
     """
@@ -34,7 +34,7 @@ class Device:
     name: str
     label: str
     settings: Mapping[str, Any]
-    position: int | None = None
+    monitor_index: int | None = None
     uuid: str | None = None
     memory_bytes: int | None = None
     memory_in_use_bytes: int | None = None
@@ -119,7 +119,7 @@ class LevelRun:
         One by one, because the tokens of 10,000 prompts are 200 MB of Python integers and 35 MB of lines.
         """
         lengths = []
-        for request_id in range(self.counter.sent, self.counter.sent + num_requests):
+        for request_id in range(self.counter.num_sent, self.counter.num_sent + num_requests):
             prompt = self.prompt(self.first + request_id)
             lengths.append(len(prompt))
             self.process.send(Generate(request_id, prompt, self.output_len, self.temperature))
@@ -154,7 +154,7 @@ class DeviceRun:
     """
 
     device: Device
-    ladder: Sequence[int]
+    concurrencies: Sequence[int]
     duration_s: float
     log_path: Path
     is_interrupted: Callable[[], bool]
@@ -209,11 +209,11 @@ class DeviceRun:
     def _run_ladder(self, began_s: float) -> None:
         """Measure each level for its fraction of the time, then the sustained run."""
         end_s = began_s
-        for index, concurrency in enumerate(self.ladder):
+        for index, concurrency in enumerate(self.concurrencies):
             end_s += workload.LEVEL_FRACTIONS[concurrency] * self.duration_s
             run = self._level_run(concurrency, index)
             self.levels.append(self._measure(run, began_s, end_s, is_last=False))
-        run = self._level_run(best_level(self.levels), len(self.ladder))
+        run = self._level_run(best_level(self.levels), len(self.concurrencies))
         end_s += workload.SUSTAINED_FRACTION * self.duration_s
         self.sustained = self._measure(run, began_s, end_s, is_last=True)
 

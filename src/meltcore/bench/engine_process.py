@@ -193,8 +193,8 @@ class EngineProcess:
         except BlockingIOError:
             return
         if not data:
-            ended = process.ended_within(self._process, _EXIT_LIMIT_S)
-            exit_text = process.describe_exit(self._process.returncode) if ended else "its output closed"
+            has_ended = process.ended_within(self._process, _EXIT_LIMIT_S)
+            exit_text = process.describe_exit(self._process.returncode) if has_ended else "its output closed"
             raise EngineError(f"the engine ended: {exit_text}{self._log_tail()}")
         self._received += data
 

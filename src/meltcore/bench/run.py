@@ -60,7 +60,7 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
             [_cpu(config, fingerprint.cpu)] if monitor is None else _gpus(config, monitor, fingerprint.memory_bytes)
         )
         stack.enter_context(claim(devices))
-        levels = ladder(monitor is None)
+        levels = concurrencies(monitor is None)
         runs = [
             stack.enter_context(_device_run(config, plan, device, levels, folder, stop_event, on_level))
             for device in devices
@@ -82,7 +82,7 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
                 recording,
                 plan,
                 began_s=began_s,
-                ladder=levels,
+                concurrencies=levels,
                 planned_s=config.duration_s,
                 started=started,
                 duration_s=time.monotonic() - clock_s,
@@ -94,7 +94,7 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
     return folder, result
 
 
-def ladder(is_cpu: bool) -> tuple[int, ...]:
+def concurrencies(is_cpu: bool) -> tuple[int, ...]:
     """Return the concurrency of each level."""
     return workload.CPU_LEVELS if is_cpu else workload.LEVELS
 
@@ -147,7 +147,7 @@ def _gpus(config: BenchConfig, monitor: Monitor, host_bytes: int) -> list[Device
             Device(
                 name=info.name,
                 label=info.label,
-                position=gpu_index,
+                monitor_index=gpu_index,
                 uuid=info.uuid,
                 memory_bytes=memory_bytes,
                 memory_in_use_bytes=in_use_bytes,
@@ -182,10 +182,10 @@ def _device_run(
     stop_event: threading.Event,
     on_level: OnLevel,
 ) -> DeviceRun:
-    name = "cpu" if device.position is None else device.position
+    name = "cpu" if device.monitor_index is None else device.monitor_index
     return DeviceRun(
         device=replace(device, settings={**device.settings, "max_model_len": plan.context}),
-        ladder=levels,
+        concurrencies=levels,
         duration_s=config.duration_s,
         log_path=folder.path / f"engine-{name}.log",
         is_interrupted=stop_event.is_set,

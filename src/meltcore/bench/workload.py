@@ -67,9 +67,9 @@ def prompt(number: int, vocab_size: int) -> list[int]:
     """Return the tokens of request `number`: its own slice of one stream of random numbers, equal on all machines."""
     start = (_SEED + number * _NUM_DRAWS * _GAMMA) % 2**64
     draws = _mix(_STEPS + np.uint64(start)) >> np.uint64(32)
-    (length,) = _between(draws[:1], MIN_PROMPT, MAX_PROMPT + 1)
+    (length,) = _scale_to_range(draws[:1], MIN_PROMPT, MAX_PROMPT + 1)
     low, high = (_LOWEST_ID, _HIGHEST_ID) if vocab_size > _HIGHEST_ID else (0, vocab_size)
-    return _between(draws[1 : length + 1], low, high)
+    return _scale_to_range(draws[1 : length + 1], low, high)
 
 
 def concurrent_sequences(memory_bytes: int) -> int:
@@ -123,7 +123,7 @@ def _mix(states: np.ndarray) -> np.ndarray:
     return hashes
 
 
-def _between(draws: np.ndarray, low: int, high: int) -> list[int]:
+def _scale_to_range(draws: np.ndarray, low: int, high: int) -> list[int]:
     """Map random numbers of 32 bits to [low, high) by multiplying and dropping the low half."""
     numbers: list[int] = (np.uint64(low) + ((draws * np.uint64(high - low)) >> np.uint64(32))).tolist()
     return numbers

@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Set of checks and their duration (default: quick).",
     )
     parser.add_argument(
-        "--hours", type=number(float, above=0, most=24 * 365), default=0.0, metavar="H", help="Duration of a soak."
+        "--hours",
+        type=number(float, exclusive_minimum=0, maximum=24 * 365),
+        default=0.0,
+        metavar="H",
+        help="Duration of a soak.",
     )
     parser.add_argument(
         "--gpu", metavar="ID,...", help="GPU indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all GPUs)."

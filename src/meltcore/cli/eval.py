@@ -65,7 +65,10 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: str) -> None:
     if evaluation == "problems":
         add_options(parser, Gsm8kConfig, "concurrency", group="Problems")
         parser.add_argument(
-            "--min-accuracy", type=number(float, least=0, most=1), metavar="RATIO", help="Exit 1 below this accuracy."
+            "--min-accuracy",
+            type=number(float, minimum=0, maximum=1),
+            metavar="RATIO",
+            help="Exit 1 below this accuracy.",
         )
     if evaluation in ("gsm8k", "all", "baseline"):
         add_options(parser, Gsm8kConfig)
@@ -79,7 +82,7 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: str) -> None:
         )
         parser.add_argument(
             "--start-timeout",
-            type=number(float, above=0),
+            type=number(float, exclusive_minimum=0),
             default=900.0,
             metavar="S",
             help="Time limit for the server to become ready in seconds (default: 900).",

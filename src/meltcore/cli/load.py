@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, LoadConfig)
     parser.add_argument(
         "--timeout",
-        type=number(float, above=0),
+        type=number(float, exclusive_minimum=0),
         metavar="S",
         help="Time limit of one request in seconds (default: 1800).",
     )

@@ -37,11 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPU indices of nvidia-smi or UUIDs (default: CUDA_VISIBLE_DEVICES, or all GPUs).",
     )
     parser.add_argument(
-        "--duration", type=number(float, above=0), metavar="S", help="Duration in seconds (default: until Ctrl-C)."
+        "--duration",
+        type=number(float, exclusive_minimum=0),
+        metavar="S",
+        help="Duration in seconds (default: until Ctrl-C).",
     )
     parser.add_argument(
         "--interval-ms",
-        type=number(float, least=10, most=60_000),
+        type=number(float, minimum=10, maximum=60_000),
         default=100.0,
         metavar="MS",
         help="Sampling interval (default: 100).",

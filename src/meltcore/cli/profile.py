@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     nsys.add_argument(
         "--nsys-timeout",
-        type=number(float, above=0),
+        type=number(float, exclusive_minimum=0),
         default=900.0,
         metavar="S",
         help="Time limit of COMMAND under nsys; with --url, also of the server's start (default: 900).",
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--url", metavar="URL", help="Record a trace of this server, which must run on this machine.")
     server.add_argument(
         "--seconds",
-        type=number(float, above=0),
+        type=number(float, exclusive_minimum=0),
         default=5.0,
         metavar="S",
         help="Duration of the recording (default: 5).",

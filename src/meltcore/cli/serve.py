@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     background.add_argument("--log", metavar="FILE", help="Output of a --daemon (default: a new file, printed).")
     background.add_argument(
         "--start-timeout",
-        type=number(float, above=0),
+        type=number(float, exclusive_minimum=0),
         metavar="S",
         help="Time for a --daemon to become ready, else it is ended (default: no limit).",
     )

@@ -15,23 +15,23 @@ def signals_as_ctrl_c() -> Iterator[None]:
     `timeout` and job schedulers send SIGTERM, the end of an ssh session sends SIGHUP. SIGHUP stays ignored where it is
     ignored already, as under nohup.
     """
-    before: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
+    previous_handlers: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, _handle_sighup)
+        previous_handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, _handle_sighup)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in previous_handlers.items():
+            signal.signal(signum, handler)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(signum: int, frame: FrameType | None) -> None:
     """Interrupt by SIGINT, which may have a handler or be ignored.
 
     A shell script starts its background programs with SIGINT ignored, which Python keeps; they are interrupted, too.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.default_int_handler(number, frame)
+        signal.default_int_handler(signum, frame)
     signal.raise_signal(signal.SIGINT)
 
 
@@ -39,11 +39,11 @@ def _handle_sighup(*_: object) -> None:
     """Interrupt as SIGTERM, and discard output if the terminal is gone: its error would cost the result."""
     # Both the kernel and the shell send it; a second one must not interrupt the orderly end.
     signal.signal(signal.SIGHUP, lambda *_: None)
-    for output in (1, 2):
+    for fd in (1, 2):
         try:
-            os.write(output, b"")
+            os.write(fd, b"")
         except OSError:  # EIO: the terminal is gone
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, output)
-            os.close(null)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, fd)
+            os.close(devnull)
     signal.raise_signal(signal.SIGTERM)

@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
     if args.port is not None:
         servers = [server for server in servers if server.port == args.port]
     if not servers:
-        where = "" if args.port is None else f" on port {args.port}"
-        raise ConfigError(f"no server started with --daemon is running{where}")
+        port_note = "" if args.port is None else f" on port {args.port}"
+        raise ConfigError(f"no server started with --daemon is running{port_note}")
     if len(servers) > 1 and not args.all:
         ports = ", ".join(str(server.port) for server in servers)
         raise ConfigError(f"{len(servers)} servers are running, on ports {ports}; name one with --port, or --all")

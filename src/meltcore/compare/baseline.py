@@ -57,10 +57,10 @@ def stored_load(load: dict[str, Any], *, workload: str | None = None) -> LoadCon
     `workload`: the path of its workload file, of which a set stores only the name.
     """
     field_names = {field.name for field in fields(LoadConfig)}
-    stored = {name: load[name] for name in _STORED_SETTINGS if name in load and name in field_names}
-    if not isinstance(stored.get("num_prompts", ()), list | tuple):  # version 1: one number, or null
-        stored["num_prompts"] = [stored["num_prompts"]] if stored["num_prompts"] else []
-    stored |= {name: tuple(value) for name, value in stored.items() if isinstance(value, list)}
+    stored_settings = {name: load[name] for name in _STORED_SETTINGS if name in load and name in field_names}
+    if not isinstance(stored_settings.get("num_prompts", ()), list | tuple):  # version 1: one number, or null
+        stored_settings["num_prompts"] = [stored_settings["num_prompts"]] if stored_settings["num_prompts"] else []
+    stored_settings |= {name: tuple(value) for name, value in stored_settings.items() if isinstance(value, list)}
     if workload is not None:
-        stored["workload"] = workload
-    return LoadConfig(url="", **stored)
+        stored_settings["workload"] = workload
+    return LoadConfig(url="", **stored_settings)

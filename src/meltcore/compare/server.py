@@ -39,15 +39,16 @@ class ServerCommand:
     def argv(self, port: int, args: Sequence[str] = ()) -> list[str]:
         """Return the arguments to start, with `port` and `args` in place of the placeholders."""
         argv: list[str] = []
-        for word in self.template:
-            argv += args if word == ARGS else [word.replace(PORT, str(port))]
+        for argument in self.template:
+            argv += args if argument == ARGS else [argument.replace(PORT, str(port))]
         return argv if ARGS in self.template else [*argv, *args]
 
     @property
     def redacted(self) -> str:
         """The template as results store it, without secrets, folders and values of environment variables."""
         parts = [
-            shlex.quote(word) if PORT not in word and word != ARGS else word for word in clean_arguments(self.template)
+            shlex.quote(argument) if PORT not in argument and argument != ARGS else argument
+            for argument in clean_arguments(self.template)
         ]
         return " ".join([*(f"{name}=..." for name in self.environment), *parts])
 

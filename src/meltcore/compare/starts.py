@@ -55,7 +55,7 @@ def interleave(commands: dict[str, ServerCommand], starts: int) -> list[PlannedS
 
 
 def run_starts(
-    planned: Sequence[PlannedStart],
+    planned_starts: Sequence[PlannedStart],
     options: StartOptions,
     folder: Path,
     *,
@@ -70,7 +70,7 @@ def run_starts(
     """
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     sets: dict[str, StartSet] = {}
-    for start in planned:
+    for start in planned_starts:
         result = run_start(start, options, folder, report=report)
         new_set = StartSet(
             name=start.set_name, command=start.command.redacted, taken=started_at, load=options.load.settings, starts=[]

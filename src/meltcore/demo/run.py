@@ -82,7 +82,7 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     """
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     folder = RunFolder.create(config.out, "demo")
-    measured = _Measurements(take_fingerprint(config.arguments, config.seed))
+    measurements = _Measurements(take_fingerprint(config.arguments, config.seed))
     ended_by: tuple[Verdict, str] | None = None
 
     def report(text: str) -> None:
@@ -93,16 +93,16 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
             with console.status(f"starting a server with {config.model}"):
                 address = server.wait_ready()
             console.print(f"serving {config.model} at {address}", highlight=False)
-            _measure(config, console, server, Api(address), folder, measured)
+            _measure(config, console, server, Api(address), folder, measurements)
         except KeyboardInterrupt:
             ended_by = ("PARTIAL", "interrupted")
         except MeltcoreError as error:
-            if not measured.checks:
+            if not measurements.checks:
                 raise  # nothing was measured, so the error is all there is to report
             ended_by = ("SERVER_DIED" if server.ended_within(_EXIT_WAIT_S) else "FAILED", str(error))
         with console.status("stopping the server"):
             server.stop()
-    result = _result(config, measured, ended_by, started, time.monotonic() - clock)
+    result = _result(config, measurements, ended_by, started, time.monotonic() - clock)
     save_run(folder, result)
     return folder, result
 
@@ -130,26 +130,26 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
 
 
 def _measure(
-    config: DemoConfig, console: Console, server: DemoServer, api: Api, folder: RunFolder, measured: _Measurements
+    config: DemoConfig, console: Console, server: DemoServer, api: Api, folder: RunFolder, measurements: _Measurements
 ) -> None:
     """Run checks, held-out problems and levels, and record each finding in `measured` immediately.
 
     Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ends by itself.
     """
     model = api.resolve_model()[0]
-    measured.facts = model_facts(api.get("/v1/models").json(), model)
-    measured.checks = run_checks(api, model)
-    num_passed = sum(check.status == "PASS" for check in measured.checks)
-    console.print(f"{num_passed} of {len(measured.checks)} API checks passed", highlight=False)
-    for check in measured.checks:
+    measurements.facts = model_facts(api.get("/v1/models").json(), model)
+    measurements.checks = run_checks(api, model)
+    num_passed = sum(check.status == "PASS" for check in measurements.checks)
+    console.print(f"{num_passed} of {len(measurements.checks)} API checks passed", highlight=False)
+    for check in measurements.checks:
         if check.status == "FAIL":
             print_check(console, check)
     with answer_progress(console) as on_answer:
-        measured.evaluation = evaluate(api, model, on_progress=on_answer)
-    console.print(evaluation_line(measured.evaluation), highlight=False)
+        measurements.evaluation = evaluate(api, model, on_progress=on_answer)
+    console.print(evaluation_line(measurements.evaluation), highlight=False)
     for concurrency in config.levels:
         level = _run_level(api.address, model, concurrency, config.seed, folder.requests_path, console)
-        measured.levels.append(level)
+        measurements.levels.append(level)
         if level.verdict == "PARTIAL":  # the load generator handled the Ctrl-C to end the level in order
             raise KeyboardInterrupt
         if level.failed and server.ended_within(_EXIT_WAIT_S):
@@ -192,23 +192,28 @@ def _show(bars: Bars, task: TaskID, progress: Progress) -> None:
 
 
 def _result(
-    config: DemoConfig, measured: _Measurements, ended_by: tuple[Verdict, str] | None, started: str, duration_s: float
+    config: DemoConfig,
+    measurements: _Measurements,
+    ended_by: tuple[Verdict, str] | None,
+    started: str,
+    duration_s: float,
 ) -> RunResult:
     if ended_by is not None:
         verdict, reasons = ended_by[0], [ended_by[1]]
-    elif measured.evaluation is None:
+    elif measurements.evaluation is None:
         raise AssertionError("a complete run has asked the held-out problems")
     else:
-        verdict, reasons = judge(measured.checks, measured.evaluation, measured.levels, config.levels)
+        verdict, reasons = judge(measurements.checks, measurements.evaluation, measurements.levels, config.levels)
     settings = {
         "model": config.model,
-        **measured.facts,
+        **measurements.facts,
         "levels": list(config.levels),
         "workloads": {f"{concurrency:,}": _workload(concurrency) for concurrency in config.levels},
         "sampling": "greedy, streamed",
     }
     notes = [
-        f"Server and load generator shared the {measured.fingerprint.cores} cores of one machine and slowed each other."
+        f"Server and load generator shared the {measurements.fingerprint.cores} cores of one machine "
+        "and slowed each other."
     ]
     if len({_workload(concurrency) for concurrency in config.levels}) > 1:
         notes.append(
@@ -220,13 +225,13 @@ def _result(
         status="complete" if ended_by is None else "partial",
         started=started,
         duration_s=duration_s,
-        fingerprint=measured.fingerprint,
+        fingerprint=measurements.fingerprint,
         settings=settings,
-        accuracy=measured.evaluation.accuracy if measured.evaluation else None,
-        evaluation=measured.evaluation,
-        checks=measured.checks,
-        levels=measured.levels,
+        accuracy=measurements.evaluation.accuracy if measurements.evaluation else None,
+        evaluation=measurements.evaluation,
+        checks=measurements.checks,
+        levels=measurements.levels,
         verdict=verdict,
         reasons=reasons,
-        notes=model_notes(measured.facts) + notes,
+        notes=model_notes(measurements.facts) + notes,
     )

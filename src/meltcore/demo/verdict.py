@@ -13,16 +13,21 @@ _ROUNDING = 1e-9  # of binary fractions, so that a difference of exactly one poi
 
 
 def judge(
-    checks: Sequence[CheckResult], evaluation: Evaluation, levels: Sequence[LevelResult], planned: Sequence[int]
+    checks: Sequence[CheckResult],
+    evaluation: Evaluation,
+    levels: Sequence[LevelResult],
+    planned_concurrencies: Sequence[int],
 ) -> tuple[Verdict, list[str]]:
-    """Return the verdict of a demo that was to run the `planned` levels, and all reasons against it."""
+    """Return the verdict of a demo that was to run the levels `planned_concurrencies`, and all reasons against it."""
     reasons = [f"API check failed: {check.name}: {check.detail}" for check in checks if check.status == "FAIL"]
     reasons += _unloaded_reasons(evaluation)
     reasons += [reason for level in levels for reason in _level_reasons(evaluation, level)]
-    done = [level.concurrency for level in levels]
-    missing = [f"{concurrency:,}" for concurrency in planned if concurrency not in done]
-    if missing:
-        reasons.append(f"levels not run: {', '.join(missing)}")
+    run_concurrencies = [level.concurrency for level in levels]
+    missing_levels = [
+        f"{concurrency:,}" for concurrency in planned_concurrencies if concurrency not in run_concurrencies
+    ]
+    if missing_levels:
+        reasons.append(f"levels not run: {', '.join(missing_levels)}")
     if any(level.verdict == "SERVER_DIED" for level in levels):
         return "SERVER_DIED", reasons
     if reasons:
@@ -31,7 +36,7 @@ def judge(
 
 
 def passed(verdict: Verdict) -> bool:
-    """Whether a verdict passes. A client-bound run distorts latencies, not answers; the report states it."""
+    """Return whether a verdict passes. A client-bound run distorts latencies, not answers; the report states it."""
     return verdict in ("OK", "CLIENT_BOUND")
 
 

@@ -29,7 +29,6 @@ from meltcore.errors import MeltcoreError, RequestError
 from meltcore.fleet.channel import (
     MESSAGE_BYTES,
     AddConnection,
-    CannotContinue,
     Channel,
     EndRequests,
     Exit,
@@ -41,6 +40,7 @@ from meltcore.fleet.channel import (
     Started,
     StatusChanged,
     ToAPIServer,
+    WorkerFailed,
 )
 from meltcore.fleet.listener import raise_file_limit
 
@@ -109,7 +109,7 @@ class APIServer:
         try:
             return [await asyncio.to_thread(load_text_model, model) for model in self._config.models]
         except MeltcoreError as error:
-            self._channel.send(CannotContinue("start", str(error)))
+            self._channel.send(WorkerFailed("start", str(error)))
             return None
 
     async def _open(self, message: Open) -> None:
@@ -123,7 +123,7 @@ class APIServer:
         self._channel.send(ModelsOpened([text.tokenizer.is_synthetic for text in texts]))
 
     def _report_unreadable(self, model: int, replica: int, reason: str) -> None:
-        self._channel.send(CannotContinue("engine", reason, model, replica))
+        self._channel.send(WorkerFailed("engine", reason, model, replica))
 
 
 def main() -> int:

@@ -86,7 +86,7 @@ class ModelsOpened(msgspec.Struct, tag="opened", frozen=True):
     synthetic_tokenizers: list[bool]
 
 
-class CannotContinue(msgspec.Struct, tag="failed", frozen=True):
+class WorkerFailed(msgspec.Struct, tag="failed", frozen=True):
     """The process cannot start ("start"), or an engine sends messages that cannot be read ("engine")."""
 
     cause: Literal["start", "engine"]
@@ -96,7 +96,7 @@ class CannotContinue(msgspec.Struct, tag="failed", frozen=True):
 
 
 ToAPIServer = Setup | LoadText | Open | StatusChanged | AddConnection | EndRequests | ReplicaDied | Exit
-FromAPIServer = Started | ModelsOpened | CannotContinue
+FromAPIServer = Started | ModelsOpened | WorkerFailed
 _Message = TypeVar("_Message")
 _encode = msgspec.msgpack.Encoder().encode
 _CONNECTION = _encode(AddConnection())
@@ -105,10 +105,10 @@ _CONNECTION = _encode(AddConnection())
 class Channel(Generic[_Message]):
     """One end of a channel; `incoming` is the union of the messages that arrive here."""
 
-    def __init__(self, sock: socket.socket, incoming: Any) -> None:
+    def __init__(self, sock: socket.socket, message_type: Any) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._decode = msgspec.msgpack.Decoder(incoming).decode
+        self._decode = msgspec.msgpack.Decoder(message_type).decode
 
     def send(self, message: ToAPIServer | FromAPIServer, descriptor: int | None = None) -> bool:
         """Send a message now. False when the other end is gone, or has read so little that the buffer is full."""
@@ -124,7 +124,7 @@ class Channel(Generic[_Message]):
     def read(self, on_message: Callable[[_Message, list[int]], None], on_end: Callable[[], object]) -> None:
         """From now on call `on_message` for each message with its descriptors, and `on_end` once, at the end."""
 
-        def readable() -> None:
+        def on_readable() -> None:
             while self._socket.fileno() >= 0:
                 try:
                     data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
@@ -138,7 +138,7 @@ class Channel(Generic[_Message]):
                     return
                 on_message(self._decode(data), descriptors)
 
-        asyncio.get_running_loop().add_reader(self._socket.fileno(), readable)
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), on_readable)
 
     def close(self) -> None:
         """Close this end. Can be called twice."""

@@ -48,7 +48,7 @@ class DaemonRecord(msgspec.Struct, frozen=True):
 
 
 def state_dir() -> Path:
-    """The folder of records and logs, made where it is missing. Raises ConfigError where it cannot be used."""
+    """Return the folder of records and logs, made where it is missing. Raises ConfigError where it cannot be used."""
     state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(state_home) / "meltcore"
     try:
@@ -92,7 +92,7 @@ def start(config: ServerConfig, *, log: Path | str | None = None, limit_s: float
 
 
 def running() -> list[DaemonRecord]:
-    """The servers that are up, by port. Removes the records of servers that have exited."""
+    """Return the servers that are up, by port. Removes the records of servers that have exited."""
     records = []
     for path in state_dir().glob("*.json"):
         record = _read(path)
@@ -166,7 +166,7 @@ def _read(path: Path) -> DaemonRecord | None:
 
 
 def _connect_url(host: str, port: int) -> str:
-    """Where a client on this machine reaches a server bound to `host`."""
+    """Return where a client on this machine reaches a server bound to `host`."""
     with suppress(ValueError):  # a name
         if ip_address(host).is_unspecified:
             host = "::1" if ":" in host else "127.0.0.1"

@@ -18,7 +18,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one. Raises ConfigError when the address cannot be used."""
+    """Return a listening socket; port 0 takes any free one. Raises ConfigError when the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,8 +36,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def raise_file_limit() -> None:
     """Allow as many open files as the hard limit does: a connection takes one descriptor."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _detect_lost_peers(listener: socket.socket) -> None:

@@ -23,7 +23,7 @@ class Placement(NamedTuple):
 
 
 def place_replicas(config: ModelConfig) -> list[Placement]:
-    """A placement for each replica. A single one finds its GPUs by itself, and a CPU is not divided.
+    """Return a placement for each replica. A single one finds its GPUs by itself, and a CPU is not divided.
 
     Raises ConfigError for more than MAX_REPLICAS, for too few GPUs, or when --device names a single one for several
     replicas.
@@ -50,7 +50,7 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else every GPU of the machine by its number."""
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number."""
     visible_devices = os.environ.get(_VISIBLE)
     if visible_devices is not None:
         return [name for name in visible_devices.split(",") if name]

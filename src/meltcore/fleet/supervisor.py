@@ -168,13 +168,13 @@ class Supervisor:
 
     async def _load_or_stop(self, stop: asyncio.Task[bool]) -> bool:
         """Load and show the progress; False when a signal came meanwhile. Raises MeltcoreError."""
-        progress, shown = LoadingProgress(), ""
+        progress, shown_progress = LoadingProgress(), ""
         loading = asyncio.create_task(self._load())
         while not loading.done() and not stop.done():
             progress.show(self._progress)
-            if shown != self._progress:
-                shown = self._progress
-                self._set_status("loading", shown)
+            if shown_progress != self._progress:
+                shown_progress = self._progress
+                self._set_status("loading", shown_progress)
             await asyncio.wait({loading, stop}, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
         progress.clear()
         if not loading.done():
@@ -198,7 +198,11 @@ class Supervisor:
             await asyncio.to_thread(find_checkpoint, model)
         self._pool.broadcast(LoadText())
         starting = asyncio.gather(
-            *(self._start(model, replica) for model, each in enumerate(self._engines) for replica in range(len(each)))
+            *(
+                self._start(model, replica)
+                for model, model_engines in enumerate(self._engines)
+                for replica in range(len(model_engines))
+            )
         )
         try:
             pending_futures: set[asyncio.Future[Any]] = {starting, self._pool.failed}
@@ -209,7 +213,7 @@ class Supervisor:
         except BaseException:
             starting.cancel()
             raise
-        engines = [common_limits([next(ready) for _ in each]) for each in self._engines]
+        engines = [common_limits([next(ready) for _ in model_engines]) for model_engines in self._engines]
         await self._pool.open(Open(engines, int(time.time())))
         return engines
 
@@ -229,19 +233,23 @@ class Supervisor:
         limit_s = self._config.drain_timeout_s
         self._set_status("draining", "the server is going down and takes no new requests")
         self._log.write("draining", open_requests=self._stats.open_requests(), limit_s=limit_s)
-        until_s = time.monotonic() + limit_s
-        while self._stats.open_requests() and time.monotonic() < until_s and not engines_died.done():
+        deadline_s = time.monotonic() + limit_s
+        while self._stats.open_requests() and time.monotonic() < deadline_s and not engines_died.done():
             await asyncio.wait({engines_died}, timeout=POLL_S)
         if not engines_died.done() and self._stats.open_requests():
             error = f"the server is going down, and {limit_s:g} s (--drain-timeout) were not enough for this answer"
             self._pool.broadcast(EndRequests(error, 503, "server_stopping"))
-            while self._stats.open_requests() and time.monotonic() < until_s + DEAD_LINGER_S:
+            while self._stats.open_requests() and time.monotonic() < deadline_s + DEAD_LINGER_S:
                 await asyncio.wait({engines_died}, timeout=POLL_S)
 
     async def _watch_engines(self) -> None:
         """Wait until the last engine has died."""
         await asyncio.gather(
-            *(self._watch(model, replica) for model, each in enumerate(self._engines) for replica in range(len(each)))
+            *(
+                self._watch(model, replica)
+                for model, model_engines in enumerate(self._engines)
+                for replica in range(len(model_engines))
+            )
         )
 
     async def _watch(self, model: int, replica: int) -> None:
@@ -264,7 +272,7 @@ class Supervisor:
         )
 
     def _describe(self, model: int, replica: int, default: str) -> str:
-        """The name of an engine in messages; `only`: the single engine of a server."""
+        """Return the name of an engine in messages; `only`: the single engine of a server."""
         parts = [self._config.models[model].names[0]] if len(self._engines) > 1 else []
         parts += [f"replica {replica}"] if len(self._engines[model]) > 1 else []
         return " ".join(parts) or default
@@ -293,8 +301,8 @@ class Supervisor:
         print_line(f"meltcore serve: {death_message}", sys.stderr)
 
     def _on_exhausted(self, error: OSError) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._log.write_rate_limited("accept_failed", error=error.strerror, file_limit=limit)
+        max_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._log.write_rate_limited("accept_failed", error=error.strerror, file_limit=max_open_files)
 
     def _on_sighup(self) -> None:
         """Handle SIGHUP as a first SIGTERM: both the kernel and the shell send it, so it never forces the end."""

@@ -21,7 +21,6 @@ from meltcore.api.stats import ServerStats
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.channel import (
-    CannotContinue,
     Channel,
     EndRequests,
     Exit,
@@ -33,6 +32,7 @@ from meltcore.fleet.channel import (
     Setup,
     Started,
     StatusChanged,
+    WorkerFailed,
 )
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.process import STDERR, describe_exit, start_async
@@ -50,7 +50,7 @@ Broadcast = LoadText | Open | StatusChanged | EndRequests | ReplicaDied | Exit
 
 
 def worker_count(config: ServerConfig) -> int:
-    """The number of API server processes: as configured, else one per four cores, at most four.
+    """Return the number of API server processes: as configured, else one per four cores, at most four.
 
     One moves about 40,000 tokens/s. While it is busy with one request, all its streams wait. Engines and clients need
     cores too.
@@ -165,10 +165,14 @@ class WorkerPool:
                 worker.process.kill()
 
     def _assign_pending(self) -> None:
-        closed = self._stats.closed_connections()
-        able = [worker for worker in self._workers if (worker.is_open if self._all_opened else worker.started)]
-        while self._pending and able:
-            for worker in sorted(able, key=lambda worker: worker.assigned - closed[worker.worker_id]):
+        closed_counts = self._stats.closed_connections()
+        available_workers = [
+            worker for worker in self._workers if (worker.is_open if self._all_opened else worker.started)
+        ]
+        while self._pending and available_workers:
+            for worker in sorted(
+                available_workers, key=lambda worker: worker.assigned - closed_counts[worker.worker_id]
+            ):
                 if worker.channel is not None and worker.channel.send_connection(self._pending[0]):
                     self._pending.popleft()
                     worker.assigned += 1
@@ -210,7 +214,7 @@ class WorkerPool:
             self.synthetic_tokenizers = message.synthetic_tokenizers
             worker.opened.set_result(None)
             self._assign_pending()
-        elif isinstance(message, CannotContinue) and message.cause == "engine":
+        elif isinstance(message, WorkerFailed) and message.cause == "engine":
             self._on_unreadable(message.model, message.replica, message.message)
         else:
             self._fail(message.message)

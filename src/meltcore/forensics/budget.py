@@ -25,7 +25,7 @@ class TimeBudget:
     """Nanoseconds by group: `ran` is its computing time, `idle_before` the idle time before its kernels."""
 
     count: Counter[str] = field(default_factory=Counter)
-    ran: Counter[str] = field(default_factory=Counter)
+    kernel_counts: Counter[str] = field(default_factory=Counter)
     idle_before: Counter[str] = field(default_factory=Counter)
 
     def add_kernels(self, activities: Sequence[Activity], window: Span) -> None:
@@ -40,7 +40,7 @@ class TimeBudget:
             if activity.type != "kernel":
                 continue
             end = min(activity.end, window[1])
-            self.ran[group] += max(0, end - max(activity.start, position))
+            self.kernel_counts[group] += max(0, end - max(activity.start, position))
             position = max(position, end)
 
     def rows(self) -> list[BudgetRow]:
@@ -49,10 +49,10 @@ class TimeBudget:
             BudgetRow(
                 name=name,
                 count=self.count[name],
-                ran_us=self.ran[name] / _NS,
+                ran_us=self.kernel_counts[name] / _NS,
                 idle_before_us=self.idle_before[name] / _NS,
             )
-            for name in self.count.keys() | self.ran.keys() | self.idle_before.keys()
+            for name in self.count.keys() | self.kernel_counts.keys() | self.idle_before.keys()
         ]
         return sorted(rows, key=lambda row: (-row.ran_us - row.idle_before_us, row.name))
 

@@ -37,10 +37,10 @@ class ProfileOptions:
 
     device: int | None = option(None, "One GPU of the trace (default: all).", group=_GROUP)
     from_ms: float | None = option(
-        None, "Start, from the first activity.", group=_GROUP, flag="--from-ms", metavar="MS", limits={"least": 0}
+        None, "Start, from the first activity.", group=_GROUP, flag="--from-ms", metavar="MS", limits={"minimum": 0}
     )
     to_ms: float | None = option(
-        None, "End, from the first activity.", group=_GROUP, flag="--to-ms", metavar="MS", limits={"least": 0}
+        None, "End, from the first activity.", group=_GROUP, flag="--to-ms", metavar="MS", limits={"minimum": 0}
     )
     step: str | None = option(
         None, "Kernels or ranges that mark a step: the first letters of their name.", group=_GROUP, metavar="NAME"
@@ -50,7 +50,7 @@ class ProfileOptions:
         "SM activity by the GPU's own counters meanwhile, as --gpu reads it.",
         group=_GROUP,
         metavar="PERCENT",
-        limits={"least": 0, "most": 100},
+        limits={"minimum": 0, "maximum": 100},
     )
 
 
@@ -95,13 +95,15 @@ def analyze(
     `activity_share` and `step` are as in `ProfileOptions`. Raises ConfigError where the GPU has no activity in the
     window, or nothing in it is named as `step` says.
     """
-    gpu_activities = [each for each in trace.activities if each.device == device]
+    gpu_activities = [activity for activity in trace.activities if activity.device == device]
     window = window or (
         min((a.start for a in gpu_activities), default=0),
         max((a.end for a in gpu_activities), default=0),
     )
     neighbors = _Neighbors(gpu_activities)  # of all activities: the one that ends a gap may begin after the window
-    gpu_activities = [each for each in gpu_activities if each.end > window[0] and each.start < window[1]]
+    gpu_activities = [
+        activity for activity in gpu_activities if activity.end > window[0] and activity.start < window[1]
+    ]
     if not gpu_activities:
         raise ConfigError(f"GPU {device} has no activity in the window")
     spans = {
@@ -109,7 +111,7 @@ def analyze(
         for type_ in ("kernel", "collective", "copy")
     }
     gap_list = list(_gaps(neighbors, spans, window, HostTimeline(trace.host)))
-    busy_ns = length(within(union(span for each in spans.values() for span in each), window))
+    busy_ns = length(within(union(span for type_spans in spans.values() for span in type_spans), window))
     whole_ns = window[1] - window[0]
     launches, num_graph_kernels = graph_counts(trace, device)
     steps, step_marker = count_steps(gpu_activities, trace.host, window, step)
@@ -118,8 +120,8 @@ def analyze(
         window_us=whole_ns / _NS,
         computing_us=length(within(spans["kernel"], window)) / _NS,
         busy_us=busy_ns / _NS,
-        kernels=sum(each.type != "copy" for each in gpu_activities),
-        streams=len({each.stream for each in gpu_activities}),
+        kernels=sum(activity.type != "copy" for activity in gpu_activities),
+        streams=len({activity.stream for activity in gpu_activities}),
         by_cause=_by_cause(gap_list),
         by_size=_by_size(gap_list),
         pairs=_pairs(gap_list),
@@ -146,23 +148,23 @@ def _window(trace: Trace, options: ProfileOptions) -> Span | None:
     start = first + round((options.from_ms or 0.0) * _NS_PER_MS)
     end = last if options.to_ms is None else first + round(options.to_ms * _NS_PER_MS)
     if start >= end:
-        until = "the last activity at" if options.to_ms is None else "--to-ms"
+        end_note = "the last activity at" if options.to_ms is None else "--to-ms"
         raise ConfigError(
-            f"--from-ms {(start - first) / _NS_PER_MS:g} is not before {until} {(end - first) / _NS_PER_MS:g}"
+            f"--from-ms {(start - first) / _NS_PER_MS:g} is not before {end_note} {(end - first) / _NS_PER_MS:g}"
         )
     return start, end
 
 
 def _gaps(neighbors: _Neighbors, spans: dict[str, list[Span]], window: Span, host: HostTimeline) -> Iterable[Gap]:
     """Yield gaps that together cover all time of the window without computation, without overlap."""
-    other = union([*spans["collective"], *spans["copy"]])
+    collective_or_copy = union([*spans["collective"], *spans["copy"]])
     for gap in gaps(spans["kernel"], window):
         for span in within(spans["collective"], gap):
             yield Gap(*span, "exposed communication", *neighbors.names(gap))
-        for without in gaps(within(spans["collective"], gap), gap):
-            for span in within(spans["copy"], without):
+        for uncovered in gaps(within(spans["collective"], gap), gap):
+            for span in within(spans["copy"], uncovered):
                 yield Gap(*span, "exposed copy", *neighbors.names(gap))
-        for span in gaps(within(other, gap), gap):
+        for span in gaps(within(collective_or_copy, gap), gap):
             after = neighbors.next(span[1])
             cause: Cause = "unknown" if after is None else host.cause(span, after)
             yield Gap(*span, cause, *neighbors.names(span))
@@ -193,7 +195,7 @@ def _budget(activities: Sequence[Activity], gap_list: Sequence[Gap], window: Spa
     for gap in gap_list:
         group = {"exposed copy": COPIES, "exposed communication": COLLECTIVES}.get(gap.cause)
         if group is not None:
-            budget.ran[group] += gap.ns
+            budget.kernel_counts[group] += gap.ns
         else:
             budget.idle_before[group_of(gap.after) if gap.after else AFTER_LAST] += gap.ns
     return budget.rows()

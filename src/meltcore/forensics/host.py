@@ -37,9 +37,9 @@ class HostTimeline:
         if before_launch[1] <= before_launch[0]:
             return "kernel wait"
         active = [event for event in self.active(launch.thread, before_launch) if event is not launch]
-        if _share(active, before_launch, _synchronizes) >= 0.5:
+        if _overlap_fraction(active, before_launch, _synchronizes) >= 0.5:
             return "synchronization"
-        if _share(active, before_launch, _waits) >= 0.5:
+        if _overlap_fraction(active, before_launch, _is_wait) >= 0.5:
             return "no work"
         return "late launch" if active else "untraced host"
 
@@ -73,15 +73,15 @@ def _enclosing(events: Sequence[HostEvent]) -> list[int]:
     return indices
 
 
-def _share(events: Iterable[HostEvent], window: Span, matches: Callable[[HostEvent], bool]) -> float:
+def _overlap_fraction(events: Iterable[HostEvent], window: Span, matches: Callable[[HostEvent], bool]) -> float:
     covered = length(within(union(event.span for event in events if matches(event)), window))
     return covered / (window[1] - window[0])
 
 
 def _synchronizes(event: HostEvent) -> bool:
     name = event.name.lower()
-    return event.is_call and _ASYNCHRONOUS not in name and any(word in name for word in _SYNCHRONIZING)
+    return event.is_call and _ASYNCHRONOUS not in name and any(pattern in name for pattern in _SYNCHRONIZING)
 
 
-def _waits(event: HostEvent) -> bool:
-    return not event.is_call and any(word in event.name.lower() for word in _WAITS)
+def _is_wait(event: HostEvent) -> bool:
+    return not event.is_call and any(pattern in event.name.lower() for pattern in _WAITS)

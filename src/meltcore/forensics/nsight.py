@@ -78,15 +78,17 @@ class _Export:
     def _columns_of(self, table: str) -> set[str]:
         return {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
 
-    def _rows(self, table: str, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
+    def _rows(
+        self, table: str, required_columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a table, if it exists; columns of `optional` that do not exist are None."""
         existing = self._columns.get(table)
         if existing is None:
             return
-        missing = [column for column in needed if column not in existing]
-        if missing:
-            raise ConfigError(f"{table} has no column {', '.join(missing)}: this is not a documented export")
-        columns = [f'"{column}"' if column in existing else "NULL" for column in (*needed, *optional)]
+        missing_columns = [column for column in required_columns if column not in existing]
+        if missing_columns:
+            raise ConfigError(f"{table} has no column {', '.join(missing_columns)}: this is not a documented export")
+        columns = [f'"{column}"' if column in existing else "NULL" for column in (*required_columns, *optional)]
         yield from self._database.execute(" ".join(("SELECT", ", ".join(columns), "FROM", f'"{table}"')))
 
 

@@ -24,17 +24,17 @@ _MISSING = (
 
 
 def find_nsys() -> str:
-    """The path of nsys. Raises ConfigError, in one line, where it is missing."""
-    found = shutil.which("nsys")
-    if found is None:
+    """Return the path of nsys. Raises ConfigError, in one line, where it is missing."""
+    nsys_path = shutil.which("nsys")
+    if nsys_path is None:
         raise ConfigError(_MISSING)
-    return found
+    return nsys_path
 
 
-def nsys_command(nsys: str, command: Sequence[str], folder: Path, *, marked: bool) -> list[str]:
-    """The command line that records `command`, with `folder`/trace as the report.
+def nsys_command(nsys: str, command: Sequence[str], folder: Path, *, has_range: bool) -> list[str]:
+    """Return the command line that records `command`, with `folder`/trace as the report.
 
-    marked: only between cudaProfilerStart and cudaProfilerStop; the command is then ended by SIGTERM.
+    has_range: only between cudaProfilerStart and cudaProfilerStop; the command is then ended by SIGTERM.
     """
     options = [
         "--trace=cuda,nvtx,osrt",
@@ -43,7 +43,7 @@ def nsys_command(nsys: str, command: Sequence[str], folder: Path, *, marked: boo
         "--force-overwrite=true",
         f"--output={folder / _NAME}",
     ]
-    if marked:
+    if has_range:
         options += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop-shutdown", "--kill=sigterm"]
     return [nsys, "profile", *options, *command]
 
@@ -66,26 +66,30 @@ def record(
     """
     nsys = find_nsys()
     log = folder / LOG_FILE
-    line = nsys_command(nsys, command, folder, marked=mark is not None)
+    line = nsys_command(nsys, command, folder, has_range=mark is not None)
     with LoggedProcess(line, log, name="nsys", report=report) as running:
         if mark is not None:
             mark(running)
         in_time = running.ended_within(limit_s)
         status = running.returncode
-    found = folder / f"{_NAME}.nsys-rep"
+    nsys_path = folder / f"{_NAME}.nsys-rep"
     if not in_time:
-        raise ConfigError(f"nsys did not end within {limit_s:g} s and was ended; {_left(folder)}; its output: {log}")
-    if not found.is_file():
-        raise ConfigError(f"nsys ended with {describe_exit(status or 0)}; {_left(folder)}; its output: {log}")
+        raise ConfigError(
+            f"nsys did not end within {limit_s:g} s and was ended; {_missing_report_reason(folder)}; its output: {log}"
+        )
+    if not nsys_path.is_file():
+        raise ConfigError(
+            f"nsys ended with {describe_exit(status or 0)}; {_missing_report_reason(folder)}; its output: {log}"
+        )
     if status and mark is None:
         report(f"the command ended with {describe_exit(status)}; the report covers what it did until then")
     target = folder / f"{_NAME}.sqlite"
-    export(found, target)
+    export(nsys_path, target)
     return target
 
 
-def _left(folder: Path) -> str:
-    """What nsys left instead of a report, and what to do with it."""
+def _missing_report_reason(folder: Path) -> str:
+    """Return what nsys left instead of a report, and what to do with it."""
     raw = folder / f"{_NAME}.qdstrm"
     if not raw.is_file():
         return "it left no report"

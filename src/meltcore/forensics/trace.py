@@ -86,8 +86,8 @@ class Trace:
 @cache
 def group_of(name: str) -> str:
     """Return the group of a kernel, collective or copy by its name."""
-    lower = name.lower()
-    return next((group for group, parts in _NAME_PARTS if any(part in lower for part in parts)), OTHER)
+    lowercase_name = name.lower()
+    return next((group for group, parts in _NAME_PARTS if any(part in lowercase_name for part in parts)), OTHER)
 
 
 def union(spans: Iterable[Span]) -> list[Span]:

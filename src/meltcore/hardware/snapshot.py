@@ -154,8 +154,8 @@ def _node_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
     for field, name in _HOST.items():
         yield from _changed(name, getattr(old.fingerprint, field), getattr(new.fingerprint, field))
     before, now = (
-        {name: version for name, version in one.fingerprint.versions.items() if name not in one.libraries}
-        for one in (old, new)
+        {name: version for name, version in snapshot.fingerprint.versions.items() if name not in snapshot.libraries}
+        for snapshot in (old, new)
     )
     yield from _table_changes(before, now)
 
@@ -193,7 +193,9 @@ def _one_gpu_changes(old: GpuSnapshot, new: GpuSnapshot) -> Iterator[str]:
         restarted = fact_type == "counter" and before is not None and now is not None and now < before
         if fact_type != "reading" and not restarted:
             yield from _changed(f"{new.label} {name}", old.facts.get(key, "absent"), new.facts.get(key, "absent"))
-    links, new_links = ({one.link: (one.state, one.speed_gbps, one.peer) for one in gpu.links} for gpu in (old, new))
+    links, new_links = (
+        {nvlink.link: (nvlink.state, nvlink.speed_gbps, nvlink.peer) for nvlink in gpu.links} for gpu in (old, new)
+    )
     for link in sorted(links.keys() & new_links.keys()):
         yield from _changed(f"{new.label} NVLink {link} (state, GB/s, peer)", links[link], new_links[link])
 

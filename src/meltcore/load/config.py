@@ -88,7 +88,7 @@ class LoadConfig:
     arrivals: ArrivalProcess = option("poisson", "Arrival process of an open loop.", group="Load")
     num_prompts: tuple[int, ...] = option((), "Requests per level: one number for all, or one each.", group="Load")
     num_warmups: int | None = option(
-        None, "Requests before each level that stay out of its results.", group="Load", limits={"least": 0}
+        None, "Requests before each level that stay out of its results.", group="Load", limits={"minimum": 0}
     )
     slo_ms: dict[str, float] = option(
         {},

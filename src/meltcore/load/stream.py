@@ -240,8 +240,8 @@ class StreamedResponse:
             if self._rules.needs_usage:
                 return "no usage", "the server sent no usage although it was asked for; a --tokenizer can count instead"
             record.output_tokens = len(self._event_times)
-        elif (wrong := self._wrong_usage()) is not None:
-            return IMPLAUSIBLE_USAGE, wrong
+        elif (usage_error := self._wrong_usage()) is not None:
+            return IMPLAUSIBLE_USAGE, usage_error
         lacks_text = not self._event_times or (self._is_empty and record.output_tokens > 1)
         if lacks_text and (self._rules.needs_text or not record.output_tokens):
             return (

@@ -134,8 +134,8 @@ def _field_values(records: list[RequestRecord], name: str) -> np.ndarray:
     return np.array([getattr(record, name) for record in records], dtype=np.float64)
 
 
-def _per_second(amount: float, duration_s: float) -> float:
-    return amount / duration_s if duration_s > 0 else 0.0
+def _per_second(count: float, duration_s: float) -> float:
+    return count / duration_s if duration_s > 0 else 0.0
 
 
 def _ratio(numerator: int, denominator: int) -> float | None:

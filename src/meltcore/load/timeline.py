@@ -177,13 +177,13 @@ def timeline(in_flight: InFlight, token_times: TokenTimes, start_s: float, end_s
 
 
 def bucket_means(
-    times_s: np.ndarray, amounts: np.ndarray, counts: np.ndarray, start_s: float, end_s: float
+    times_s: np.ndarray, token_counts: np.ndarray, counts: np.ndarray, start_s: float, end_s: float
 ) -> list[float | None]:
-    """Return the sum of `amounts` divided by the sum of `counts`, per bucket of `timeline`; None for a count of 0."""
+    """Return the sum of `token_counts` divided by the sum of `counts` per bucket of `timeline`, None for 0."""
     edges = _bucket_edges(start_s, end_s)
-    sums, _ = np.histogram(times_s, bins=edges, weights=amounts)
+    sums, _ = np.histogram(times_s, bins=edges, weights=token_counts)
     totals, _ = np.histogram(times_s, bins=edges, weights=counts)
-    return [float(amount / total) if total > 0 else None for amount, total in zip(sums, totals, strict=True)]
+    return [float(token_count / total) if total > 0 else None for token_count, total in zip(sums, totals, strict=True)]
 
 
 def _bucket_edges(start_s: float, end_s: float) -> np.ndarray:

@@ -96,7 +96,7 @@ def conflicting_snapshots(documents: Sequence[Document]) -> tuple[Snapshot, Snap
 
 def make_card(
     documents: Sequence[Document],
-    older: Sequence[Document] = (),
+    older_documents: Sequence[Document] = (),
     *,
     changed_facts: Sequence[str] = (),
     required: Sequence[EvidenceType] = REQUIRED,
@@ -113,20 +113,20 @@ def make_card(
             f"these are not of one machine: {'; '.join(machine_mismatches)}. --force joins them all the same"
         )
     evidence = [evidence_of(document, changed_facts if document.type == "snapshot" else ()) for document in documents]
-    missing = [type_name for type_name in required if all(item.type != type_name for item in evidence)]
-    verdict = _overall_verdict(evidence, missing, machine_mismatches)
+    missing_types = [type_name for type_name in required if all(item.type != type_name for item in evidence)]
+    verdict = _overall_verdict(evidence, missing_types, machine_mismatches)
     contents = [document.content for document in documents]
     tunings = [content for content in contents if isinstance(content, Tuning)]
     comparisons = [content for content in contents if isinstance(content, ComparisonResult)]
     return Card(
         verdict=verdict,
-        reason=_reason(verdict, evidence, required, missing, machine_mismatches),
+        reason=_reason(verdict, evidence, required, missing_types, machine_mismatches),
         taken=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=_machine_name(documents),
         evidence=evidence,
-        missing=missing,
+        missing=missing_types,
         required=list(required),
-        superseded=[f"{document.type} of {document.source}" for document in older],
+        superseded=[f"{document.type} of {document.source}" for document in older_documents],
         doubts=machine_mismatches,
         stories=build_stories(tunings, comparisons),
         snapshot=next((content for content in contents if isinstance(content, Snapshot)), None),
@@ -140,7 +140,7 @@ def make_card(
 
 
 def _overall_verdict(
-    evidence: Sequence[Evidence], missing: Sequence[EvidenceType], machine_mismatches: Sequence[str]
+    evidence: Sequence[Evidence], missing_types: Sequence[EvidenceType], machine_mismatches: Sequence[str]
 ) -> CardVerdict:
     """Returns the worst verdict of the evidence, in the order FAIL, UNKNOWN, INCOMPLETE, WARN, PASS.
 
@@ -151,7 +151,7 @@ def _overall_verdict(
         return "FAIL"
     if machine_mismatches or verdict not in ("WARN", "PASS"):
         return "UNKNOWN"
-    return "INCOMPLETE" if missing else "WARN" if verdict == "WARN" else "PASS"
+    return "INCOMPLETE" if missing_types else "WARN" if verdict == "WARN" else "PASS"
 
 
 def _find_machine_mismatches(documents: Sequence[Document]) -> list[str]:
@@ -205,12 +205,12 @@ def _reason(
     verdict: CardVerdict,
     evidence: Sequence[Evidence],
     required: Sequence[EvidenceType],
-    missing: Sequence[EvidenceType],
+    missing_types: Sequence[EvidenceType],
     machine_mismatches: Sequence[str],
 ) -> str:
     """Returns a sentence with the documents that decided the verdict and the missing required evidence."""
-    evidence_count = f"{len(required) - len(missing)} of {len(required)} required types of evidence"
-    missing_note = f" Missing: {', '.join(missing)}." if missing else ""
+    evidence_count = f"{len(required) - len(missing_types)} of {len(required)} required types of evidence"
+    missing_note = f" Missing: {', '.join(missing_types)}." if missing_types else ""
     if verdict == "PASS":
         return f"Nothing speaks against this node in {evidence_count}."
     if verdict == "INCOMPLETE":
@@ -244,7 +244,7 @@ def card_page(card: Card) -> Page:
             _STORY_STYLES[story.state],
             story.change,
             items=[line for line in (story.tuned, story.compared) if line],
-            small=f"On {story.workload}" if story.workload else "",
+            small_print=f"On {story.workload}" if story.workload else "",
             tag=story.state,
         )
         for story in card.stories
@@ -284,7 +284,9 @@ def _summary_cell(item: Evidence) -> Cell:
     num_hidden = len(item.reasons) - _MAX_REASONS
     reasons = [*item.reasons[:_MAX_REASONS], *([f"and {num_hidden} more"] if num_hidden > 0 else [])]
     return Cell(
-        item.summary, items=reasons, small=" · ".join([item.source, *([format_time(item.taken)] if item.taken else [])])
+        item.summary,
+        items=reasons,
+        small_print=" · ".join([item.source, *([format_time(item.taken)] if item.taken else [])]),
     )
 
 
@@ -316,7 +318,7 @@ def _perf_story_sections(card: Card) -> list[Section]:
 def _certificate_sections(card: Card) -> list[Section]:
     if card.certificate is None:
         return []
-    figures = Figures(certificate_charts(card.certificate), wide=True)
+    figures = Figures(certificate_charts(card.certificate), is_full_width=True)
     return [Section("Certificate", [Tiles(certificate_tiles(card.certificate)), figures], console=False)]
 
 

@@ -90,7 +90,7 @@ def certificate_page(certificate: Certificate, folder: Path | None = None) -> Pa
             VERDICT_STYLES[finding.verdict],
             f"{finding.subject} · {finding.code}",
             text=finding.message,
-            small=f"What to do: {finding.action}",
+            small_print=f"What to do: {finding.action}",
             tag=finding.verdict,
             aside=finding.check,
         )
@@ -116,7 +116,7 @@ def certificate_page(certificate: Certificate, folder: Path | None = None) -> Pa
         sections=[
             Section("What was found" if findings else "", findings or [Box(style, text=no_fault_text, console=False)]),
             Section(blocks=[Tiles(certificate_tiles(certificate))]),
-            Section(blocks=[Figures(certificate_charts(certificate), wide=True)], console=False),
+            Section(blocks=[Figures(certificate_charts(certificate), is_full_width=True)], console=False),
             Section(blocks=[unverified_box] if unverified_box.items else []),
             Section("Every measurement", [_ROW_NOTE, *map(_check_details, certificate.checks)], console=False),
             *([Section("Conditions", condition_tables, console=False)] if condition_tables else []),

@@ -85,7 +85,7 @@ def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
         elif isinstance(block, Figures):
             yield from block.figures
         elif isinstance(block, Section):
-            yield from _figures([*block.blocks, *block.beside])
+            yield from _figures([*block.blocks, *block.column_sections])
         elif isinstance(block, Details):
             yield from _figures(block.blocks)
 

@@ -106,8 +106,8 @@ def _bar(
     shades = [_face(near_face, "shade"), _face(side, "shade dark")]
     formatted = format_number(value)
     x, y = projection(column + 0.5, row + 0.5, value)
-    fits = len(formatted) * _DIGIT_WIDTH < 2 * projection.step * (far_edge - near_edge)
-    value_label = [text((x, y + 4), formatted, "bar-value")] if fits else []
+    label_fits = len(formatted) * _DIGIT_WIDTH < 2 * projection.step * (far_edge - near_edge)
+    value_label = [text((x, y + 4), formatted, "bar-value")] if label_fits else []
     tooltip = element("title", f"{tooltip_start}{formatted} {unit}")
     return [element("g", tooltip, *faces, *shades), *value_label]
 

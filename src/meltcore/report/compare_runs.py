@@ -80,8 +80,8 @@ def compare_runs(first: RunResult, second: RunResult, *, force: bool = False) ->
     if not level_pairs:
         raise ConfigError("these runs have no level in common")
     rows = [
-        MetricRatio(format_load(level), metric.name, metric.value(level), metric.value(other), metric.better)
-        for level, other in level_pairs
+        MetricRatio(format_load(level), metric.name, metric.value(level), metric.value(second_level), metric.better)
+        for level, second_level in level_pairs
         for metric in METRICS
     ]
     return rows + _weighted_ratios(first, second)
@@ -154,11 +154,14 @@ def comparability_notes(first: RunResult, second: RunResult) -> list[str]:
         reasons.append(f"the weights differ: {weights[0]} against {weights[1]}")
     second_levels = {level_key(level): level for level in second.levels}
     for level in first.levels:
-        other = second_levels.get(level_key(level))
-        if other is not None and (level.workload, level.requests) != (other.workload, other.requests):
+        second_level = second_levels.get(level_key(level))
+        if second_level is not None and (level.workload, level.requests) != (
+            second_level.workload,
+            second_level.requests,
+        ):
             reasons.append(
                 f"{format_load(level)} differs: {level.requests:,} of {level.workload or 'no named workload'} "
-                f"against {other.requests:,} of {other.workload or 'no named workload'}"
+                f"against {second_level.requests:,} of {second_level.workload or 'no named workload'}"
             )
     return reasons
 

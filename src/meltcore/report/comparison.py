@@ -63,7 +63,7 @@ def comparison_page(comparison: ComparisonResult) -> Page:
     ]
     rows = [
         Row(
-            [Cell(row.load, narrow=row.load.removeprefix("concurrency ")), row.metric, *_metric_cells(row)],
+            [Cell(row.load, console_text=row.load.removeprefix("concurrency ")), row.metric, *_metric_cells(row)],
             _is_primary(comparison, row),
             next_row is None or next_row.load != row.load,
         )
@@ -85,8 +85,13 @@ def comparison_page(comparison: ComparisonResult) -> Page:
             [Facts([(name, command or "no command kept") for name, command in commands], console=True)],
         ),
         Section("Each start", [chart, Text(starts_line(comparison), "small")]),
-        Section("All metrics", [Table(columns, rows, dense=True), Text(note, "small", console=False)]),
-        Section(beside=[Section("Read with care", [Box(items=comparison.cautions)]), Section("Rules", [Facts(facts)])]),
+        Section("All metrics", [Table(columns, rows, is_compact=True), Text(note, "small", console=False)]),
+        Section(
+            column_sections=[
+                Section("Read with care", [Box(items=comparison.cautions)]),
+                Section("Rules", [Facts(facts)]),
+            ]
+        ),
         machine_section(comparison.fingerprint),
     ]
     return Page(
@@ -95,7 +100,7 @@ def comparison_page(comparison: ComparisonResult) -> Page:
         subtitle=f"{comparison.old_name} against {comparison.new_name} · {primary.name}",
         badge=comparison.verdict,
         style=style,
-        sections=[section for section in sections if section.blocks or section.beside],
+        sections=[section for section in sections if section.blocks or section.column_sections],
         footer=f"meltcore compare · the same numbers stand in {COMPARISON_FILE}",
         conclusion=comparison_headline(comparison),
     )
@@ -138,14 +143,13 @@ def comparison_headline(comparison: ComparisonResult) -> str:
 def starts_line(comparison: ComparisonResult) -> str:
     """Returns the number and order of the starts, the result of A against A, and A's noise, as one line."""
     num_starts = f"{len(comparison.primary.old_values)} and {len(comparison.primary.new_values)} fresh starts"
-    design = (
+    design_text = (
         f"{num_starts}, in the order {comparison.order}" if comparison.interleaved else f"{num_starts}, not interleaved"
     )
     if comparison.control is not None:
-        design += f"; A against A: {format_change(comparison.control.change)}"
-    return (
-        f"{design}; A's own noise: {NOT_MEASURED if comparison.noise is None else f'{100 * comparison.noise:.1f} %'}."
-    )
+        design_text += f"; A against A: {format_change(comparison.control.change)}"
+    noise = NOT_MEASURED if comparison.noise is None else f"{100 * comparison.noise:.1f} %"
+    return f"{design_text}; A's own noise: {noise}."
 
 
 def starts_chart(comparison: ComparisonResult) -> Markup:

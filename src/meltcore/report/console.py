@@ -54,7 +54,7 @@ def print_blocks(blocks: Sequence[Block], console: Console) -> None:
         if isinstance(block, Section):
             if block.tag:
                 console.print(f"{escape(block.title)}: [{STYLE_COLORS[block.style]}]{block.tag}[/]", highlight=False)
-            print_blocks([*block.blocks, *block.beside], console)
+            print_blocks([*block.blocks, *block.column_sections], console)
         elif isinstance(block, Table):
             print_table(block, console)
         elif isinstance(block, Text):
@@ -68,8 +68,8 @@ def print_blocks(blocks: Sequence[Block], console: Console) -> None:
             for style, status, name, detail in block.checks:
                 console.print(f"[{STYLE_COLORS[style]}]{status}[/]  {escape(name)}: {escape(detail)}", highlight=False)
         elif isinstance(block, Tiles):
-            for label, value, small in block.tiles:
-                console.print(f"{label}: {value} ({small})", markup=False, highlight=False)
+            for label, value, small_print in block.tiles:
+                console.print(f"{label}: {value} ({small_print})", markup=False, highlight=False)
         elif isinstance(block, Details):
             print_blocks(block.blocks, console)
         else:
@@ -95,9 +95,9 @@ def print_table(table: Table, console: Console) -> None:
         )
     for row in table.rows:
         cells = [_cell_markup(row.cells[i], column_is_text=table.columns[i].align == "text") for i in column_indices]
-        rich_table.add_row(*cells, style="bold" if row.strong else None, end_section=row.ends_group)
+        rich_table.add_row(*cells, style="bold" if row.is_emphasized else None, end_section=row.ends_group)
     console.print(rich_table)
-    if any(isinstance(cell, Cell) and cell.narrow == TOO_FEW_MARK for row in table.rows for cell in row.cells):
+    if any(isinstance(cell, Cell) and cell.console_text == TOO_FEW_MARK for row in table.rows for cell in row.cells):
         console.print(f"{TOO_FEW_MARK}: too few requests for that percentile", style="dim")
     if table.note:
         console.print(table.note, style="dim", markup=False, highlight=False)
@@ -106,12 +106,12 @@ def print_table(table: Table, console: Console) -> None:
 def _cell_markup(cell: str | Cell, *, column_is_text: bool) -> str:
     if isinstance(cell, str):
         return escape(cell)
-    text = escape(cell.narrow or cell.text)
+    text = escape(cell.console_text or cell.text)
     if cell.style:
         text = f"[{STYLE_COLORS[cell.style]}]{text}[/]"
     lines = [text, *(f"- {escape(item)}" for item in cell.items)]
-    if cell.small and column_is_text:
-        lines.append(f"[dim]{escape(cell.small)}[/]")
+    if cell.small_print and column_is_text:
+        lines.append(f"[dim]{escape(cell.small_print)}[/]")
     return "\n".join(lines)
 
 
@@ -125,5 +125,5 @@ def _print_box(box: Box, console: Console) -> None:
         console.print(text, markup=False, highlight=False)
     for item in box.items:
         console.print(f"  {item}", markup=False, highlight=False)
-    if box.small:
-        console.print(f"  {box.small}", markup=False, highlight=False)
+    if box.small_print:
+        console.print(f"  {box.small_print}", markup=False, highlight=False)

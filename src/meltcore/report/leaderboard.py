@@ -182,6 +182,7 @@ def leaderboard_page(entries: Sequence[NamedScore], reasons: Sequence[str], note
         Column("Health", console="health"),
         *(numeric_columns("Workload", "Engine", "Precision", "Weights", console=None) if is_forced else []),
     ]
+    rows = [_row(entry, entries[0], is_forced) for entry in entries]
     return Page(
         title=f"meltcore leaderboard – {len(entries)} result{'s' * (len(entries) != 1)}",
         name="leaderboard",
@@ -193,8 +194,8 @@ def leaderboard_page(entries: Sequence[NamedScore], reasons: Sequence[str], note
                 blocks=[*([Box("bad", FORCED_WARNING, items=reasons)] if is_forced else []),
                         *([Box("unsure", "Read with care", items=notes)] if notes else [])]
             ),
-            Section(blocks=[Figures([figure for figure in charts if figure is not None], wide=True)]),
-            Section("Results", [Table(columns, [_row(entry, entries[0], is_forced) for entry in entries], dense=True)]),
+            Section(blocks=[Figures([figure for figure in charts if figure is not None], is_full_width=True)]),
+            Section("Results", [Table(columns, rows, is_compact=True)]),
             Section(blocks=[Text(note, "small")], console=False),
         ],
         footer="drawn by meltcore leaderboard from result.json files on this machine · nothing was uploaded",
@@ -245,9 +246,9 @@ def _row(entry: NamedScore, best: NamedScore, is_forced: bool) -> Row:
     sustained, rate = first_device.sustained, score.output_tokens_per_s or 0.0
     assert sustained is not None, "a result with a score has a sustained run"
     cells: list[str | Cell] = [
-        Cell(entry.hardware, small=entry.name + _REFERENCE_SUFFIX * entry.is_reference),
+        Cell(entry.hardware, small_print=entry.name + _REFERENCE_SUFFIX * entry.is_reference),
         format_number(rate),
-        Cell("", narrow="█" * max(1, round(_MAX_BAR_CHARS * rate / (best.score.output_tokens_per_s or 1.0)))),
+        Cell("", console_text="█" * max(1, round(_MAX_BAR_CHARS * rate / (best.score.output_tokens_per_s or 1.0)))),
         format_number(rate / len(score.devices)),
         format_number(score.tokens_per_joule),
         format_number(sustained.power_w),

@@ -22,17 +22,17 @@ TOO_FEW_MARK = "n<"  # a percentile that its sample is too small for, where a ta
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table. `tag` shows the text as a tag; `items` and the fainter `small` text are below the text.
+    """One cell of a table. `tag` shows the text as a tag; `items` and the faint `small_print` are below the text.
 
-    `narrow` replaces the text on the console; `title` is the tooltip.
+    `console_text` replaces the text on the console; `title` is the tooltip.
     """
 
     text: str
     style: Style = ""
     tag: bool = False
     items: Sequence[str] = ()
-    small: str = ""
-    narrow: str = ""
+    small_print: str = ""
+    console_text: str = ""
     title: str = ""
 
 
@@ -54,11 +54,11 @@ class Column:
 class Row:
     """A row of a table, with its cells in the order of the columns.
 
-    `strong` rows are shaded and bold; `ends_group` draws a line below the row on the console.
+    Emphasized rows are shaded and bold; `ends_group` draws a line below the row on the console.
     """
 
     cells: Sequence[str | Cell]
-    strong: bool = False
+    is_emphasized: bool = False
     ends_group: bool = False
 
 
@@ -71,12 +71,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Table(Block):
-    """A table of cells with a `note` below; `dense` means small print, for many columns."""
+    """A table of cells with a `note` below. A compact table has small print, for many columns."""
 
     columns: Sequence[Column]
     rows: Sequence[Row]
     note: str = ""
-    dense: bool = False
+    is_compact: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Box(Block):
     lead: str = ""
     text: str = ""
     items: Sequence[str] = ()
-    small: str = ""
+    small_print: str = ""
     tag: str = ""
     aside: str = ""
 
@@ -129,10 +129,10 @@ class Figure(Block):
 
 @dataclass(frozen=True)
 class Figures(Block):
-    """Several figures in a grid; `wide` gives each figure the whole width."""
+    """Several figures in a grid; `is_full_width` gives each figure the whole width."""
 
     figures: Sequence[Figure]
-    wide: bool = False
+    is_full_width: bool = False
     console: bool = field(default=False, kw_only=True)
 
 
@@ -172,14 +172,14 @@ class Details(Block):
 class Section(Block):
     """A title, optionally with a tag, and the blocks below.
 
-    `beside` holds sections that are shown in two columns where there is room.
+    `column_sections` are shown in two columns where the page is wide enough.
     """
 
     title: str = ""
     blocks: Sequence[Block] = ()
     tag: str = ""
     style: Style = ""
-    beside: Sequence[Section] = ()
+    column_sections: Sequence[Section] = ()
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,9 @@ def numeric_columns(*heads: str, group: str = "", console: str | None = "") -> l
 def percentile_cell(distribution: Distribution, name: str) -> Cell:
     """Returns the cell of a percentile, or a faint "n too small" where there are too few samples."""
     formatted = format_percentile(distribution, name)
-    return Cell(formatted, "faint" if formatted == TOO_SMALL else "", narrow=TOO_FEW_MARK * (formatted == TOO_SMALL))
+    return Cell(
+        formatted, "faint" if formatted == TOO_SMALL else "", console_text=TOO_FEW_MARK * (formatted == TOO_SMALL)
+    )
 
 
 def signed_percent(fraction: float | None) -> str:

@@ -184,7 +184,7 @@ def _summary_line(report: GapReport) -> str:
 def _gap_table(title: str, gap_totals: Sequence[GapTotal], report: GapReport) -> Table:
     rows = [
         Row([
-            Cell(gap_total.name, small=CAUSES.get(gap_total.name, "")),  # type: ignore[call-overload]
+            Cell(gap_total.name, small_print=CAUSES.get(gap_total.name, "")),  # type: ignore[call-overload]
             f"{gap_total.count:,}",
             f"{gap_total.total_us / 1000:,.3f}",
             format_percent(gap_total.total_us / report.window_us),
@@ -199,6 +199,6 @@ def _kernel_cell(name: str) -> Cell:
     short_name = _ARGUMENTS.sub("", name.removeprefix("void "))
     return Cell(
         short_name,
-        narrow=short_name if len(short_name) <= _MAX_NAME_CHARS else f"{short_name[: _MAX_NAME_CHARS - 1]}…",
+        console_text=short_name if len(short_name) <= _MAX_NAME_CHARS else f"{short_name[: _MAX_NAME_CHARS - 1]}…",
         title=name,
     )

@@ -67,7 +67,7 @@ def run_page(result: RunResult) -> Page:
             for title, checks in (("Gates", result.gates), ("API checks", result.checks))
             if checks
         ),
-        Section(beside=[machine_section(result.fingerprint), _settings_section(result)]),
+        Section(column_sections=[machine_section(result.fingerprint), _settings_section(result)]),
         Section("What the words mean", [Facts(_definition_facts())]),
     ]  # fmt: skip
     return Page(
@@ -76,7 +76,7 @@ def run_page(result: RunResult) -> Page:
         subtitle=" · ".join(map(str, subtitle)),
         badge=result.verdict,
         style="good" if result.verdict == "OK" else "bad",
-        sections=[section for section in sections if section.blocks or section.beside],
+        sections=[section for section in sections if section.blocks or section.column_sections],
         footer=f"meltcore {result.fingerprint.versions['meltcore']} · result schema {result.schema_version} · "
         "the same numbers stand in result.json",
     )
@@ -164,7 +164,9 @@ def levels_table(levels: Sequence[LevelResult]) -> Table:
         ]
         cells: list[str | Cell] = [
             Cell(
-                format_load(level), small=(level.workload or "not named") if has_several_workloads else "", narrow=load
+                format_load(level),
+                small_print=(level.workload or "not named") if has_several_workloads else "",
+                console_text=load,
             ),
             f"{level.requests:,}",
             f"{level.succeeded:,}",
@@ -178,7 +180,7 @@ def levels_table(levels: Sequence[LevelResult]) -> Table:
             _verdict_cell(level),
         ]
         rows.append(Row(cells))
-    return Table(columns, rows, dense=True)
+    return Table(columns, rows, is_compact=True)
 
 
 def throughput_table(levels: Sequence[LevelResult]) -> Table:
@@ -280,7 +282,7 @@ def _weighted_section(result: RunResult) -> Section:
             )
         )
     groups = [numeric_columns("tok/s", "weighted", group=group) for group in ("Prompts and answers", "Answers alone")]
-    table = Table([*numeric_columns("Load", "weight"), *groups[0], *groups[1]], rows, dense=True)
+    table = Table([*numeric_columns("Load", "weight"), *groups[0], *groups[1]], rows, is_compact=True)
     return Section(title, [*([Text(line, "lead")] if line else []), table])
 
 
@@ -426,8 +428,8 @@ def _level_facts(level: LevelResult) -> list[tuple[str, str]]:
         busiest_note = f" in the busiest of {level.client.processes} processes" * (level.client.processes > 1)
         lag_note = f"event loop late by {format_number(level.client.loop_lag_p99_ms)} ms at p99"
         client_text = f"{format_percent(level.client.cpu_utilization)} of one core{busiest_note}, {lag_note}"
-        known = level.client.cpu_utilization is not None or level.client.loop_lag_p99_ms is not None
-        facts.append(("Load generator", client_text if known else "not measured: the level was too short"))
+        is_client_measured = level.client.cpu_utilization is not None or level.client.loop_lag_p99_ms is not None
+        facts.append(("Load generator", client_text if is_client_measured else "not measured: the level was too short"))
     if level.checks is not None:
         checks = level.checks
         token_counts = (

@@ -111,8 +111,8 @@ def score_page(result: ScoredRun) -> Page:
     else:
         badge, style = score.health, HEALTH_STYLES[score.health]
     not_comparable = Box("unsure", "NOT COMPARABLE: this number ranks with no other", items=score.not_comparable)
-    distrust = Box("bad", "Reasons to distrust this run", items=result.reasons)
-    warnings: list[Block] = [box for box in (not_comparable, distrust) if box.items]
+    reasons_box = Box("bad", "Reasons to distrust this run", items=result.reasons)
+    warnings: list[Block] = [box for box in (not_comparable, reasons_box) if box.items]
     figures = score_charts(score.devices)
     return Page(
         title=f"{rate_text}{' tok/s' * (rate_text != 'no score')} – {gpu_names} – {score.workload}",
@@ -130,7 +130,10 @@ def score_page(result: ScoredRun) -> Page:
             *([Section("The ladder", [Figures(figures)])] if figures else []),
             *map(_device_section, score.devices),
             Section(
-                beside=[machine_section(result.fingerprint), Section("What was run", [Facts(_setting_facts(score))])]
+                column_sections=[
+                    machine_section(result.fingerprint),
+                    Section("What was run", [Facts(_setting_facts(score))]),
+                ]
             ),
             Section("What the words mean", [Facts(_definition_facts())]),
         ],
@@ -352,17 +355,17 @@ def _levels_table(device: GpuScore) -> Table:
         latencies = (level.ttft_ms, level.itl_ms, level.e2e_ms)
         ramp_note = "sustained" if is_sustained else "ramp cut" if level.ramp_cut else " "
         cells: list[str | Cell] = [
-            Cell(f"{level.concurrency:,}{' sustained' * is_sustained}", narrow=f"{level.concurrency:,}"),
+            Cell(f"{level.concurrency:,}{' sustained' * is_sustained}", console_text=f"{level.concurrency:,}"),
             *map(format_number, rates),
             *(percentile_cell(distribution, name) for distribution in latencies for name in ("p50", "p99")),
             format_number(level.power_w),
             format_number(level.tokens_per_joule),
-            Cell(format_number(level.ramp_s) + " cut" * level.ramp_cut, narrow=ramp_note),
+            Cell(format_number(level.ramp_s) + " cut" * level.ramp_cut, console_text=ramp_note),
             format_number(level.window_s),
-            Cell(f"{level.finished:,}", small=f"{level.waiting:,} without a token" * bool(level.waiting)),
+            Cell(f"{level.finished:,}", small_print=f"{level.waiting:,} without a token" * bool(level.waiting)),
         ]
-        rows.append(Row(cells, strong=is_sustained, ends_group=level is levels[-1]))
-    return Table(columns, rows, dense=True)
+        rows.append(Row(cells, is_emphasized=is_sustained, ends_group=level is levels[-1]))
+    return Table(columns, rows, is_compact=True)
 
 
 def _utilization_table(device: GpuScore) -> list[Table]:
@@ -374,15 +377,15 @@ def _utilization_table(device: GpuScore) -> list[Table]:
     ]
     rows = []
     for level in [*device.levels, *([] if device.sustained is None else [device.sustained])]:
-        means = [device.mean_utilization(level, key) for key, *_ in _UTILIZATION_LINES]
-        if any(mean is not None for mean in means):
+        mean_values = [device.mean_utilization(level, key) for key, *_ in _UTILIZATION_LINES]
+        if any(mean is not None for mean in mean_values):
             name = f"{level.concurrency:,}{' sustained' * (level is device.sustained)}"
             cells: list[str | Cell] = [
-                Cell(name, narrow=f"{level.concurrency:,}"),
+                Cell(name, console_text=f"{level.concurrency:,}"),
                 format_number(level.output_tokens_per_s),
             ]
-            rows.append(Row([*cells, *map(format_number, means)], strong=level is device.sustained))
-    return [Table(columns, rows, note=_UTILIZATION_NOTE, dense=True)] if rows else []
+            rows.append(Row([*cells, *map(format_number, mean_values)], is_emphasized=level is device.sustained))
+    return [Table(columns, rows, note=_UTILIZATION_NOTE, is_compact=True)] if rows else []
 
 
 def _is_saturated(device: GpuScore) -> bool:
@@ -493,4 +496,4 @@ def _definition_facts() -> list[tuple[str, str]]:
 
 def _format_p50(distribution: Distribution) -> str:
     cell = percentile_cell(distribution, "p50")
-    return cell.narrow or cell.text
+    return cell.console_text or cell.text

@@ -43,7 +43,7 @@ def sweep_page(result: ScoredRun) -> Page:
     gpu_names = formatting.format_counts([device.name for device in score.devices])
     max_rate = max((level.output_tokens_per_s for device in score.devices for level in device.sweep), default=None)
     style: Style = "plain" if result.verdict == "OK" else "bad"
-    distrust = [Box("bad", "Reasons to distrust this run", items=result.reasons)] if result.reasons else []
+    reason_boxes = [Box("bad", "Reasons to distrust this run", items=result.reasons)] if result.reasons else []
     details = [score.workload, score.model, score.dtype, f"{score.weights} weights", f"engine {score.engine}"]
     conclusion = (
         "no cell was measured" if max_rate is None else f"up to {format_number(max_rate)} output tokens/s in a cell"
@@ -56,10 +56,10 @@ def sweep_page(result: ScoredRun) -> Page:
         style=style,
         conclusion=f"{conclusion}  ({', '.join(details)})",
         sections=[
-            Section(blocks=[*distrust, *notes_box(result.notes), Text(" · ".join(details), "small")]),
+            Section(blocks=[*reason_boxes, *notes_box(result.notes), Text(" · ".join(details), "small")]),
             *(_device_section(device, grid) for device in score.devices),
             Section(
-                beside=[
+                column_sections=[
                     machine_section(result.fingerprint),
                     Section("What was run", [Facts(_setting_facts(score.devices[0], grid))]),
                 ]
@@ -169,7 +169,7 @@ def _cell_table(levels: Sequence[ScoreLevel]) -> Table:
         for level in levels
     ]
     note = "Cut: half of a cell's time passed before its ramp was over; a longer --duration leaves the ramp out."
-    return Table(columns, rows, note=note * any(level.ramp_cut for level in levels), dense=True)
+    return Table(columns, rows, note=note * any(level.ramp_cut for level in levels), is_compact=True)
 
 
 def _setting_facts(device: GpuScore, grid: SweepGrid) -> list[tuple[str, str]]:

@@ -57,13 +57,15 @@ def tuning_page(tuning: Tuning) -> Page:
         Section("Every start", [points_table(tuning), *([failures] if failures.items else [])]),
         Section("Found and computed", [facts] if facts.rows else []),
         Section(blocks=notes_box(tuning.notes)),
-        Section(beside=[machine_section(tuning.fingerprint), *([Section("Load", [Facts(load)])] if load else [])]),
+        Section(
+            column_sections=[machine_section(tuning.fingerprint), *([Section("Load", [Facts(load)])] if load else [])]
+        ),
     ]
     return Page(
         title=f"meltcore tune {tuning.kind}",
         name=f"tune {tuning.kind}",
         subtitle=f"{format_time(tuning.taken)} · {tuning.command}",
-        sections=[section for section in sections if section.blocks or section.beside],
+        sections=[section for section in sections if section.blocks or section.column_sections],
         footer=f"meltcore tune · the same numbers stand in {TUNING_FILE}",
         conclusion=tuning.finding,
     )
@@ -87,13 +89,13 @@ def points_table(tuning: Tuning) -> Table:
         mark = "knee" if index == tuning.knee else "best" if index == tuning.best else failure
         style: Style = "good" if mark in ("knee", "best") else "bad" if mark else ""
         cells: list[str | Cell] = [point.label, *(format_value(point) for _, _, format_value in columns)]
-        rows.append(Row([*cells, Cell(mark, style, tag=bool(mark))], strong=mark == "knee"))
+        rows.append(Row([*cells, Cell(mark, style, tag=bool(mark))], is_emphasized=mark == "knee"))
     all_columns = [
         Column("setting"),
         *(Column(name.replace("\n", " "), console=name) for name, _, _ in columns),
         Column(" "),
     ]
-    return Table(all_columns, rows, dense=True)
+    return Table(all_columns, rows, is_compact=True)
 
 
 def tuning_figure(tuning: Tuning) -> Figure | None:

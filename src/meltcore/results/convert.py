@@ -259,8 +259,10 @@ def _convert(value: Any, path: str, table: Renames) -> Any:
 
 def _child_path(path: str, key: str, table: Renames) -> str:
     """Returns the path of `key` below `path`, or the path with "*" if the table has a wildcard there."""
-    exact, wildcard = (f"{path}.{step}" if path else step for step in (key, "*"))
+    exact_path, wildcard_path = (f"{path}.{step}" if path else step for step in (key, "*"))
     paths = (*table.keys, *table.values, *table.parts)
     return (
-        wildcard if any(candidate == wildcard or candidate.startswith(f"{wildcard}.") for candidate in paths) else exact
+        wildcard_path
+        if any(candidate == wildcard_path or candidate.startswith(f"{wildcard_path}.") for candidate in paths)
+        else exact_path
     )

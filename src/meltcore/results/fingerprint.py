@@ -61,21 +61,21 @@ def clean_arguments(arguments: Sequence[str]) -> list[str]:
     The value of a secret option or of a NAME_OF_KEY=value becomes "***"; an absolute path becomes its last name. A
     command line in one argument stays one argument, its words cleaned in place.
     """
-    cleaned: list[str] = []
+    clean: list[str] = []
     hide_next = False
     for argument in arguments:
-        cleaned.append("***" if hide_next else _clean_argument(argument))
+        clean.append("***" if hide_next else _clean_argument(argument))
         hide_next = not hide_next and bool(_SECRET_OPTION.fullmatch(argument))
-    return cleaned
+    return clean
 
 
 def _clean_argument(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    if equals and _OPTION.fullmatch(name):
+    name, separator, value = argument.partition("=")
+    if separator and _OPTION.fullmatch(name):
         return f"{name}=***" if _SECRET_OPTION.fullmatch(name) else f"{name}={_clean_argument(value)}"
     # A path or a secret may contain spaces: an argument that starts with one is a command line only with an option.
     if not _LATER_OPTION.search(argument):
-        if equals and _SECRET_NAME.fullmatch(name):
+        if separator and _SECRET_NAME.fullmatch(name):
             return f"{name}=***"
         argument = f".../{Path(argument).name}" if _ABSOLUTE_PATH.match(argument) else argument
         argument = _URL_LOGIN.sub("//***@", argument)
@@ -85,23 +85,23 @@ def _clean_argument(argument: str) -> str:
 def _clean_line(line: str) -> str:
     """Returns a command line with each word cleaned; unchanged words keep their quotes and spacing."""
     matches = list(_WORD.finditer(line))
-    words = [_unquote(word_match[0]) for word_match in matches]
+    arguments = [_unquote(word_match[0]) for word_match in matches]
     parts, end = [], 0
-    for match, word, cleaned in zip(matches, words, clean_arguments(words), strict=True):
-        parts += [line[end : match.start()], match[0] if cleaned == word else _quote(cleaned)]
+    for match, argument, clean in zip(matches, arguments, clean_arguments(arguments), strict=True):
+        parts += [line[end : match.start()], match[0] if clean == argument else _quote(clean)]
         end = match.end()
     return "".join([*parts, line[end:]])
 
 
-def _unquote(word: str) -> str:
+def _unquote(argument: str) -> str:
     try:
-        return "".join(shlex.split(word))
+        return "".join(shlex.split(argument))
     except ValueError:  # an unmatched quote
-        return _QUOTES.sub("", word)
+        return _QUOTES.sub("", argument)
 
 
-def _quote(word: str) -> str:
-    return shlex.quote(word) if _SPACE.search(word) or _QUOTES.search(word) else word
+def _quote(argument: str) -> str:
+    return shlex.quote(argument) if _SPACE.search(argument) or _QUOTES.search(argument) else argument
 
 
 def _is_json(text: str) -> bool:

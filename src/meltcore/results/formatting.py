@@ -22,11 +22,17 @@ NOT_MEASURED = "–"
 # The load generator's settings that define a workload.
 def client_line(levels: Sequence[LevelResult]) -> str:
     """Returns what was measured of the load generator in levels without a reason against it."""
-    unmeasured = [format_load(level) for level in levels if not _is_measured(level.client)]
-    if not unmeasured:
+    unmeasured_loads = [format_load(level) for level in levels if not _is_measured(level.client)]
+    if not unmeasured_loads:
         return "The load generator was neither late nor out of CPU."
-    short = f"{', '.join(unmeasured)}: too short to measure whether the load generator was late or out of CPU."
-    return short if len(unmeasured) == len(levels) else f"{short} In the other levels it was neither."
+    too_short_note = (
+        f"{', '.join(unmeasured_loads)}: too short to measure whether the load generator was late or out of CPU."
+    )
+    return (
+        too_short_note
+        if len(unmeasured_loads) == len(levels)
+        else f"{too_short_note} In the other levels it was neither."
+    )
 
 
 def _is_measured(client: ClientLoad | None) -> bool:

@@ -47,14 +47,14 @@ def expectations(score: Score) -> list[Expectation]:
 def _judge_utilization(devices: Sequence[GpuScore]) -> Expectation:
     sm_active = [_sustained_mean(device, SM_ACTIVE) for device in devices]
     measured = [value for value in sm_active if value is not None]
-    observed = f"{min(measured):.1f} %" if measured else "not measured"
+    observed_text = f"{min(measured):.1f} %" if measured else "not measured"
     nvml_utilization = [value for device in devices if (value := _sustained_mean(device, ANY_KERNEL)) is not None]
     if nvml_utilization:
-        observed += f" (NVML GPU utilization {format_number(min(nvml_utilization))} %, which is not judged)"
+        observed_text += f" (NVML GPU utilization {format_number(min(nvml_utilization))} %, which is not judged)"
     return Expectation(
         name="utilization",
         expected=f"above {MIN_SM_ACTIVE_PERCENT:g} %",
-        seen=observed,
+        seen=observed_text,
         verdict=_verdict([None if value is None else value > MIN_SM_ACTIVE_PERCENT for value in sm_active]),
         rule="mean SM activity (GPM) of the sustained window",
     )
@@ -75,18 +75,18 @@ def _judge_temperature(devices: Sequence[GpuScore]) -> Expectation:
 def _judge_stability(devices: Sequence[GpuScore]) -> Expectation:
     spreads = [device.spread if device.sustained is not None else None for device in devices]
     measured = [spread for spread in spreads if spread is not None and spread.change is not None]
-    observed = "not measured"
+    observed_text = "not measured"
     if measured:
         change = min(spread.change for spread in measured if spread.change is not None)
-        observed = (
+        observed_text = (
             f"varies by {100 * max(spread.variation for spread in measured):.1f} %, last third {100 * change:+.1f} %"
         )
     elif any(spreads):
-        observed = "not measured: the sustained window is too short for a trend"
+        observed_text = "not measured: the sustained window is too short for a trend"
     return Expectation(
         name="throughput",
         expected="stable",
-        seen=observed,
+        seen=observed_text,
         verdict=_verdict(
             [
                 None

@@ -31,6 +31,6 @@ def model_notes(facts: Mapping[str, Any]) -> list[str]:
     if facts.get("debug"):
         notes.append(f"The server ran with debug options ({', '.join(facts['debug'])}): this run is not comparable.")
     if facts.get("hf_overrides"):
-        stated = json.dumps(facts["hf_overrides"], sort_keys=True)
-        notes.append(f"The server replaced fields of the checkpoint's config.json (--hf-overrides {stated}).")
+        overrides_json = json.dumps(facts["hf_overrides"], sort_keys=True)
+        notes.append(f"The server replaced fields of the checkpoint's config.json (--hf-overrides {overrides_json}).")
     return notes

@@ -93,7 +93,7 @@ class FakeGpu(msgspec.Struct, kw_only=True):
     """A scripted GPU. `readings` replace HEALTHY's; `refused` maps a reading or a method to the NVML error it raises.
 
     `links_down`: NVLinks that are down. `link_peers`: the bus id at the end of each NVLink; empty: all end in a switch.
-    `processes`: ids of compute processes. `mig`: the
+    `processes`: ids of compute processes. `mig_instances`: the
     UUIDs of MIG devices with their GPU instances. `xids`: (GPU instance, XID) pairs, each reported once.
     """
 
@@ -108,7 +108,7 @@ class FakeGpu(msgspec.Struct, kw_only=True):
     links_down: list[int] = msgspec.field(default_factory=list)
     link_peers: list[str] = msgspec.field(default_factory=list)
     processes: list[int] = msgspec.field(default_factory=list)
-    mig: dict[str, int] = msgspec.field(default_factory=dict)
+    mig_instances: dict[str, int] = msgspec.field(default_factory=dict)
     xids: list[tuple[int, int]] = msgspec.field(default_factory=list)
     lost_after_s: float | None = None
 
@@ -135,10 +135,10 @@ class FakeNvml(Nvml):
         return list(self._gpus)
 
     def mig_devices(self, device: Any) -> list[Any]:
-        return list(device.mig)
+        return list(device.mig_instances)
 
     def gpu_instance(self, mig_device: Any) -> int:
-        return int(self._device(mig_device).mig[mig_device])
+        return int(self._device(mig_device).mig_instances[mig_device])
 
     def name(self, handle: Any) -> str:
         return self._device(handle).name + (" MIG 1g.18gb" if isinstance(handle, str) else "")
@@ -231,7 +231,9 @@ class FakeNvml(Nvml):
         return None
 
     def _device(self, handle: Any) -> FakeGpu:
-        return next(gpu for gpu in self._gpus if handle is gpu or (isinstance(handle, str) and handle in gpu.mig))
+        return next(
+            gpu for gpu in self._gpus if handle is gpu or (isinstance(handle, str) and handle in gpu.mig_instances)
+        )
 
     def _integers(self, device: FakeGpu, *keys: str) -> list[int]:
         return [int(self._reading(device, key)) for key in keys]

@@ -70,7 +70,7 @@ def h200_nvl_board(visible: int = 2) -> list[FakeGpu]:
             uuid=f"GPU-{index:08d}-nvl",
             bus_id=bus_ids[index],
             readings={"sm_clock_max_mhz": 1785, "power_limit_w": 600, "power_limit_default_w": 600},
-            link_peers=[other for other in bus_ids if other != bus_ids[index] for _ in range(6)],
+            link_peers=[peer_bus_id for peer_bus_id in bus_ids if peer_bus_id != bus_ids[index] for _ in range(6)],
         )
         for index in range(visible)
     ]
@@ -168,7 +168,7 @@ class FakeTelemetry:
 
     def since(self, from_s: float) -> list[list[Sample]] | None:
         """Returns the samples of each GPU since a time."""
-        return [[sample for sample in own if sample.t_s >= from_s] for own in self._samples]
+        return [[sample for sample in gpu_samples if sample.t_s >= from_s] for gpu_samples in self._samples]
 
     def close(self) -> None:
         """Does nothing."""

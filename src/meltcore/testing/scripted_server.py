@@ -76,7 +76,7 @@ class _Request(msgspec.Struct):
         """A word counts as a token where the prompt is text."""
         if isinstance(self.prompt, list):
             return len(self.prompt)
-        contents = [self.prompt] if self.prompt is not None else [each.content for each in self.messages or []]
+        contents = [self.prompt] if self.prompt is not None else [message.content for message in self.messages or []]
         return sum(_words(content) for content in contents)
 
 
@@ -151,17 +151,17 @@ class _ServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        head, separator, rest = self._buffer.partition(b"\r\n\r\n")
+        head, separator, body = self._buffer.partition(b"\r\n\r\n")
         if not separator:
             return
         lines = head.decode("latin-1").split("\r\n")
         fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
         length = int(fields.get("content-length", "0"))
-        if len(rest) < length:
+        if len(body) < length:
             return
-        self._buffer = rest[length:]
+        self._buffer = body[length:]
         method, path, _ = lines[0].split(" ")
-        self._serve(method, path, rest[:length])
+        self._serve(method, path, body[:length])
 
     def _serve(self, method: str, path: str, body: bytes) -> None:
         if method == "POST" and path in ("/v1/chat/completions", "/v1/completions"):
@@ -235,8 +235,8 @@ class _Answer:
         if self._fault == "silent":
             return
         if not self._streamed:
-            due = self._started_s + self._script.ttft_s + (self._tokens - 1) * self._script.itl_s
-            self._timer = self._loop.call_at(due, self._reply_whole)
+            due_s = self._started_s + self._script.ttft_s + (self._tokens - 1) * self._script.itl_s
+            self._timer = self._loop.call_at(due_s, self._reply_whole)
             return
         head = (
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -258,8 +258,8 @@ class _Answer:
 
     def _schedule(self) -> None:
         last_of_event = min(self._sent + self._script.merge, self._tokens) - 1
-        due = self._started_s + self._script.ttft_s + last_of_event * self._script.itl_s
-        self._timer = self._loop.call_at(due, self._emit)
+        due_s = self._started_s + self._script.ttft_s + last_of_event * self._script.itl_s
+        self._timer = self._loop.call_at(due_s, self._emit)
 
     def _emit(self) -> None:
         if self._script.die_after is not None and self._ordinal >= self._script.die_after:

@@ -74,7 +74,7 @@ class _WindowDecoder:
 
 
 def incremental_decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> IncrementalDecoder:
-    """The cheapest decoder that is correct for the tokenizer's vocabulary."""
+    """Return the cheapest decoder that is correct for the tokenizer's vocabulary."""
     return _ByteDecoder(tokenizer) if tokenizer.is_byte_level else _WindowDecoder(tokenizer, skip_special_tokens)
 
 

@@ -33,22 +33,22 @@ def best_and_knee(points: Sequence[TuningPoint]) -> tuple[int | None, int | None
     rates = {index: point.output_tokens_per_s or 0.0 for index, point in enumerate(points) if _qualifies(point)}
     if not rates:
         return None, None
-    best = max(rates, key=lambda index: rates[index])
-    near_best = [index for index, rate in rates.items() if rate >= KNEE_RATIO * rates[best]]
-    return best, min(
+    best_index = max(rates, key=lambda index: rates[index])
+    near_best = [index for index, rate in rates.items() if rate >= KNEE_RATIO * rates[best_index]]
+    return best_index, min(
         near_best,
         key=lambda index: [int(points[index].settings[name]) for name in _BUDGETS if name in points[index].settings],
     )
 
 
-def batching_finding(points: Sequence[TuningPoint], best: int | None, knee: int | None) -> str:
+def batching_finding(points: Sequence[TuningPoint], best_index: int | None, knee: int | None) -> str:
     """State the result in a sentence, and the gain over the default settings in another."""
-    if best is None or knee is None:
+    if best_index is None or knee is None:
         tuned_points = [point for point in points if point.settings]
         num_ran = sum(point.ok for point in tuned_points)
         return f"No setting meets the SLO: {num_ran} of {len(tuned_points)} ran." if num_ran else "No setting ran."
-    best_point, knee_point = points[best], points[knee]
-    if best == knee:
+    best_point, knee_point = points[best_index], points[knee]
+    if best_index == knee:
         answer = (
             f"{describe(best_point.settings)} is the fastest, with no smaller setting near it: "
             f"{format_number(best_point.output_tokens_per_s)} output tok/s."
@@ -64,7 +64,7 @@ def batching_finding(points: Sequence[TuningPoint], best: int | None, knee: int 
     default = default_point(points)
     if default is None:
         return answer
-    gains = [format_change(gain(points[index], default)) for index in dict.fromkeys((knee, best))]
+    gains = [format_change(gain(points[index], default)) for index in dict.fromkeys((knee, best_index))]
     text = gains[0] if len(gains) == 1 else f"{gains[0]} at the knee, {gains[1]} at the best"
     return f"{answer} Against the default settings ({format_number(default.output_tokens_per_s)} output tok/s): {text}."
 

@@ -8,8 +8,8 @@ from meltcore.options import option
 
 ANSWER_TOKENS = 16  # of the one request that fills a context
 MIN_MODEL_LEN = ANSWER_TOKENS + 1
-_AT_LEAST_1 = {"least": 1}
-_MODEL_LEN = {"least": MIN_MODEL_LEN}
+_AT_LEAST_1 = {"minimum": 1}
+_MODEL_LEN = {"minimum": MIN_MODEL_LEN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class ContextOptions:
         None, "Longest context to try (default: the server's own).", limits=_MODEL_LEN, metavar="TOKENS"
     )
     model_len_step: int = option(1024, "Resolution of the search.", limits=_AT_LEAST_1, metavar="TOKENS")
-    seq_len: int = option(2048, "Length of the sequences to count.", limits={"least": 2}, metavar="TOKENS")
+    seq_len: int = option(2048, "Length of the sequences to count.", limits={"minimum": 2}, metavar="TOKENS")
     max_num_seqs: int = option(1024, "Most sequences to try.", limits=_AT_LEAST_1)
     config: str | None = option(
         None, "config.json for the calculation (default: that of MODEL, if it is a folder).", metavar="FILE"
@@ -58,5 +58,5 @@ class PrecisionOptions:
         metavar="NAME,...",
     )
     fp8: bool = option(True, "Do not try FP8 weights and FP8 KV caches.")
-    questions: int = option(200, "Bundled problems to ask; 0 measures speed only.", limits={"least": 0})
+    questions: int = option(200, "Bundled problems to ask; 0 measures speed only.", limits={"minimum": 0})
     gsm8k: str | None = option(None, "GSM8K items to ask as well, at most 200.", metavar="FILE")

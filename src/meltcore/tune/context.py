@@ -69,30 +69,30 @@ def sequences_that_fit(capacity: int, length: int, page_size: int) -> int:
     return capacity // (-(-length // page_size) * page_size)
 
 
-def largest_that_fits(fits: Callable[[int], bool], low: int, high: int, step: int) -> int | None:
+def largest_that_fits(fits_length: Callable[[int], bool], low: int, high: int, step: int) -> int | None:
     """Return the largest multiple of `step` in [low, high] that fits; None where none does.
 
     Assumes that all values below one that fits fit too. Each try costs a start, so the order matters: `high` first,
     often
     the answer; then doubling from `low`, because a start far above the limit fails slowest; then bisection.
     """
-    fitting, too_large = -(-low // step), high // step
-    if too_large < fitting:
+    largest_fitting, smallest_failing = -(-low // step), high // step
+    if smallest_failing < largest_fitting:
         raise ValueError(f"no multiple of {step} lies from {low} to {high}")
-    if fits(too_large * step):
-        return too_large * step
-    if fitting == too_large or not fits(fitting * step):
+    if fits_length(smallest_failing * step):
+        return smallest_failing * step
+    if largest_fitting == smallest_failing or not fits_length(largest_fitting * step):
         return None
-    while 2 * fitting < too_large and fits(2 * fitting * step):
-        fitting *= 2
-    too_large = min(too_large, 2 * fitting)
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        if fits(middle * step):
-            fitting = middle
+    while 2 * largest_fitting < smallest_failing and fits_length(2 * largest_fitting * step):
+        largest_fitting *= 2
+    smallest_failing = min(smallest_failing, 2 * largest_fitting)
+    while smallest_failing - largest_fitting > 1:
+        middle = (largest_fitting + smallest_failing) // 2
+        if fits_length(middle * step):
+            largest_fitting = middle
         else:
-            too_large = middle
-    return fitting * step
+            smallest_failing = middle
+    return largest_fitting * step
 
 
 @dataclass
@@ -157,7 +157,7 @@ class ContextSearch:
         )
 
     def _measure_default(self) -> int | None:
-        """The context of a server with default settings."""
+        """Return the context of a server with default settings."""
 
         def inspect(server: RunningServer, point: TuningPoint) -> None:
             listing: Any = Api(server.url).get("/v1/models").json()
@@ -170,14 +170,14 @@ class ContextSearch:
         return self.default_model_len
 
     def _model_len_fits(self, length: int) -> bool:
-        """Whether the server starts with a context of `length` and answers a request that fills it."""
+        """Return whether the server starts with a context of `length` and answers a request that fills it."""
         load = self._load(length - ANSWER_TOKENS, ANSWER_TOKENS, concurrency=1)
         point = self.tuner.measure({"max_model_len": length}, load, inspect=self._record_capacity)
         self.points.append(point)
         return point.ok
 
     def _num_seqs_fits(self, seqs: int) -> bool:
-        """Whether `seqs` sequences all run concurrently and none is preempted.
+        """Return whether `seqs` sequences all run concurrently and none is preempted.
 
         Half of each is the answer, so that the first still runs when the last has been prefilled.
         """

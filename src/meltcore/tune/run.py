@@ -150,6 +150,6 @@ def _record_load(point: TuningPoint, result: RunResult) -> None:
 
 
 def _reason(error: ProcessError) -> str:
-    """The first line of the error and the last lines of the log, which name the cause."""
+    """Return the first line of the error and the last lines of the log, which name the cause."""
     first, *log = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{first} {' | '.join(log[-_REASON_LINES:])}".strip()

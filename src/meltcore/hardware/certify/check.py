@@ -8,7 +8,7 @@ from meltcore.hardware.certify.conditions import ConditionsWatch
 from meltcore.hardware.certify.context import CertifyContext
 from meltcore.hardware.certify.expectations import prior
 from meltcore.hardware.certify.faults import FaultCode
-from meltcore.hardware.certify.judge import Expected, Judgement, findings_of, judge, lower_throttled
+from meltcore.hardware.certify.judge import Expected, Judgement, findings_of, judge, warn_throttled
 from meltcore.hardware.certify.probe import ProbeJob, ProbeRequest, ProbeResult, Setting, encode, read_results
 from meltcore.hardware.node import last_line
 from meltcore.process import CompletedRun
@@ -105,7 +105,7 @@ class MeasuredCheck(HardwareCheck):
         results = read_results(completed.stdout)
         judged = judge(self._expected(context, requests), results, _missing_reason(completed, limit_s), busy)
         self.adjust(context, results, judged)
-        lower_throttled(judged, throttled)
+        warn_throttled(judged, throttled)
         rows = [judgement.row for judgement in judged]
         return self.report(rows, [*findings_of(self.name, judged), *findings], conditions)
 

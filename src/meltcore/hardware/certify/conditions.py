@@ -66,7 +66,7 @@ class ConditionsWatch:
             for sample in samples
             if isinstance(sample.clock_reasons, list) and "GPU_IDLE" not in sample.clock_reasons
         ]
-        readable = summary.samples - summary.clock_reasons_unknown
+        num_readable = summary.samples - summary.clock_reasons_unknown
         return Conditions(
             subject=subject,
             samples=len(samples),
@@ -75,7 +75,7 @@ class ConditionsWatch:
             pcie_generation=max(numbers(samples, "pcie_generation"), default=None),
             temperature_c=max(numbers(samples, "temperature_c"), default=None),
             memory_temperature_c=max(numbers(samples, "memory_temperature_c"), default=None),
-            clock_reasons={reason: count / readable for reason, count in summary.clock_reasons.items()},
+            clock_reasons={reason: count / num_readable for reason, count in summary.clock_reasons.items()},
             new_errors=self._new_errors(gpu_index, summary, nvlink_errors_now),
             unreadable=self._unreadable(gpu_index, summary),
         )
@@ -96,17 +96,17 @@ class ConditionsWatch:
         """Lists values that were never readable; occasional failures are left out."""
         required = ["sm_clock_mhz", "ecc_corrected", "ecc_uncorrected"]
         required += ["pcie_replays"] if "pcie" in self._uses else []
-        missing = [key for key in required if summary.metrics[key].absent == UNKNOWN]
+        missing_keys = [key for key in required if summary.metrics[key].absent == UNKNOWN]
         if summary.clock_reasons_unknown == summary.samples:
-            missing.append("clock reasons")
+            missing_keys.append("clock reasons")
         if summary.longest_gap_s > max(_GAP_S, _GAP_INTERVALS * self._context.interval_s):
-            missing.append(f"every metric for {summary.longest_gap_s:.0f} s")
+            missing_keys.append(f"every metric for {summary.longest_gap_s:.0f} s")
         if summary.xids_unknown == summary.samples:
-            missing.append("XID errors")
+            missing_keys.append("XID errors")
         links_up = "nvlink" in self._uses and self._context.snapshot.gpus[gpu_index].links_up()
         if links_up and self._nvlink_errors[gpu_index] is None:
-            missing.append("NVLink errors")
-        return missing
+            missing_keys.append("NVLink errors")
+        return missing_keys
 
     def _findings(self, gpu_index: int, conditions_of_gpu: Conditions) -> list[Finding]:
         findings = []

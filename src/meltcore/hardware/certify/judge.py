@@ -47,8 +47,8 @@ class Judgement:
     row: CertificateRow
     code: FaultCode | None = None
 
-    def lower(self, verdict: RowVerdict, code: FaultCode, note: str) -> None:
-        """Replaces the verdict."""
+    def set_verdict(self, verdict: RowVerdict, code: FaultCode, note: str) -> None:
+        """Sets the verdict, its fault code and its note."""
         self.row.verdict, self.code, self.row.note = verdict, code, note
 
 
@@ -83,15 +83,15 @@ def _judge_one(
     )
     judged = Judgement(row)
     if result is None:
-        judged.lower("UNKNOWN", *missing)
+        judged.set_verdict("UNKNOWN", *missing)
         return judged
     if result.error or not result.samples:
-        judged.lower("UNKNOWN", "PROBE_FAILED", result.error or "no sample")
+        judged.set_verdict("UNKNOWN", "PROBE_FAILED", result.error or "no sample")
         return judged
     row.samples = [sample for sample in result.samples if sample is not None and usable(sample)]
     _compare_with_floor(judged, expected, [sample for sample in result.samples if not usable(sample)])
     if busy & set(expected.gpus):
-        judged.lower("INVALID", "BUSY", "another program was computing on it")
+        judged.set_verdict("INVALID", "BUSY", "another program was computing on it")
     return judged
 
 
@@ -103,30 +103,30 @@ def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequenc
         row.expected, row.floor, row.floor_set_by = floor.value, floor.floor, floor.source
     if unusable:
         value = "NaN or infinity" if unusable[0] is None else f"{unusable[0]:g}"
-        judged.lower("UNKNOWN", "NO_READING", f"measured {value}, which is not a speed")
+        judged.set_verdict("UNKNOWN", "NO_READING", f"measured {value}, which is not a speed")
         return
     highest = max((expectation.value for expectation in expected.expectations), default=max(row.samples))
-    impossible = sum(sample > _IMPOSSIBLE_RATIO * highest for sample in row.samples)
-    if impossible:
+    num_impossible = sum(sample > _IMPOSSIBLE_RATIO * highest for sample in row.samples)
+    if num_impossible:
         # A single sample suffices: the others may have measured something else as well.
-        samples = f"{impossible} of {len(row.samples)} samples"
+        samples = f"{num_impossible} of {len(row.samples)} samples"
         limit = f"more than {_IMPOSSIBLE_RATIO:g} times the expected {format_three_digits(highest)}"
-        judged.lower("UNKNOWN", "NO_READING", f"{samples} are {limit}, so something else was timed")
+        judged.set_verdict("UNKNOWN", "NO_READING", f"{samples} are {limit}, so something else was timed")
         return
     row.measured = median(row.samples)
     if floor is not None:
         row.ratio = row.measured / floor.value
         row.verdict = "PASS"
         if row.measured < floor.floor:
-            judged.lower("FAIL", "BELOW_FLOOR", "")
+            judged.set_verdict("FAIL", "BELOW_FLOOR", "")
     elif expected.recorded:
         row.verdict = "RECORDED"
     else:
-        judged.lower("UNKNOWN", "NO_EXPECTATION", "there is no expectation to compare it with")
+        judged.set_verdict("UNKNOWN", "NO_EXPECTATION", "there is no expectation to compare it with")
 
 
 def _find_stragglers(group: Sequence[Judgement]) -> None:
-    """Lowers rows of one metric that passed and are far below the median of all GPUs or pairs."""
+    """Changes PASS to WARN in rows of one metric that are far below the median of all GPUs or pairs."""
     values = [judgement.row.measured for judgement in group if judgement.row.measured is not None]
     if len(values) < STRAGGLERS_FROM:
         return
@@ -135,11 +135,13 @@ def _find_stragglers(group: Sequence[Judgement]) -> None:
         measured = judgement.row.measured
         minimum = (GEMM_FLOOR if power_limited(judgement.row.key) else STRAGGLER_FRACTION) * middle
         if judgement.row.verdict == "PASS" and measured is not None and measured < minimum:
-            judgement.lower("WARN", "STRAGGLER", f"{100 * measured / middle:.0f} % of the median of {len(values)}")
+            judgement.set_verdict(
+                "WARN", "STRAGGLER", f"{100 * measured / middle:.0f} % of the median of {len(values)}"
+            )
 
 
 def _find_asymmetry(judged: Sequence[Judgement]) -> None:
-    """Lowers pairs that passed and are slower than their opposite direction."""
+    """Changes PASS to WARN for pairs that are slower than their opposite direction."""
     of_pairs = [judgement for judgement in judged if len(judgement.row.gpus) == 2]
     pairs = {(judgement.row.key, tuple(judgement.row.gpus)): judgement for judgement in of_pairs}
     for (key, (first, second)), judgement in pairs.items():
@@ -151,11 +153,11 @@ def _find_asymmetry(judged: Sequence[Judgement]) -> None:
             continue
         if measured < ASYMMETRY_FRACTION * opposite_measured:
             percent = 100 * measured / opposite_measured
-            judgement.lower("WARN", "ASYMMETRY", f"{percent:.0f} % of the other direction")
+            judgement.set_verdict("WARN", "ASYMMETRY", f"{percent:.0f} % of the other direction")
 
 
-def lower_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
-    """Lowers PASS to WARN on throttled GPUs; the finding is that of the conditions."""
+def warn_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
+    """Changes PASS to WARN on throttled GPUs; the finding is that of the conditions."""
     for judgement in judged:
         if judgement.row.verdict == "PASS" and throttled & set(judgement.row.gpus):
             judgement.row.verdict = "WARN"
@@ -188,15 +190,15 @@ def _gpus_key(row: CertificateRow) -> str:
 
 def _subjects(rows: Sequence[CertificateRow]) -> str:
     names = list(dict.fromkeys(row.subject for row in rows))
-    more = len(names) - _MAX_SUBJECTS
+    num_more = len(names) - _MAX_SUBJECTS
     if len({_gpus_key(row) for row in rows}) == 1:
         return names[0]
-    return ", ".join(names[:_MAX_SUBJECTS]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(names[:_MAX_SUBJECTS]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def _message(rows: Sequence[CertificateRow]) -> str:
     row = min(rows, key=lambda row: row.ratio if row.ratio is not None else 2.0)
-    others = len(rows) - 1
+    num_others = len(rows) - 1
     if row.verdict == "FAIL" and row.measured is not None and row.floor is not None and row.expected is not None:
         measured, floor, expected = map(format_three_digits, (row.measured, row.floor, row.expected))
         text = (
@@ -205,7 +207,7 @@ def _message(rows: Sequence[CertificateRow]) -> str:
         )
     else:
         text = (f"{format_three_digits(row.measured)} {row.unit}, " if row.measured is not None else "") + row.note
-    return f"{row.key}: {text}" + (f"; and {others} more metric{'s'[: others != 1]}" if others else "")
+    return f"{row.key}: {text}" + (f"; and {num_others} more metric{'s'[: num_others != 1]}" if num_others else "")
 
 
 def format_three_digits(value: float) -> str:

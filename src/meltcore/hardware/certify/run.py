@@ -141,10 +141,10 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
     """Returns one finding per fault code and subject, with the text of the first check that had it; the worst first."""
     merged: dict[tuple[str, str], Finding] = {}
     for finding in findings:
-        known = merged.setdefault((finding.code, finding.subject), msgspec.structs.replace(finding))
-        if finding.check not in known.check.split(", "):
-            known.check += f", {finding.check}"
-            known.verdict = worst([known.verdict, finding.verdict])
+        first_finding = merged.setdefault((finding.code, finding.subject), msgspec.structs.replace(finding))
+        if finding.check not in first_finding.check.split(", "):
+            first_finding.check += f", {finding.check}"
+            first_finding.verdict = worst([first_finding.verdict, finding.verdict])
     return sorted(merged.values(), key=lambda finding: SEVERITY.index(finding.verdict))
 
 

@@ -72,14 +72,16 @@ def _mean(samples: Sequence[Sample], key: str) -> str | None:
 
 def summary_lines(gpu: GpuInfo, summary: GpuSummary, health: HealthReport) -> list[str]:
     """Returns the final table: one row per metric, the clock reasons, the verdict and its reasons."""
-    readable = summary.samples - summary.clock_reasons_unknown
-    reasons = ", ".join(f"{reason} {100 * count / readable:.0f} %" for reason, count in summary.clock_reasons.items())
+    num_readable = summary.samples - summary.clock_reasons_unknown
+    reasons = ", ".join(
+        f"{reason} {100 * count / num_readable:.0f} %" for reason, count in summary.clock_reasons.items()
+    )
     return [
         "",
         f"{gpu.label}: {gpu.name}, {summary.samples} samples in {summary.duration_s:.1f} s",
         f"  {'':<28}{'average':>14}{'maximum':>14}",
         *(_row(METRIC_BY_KEY[metric.key], metric) for metric in summary.metrics.values()),
-        f"  {'clock reasons':<28}{reasons or ('none' if readable else UNKNOWN)}",
+        f"  {'clock reasons':<28}{reasons or ('none' if num_readable else UNKNOWN)}",
         f"  ({UTILIZATION_NOTE})",
         f"  {health.verdict}" + "".join(f"\n    {reason}" for reason in health.reasons),
     ]

@@ -50,9 +50,9 @@ def _errors(summary: GpuSummary) -> list[str]:
 
 
 def _slowdowns(summary: GpuSummary) -> list[str]:
-    readable = summary.samples - summary.clock_reasons_unknown
+    num_readable = summary.samples - summary.clock_reasons_unknown
     problems = [
-        f"{reason} in {summary.clock_reasons[reason]} of {readable} samples"
+        f"{reason} in {summary.clock_reasons[reason]} of {num_readable} samples"
         for reason in SLOWDOWNS
         if reason in summary.clock_reasons
     ]
@@ -74,12 +74,12 @@ def _clock_drift(summary: GpuSummary) -> list[str]:
 def _unreadable(summary: GpuSummary, interval_s: float) -> list[str]:
     if summary.samples == 0:
         return ["no sample was taken"]
-    missing = {metric.name: summary.metrics[metric.key].unknown for metric in METRICS if metric.required}
-    missing["clock reasons"] = summary.clock_reasons_unknown
-    missing["XID errors"] = summary.xids_unknown
+    unknown_counts = {metric.name: summary.metrics[metric.key].unknown for metric in METRICS if metric.required}
+    unknown_counts["clock reasons"] = summary.clock_reasons_unknown
+    unknown_counts["XID errors"] = summary.xids_unknown
     problems = [
         f"{name}: unreadable in {count} of {summary.samples} samples"
-        for name, count in missing.items()
+        for name, count in unknown_counts.items()
         if count > _UNREADABLE_FRACTION * summary.samples
     ]
     if summary.longest_gap_s > max(_GAP_S, 10 * interval_s):

@@ -113,9 +113,9 @@ class Monitor:
         with self.path.open("rb") as file:
             file.seek(self._read_bytes)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        lines = [decode_line(line) for line in whole.splitlines()]
+        complete_lines = text[: text.rfind(b"\n") + 1]
+        self._read_bytes += len(complete_lines)
+        lines = [decode_line(line) for line in complete_lines.splitlines()]
         self.end = next((line for line in lines if isinstance(line, RecordingEnd)), self.end)
         return [line for line in lines if isinstance(line, Sample)]
 
@@ -189,7 +189,7 @@ def record(
     watch = XidWatch(nvml, gpus)
     readers: dict[int, GpuReader] = {gpu_index: GpuReader(nvml, gpu) for gpu_index, gpu in enumerate(gpus)}
     due_s = time.monotonic() + MIN_GPM_WINDOW_S  # by then the first GPM windows are long enough
-    missed = 0
+    num_missed = 0
     while readers and not stopping.wait(max(0.0, due_s - time.monotonic())):
         xids = watch.take()
         for gpu_index, reader in list(readers.items()):
@@ -198,12 +198,12 @@ def record(
             file.write(encode_line(sample) + b"\n")
             if sample.lost:
                 del readers[gpu_index]
-        late = max(0, int((time.monotonic() - due_s) / interval_s))
-        missed += late
-        due_s += (late + 1) * interval_s
+        num_late = max(0, int((time.monotonic() - due_s) / interval_s))
+        num_missed += num_late
+        due_s += (num_late + 1) * interval_s
     return RecordingEnd(
         t_s=time.monotonic(),
-        missed=missed,
+        missed=num_missed,
         cpu_s=time.process_time(),
         reason="stopped" if readers else "all GPUs lost",
     )

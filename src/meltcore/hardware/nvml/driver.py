@@ -31,7 +31,7 @@ _FIELD_TYPES = {
 }
 
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+_Result = TypeVar("_Result")
 
 
 class NoDriverError(MeltcoreError):
@@ -61,7 +61,7 @@ class Nvml:
         return _text(pynvml.nvmlSystemGetDriverVersion())
 
     def cuda_driver(self) -> str:
-        """The newest CUDA version that the driver supports, such as 13.0."""
+        """Returns the newest CUDA version that the driver supports, such as 13.0."""
         version = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
         return f"{version // 1000}.{version % 1000 // 10}"
 
@@ -147,7 +147,7 @@ class Nvml:
         return int(pynvml.nvmlDeviceGetTotalEccErrors(device, bit, counter))
 
     def pcie_link(self, device: Any) -> tuple[int, int]:
-        """The current PCIe link.
+        """Returns the current PCIe link.
 
         Returns (generation, width) now; an idle GPU lowers its generation to save power.
         """
@@ -183,7 +183,7 @@ class Nvml:
         return int(major), int(minor)
 
     def cores(self, device: Any) -> int:
-        """Number of CUDA cores (FP32 units) of the whole GPU."""
+        """Returns the number of CUDA cores (FP32 units) of the whole GPU."""
         return int(pynvml.nvmlDeviceGetNumGpuCores(device))
 
     def sm_clock_max_mhz(self, device: Any) -> float:
@@ -236,11 +236,11 @@ class Nvml:
         return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]))
 
     def nvlinks(self, device: Any) -> int:
-        """Number of NVLinks, whether up or down."""
+        """Returns the number of NVLinks, whether up or down."""
         return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0]))
 
     def nvlink_up(self, device: Any, link: int) -> bool:
-        """Whether the link is active."""
+        """Returns whether the link is active."""
         return bool(pynvml.nvmlDeviceGetNvLinkState(device, link))
 
     def nvlink_speed_mbps(self, device: Any, link: int) -> float:
@@ -248,7 +248,7 @@ class Nvml:
         return self._link_field(device, link, pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)
 
     def nvlink_peer(self, device: Any, link: int) -> str:
-        """`switch`, or the bus id of the GPU at the other end."""
+        """Returns `switch`, or the bus id of the GPU at the other end."""
         if pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(device, link) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
             return "switch"
         return short_bus_id(_text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(device, link).busId))
@@ -272,7 +272,7 @@ class Nvml:
         return sum(int(self._link_field(device, link, field)) for field in fields)
 
     def _link_field(self, device: Any, link: int, field: int) -> float:
-        """An NVML_FI_* value of one link."""
+        """Returns an NVML_FI_* value of one link."""
         return _number(_field(pynvml.nvmlDeviceGetFieldValues(device, [(field, link)])[0]))
 
     def common_ancestor(self, device: Any, other: Any) -> int:
@@ -280,7 +280,7 @@ class Nvml:
         return int(pynvml.nvmlDeviceGetTopologyCommonAncestor(device, other))
 
     def gpm_supported(self, device: Any) -> bool:
-        """Whether the GPU has GPM counters."""
+        """Returns whether the GPU has GPM counters."""
         return bool(pynvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice)
 
     def gpm_buffer(self) -> Any:
@@ -314,7 +314,7 @@ class Nvml:
         pynvml.nvmlDeviceRegisterEvents(device, pynvml.nvmlEventTypeXidCriticalError, events)
 
     def next_xid(self, events: Any) -> tuple[int, int, int] | None:
-        """The next unread event: (identity of the GPU, MIG GPU instance or 0xFFFFFFFF for all, XID), or None."""
+        """Returns the next unread event (identity of the GPU, MIG GPU instance or 0xFFFFFFFF for all, XID), or None."""
         try:
             event = pynvml.nvmlEventSetWait_v2(events, 0)
         except NVMLError as error:
@@ -324,7 +324,7 @@ class Nvml:
         return self.identity(event.device), int(event.gpuInstanceId), int(event.eventData)
 
     def identity(self, handle: Any) -> int:
-        """A number that is equal for two handles of the same device, and only for those."""
+        """Returns a number that is equal for two handles of the same device, and only for those."""
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
@@ -347,12 +347,12 @@ class NvmlWithTimeout(Nvml):
         method = getattr(self._inner, name)
         return method if name == "identity" else partial(self._call, method)
 
-    def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _call(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         handle = arguments[0] if arguments else None
-        if any(handle is stuck for stuck in self._stuck if handle is not None):
+        if any(handle is stuck_handle for stuck_handle in self._stuck if handle is not None):
             raise NVMLError(pynvml.NVML_ERROR_TIMEOUT)
         try:
-            return call_with_timeout(self._limit_s, partial(method, *arguments, **named))
+            return call_with_timeout(self._limit_s, partial(method, *arguments, **keywords))
         except TimeoutError:
             self._stuck.append(handle)
             raise NVMLError(pynvml.NVML_ERROR_TIMEOUT) from None
@@ -366,7 +366,7 @@ def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWi
         raise MeltcoreError(f"the NVIDIA driver does not answer: {error}; look in the kernel log") from error
 
 
-def map_concurrently(function: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
+def map_concurrently(function: Callable[[Item], _Result], items: Sequence[Item]) -> list[_Result]:
     """Calls `function` on every item in threads and keeps their order: eight GPUs have 144 NVLinks to read."""
     with ThreadPoolExecutor(max_workers=max(1, len(items))) as pool:
         return list(pool.map(function, items))
@@ -374,8 +374,8 @@ def map_concurrently(function: Callable[[Item], Found], items: Sequence[Item]) -
 
 def short_bus_id(bus_id: str) -> str:
     """Converts NVML's bus id (eight digits of domain, capitals) to the kernel's (four digits, lower case)."""
-    domain, _, rest = bus_id.partition(":")
-    return f"{domain[-4:]}:{rest}".lower()
+    domain, _, bus_and_device = bus_id.partition(":")
+    return f"{domain[-4:]}:{bus_and_device}".lower()
 
 
 def _field(value: Any) -> Reading:

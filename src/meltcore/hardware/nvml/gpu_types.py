@@ -69,7 +69,7 @@ class GpuType:
     mig: bool = False
 
 
-def lacks(gpu_type: GpuType, feature: Feature) -> bool:
+def lacks_feature(gpu_type: GpuType, feature: Feature) -> bool:
     """Returns whether `gpu_type` is known to lack `feature`; False for types that the table does not list."""
     first = _FIRST_ARCHITECTURE.get(feature)
     if first is not None and gpu_type.architecture is not None and gpu_type.architecture < first:

@@ -11,7 +11,7 @@ import pynvml
 from pynvml import NVMLError
 
 from meltcore.hardware.nvml.driver import Nvml, Reading
-from meltcore.hardware.nvml.gpu_types import Feature, GpuType, lacks
+from meltcore.hardware.nvml.gpu_types import Feature, GpuType, lacks_feature
 from meltcore.hardware.nvml.metrics import (
     METRIC_BY_KEY,
     NOT_APPLICABLE,
@@ -187,4 +187,4 @@ def _value(metric: GpuMetric, reading: Reading, gpu_type: GpuType) -> Value:
 def absent(error: NVMLError, gpu_type: GpuType, feature: Feature | None) -> Absent:
     """Returns NOT_APPLICABLE where driver and table agree that `gpu_type` lacks `feature`, else UNKNOWN."""
     unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
-    return NOT_APPLICABLE if unsupported and feature is not None and lacks(gpu_type, feature) else UNKNOWN
+    return NOT_APPLICABLE if unsupported and feature is not None and lacks_feature(gpu_type, feature) else UNKNOWN

@@ -120,8 +120,10 @@ def _by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
     matching_gpus = [gpu for gpu in gpus if gpu.info.uuid.startswith(name)]
     if len(matching_gpus) != 1:
         matches = "matches no GPU" if not matching_gpus else f"matches {len(matching_gpus)} GPUs"
-        known = ", ".join(gpu.info.uuid if gpu.info.mig else f"{gpu.info.index} ({gpu.info.uuid})" for gpu in gpus)
-        raise ConfigError(f"{source} names {name!r}, which {matches}; there are {known or 'none'}")
+        available_ids = ", ".join(
+            gpu.info.uuid if gpu.info.mig else f"{gpu.info.index} ({gpu.info.uuid})" for gpu in gpus
+        )
+        raise ConfigError(f"{source} names {name!r}, which {matches}; there are {available_ids or 'none'}")
     return matching_gpus[0]
 
 

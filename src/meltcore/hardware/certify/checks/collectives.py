@@ -54,7 +54,7 @@ class CollectivesCheck(MeasuredCheck):
     recorded = True  # small messages and rings over PCIe have no expectation; a baseline judges them
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """One request per group size, operation and message size."""
+        """Returns one request per group size, operation and message size."""
         seconds = self.request_s(context)
         return [
             ProbeRequest(
@@ -76,16 +76,16 @@ class CollectivesCheck(MeasuredCheck):
         if int(request.settings["bytes"]) < _JUDGED_FROM:
             return None
         speeds = [link_gbps(context, first, second) for first, second in pairwise(gpus)]
-        known = [speed for speed in speeds if speed is not None]
-        slowest = min(known) if len(known) == len(speeds) else None
+        known_speeds = [speed for speed in speeds if speed is not None]
+        slowest = min(known_speeds) if len(known_speeds) == len(speeds) else None
         return expectations.collective(slowest, str(request.settings["op"]), len(gpus))
 
     def adjust(self, _context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
         """Fails collectives with wrong elements."""
-        wrong = {result.key: int(result.details.get("wrong", 0)) for result in results}
+        num_wrong = {result.key: int(result.details.get("wrong", 0)) for result in results}
         for judged_row in judged:
-            if wrong.get(judged_row.row.key):
-                judged_row.lower("FAIL", "WRONG_RESULT", f"{wrong[judged_row.row.key]:,} elements are wrong")
+            if num_wrong.get(judged_row.row.key):
+                judged_row.set_verdict("FAIL", "WRONG_RESULT", f"{num_wrong[judged_row.row.key]:,} elements are wrong")
 
 
 def _group_sizes(context: CertifyContext) -> list[int]:
@@ -200,7 +200,7 @@ def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> Probe
 
     op, size = str(request.settings["op"]), int(request.settings["bytes"])
     count = max(world, size // _ITEM_BYTES // world * world)
-    launch, wrong = _collective(op, count, rank, device, world)
+    launch, num_wrong = _collective(op, count, rank, device, world)
     factor = 2 * (world - 1) / world if op == "all_reduce" else (world - 1) / world
     graphed = size <= _GRAPHED_BYTES
     samples = rates(
@@ -212,7 +212,7 @@ def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> Probe
         agree=slowest,
         max_launches=_MAX_PER_GRAPH if graphed else MAX_LAUNCHES,
     )[0]
-    return ProbeResult(key=request.key, gpus=request.gpus, samples=samples, details={"wrong": wrong})
+    return ProbeResult(key=request.key, gpus=request.gpus, samples=samples, details={"wrong": num_wrong})
 
 
 def _collective(op: str, count: int, rank: int, device: int, world: int) -> tuple[Callable[[], object], int]:
@@ -224,22 +224,22 @@ def _collective(op: str, count: int, rank: int, device: int, world: int) -> tupl
     import torch.distributed as dist
 
     cuda, shard_count = f"cuda:{device}", count // world
-    whole, shard = (torch.full((size,), float(rank + 1), device=cuda) for size in (count, shard_count))
+    gathered, shard = (torch.full((size,), float(rank + 1), device=cuda) for size in (count, shard_count))
     launches: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, shard),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole),
+        "all_reduce": lambda: dist.all_reduce(gathered),
+        "all_gather": lambda: dist.all_gather_into_tensor(gathered, shard),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, gathered),
     }
     launches[op]()
     if op == "all_gather":
         ranks = torch.arange(1, world + 1, device=cuda, dtype=torch.float32)
-        wrong = (whole.view(world, shard_count) != ranks[:, None]).sum()
+        num_wrong = (gathered.view(world, shard_count) != ranks[:, None]).sum()
     else:
-        wrong = ((whole if op == "all_reduce" else shard) != world * (world + 1) / 2).sum()
+        num_wrong = ((gathered if op == "all_reduce" else shard) != world * (world + 1) / 2).sum()
     if op == "all_reduce":
-        whole.zero_()
-    dist.all_reduce(wrong)
-    return launches[op], int(wrong)
+        gathered.zero_()
+    dist.all_reduce(num_wrong)
+    return launches[op], int(num_wrong)
 
 
 if __name__ == "__main__":

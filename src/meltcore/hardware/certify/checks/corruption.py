@@ -30,7 +30,7 @@ class CorruptionCheck(MeasuredCheck):
     has_expectations = False
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """One request."""
+        """Returns one request."""
         settings: dict[str, Setting] = {"dtype": "bf16", "size": _SIZE, "seconds": self.request_s(context)}
         return [ProbeRequest(key="corruption/repeat", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
 
@@ -48,11 +48,13 @@ class CorruptionCheck(MeasuredCheck):
                 continue
             digest, wrong = detail.get("digest"), detail.get("wrong")
             if wrong is None or digest is None:
-                judged_row.lower("UNKNOWN", "NO_READING", "the probe did not report what it compared")
+                judged_row.set_verdict("UNKNOWN", "NO_READING", "the probe did not report what it compared")
             elif wrong:
-                judged_row.lower("FAIL", "WRONG_RESULT", f"{wrong} of {detail.get('compared')} equal GEMMs differed")
+                judged_row.set_verdict(
+                    "FAIL", "WRONG_RESULT", f"{wrong} of {detail.get('compared')} equal GEMMs differed"
+                )
             elif digest not in usual_digests_by_model[_gpu_model(context, judged_row.row.gpus[0])]:
-                judged_row.lower("FAIL", "WRONG_RESULT", "computes other bits than the other GPUs of its type")
+                judged_row.set_verdict("FAIL", "WRONG_RESULT", "computes other bits than the other GPUs of its type")
             elif judged_row.row.verdict == "RECORDED":
                 judged_row.row.verdict = "PASS"
                 judged_row.row.note = f"{detail.get('compared')} GEMMs, all bits equal"

@@ -33,7 +33,7 @@ class GemmCheck(MeasuredCheck):
     setup_s = 2.0
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """One request per dtype and shape."""
+        """Returns one request per dtype and shape."""
         shapes, dtypes = _PLANS.get(context.tier, _FULL)
         seconds = self.request_s(context)
         return [
@@ -61,16 +61,16 @@ class GemmCheck(MeasuredCheck):
         return report
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Return the expected TFLOP/s: from the GPU's data sheet, else from its SMs and maximum clock."""
+        """Returns the expected TFLOP/s: from the GPU's data sheet, else from its SMs and maximum clock."""
         settings = request.settings
         shape = "square" if settings["m"] == settings["n"] == settings["k"] else "model"
         return expectations.gemm(context.snapshot.gpus[gpus[0]], str(settings["dtype"]), shape)
 
 
 def has_fp8(context: CertifyContext) -> bool:
-    """Whether any GPU may support FP8; True also where the capability is unreadable, so that the probe tests it."""
-    known = [str(gpu.facts.get("compute_capability", "")).split(".") for gpu in context.snapshot.gpus]
-    return all((int(parts[0]), int(parts[1])) >= _FP8_FROM for parts in known if len(parts) == 2)
+    """Returns whether any GPU may support FP8. True also where the capability is unreadable: the probe tests it."""
+    capabilities = [str(gpu.facts.get("compute_capability", "")).split(".") for gpu in context.snapshot.gpus]
+    return all((int(parts[0]), int(parts[1])) >= _FP8_FROM for parts in capabilities if len(parts) == 2)
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:

@@ -31,7 +31,7 @@ class HostCheck(MeasuredCheck):
     setup_s = 0.5
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """One request per GPU and direction."""
+        """Returns one request per GPU and direction."""
         seconds = self.request_s(context)
         return [
             ProbeRequest(

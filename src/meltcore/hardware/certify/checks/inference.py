@@ -14,7 +14,7 @@ from meltcore.errors import ConfigError
 from meltcore.hardware.certify.check import HardwareCheck
 from meltcore.hardware.certify.conditions import ConditionsWatch
 from meltcore.hardware.certify.context import CertifyContext
-from meltcore.hardware.certify.judge import Judgement, findings_of, lower_throttled
+from meltcore.hardware.certify.judge import Judgement, findings_of, warn_throttled
 from meltcore.hardware.node import last_line
 from meltcore.process import CompletedRun
 from meltcore.results.certificate import CertificateRow, CheckReport
@@ -37,8 +37,8 @@ class InferenceCheck(HardwareCheck):
 
     def unavailable(self) -> str:
         """Returns the reason where the engine's packages are not installed."""
-        missing = [package for package in _ENGINE if find_spec(package) is None]
-        return f"the engine is not installed ({', '.join(missing)} missing)" if missing else ""
+        missing_packages = [package for package in _ENGINE if find_spec(package) is None]
+        return f"the engine is not installed ({', '.join(missing_packages)} missing)" if missing_packages else ""
 
     def measure(self, context: CertifyContext) -> CheckReport:
         """Runs the demo on every GPU and watches the GPUs meanwhile."""
@@ -56,7 +56,7 @@ class InferenceCheck(HardwareCheck):
             _judged(context, gpu_index, completed[gpu_index], results[gpu_index], gpu_index in busy)
             for gpu_index in context.gpu_indices
         ]
-        lower_throttled(judged, throttled)
+        warn_throttled(judged, throttled)
         rows = [judged_row.row for judged_row in judged]
         rows += [row for gpu_index, result in enumerate(results) for row in _speeds(context, gpu_index, result)]
         return self.report(rows, [*findings_of(self.name, judged), *findings], conditions)
@@ -99,15 +99,15 @@ def _judged(
         row.floor = 100 * _ACCURACY_FLOOR
     code = completed.returncode
     if code is None:
-        judged.lower("UNKNOWN", "TIMED_OUT", f"the run took more than {_LIMIT_S:.0f} s and was killed")
+        judged.set_verdict("UNKNOWN", "TIMED_OUT", f"the run took more than {_LIMIT_S:.0f} s and was killed")
     elif code == _FAILED and result is not None:
-        judged.lower("FAIL", "WRONG_ANSWERS", "; ".join(result.reasons[:3]) or "the run did not pass")
+        judged.set_verdict("FAIL", "WRONG_ANSWERS", "; ".join(result.reasons[:3]) or "the run did not pass")
     elif code != _PASSED or row.measured is None:
-        judged.lower("UNKNOWN", "PROBE_FAILED", f"the run ended with status {code}: {last_line(completed)}")
+        judged.set_verdict("UNKNOWN", "PROBE_FAILED", f"the run ended with status {code}: {last_line(completed)}")
     else:
         row.verdict = "PASS"
     if busy and row.verdict == "PASS":
-        judged.lower("INVALID", "BUSY", "another program was computing on it")
+        judged.set_verdict("INVALID", "BUSY", "another program was computing on it")
     return judged
 
 

@@ -21,7 +21,7 @@ class MemoryCheck(MeasuredCheck):
     setup_s = 1.0
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """One request per operation."""
+        """Returns one request per operation."""
         seconds = self.request_s(context)
         return [
             ProbeRequest(

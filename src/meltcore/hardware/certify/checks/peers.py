@@ -29,7 +29,7 @@ class PeersCheck(MeasuredCheck):
     recorded = True  # a path through PCIe depends on bridges, ACS and the host: it has no expectation
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """One request per ordered pair in one direction, one per unordered pair in both directions concurrently."""
+        """Returns one request per ordered pair in one direction, and one per unordered pair in both directions."""
         settings = {"bytes": _BYTES, "seconds": self.request_s(context)}
         pairs = [(first, second) for first in context.gpu_indices for second in context.gpu_indices if first != second]
         unidirectional = [
@@ -53,8 +53,8 @@ class PeersCheck(MeasuredCheck):
 def link_gbps(context: CertifyContext, first: int, second: int) -> float | None:
     """Returns GB/s of all links from one GPU to another in one direction; None without links or speeds."""
     speeds = [link.speed_gbps for link in links_between(context.snapshot.gpus, first, second)]
-    known = [speed for speed in speeds if speed is not None]
-    return sum(known) if known and len(known) == len(speeds) else None
+    known_speeds = [speed for speed in speeds if speed is not None]
+    return sum(known_speeds) if known_speeds and len(known_speeds) == len(speeds) else None
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:

@@ -54,7 +54,7 @@ def _fault_if(condition: bool, verdict: RowVerdict, code: FaultCode, message: st
 
 # Facts that must be readable for a PASS, each with its rule.
 _RULES: dict[str, Callable[[GpuSnapshot, float], Fault | None]] = {
-    "ecc_on": lambda _gpu, on: _fault_if(not on, "WARN", "ECC_OFF", "ECC is off"),
+    "ecc_on": lambda _gpu, is_on: _fault_if(not is_on, "WARN", "ECC_OFF", "ECC is off"),
     "ecc_uncorrected": lambda _gpu, count: _fault_if(
         count > 0, "FAIL", "ECC_UNCORRECTED", f"{count:.0f} uncorrected ECC errors since the driver was loaded"
     ),
@@ -72,8 +72,8 @@ _RULES: dict[str, Callable[[GpuSnapshot, float], Fault | None]] = {
     "pcie_width_max": lambda _gpu, _width: None,
     "pcie_generation_max": _pcie_generation,
     "power_limit_w": _power_limit,
-    "mig_on": lambda gpu, on: _fault_if(
-        on > 0 and not gpu.mig, "WARN", "MIG_ON", "MIG is on, and the whole GPU was requested"
+    "mig_on": lambda gpu, is_on: _fault_if(
+        is_on > 0 and not gpu.mig, "WARN", "MIG_ON", "MIG is on, and the whole GPU was requested"
     ),
     "clock_reasons": _slowdown,
     "processes": lambda _gpu, count: _fault_if(
@@ -89,7 +89,7 @@ class StateCheck(HardwareCheck):
     title = "State of the GPUs"
 
     def measure(self, context: CertifyContext) -> CheckReport:
-        """One row per fact and GPU."""
+        """Returns one row per fact and GPU."""
         rows: list[CertificateRow] = []
         findings: list[Finding] = []
         several = len(context.gpus) > 1
@@ -131,7 +131,7 @@ def _facts(gpu: GpuSnapshot) -> Iterator[tuple[str, RowVerdict, FaultCode | None
 
 def _links(gpu: GpuSnapshot, several: bool) -> tuple[str, RowVerdict, FaultCode | None, str]:
     count = gpu.facts.get("nvlinks")
-    down = [str(link.link) for link in gpu.links if link.state == "down"]
+    links_down = [str(link.link) for link in gpu.links if link.state == "down"]
     unreadable = [str(link.link) for link in gpu.links if link.state == UNKNOWN]
     if count == NOT_APPLICABLE or count == 0:
         return "nvlinks", "NOT_APPLICABLE", None, "this GPU type has no NVLink"
@@ -140,6 +140,6 @@ def _links(gpu: GpuSnapshot, several: bool) -> tuple[str, RowVerdict, FaultCode 
     if count == UNKNOWN or unreadable:
         links = ", ".join(unreadable) or "all"
         return "nvlinks", "UNKNOWN", "STATE_UNREADABLE", f"unreadable NVLinks: {links}"
-    if down:
-        return "nvlinks", "FAIL", "NVLINK_DOWN", f"NVLinks down: {', '.join(down)} of {count}"
+    if links_down:
+        return "nvlinks", "FAIL", "NVLINK_DOWN", f"NVLinks down: {', '.join(links_down)} of {count}"
     return "nvlinks", "PASS", None, f"{count} up"

@@ -29,7 +29,7 @@ class SustainedCheck(MeasuredCheck):
     setup_s = 10.0
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """One request."""
+        """Returns one request."""
         seconds = self.request_s(context)
         m, n, k = MODEL_SHAPES[-1]
         every_s = max(1.0, seconds / _MAX_SAMPLES)
@@ -53,7 +53,7 @@ class SustainedCheck(MeasuredCheck):
             first, last = median(judged_row.row.samples[:quarter]), median(judged_row.row.samples[-quarter:])
             if last < _DRIFT_FRACTION * first:
                 drift = f"drifted from {format_three_digits(first)} to {format_three_digits(last)} over the run"
-                judged_row.lower("WARN", "DRIFT", drift)
+                judged_row.set_verdict("WARN", "DRIFT", drift)
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
