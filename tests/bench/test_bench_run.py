@@ -38,7 +38,7 @@ from meltcore.bench import engine_process, run
 from meltcore.hardware.monitor import sampler
 engine_process.ENGINE_COMMAND = msgspec.json.decode(sys.argv[1])
 sampler.SAMPLER_COMMAND = msgspec.json.decode(sys.argv[2])
-run.ladder = lambda is_cpu: (1, 10)
+run.ladder_concurrencies = lambda is_cpu: (1, 10)
 from meltcore.cli.main import main
 sys.exit(main(["bench", *sys.argv[3:]]))
 """
@@ -72,7 +72,7 @@ def run(folder: Path, fake: list[FakeGpu] | None, **settings: Any) -> tuple[RunF
     with (
         patch.object(sampler, "SAMPLER_COMMAND", sampler_command(fake or [])),
         patch.object(engine_process, "ENGINE_COMMAND", program(folder / "emitted", **script)),
-        patch.object(bench_run, "ladder", lambda is_cpu: (1, 10)),
+        patch.object(bench_run, "ladder_concurrencies", lambda is_cpu: (1, 10)),
     ):
         result = run_bench(config, lines.append, lambda device, level, last: lines.append(f"{device.label} {last}"))
     return *result, lines

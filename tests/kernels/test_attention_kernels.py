@@ -345,7 +345,7 @@ def test_two_heads_of_a_group_packed_in_one_program(
 
 
 @pytest.mark.parametrize(
-    ("arch", "kv_heads", "head_dim", "tiles", "packed"),
+    ("arch", "kv_heads", "head_dim", "tiles", "packed_heads"),
     [
         (90, 8, 128, 34, 2),
         (90, 8, 128, 33, 1),

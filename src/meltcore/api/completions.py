@@ -135,7 +135,10 @@ class _RequestHandler:
         generation.choices.clear()  # they refer to it: a cycle would keep the response until the next collection
 
     async def _stream(self, generation: Generation) -> int:
-        """Events until the end. The head waits for the first token: a failure before it is a plain HTTP error."""
+        """Stream events until the end.
+
+        The head waits for the first token: a failure before it is a plain HTTP error.
+        """
         started = False
         send, writer = self.send, self.writer
         while True:

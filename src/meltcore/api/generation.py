@@ -187,7 +187,7 @@ class Choice:
         return self._take(self.reasoning)
 
     def take_logprobs(self) -> list[tuple[int, TokenLogprobs | None]]:
-        """Token ids and their log-probabilities not sent yet, now counted as sent."""
+        """Return the token ids and log-probabilities not sent yet, now counted as sent."""
         unsent_logprobs_list, self.logprobs = self.logprobs, []
         self.generation.unsent_chars -= len(unsent_logprobs_list) * self._logprobs_per_token * LOGPROB_CHARS
         return unsent_logprobs_list
@@ -212,7 +212,10 @@ class Generation:
     """One HTTP request. The backend calls `wake`; the request handler waits in `changed`."""
 
     def __init__(self, request_id: str, *, arrived_s: float, streaming: bool, every_token: bool = False) -> None:
-        """`every_token`: send an event also for tokens without text yet, for usage counted token by token."""
+        """Create the state of one choice.
+
+        `every_token`: send an event also for tokens without text yet, for usage counted token by token.
+        """
         self.request_id = request_id
         self.arrived_s = arrived_s  # time.monotonic()
         self.streaming = streaming

@@ -108,7 +108,7 @@ def _too_large(size_text: str, limit_bytes: int) -> RequestError:
 
 
 def error_json(error: RequestError) -> bytes:
-    """OpenAI's error form."""
+    """Return an error in OpenAI's form."""
     error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     message, param = error.message[:_MAX_MESSAGE_CHARS], shorten(error.param)
     error_fields = {"message": message, "type": error_type, "param": param, "code": error.code}

@@ -199,7 +199,7 @@ class _Protocol(HttpToolsProtocol):
                 self._refuse_head()
 
     def when_lost(self, callback: Callable[[], None] | None) -> None:
-        """Call `call` once when the client has disconnected, now if it already has; None cancels."""
+        """Set a callback for when the client disconnects. It is called now if that has happened; None removes it."""
         self._on_lost = callback
         if callback is None:
             if self._waiting_since_s is not None:  # for the next request, which could wait until now

@@ -83,7 +83,7 @@ class Metrics(Collector):
     """Writes the statistics of a server, those of each model with the label `model_name`."""
 
     def __init__(self, names: Sequence[str], stats: ServerStats) -> None:
-        """`names`: of the models, in the order of `stats.models`."""
+        """Create the collector. `names`: of the models, in the order of `stats.models`."""
         self._stats = stats
         self._models = dict(zip(names, stats.models, strict=True))
         self._registry = CollectorRegistry()
@@ -95,7 +95,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Metric families, as prometheus_client asks for them."""
+        """Yield the metric families, as prometheus_client asks for them."""
         engines = {name: model.engines() for name, model in self._models.items()}
         for family_type, name, help, value in _ENGINE_METRICS:
             yield self._family(family_type, name, help, {label: value(engine) for label, engine in engines.items()})
@@ -136,7 +136,7 @@ class Metrics(Collector):
         return family
 
     def _labeled(self) -> Iterator[Metric]:
-        """Families with a label beside the model's name."""
+        """Yield metric families with a label beside the model's name."""
         request_success = CounterMetricFamily(
             PREFIX + "request_success", "Requests with a complete response", labels=["model_name", "finished_reason"]
         )

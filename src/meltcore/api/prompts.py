@@ -28,7 +28,10 @@ async def chat_prompt(
     kwargs: dict[str, Any] | None,
     context: int | None = None,
 ) -> list[int]:
-    """Token ids of a chat, up to where the answer begins. `context`: see `encode_all`. Raises RequestError (400)."""
+    """Return the token ids of a chat, up to where the answer begins.
+
+    `context`: see `encode_all`. Raises RequestError (400).
+    """
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
     text = render_chat(template, [_with_system_role(message) for message in messages], kwargs)
@@ -39,7 +42,7 @@ async def chat_prompt(
 async def completion_prompts(
     tokenizer: Tokenizer, vocab_size: int, request: CompletionRequest, context: int | None = None
 ) -> list[list[int]]:
-    """Token ids of each prompt: one text, several texts, one list of ids, or several lists of ids.
+    """Return the token ids of each prompt: one text, several texts, one list of ids, or several lists of ids.
 
     `context`: see `encode_all`. Raises RequestError (400).
     """

@@ -180,7 +180,7 @@ class CompletionResponseWriter(ResponseWriter):
 
 
 def usage_json(choices: list[Choice]) -> bytes:
-    """OpenAI's usage object over `choices`, in tokens of the engine."""
+    """Return OpenAI's usage object over `choices`, in tokens of the engine."""
     return _usage(
         sum(choice.prompt_tokens for choice in choices),
         sum(choice.output_tokens for choice in choices),

@@ -180,13 +180,13 @@ class _Handlers:
 
 
 async def _server_error(_request: Request, error: Exception) -> Response:
-    """Return an unexpected exception: the client gets OpenAI's error form, and Starlette raises it on to the log."""
+    """Answer an unexpected exception in OpenAI's error form. Starlette raises it on to the log."""
     body = error_json(RequestError(f"the server failed: {type(error).__name__}", status=500))
     return Response(body, status_code=500, media_type="application/json")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own errors (no such path, wrong method), in OpenAI's form."""
+    """Answer Starlette's own errors (no such path, wrong method) in OpenAI's form."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {shorten(request.url.path)}: {error.detail}"
     body = error_json(RequestError(message, status=error.status_code))

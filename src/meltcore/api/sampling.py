@@ -66,7 +66,10 @@ def sampling_params(
     request: ChatRequest | CompletionRequest, *, prompt_tokens: int, max_model_len: int, vocab_size: int,
     defaults: dict[str, Any],
 ) -> SamplingParams:  # fmt: skip
-    """Settings for one prompt of `prompt_tokens` tokens. Raises RequestError naming the first field out of range."""
+    """Return the settings for one prompt of `prompt_tokens` tokens.
+
+    Raises RequestError naming the first field out of range.
+    """
     fields = dict(defaults)
     for name in _PLAIN_FIELDS:
         value = getattr(request, name)

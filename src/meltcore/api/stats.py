@@ -76,7 +76,7 @@ class Histogram:
     """Counts of values in seconds, one per upper bound."""
 
     def __init__(self, shared: SharedStats, row: int, first: int, bounds: Sequence[float]) -> None:
-        """`first`: the column of the lowest bound; the sum of all values is in the last one."""
+        """Create a view of the histogram's columns. `first`: that of the lowest bound; the last one has the sum."""
         self._rows = shared.rows
         self._row = shared.rows[row]
         self._bounds = bounds
@@ -89,7 +89,7 @@ class Histogram:
         self._row[self._sum] += value_s * count
 
     def totals(self) -> tuple[list[tuple[str, float]], float]:
-        """Over all processes: Prometheus' cumulative (`le`, count) pairs, and the sum of the values."""
+        """Return Prometheus' cumulative (`le`, count) pairs and the sum of the values, over all processes."""
         buckets = []
         total = 0.0
         for column, bound in enumerate([*map(str, self._bounds), "+Inf"], self._first):
@@ -117,7 +117,7 @@ class _Columns:
         self._row[self._column[name]] = value
 
     def own_value(self, name: str) -> float:
-        """This process's value."""
+        """Return this process's value."""
         return self._row[self._column[name]]
 
     def total(self, name: str) -> float:
@@ -132,7 +132,7 @@ class ServerStats(_Columns):
     def __init__(
         self, replicas: Sequence[int] = (1,), *, num_processes: int = 1, process_index: int = 0, fd: int | None = None
     ) -> None:
-        """`replicas`: the number of each model's. `process_index`: the row of this process."""
+        """Create the view of one process. `replicas`: number per model; `process_index`: the row of this process."""
         names = [f"server/{name}" for name in _PROCESS_COLUMNS]
         for model, num_replicas in enumerate(replicas):
             names += [f"{model}/{name}" for name in _model_columns(num_replicas)]
@@ -147,11 +147,11 @@ class ServerStats(_Columns):
         return len(self.shared.rows) - 1
 
     def record_cpu_time(self) -> None:
-        """Note this process's CPU time."""
+        """Record this process's CPU time."""
         self.set("cpu_s", time.process_time())
 
     def closed_connections(self) -> list[float]:
-        """Connections that each process has closed since the start, by its row."""
+        """Return the connections that each process has closed since the start, by its row."""
         column = self._column["connections_closed"]
         return [row[column] for row in self.shared.rows]
 
@@ -160,7 +160,7 @@ class ServerStats(_Columns):
         return round(sum(model.total("in_flight") for model in self.models))
 
     def events(self) -> float:
-        """Requests and ends of connections of this process."""
+        """Return the number of requests and ended connections of this process."""
         return self.own_value("connections_closed") + sum(model.own_value("accepted") for model in self.models)
 
     def is_idle(self) -> bool:
@@ -190,12 +190,12 @@ class ModelStats(_Columns):
         return max(row[column] for row in self.shared.rows)
 
     def set_in_flight(self, count: int) -> None:
-        """This process has `count` requests in flight. The peak is that of the server, as the process sees it."""
+        """Record `count` requests in flight in this process. The peak is that of the server, as the process sees it."""
         self.set("in_flight", count)
         self.set("in_flight_peak", max(self.own_value("in_flight_peak"), self.total("in_flight")))
 
     def record_step(self, stats: EngineStats, ended_s: float, replica: int = 0) -> None:
-        """Note a replica's statistics after a step that ended at `ended_s`."""
+        """Record a replica's statistics after a step that ended at `ended_s`."""
         self._row[self._last_message_at[replica]] = time.monotonic()
         first = self._engine_at[replica]
         self._row[first] = ended_s
@@ -237,11 +237,11 @@ class ModelStats(_Columns):
         self.add(f"replica_tokens/{replica}", -tokens)
 
     def open_requests(self, replica: int) -> float:
-        """Open requests of `replica`, from all API servers."""
+        """Return the number of open requests of `replica` from all API servers."""
         return self.total(f"replica_requests/{replica}")
 
     def open_tokens(self, replica: int) -> float:
-        """Prompt tokens and allowed output tokens of the open requests of `replica`."""
+        """Return the prompt tokens and allowed output tokens of the open requests of `replica`."""
         return self.total(f"replica_tokens/{replica}")
 
     def last_message_s(self, replica: int) -> float:

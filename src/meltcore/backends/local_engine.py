@@ -152,7 +152,7 @@ class LocalEngine:
         self._requests.end(generation, error or client_disconnected(), "aborted")
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
-        """Token ids of a text or of a chat."""
+        """Return the token ids of a text or of a chat."""
         model = self._loaded()
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
@@ -183,7 +183,7 @@ class LocalEngine:
         return await done_future
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """OpenAI's fields, and the facts that a measurement must record."""
+        """Return OpenAI's model card with the facts that a measurement must record."""
         model = self._loaded()
         return {
             "id": name,

@@ -40,7 +40,7 @@ class OpenRequests:
     """
 
     def __init__(self, stats: ModelStats, send: Callable[[ToEngine, int], None]) -> None:
-        """`send(message, replica)` sends a message to one of the engines."""
+        """Create an empty table. `send(message, replica)` sends a message to one of the engines."""
         self._stats = stats
         self._send = send
         self._open: dict[str, Choice] = {}

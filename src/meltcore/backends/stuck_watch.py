@@ -20,10 +20,10 @@ CONFIRM_S = 5.0
 
 
 class StuckWatch:
-    """Watches all replicas of one model, for the supervisor."""
+    """Detects replicas of one model that no longer finish steps, for the supervisor."""
 
     def __init__(self, engines: Sequence[LocalEngineProcess], stats: ModelStats, *, profiles: bool = False) -> None:
-        """`profiles`: they may be taken. To write a long one takes minutes, during which no step finishes."""
+        """Start to watch. `profiles`: whether they may be taken; no step finishes while a long one is written."""
         self._engines = engines
         self._stats = stats
         self._profiles = profiles
@@ -47,7 +47,7 @@ class StuckWatch:
                 engine.fail(problem)
 
     def _problem(self, replica: int, engine: LocalEngineProcess, now_s: float) -> str | None:
-        """Why a replica looks stuck now, if it does. An idle one may be stopped."""
+        """Return why a replica looks stuck now, None if it does not. An idle one may be stopped."""
         if engine.loaded is not None and not self._stats.open_requests(replica):
             return None
         if engine.is_stopped():

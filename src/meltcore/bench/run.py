@@ -60,7 +60,7 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
             [_cpu(config, fingerprint.cpu)] if monitor is None else _gpus(config, monitor, fingerprint.memory_bytes)
         )
         stack.enter_context(claim(devices))
-        levels = concurrencies(monitor is None)
+        levels = ladder_concurrencies(monitor is None)
         runs = [
             stack.enter_context(_device_run(config, plan, device, levels, folder, stop_event, on_level))
             for device in devices
@@ -94,7 +94,7 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
     return folder, result
 
 
-def concurrencies(is_cpu: bool) -> tuple[int, ...]:
+def ladder_concurrencies(is_cpu: bool) -> tuple[int, ...]:
     """Return the concurrency of each level."""
     return workload.CPU_LEVELS if is_cpu else workload.LEVELS
 

@@ -122,7 +122,7 @@ class Channel(Generic[_Message]):
         return True
 
     def read(self, on_message: Callable[[_Message, list[int]], None], on_end: Callable[[], object]) -> None:
-        """From now on call `on_message` for each message with its descriptors, and `on_end` once, at the end."""
+        """Start to call `on_message` for each message with its descriptors, and `on_end` once, at the end."""
 
         def on_readable() -> None:
             while self._socket.fileno() >= 0:

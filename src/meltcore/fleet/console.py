@@ -102,7 +102,7 @@ def _show_model(
 
 
 def size_text(size_bytes: int) -> str:
-    """1536 as "1.50 KiB"."""
+    """Format a size in bytes: 1536 as "1.50 KiB"."""
     for unit, name in _UNITS:
         if abs(size_bytes) >= unit:
             return f"{size_bytes / unit:.2f} {name}"

@@ -62,7 +62,10 @@ class Acceptor:
         on_connection: Callable[[socket.socket], None],
         on_exhausted: Callable[[OSError], None],
     ) -> None:
-        """`on_exhausted` is called each time that no connection can be accepted for lack of file descriptors."""
+        """Listen on a socket.
+
+        `on_exhausted` is called each time that no connection can be accepted for lack of file descriptors.
+        """
         self._listener = listener
         self._on_connection = on_connection
         self._on_exhausted = on_exhausted

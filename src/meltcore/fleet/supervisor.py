@@ -93,7 +93,7 @@ class Supervisor:
         placements: Sequence[Sequence[Placement]],
         folder: SocketFolder,
     ) -> None:
-        """`placements`: those of each model's replicas."""
+        """Create the engines. `placements`: one per replica, for each model."""
         num_processes = 1 + worker_count(config)
         self._config = config
         self._folder = folder
@@ -310,7 +310,7 @@ class Supervisor:
             self._on_signal()
 
     def _on_signal(self) -> None:
-        """The first signal starts to drain; a second one, later, ends everything now."""
+        """Start to drain at the first signal; end everything now at a later second one."""
         now_s = asyncio.get_running_loop().time()
         if self._stopped_s is None:
             self._stopped_s = now_s

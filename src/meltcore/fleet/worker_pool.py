@@ -95,7 +95,11 @@ class WorkerPool:
         on_lost: Callable[[int, str, int], None],
         on_unreadable: Callable[[int, int, str], None],
     ) -> None:
-        """`on_lost(worker, how, open_requests)`: one died. `on_unreadable(model, replica, reason)`: see EngineLink."""
+        """Create the pool.
+
+        `on_lost(worker, how, open_requests)`: called when a worker died. `on_unreadable(model, replica, reason)`: see
+        EngineLink.
+        """
         self._config = config
         self._stats = stats
         self._directory = directory

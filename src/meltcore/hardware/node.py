@@ -39,7 +39,7 @@ class Node:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Waits for a number of seconds."""
         time.sleep(seconds)
 
     def read(self, path: Path) -> str | None:

@@ -110,7 +110,7 @@ def _finish_step_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program handles all sequences, since they share one step counter."""
+    """The only program handles all sequences, since they share one step counter."""
     steps = tl.load(steps_ptr)
     tl.debug_barrier()  # every thread has read it before one writes it
     tl.store(steps_ptr, steps + 1)

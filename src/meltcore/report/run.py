@@ -162,12 +162,9 @@ def levels_table(levels: Sequence[LevelResult]) -> Table:
         latencies: list[str | Cell] = [
             percentile_cell(distribution, name) for distribution in distributions for name in ("p50", "p99")
         ]
+        workload_name = (level.workload or "not named") if has_several_workloads else ""
         cells: list[str | Cell] = [
-            Cell(
-                format_load(level),
-                small_print=(level.workload or "not named") if has_several_workloads else "",
-                console_text=load,
-            ),
+            Cell(format_load(level), small_print=workload_name, console_text=load),
             f"{level.requests:,}",
             f"{level.succeeded:,}",
             _failed_cell(level),

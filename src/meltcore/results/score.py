@@ -224,7 +224,9 @@ class ReferenceRatio(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """The score. Two scores rank only where workload, engine, model, dtype and weights agree.
+    """The score of a run on one or more devices.
+
+    Two scores are comparable only where workload, engine, model, dtype and weights agree.
 
     `output_tokens_per_s` is the sum over the devices, None where one has none. `not_comparable` holds reasons why this
     result is not ranked. `duration_s` is the requested duration. `totals` and `expectations` are computed from the rest

@@ -100,7 +100,7 @@ class ScriptedServer:
         self.connections: set[_ServerConnection] = set()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listen; returns the port."""
+        """Start to listen and return the port."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _ServerConnection(self), host, port, backlog=16_384)
         return int(self._server.sockets[0].getsockname()[1])

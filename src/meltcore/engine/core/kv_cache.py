@@ -129,7 +129,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Number of pages that `allocate` could give now."""
+        """Number of pages that `allocate` could return now."""
         return len(self._free) + len(self._cached)
 
     @property

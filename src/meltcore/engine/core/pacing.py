@@ -38,7 +38,10 @@ class _ChunkSize:
     """Estimates how many tokens add a given time to a step."""
 
     def __init__(self, tokens: int, max_tokens: int, growth: int) -> None:
-        """max_tokens: upper bound of the size; growth: the largest factor from one size to the next."""
+        """Start at `tokens`.
+
+        max_tokens: upper bound of the size; growth: the largest factor from one size to the next.
+        """
         self.tokens = min(tokens, max_tokens)
         self._max_tokens = max_tokens
         self._growth = growth
@@ -54,7 +57,7 @@ class Pacer:
     """Allots tokens of long prompts to steps with decodes. tokens_left: those that the current step may still hold."""
 
     def __init__(self, budget: int) -> None:
-        """budget: the maximum number of tokens of a step."""
+        """Start with the full budget. budget: the maximum number of tokens of a step."""
         self.tokens_left = budget
         self._budget = budget
         self._chunk = _ChunkSize(FIRST_CHUNK, budget, growth=2)
@@ -90,7 +93,7 @@ class Pacer:
         self._ordinary_tokens = ordinary_tokens
 
     def record(self, took_s: float, step: StepContents) -> None:
-        """Learn from the time and the contents of a finished step."""
+        """Update the estimates by the time and the contents of a finished step."""
         if step.ordinary_tokens or not step.decodes:
             return  # its time says nothing about a chunk's
         if not step.long_tokens:

@@ -35,7 +35,10 @@ class Request:
     def __init__(
         self, message: AddRequest, arrival: int, stop_ids: frozenset[int], token_mask: TokenMask | None
     ) -> None:
-        """arrival: its number in order of arrival. Raises OverflowError for a token id of more than 32 bits."""
+        """Create a waiting request.
+
+        arrival: its number in order of arrival. Raises OverflowError for a token id of more than 32 bits.
+        """
         self.id = message.request_id
         self.sampling = message.sampling
         # An array takes 4 bytes per token, a list 40: 10,000 waiting prompts would take hundreds of megabytes.

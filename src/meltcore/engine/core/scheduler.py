@@ -70,7 +70,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
     ) -> None:
-        """cache: None for no prefix cache; states: None for a model without recurrent layers."""
+        """Create an idle scheduler.
+
+        cache: None for no prefix cache; states: None for a model without recurrent layers.
+        """
         if pool.total < layout.max_pages(max_model_len, max_num_batched_tokens):
             raise ValueError(f"{pool.total} pages cannot hold one sequence of {max_model_len} tokens")
         if states is not None and states.total < max_num_seqs:

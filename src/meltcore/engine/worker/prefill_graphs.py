@@ -220,7 +220,10 @@ class PrefillGraphs:
     """The graphs of steps with prompts."""
 
     def __init__(self, step: PaddedStep, buckets: list[GraphBucket], page_table: torch.Tensor) -> None:
-        """step: computes eagerly what a replay will. page_table: [rows, pages of a sequence] int64."""
+        """Allocate the inputs of all buckets.
+
+        step: computes eagerly what a replay will. page_table: [rows, pages of a sequence] int64.
+        """
         self._step = step
         self._buckets = buckets
         self._bucket_sizes = [sum(bucket) for bucket in buckets]

@@ -73,7 +73,10 @@ class Sampler:
     """Samples by each request's own parameters."""
 
     def __init__(self, vocab_size: int, device: torch.device, seed: int, penalty_slots: int = 0) -> None:
-        """penalty_slots: the maximum number of running sequences with penalties, which the scheduler enforces."""
+        """Allocate the penalty table.
+
+        penalty_slots: the maximum number of running sequences with penalties, which the scheduler enforces.
+        """
         self.device = device
         self._seed = seed
         self._penalties = PenaltyTable(penalty_slots, vocab_size, device)

@@ -20,7 +20,7 @@ class StagingBuffer:
     """
 
     def __init__(self, entries: int) -> None:
-        """entries: int64 per slot at first; a slot grows when more are asked for."""
+        """Allocate the slots. entries: int64 per slot at first; a slot grows when more are requested."""
         self._slots = [(pinned(entries), cuda_event()) for _ in range(STAGING_SLOTS)]
         self._num_taken = 0
 

@@ -74,7 +74,10 @@ def data_sheet_peak(name: str, dtype: str) -> float | None:
 
 
 def gemm(gpu: GpuSnapshot, dtype: str, shape: str) -> Expectation | None:
-    """TFLOP/s, of the GPU type's data sheet or else of its own SMs and clock. `shape`: "square" or "model"."""
+    """Returns the expected TFLOP/s, by data sheet or else by the GPU's own SMs and clock.
+
+    `shape`: "square" or "model".
+    """
     fraction = (_FP8_FRACTION if dtype == "fp8" else _GEMM_FRACTION)[shape]
     ceiling, peak = gemm_ceiling(gpu, dtype), data_sheet_peak(gpu.name, dtype)
     if ceiling is None or peak is None:  # also of a known type whose SMs or clock cannot be read
@@ -83,14 +86,14 @@ def gemm(gpu: GpuSnapshot, dtype: str, shape: str) -> Expectation | None:
 
 
 def memory(gpu: GpuSnapshot, operation: str) -> Expectation | None:
-    """GB/s of device memory. `operation`: "copy", "read" or "write"."""
+    """Returns the expected GB/s of device memory. `operation`: "copy", "read" or "write"."""
     bits, clock_mhz = gpu.number("memory_bus_bits"), gpu.number("memory_clock_max_mhz")
     ceiling = None if bits is None or clock_mhz is None else bits / 8 * clock_mhz * 2 / 1e3
     return _topology(ceiling, _MEMORY_FRACTION[operation], "bus width x memory clock")
 
 
 def host(gpu: GpuSnapshot) -> Expectation | None:
-    """GB/s between host and device in one direction."""
+    """Returns the expected GB/s between host and device in one direction."""
     generation, width = gpu.number("pcie_generation_max"), gpu.number("pcie_width_max")
     lane_gbps = None if generation is None else _PCIE_LANE_GBPS.get(int(generation))
     ceiling = None if lane_gbps is None or width is None else lane_gbps * width
@@ -98,13 +101,13 @@ def host(gpu: GpuSnapshot) -> Expectation | None:
 
 
 def peer(link_gbps: float | None, links: int, directions: int) -> Expectation | None:
-    """GB/s between two GPUs; `link_gbps` is the sum over their links in one direction."""
+    """Returns the expected GB/s between two GPUs; `link_gbps` is the sum over their links in one direction."""
     ceiling = None if link_gbps is None else link_gbps * directions
     return _topology(ceiling, _PEER_FRACTION, f"{links} NVLinks x speed")
 
 
 def collective(link_gbps: float | None, operation: str, gpus: int) -> Expectation | None:
-    """Bus bandwidth of a ring in GB/s; `link_gbps` of the GPU with the lowest."""
+    """Returns the expected bus bandwidth of a ring in GB/s; `link_gbps`: of the GPU with the lowest."""
     fraction = _RING_FRACTION.get((operation, gpus), _MULTI_GPU_RING_FRACTION[operation])
     return _topology(link_gbps, fraction, "NVLinks x speed, ring")
 

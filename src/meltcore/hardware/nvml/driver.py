@@ -57,7 +57,7 @@ class Nvml:
         pynvml.nvmlShutdown()
 
     def driver(self) -> str:
-        """Version of the driver."""
+        """Returns the version of the driver."""
         return _text(pynvml.nvmlSystemGetDriverVersion())
 
     def cuda_driver(self) -> str:
@@ -66,7 +66,7 @@ class Nvml:
         return f"{version // 1000}.{version % 1000 // 10}"
 
     def gpus(self) -> list[Any]:
-        """Handles of the GPUs in NVML's order, which is that of the PCI bus.
+        """Returns handles of the GPUs in NVML's order, which is that of the PCI bus.
 
         NVML also lists GPUs that a cgroup denies to this job; they are left out, as CUDA does. Raises GpuLostError for
         a lost GPU.
@@ -86,7 +86,7 @@ class Nvml:
         return handles
 
     def mig_devices(self, device: Any) -> list[Any]:
-        """Handles of a GPU's MIG devices; empty where MIG is off or unsupported."""
+        """Returns handles of a GPU's MIG devices; empty where MIG is off or unsupported."""
         try:
             count = pynvml.nvmlDeviceGetMaxMigDeviceCount(device)
         except NVMLError as error:
@@ -104,44 +104,44 @@ class Nvml:
         return handles
 
     def gpu_instance(self, mig_device: Any) -> int:
-        """GPU instance id of a MIG device."""
+        """Returns the GPU instance id of a MIG device."""
         return int(pynvml.nvmlDeviceGetGpuInstanceId(mig_device))
 
     def name(self, handle: Any) -> str:
-        """Name of the GPU type, such as NVIDIA H200."""
+        """Returns the name of the GPU type, such as NVIDIA H200."""
         return _text(pynvml.nvmlDeviceGetName(handle))
 
     def uuid(self, handle: Any) -> str:
-        """UUID, such as GPU-... or MIG-..."""
+        """Returns the UUID, such as GPU-... or MIG-..."""
         return _text(pynvml.nvmlDeviceGetUUID(handle))
 
     def architecture(self, device: Any) -> int:
-        """NVML_DEVICE_ARCH_*."""
+        """Returns the architecture as NVML_DEVICE_ARCH_*."""
         return int(pynvml.nvmlDeviceGetArchitecture(device))
 
     def temperature_c(self, device: Any) -> float:
-        """Temperature of the GPU."""
+        """Returns the temperature of the GPU."""
         return float(pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU))
 
     def sm_clock_mhz(self, device: Any) -> float:
-        """Current SM clock."""
+        """Returns the current SM clock."""
         return float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM))
 
     def memory_clock_mhz(self, device: Any) -> float:
-        """Current memory clock."""
+        """Returns the current memory clock."""
         return float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_MEM))
 
     def clock_reasons(self, device: Any) -> int:
-        """Bit mask of the clock event reasons; `metrics.clock_reason_names` gives their names."""
+        """Returns the bit mask of the clock event reasons; `metrics.clock_reason_names` gives their names."""
         return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(device))
 
     def memory_bytes(self, handle: Any) -> tuple[int, int]:
-        """Used and total memory of a GPU or a MIG device."""
+        """Returns used and total memory of a GPU or a MIG device."""
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         return int(memory.used), int(memory.total)
 
     def ecc_errors(self, device: Any, *, uncorrected: bool, lifetime: bool = False) -> int:
-        """ECC errors since the driver was loaded (volatile), or over the GPU's lifetime (aggregate)."""
+        """Returns the ECC errors since the driver was loaded (volatile), or over the GPU's lifetime (aggregate)."""
         bit = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED if uncorrected else pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
         counter = pynvml.NVML_AGGREGATE_ECC if lifetime else pynvml.NVML_VOLATILE_ECC
         return int(pynvml.nvmlDeviceGetTotalEccErrors(device, bit, counter))
@@ -154,27 +154,27 @@ class Nvml:
         return pynvml.nvmlDeviceGetCurrPcieLinkGeneration(device), pynvml.nvmlDeviceGetCurrPcieLinkWidth(device)
 
     def pcie_link_max(self, device: Any) -> tuple[int, int]:
-        """Maximum (generation, width) of this GPU in this machine."""
+        """Returns the maximum PCIe (generation, width) of this GPU in this machine."""
         return pynvml.nvmlDeviceGetMaxPcieLinkGeneration(device), pynvml.nvmlDeviceGetMaxPcieLinkWidth(device)
 
     def pcie_replays(self, device: Any) -> int:
-        """PCIe replay counter."""
+        """Returns the PCIe replay counter."""
         return int(pynvml.nvmlDeviceGetPcieReplayCounter(device))
 
     def utilization_percent(self, handle: Any) -> float:
-        """NVML's GPU utilization; `metrics.UTILIZATION_NOTE` says what it means."""
+        """Returns NVML's GPU utilization; `metrics.UTILIZATION_NOTE` says what it means."""
         return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
 
     def fields(self, device: Any, ids: Sequence[int]) -> list[Reading]:
-        """NVML_FI_* values in NVML's units, read in one call."""
+        """Returns NVML_FI_* values in NVML's units, read in one call."""
         return [_field(value) for value in pynvml.nvmlDeviceGetFieldValues(device, list(ids))]
 
     def vbios(self, device: Any) -> str:
-        """VBIOS version."""
+        """Returns the VBIOS version."""
         return _text(pynvml.nvmlDeviceGetVbiosVersion(device))
 
     def bus_id(self, device: Any) -> str:
-        """PCI bus id in the kernel's form: 0000:1b:00.0."""
+        """Returns the PCI bus id in the kernel's form: 0000:1b:00.0."""
         return short_bus_id(_text(pynvml.nvmlDeviceGetPciInfo(device).busId))
 
     def compute_capability(self, device: Any) -> tuple[int, int]:
@@ -187,32 +187,32 @@ class Nvml:
         return int(pynvml.nvmlDeviceGetNumGpuCores(device))
 
     def sm_clock_max_mhz(self, device: Any) -> float:
-        """Maximum SM clock."""
+        """Returns the maximum SM clock."""
         return float(pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM))
 
     def memory_clock_max_mhz(self, device: Any) -> float:
-        """Maximum memory clock."""
+        """Returns the maximum memory clock."""
         return float(pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_MEM))
 
     def memory_bus_bits(self, device: Any) -> int:
-        """Width of the memory bus."""
+        """Returns the width of the memory bus."""
         return int(pynvml.nvmlDeviceGetMemoryBusWidth(device))
 
     def power_limits_w(self, device: Any) -> tuple[float, float]:
-        """Power limits of the GPU: (enforced, default)."""
+        """Returns the GPU's power limits (enforced, default)."""
         enforced = pynvml.nvmlDeviceGetEnforcedPowerLimit(device)
         return enforced / 1e3, pynvml.nvmlDeviceGetPowerManagementDefaultLimit(device) / 1e3
 
     def gpu_pcie_generation_max(self, device: Any) -> int:
-        """Maximum PCIe generation of the GPU itself, whatever its slot."""
+        """Returns the maximum PCIe generation of the GPU itself, whatever its slot."""
         return int(pynvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(device))
 
     def ecc_mode(self, device: Any) -> int:
-        """1 where ECC is on, else 0."""
+        """Returns 1 where ECC is on, else 0."""
         return int(pynvml.nvmlDeviceGetEccMode(device)[0])
 
     def remapped_rows(self, device: Any) -> tuple[int, int, int, int]:
-        """Counts and flags of remapped memory rows.
+        """Returns counts and flags of remapped memory rows.
 
         Returns (rows for correctable errors, for uncorrectable errors, pending: 1 or 0, failed: 1 or 0).
         """
@@ -220,19 +220,19 @@ class Nvml:
         return int(corrected), int(uncorrected), int(pending), int(failed)
 
     def mig_mode(self, device: Any) -> int:
-        """1 where MIG is on, else 0."""
+        """Returns 1 where MIG is on, else 0."""
         return int(pynvml.nvmlDeviceGetMigMode(device)[0])
 
     def persistence(self, device: Any) -> int:
-        """1 where persistence mode is on, else 0."""
+        """Returns 1 where persistence mode is on, else 0."""
         return int(pynvml.nvmlDeviceGetPersistenceMode(device))
 
     def processes(self, handle: Any) -> list[int]:
-        """Ids of the compute processes on a GPU or MIG device, in the driver's numbering."""
+        """Returns ids of the compute processes on a GPU or MIG device, in the driver's numbering."""
         return [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
 
     def recovery_action(self, device: Any) -> int:
-        """NVML_GPU_RECOVERY_ACTION_*: 0 for none."""
+        """Returns the recommended NVML_GPU_RECOVERY_ACTION_*, 0 for none."""
         return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]))
 
     def nvlinks(self, device: Any) -> int:
@@ -244,7 +244,7 @@ class Nvml:
         return bool(pynvml.nvmlDeviceGetNvLinkState(device, link))
 
     def nvlink_speed_mbps(self, device: Any, link: int) -> float:
-        """10^6 bytes per second in one direction."""
+        """Returns the link speed in 10^6 bytes per second in one direction."""
         return self._link_field(device, link, pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)
 
     def nvlink_peer(self, device: Any, link: int) -> str:
@@ -254,7 +254,7 @@ class Nvml:
         return short_bus_id(_text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(device, link).busId))
 
     def nvlink_errors(self, device: Any, link: int) -> int:
-        """Sum of replays, recoveries and flit CRC errors since the driver was loaded.
+        """Returns the sum of replays, recoveries and flit CRC errors since the driver was loaded.
 
         From Blackwell on NVML lacks these counters (nvml.h); there the sum is of recoveries and effective errors.
         """
@@ -276,7 +276,7 @@ class Nvml:
         return _number(_field(pynvml.nvmlDeviceGetFieldValues(device, [(field, link)])[0]))
 
     def common_ancestor(self, device: Any, other: Any) -> int:
-        """NVML_TOPOLOGY_*: the level at which the two PCIe paths meet."""
+        """Returns the level (NVML_TOPOLOGY_*) at which the two PCIe paths meet."""
         return int(pynvml.nvmlDeviceGetTopologyCommonAncestor(device, other))
 
     def gpm_supported(self, device: Any) -> bool:
@@ -295,7 +295,7 @@ class Nvml:
             pynvml.nvmlGpmMigSampleGet(device, gpu_instance, buffer)
 
     def gpm_metrics(self, earlier: Any, later: Any, ids: Sequence[int]) -> list[Reading]:
-        """NVML_GPM_METRIC_* over the time between two filled buffers."""
+        """Returns NVML_GPM_METRIC_* over the time between two filled buffers."""
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = len(ids)

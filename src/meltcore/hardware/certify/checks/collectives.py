@@ -72,7 +72,7 @@ class CollectivesCheck(MeasuredCheck):
         return super().probe_s(context) + len(_group_sizes(context)) * _GROUP_S
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """NVLinks x speed, of a ring."""
+        """Returns the expectation of a ring from the number and speed of NVLinks."""
         if int(request.settings["bytes"]) < _JUDGED_FROM:
             return None
         speeds = [link_gbps(context, first, second) for first, second in pairwise(gpus)]
@@ -216,7 +216,7 @@ def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> Probe
 
 
 def _collective(op: str, count: int, rank: int, device: int, world: int) -> tuple[Callable[[], object], int]:
-    """Returns (function that enqueues the collective, wrong elements on all ranks). Rank r contributes r + 1.
+    """Returns a function that enqueues the collective, and the wrong elements on all ranks. Rank r contributes r + 1.
 
     `count` elements are the larger buffer. An all-reduce is timed on zeros, since repeated in-place sums overflow.
     """

@@ -35,7 +35,7 @@ class CorruptionCheck(MeasuredCheck):
         return [ProbeRequest(key="corruption/repeat", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
 
     def request_s(self, context: CertifyContext) -> float:
-        """In a soak, a fifth of its hours."""
+        """Returns the duration of a request; in a soak, a fifth of its hours."""
         return _SOAK_FRACTION * 3600 * context.hours if context.tier == "soak" else super().request_s(context)
 
     def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:

@@ -49,7 +49,7 @@ class HostCheck(MeasuredCheck):
         ]
 
     def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """PCIe generation and width."""
+        """Returns the expectation from PCIe generation and width."""
         return expectations.host(context.snapshot.gpus[gpus[0]])
 
 

@@ -34,7 +34,7 @@ class MemoryCheck(MeasuredCheck):
         ]
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Bus width x memory clock."""
+        """Returns the expectation from bus width and memory clock."""
         return expectations.memory(context.snapshot.gpus[gpus[0]], str(request.settings["op"]))
 
 

@@ -44,7 +44,7 @@ class PeersCheck(MeasuredCheck):
         return unidirectional + bidirectional
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """NVLinks x speed."""
+        """Returns the expectation from the number and speed of NVLinks."""
         first, second = gpus
         links = links_between(context.snapshot.gpus, first, second)
         return expectations.peer(link_gbps(context, first, second), len(links), int(request.settings["directions"]))

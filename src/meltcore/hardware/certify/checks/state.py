@@ -117,7 +117,7 @@ class StateCheck(HardwareCheck):
 
 
 def _facts(gpu: GpuSnapshot) -> Iterator[tuple[str, RowVerdict, FaultCode | None, str]]:
-    """Yields (key, verdict, fault code, note)."""
+    """Yields the judged facts of a GPU as (key, verdict, fault code, note)."""
     for key, rule in _RULES.items():
         value = gpu.number(key)
         name = FACT_BY_KEY[key].name

@@ -37,11 +37,11 @@ class SustainedCheck(MeasuredCheck):
         return [ProbeRequest(key="sustained/bf16", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
 
     def request_s(self, context: CertifyContext) -> float:
-        """In a soak, most of its hours."""
+        """Returns the duration of a request; in a soak, most of its hours."""
         return _SOAK_FRACTION * 3600 * context.hours if context.tier == "soak" else super().request_s(context)
 
     def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """SMs x maximum clock."""
+        """Returns the expectation from the number of SMs and the maximum clock."""
         return expectations.gemm(context.snapshot.gpus[gpus[0]], "bf16", "model")
 
     def adjust(self, _context: CertifyContext, _results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
