@@ -62,7 +62,7 @@ def host_available_bytes(root: Path = Path("/")) -> int:
     available = _meminfo_bytes(root, "MemAvailable")
     if available is None:
         raise ConfigError("/proc/meminfo has no MemAvailable line; set --memory")
-    return min([available, *(limit.left_bytes for limit in _cgroup_limits(root))])
+    return min([available, *(limit.available_bytes for limit in _cgroup_limits(root))])
 
 
 def host_total_bytes(root: Path = Path("/")) -> int:
@@ -88,7 +88,7 @@ class _CgroupMemory(NamedTuple):
     """The limit of a control group, and the bytes that it leaves."""
 
     limit_bytes: int
-    left_bytes: int
+    available_bytes: int
 
 
 class _CgroupFiles(NamedTuple):

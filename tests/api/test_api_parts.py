@@ -119,11 +119,11 @@ def test_log_with_a_full_pipe_does_not_block() -> None:
     for number in range(MAX_LINES_WAITING + 1000):
         log.write("request", number=number)
     assert time.monotonic() - started_s < 8
-    assert 1000 - BYTES_PER_WRITE // 60 <= stats.own_value("log_lines_dropped") <= 1000
+    assert 1000 - BYTES_PER_WRITE // 60 <= stats.local_value("log_lines_dropped") <= 1000
     stream.go_on.set()
     log.close(wait_s=5)
     lines = stream.getvalue().splitlines()
-    assert len(lines) == MAX_LINES_WAITING + 1000 - stats.own_value("log_lines_dropped")
+    assert len(lines) == MAX_LINES_WAITING + 1000 - stats.local_value("log_lines_dropped")
     assert msgspec.json.decode(lines[0])["number"] == 0
 
 

@@ -34,10 +34,10 @@ class Table:
 
     def check_idle(self, **outcomes: int) -> None:
         assert len(self.requests) == 0
-        assert (self.stats.own_value("in_flight"), self.stats.own_value("waiting_prompt_tokens")) == (0, 0)
-        ended = {outcome: self.stats.own_value(outcome) for outcome in ("finished", "aborted", "failed")}
+        assert (self.stats.local_value("in_flight"), self.stats.local_value("waiting_prompt_tokens")) == (0, 0)
+        ended = {outcome: self.stats.local_value(outcome) for outcome in ("finished", "aborted", "failed")}
         assert ended == {"finished": 0, "aborted": 0, "failed": 0} | outcomes
-        assert self.stats.own_value("accepted") == sum(outcomes.values())
+        assert self.stats.local_value("accepted") == sum(outcomes.values())
 
 
 def output(generation: Generation, text: str, index: int = 0, **fields: Any) -> SequenceOutput:

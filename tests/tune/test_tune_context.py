@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meltcore.errors import ConfigError
-from meltcore.tune.context import kv_bytes_per_token, largest_that_fits, reported_capacity, sequences_that_fit
+from meltcore.tune.context import find_largest_fitting, kv_bytes_per_token, max_sequences, reported_capacity
 
 QWEN3 = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 
@@ -15,7 +15,7 @@ def test_search_finds_the_largest_working_value_in_few_tries(limit: int, low: in
     values = [value for value in range(low, low + extra + 1) if value % step == 0]
     if not values:
         with pytest.raises(ValueError, match="no multiple"):
-            largest_that_fits(lambda value: value <= limit, low, low + extra, step)
+            find_largest_fitting(lambda value: value <= limit, low, low + extra, step)
         return
     tried: list[int] = []
 
@@ -24,7 +24,7 @@ def test_search_finds_the_largest_working_value_in_few_tries(limit: int, low: in
         return value <= limit
 
     expected = max((value for value in values if value <= limit), default=None)
-    assert largest_that_fits(works, low, low + extra, step) == expected
+    assert find_largest_fitting(works, low, low + extra, step) == expected
     assert len(tried) == len(set(tried)), "a start is too expensive to try a value twice"
     assert len(tried) <= 2 + 2 * len(values).bit_length()
 
@@ -53,5 +53,5 @@ def test_kv_cache_capacity_is_read_from_the_log(log: str, capacity: tuple[int, i
 
 
 def test_sequences_take_whole_pages() -> None:
-    assert sequences_that_fit(3712, 256, 64) == 14
-    assert sequences_that_fit(3712, 257, 64) == 11
+    assert max_sequences(3712, 256, 64) == 14
+    assert max_sequences(3712, 257, 64) == 11

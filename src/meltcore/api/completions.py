@@ -120,15 +120,15 @@ class _RequestHandler:
         connection = self.scope["meltcore.connection"]
         generation.disconnect = connection.transport.abort
         # No write would show the loss while there is nothing to write.
-        connection.when_lost(lambda: backend.release(generation))
+        connection.set_disconnect_callback(lambda: backend.release(generation))
         status = 200
         try:
             if generation.streaming:
                 status = await self._stream(generation)
             else:
-                status = await self._send_whole(generation)
+                status = await self._send_unstreamed(generation)
         finally:
-            connection.when_lost(None)
+            connection.set_disconnect_callback(None)
             # Something is still open only when this task is being cancelled or has failed.
             backend.release(generation)
         self.log(status=status)
@@ -174,7 +174,7 @@ class _RequestHandler:
             await send_error(self.send, error, headers=self.headers)
         return error.status
 
-    async def _send_whole(self, generation: Generation) -> int:
+    async def _send_unstreamed(self, generation: Generation) -> int:
         while generation.open_choices and generation.error is None:
             await generation.wait_for_change()
         if generation.error is not None:

@@ -191,14 +191,14 @@ class _Protocol(HttpToolsProtocol):
         if not self._receiving:
             head, end, body = data.partition(b"\r\n\r\n")
             data = _UPGRADE.sub(b"", head + end) + body
-        head_of = self.scope if self._in_head else None
+        scope_of_head = self.scope if self._in_head else None
         super().data_received(data)
-        if self._in_head and self.scope is head_of:  # all of it belongs to one head, which is not complete yet
+        if self._in_head and self.scope is scope_of_head:  # all of it belongs to one head, which is not complete yet
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
 
-    def when_lost(self, callback: Callable[[], None] | None) -> None:
+    def set_disconnect_callback(self, callback: Callable[[], None] | None) -> None:
         """Set a callback for when the client disconnects. It is called now if that has happened; None removes it."""
         self._on_lost = callback
         if callback is None:

@@ -116,7 +116,7 @@ class _Columns:
         """Replace this process's value."""
         self._row[self._column[name]] = value
 
-    def own_value(self, name: str) -> float:
+    def local_value(self, name: str) -> float:
         """Return this process's value."""
         return self._row[self._column[name]]
 
@@ -161,11 +161,11 @@ class ServerStats(_Columns):
 
     def events(self) -> float:
         """Return the number of requests and ended connections of this process."""
-        return self.own_value("connections_closed") + sum(model.own_value("accepted") for model in self.models)
+        return self.local_value("connections_closed") + sum(model.local_value("accepted") for model in self.models)
 
     def is_idle(self) -> bool:
         """Return whether this process has no request in flight."""
-        return not any(model.own_value("in_flight") for model in self.models)
+        return not any(model.local_value("in_flight") for model in self.models)
 
 
 class ModelStats(_Columns):
@@ -192,7 +192,7 @@ class ModelStats(_Columns):
     def set_in_flight(self, count: int) -> None:
         """Record `count` requests in flight in this process. The peak is that of the server, as the process sees it."""
         self.set("in_flight", count)
-        self.set("in_flight_peak", max(self.own_value("in_flight_peak"), self.total("in_flight")))
+        self.set("in_flight_peak", max(self.local_value("in_flight_peak"), self.total("in_flight")))
 
     def record_step(self, stats: EngineStats, ended_s: float, replica: int = 0) -> None:
         """Record a replica's statistics after a step that ended at `ended_s`."""

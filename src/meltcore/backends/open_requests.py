@@ -61,7 +61,7 @@ class OpenRequests:
                 AddRequest(
                     request_id=choice.request_id,
                     prompt_token_ids=choice.prompt_token_ids,
-                    sampling=_without_stops(choice.params),
+                    sampling=_without_stop_strings(choice.params),
                     priority=priority,
                     arrived_s=generation.arrived_s,
                 ),
@@ -203,7 +203,7 @@ class RequestTimeLimit:
             self._schedule()
 
 
-def _without_stops(params: SamplingParams) -> SamplingParams:
+def _without_stop_strings(params: SamplingParams) -> SamplingParams:
     """Return the settings that an engine needs. Stop strings are found here, where the text is.
 
     A request of 1,024 prompts may have 64 KiB of them, which would be sent with each.

@@ -103,7 +103,7 @@ class StepCounter:
         return [int(request_id) for request_id in np.flatnonzero(np.isinf(self._ended_s[: self._size]))]
 
     def steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (times, tokens) of every step with tokens."""
+        """Return the times and token counts of all steps with tokens."""
         return np.array(self._step_s), np.array(self._step_tokens)
 
     def window(self, start_s: float, end_s: float) -> LevelWindow:

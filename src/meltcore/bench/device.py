@@ -227,7 +227,7 @@ class DeviceRun:
             self.sweep.append(level)
 
     def steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (times, tokens) of every step of the ladder and the sustained run."""
+        """Return the times and token counts of all steps of the ladder and the sustained run."""
         if not self.step_s:
             return np.zeros(0), np.zeros(0)
         return np.concatenate(self.step_s), np.concatenate(self.step_tokens)

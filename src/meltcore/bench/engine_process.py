@@ -118,12 +118,12 @@ class EngineProcess:
         """Declare that no request is open: the engine sends nothing until the next `send`."""
         self._idle = True
 
-    def steps(self, until_s: float) -> list[StepLine]:
-        """Return the steps received; wait for one until `until_s` (monotonic), at most half a second.
+    def steps(self, deadline_s: float) -> list[StepLine]:
+        """Return the steps received; wait for one until `deadline_s` (monotonic), at most half a second.
 
         Raises EngineError where the engine ended, refused a request, failed, or sent nothing for too long.
         """
-        lines = self._exchange(min(_POLL_S, until_s - time.monotonic()))
+        lines = self._exchange(min(_POLL_S, deadline_s - time.monotonic()))
         now_s = time.monotonic()
         if lines:
             self._last_line_s = now_s

@@ -67,6 +67,6 @@ def _prompts_plan(prompts: Prompts, precision: Precision) -> Plan:
     )
 
 
-def _sweep_prompt(number: int, vocab_size: int) -> list[int]:
-    """Return the first SWEEP_PROMPT_TOKENS tokens of the score's prompt `number`: all have the same length."""
-    return workload.prompt(number, vocab_size)[:SWEEP_PROMPT_TOKENS]
+def _sweep_prompt(index: int, vocab_size: int) -> list[int]:
+    """Return the first SWEEP_PROMPT_TOKENS tokens of the score's prompt `index`: all have the same length."""
+    return workload.prompt(index, vocab_size)[:SWEEP_PROMPT_TOKENS]

@@ -92,7 +92,7 @@ def _read(file: str) -> bytes:
 
 
 def _texts(file: str, file_bytes: bytes) -> list[tuple[int, str]]:
-    """Return (line number, prompt) of each line that is not blank; a *.jsonl file has objects with "prompt"."""
+    """Return the prompts with their line numbers, without blank lines; a *.jsonl file has objects with "prompt"."""
     try:
         lines = file_bytes.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

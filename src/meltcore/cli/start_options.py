@@ -55,7 +55,7 @@ def start_options(args: argparse.Namespace, arguments: tuple[str, ...]) -> "Star
 
 
 def start_printers(console: "Console", totals: Mapping[str, int]) -> "tuple[Callable[[str], None], OnStart]":
-    """Return (report, on_start): one prints a server's messages, the other a line per start.
+    """Return two callbacks (report, on_start): one prints a server's messages, the other a line per start.
 
     `totals` holds the number of starts of each set.
     """

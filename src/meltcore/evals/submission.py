@@ -48,11 +48,11 @@ def find_evidence(paths: Sequence[str]) -> Evidence:
     usable_runs, skipped_runs = _usable_runs(paths)
     gsm8k_runs = [run for run in usable_runs if run.result.evaluation is not None]
     throughput_runs = [run for run in usable_runs if run.result.levels]
-    for found_runs, part_name, command in (
+    for part_runs, part_name, command in (
         (gsm8k_runs, "GSM8K", _GSM8K_COMMAND),
         (throughput_runs, "throughput", _THROUGHPUT_COMMAND),
     ):
-        if not found_runs:
+        if not part_runs:
             raise ConfigError(
                 f"no finished {part_name} run in {', '.join(paths)}: run `{command}`, or `{_ALL_COMMAND}` for both"
                 + "".join(f"; skipped {skipped_run}" for skipped_run in skipped_runs)

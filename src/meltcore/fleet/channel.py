@@ -103,7 +103,7 @@ _CONNECTION = _encode(AddConnection())
 
 
 class Channel(Generic[_Message]):
-    """One end of a channel; `incoming` is the union of the messages that arrive here."""
+    """One end of a channel. `message_type` is the union of the messages that arrive here."""
 
     def __init__(self, sock: socket.socket, message_type: Any) -> None:
         sock.setblocking(False)

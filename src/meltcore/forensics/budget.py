@@ -60,7 +60,9 @@ class TimeBudget:
 def count_steps(
     activities: Sequence[Activity], host: Sequence[HostEvent], window: Span, name: str | None
 ) -> tuple[int | None, str]:
-    """Return (steps in `window`, their marker): kernels or ranges whose name begins with `name`, or known ranges.
+    """Count the steps in `window`. Returns the number and the marker.
+
+    Markers are kernels or ranges whose name begins with `name`, or known ranges.
 
     A mark counts where its middle lies: the range of the first step begins before its first kernel, where the window
     starts. Returns (None, "") for a trace without marks. Raises ConfigError for a `name` without a match.

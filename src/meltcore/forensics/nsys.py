@@ -70,10 +70,10 @@ def record(
     with LoggedProcess(line, log, name="nsys", report=report) as running:
         if mark is not None:
             mark(running)
-        in_time = running.ended_within(limit_s)
+        has_ended = running.ended_within(limit_s)
         status = running.returncode
     nsys_path = folder / f"{_NAME}.nsys-rep"
-    if not in_time:
+    if not has_ended:
         raise ConfigError(
             f"nsys did not end within {limit_s:g} s and was ended; {_missing_report_reason(folder)}; its output: {log}"
         )

@@ -17,7 +17,7 @@ ACTIVITY_MARGIN = 0.10
 
 
 def graph_counts(trace: Trace, device: int) -> tuple[int, int]:
-    """Return (graph launches with kernels on this GPU or on none, kernels of graphs recorded on this GPU)."""
+    """Count graph launches with kernels on this GPU or on none, and kernels of graphs recorded on this GPU."""
     graph_launch_ids = {
         record.correlation for record in trace.host if record.is_call and _GRAPH_LAUNCH in record.name.lower()
     }

@@ -86,10 +86,10 @@ class _MonitorTelemetry:
 
     def since(self, from_s: float) -> list[list[Sample]] | None:
         """Returns samples from that time on and drops earlier ones: a soak runs for days."""
-        new = self._monitor.new_samples()
+        new_samples = self._monitor.new_samples()
         if not self._monitor.running and self._monitor.end is None:
             return None  # it died, and may have missed the event that matters
-        self._samples = [sample for sample in [*self._samples, *new] if sample.t_s >= from_s]
+        self._samples = [sample for sample in [*self._samples, *new_samples] if sample.t_s >= from_s]
         return [[sample for sample in self._samples if sample.gpu == gpu_index] for gpu_index in range(self._gpus)]
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ class LinearScaling:
     attention_factor = 1.0
     rope_type = "linear"
 
-    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002 - same for all types
+    def scale_frequencies(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002 - same for all types
         """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
         return frequencies / self.factor
 
@@ -47,7 +47,7 @@ class Llama3Scaling:
     attention_factor = 1.0
     rope_type = "llama3"
 
-    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002 - same for all types
+    def scale_frequencies(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002 - same for all types
         """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
         num_rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         smooth_factor = ((num_rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
@@ -73,7 +73,7 @@ class YarnScaling:
     truncate: bool = True
     rope_type = "yarn"
 
-    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale_frequencies(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
         num_frequencies = len(frequencies)
         low_dim, high_dim = (
@@ -100,7 +100,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 def inverse_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None = None) -> torch.Tensor:
     """Return the radians per position of each pair of rotated dimensions: [rotary_dim / 2] float64."""
     frequencies = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-    return frequencies if scaling is None else scaling.scaled(frequencies, theta)
+    return frequencies if scaling is None else scaling.scale_frequencies(frequencies, theta)
 
 
 def rotary_table(

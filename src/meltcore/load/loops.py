@@ -130,7 +130,7 @@ class ClosedLoop(RequestLoop):
         """Open every connection and build its first request, so that the release only has to write."""
         connect_slots = asyncio.Semaphore(MAX_CONCURRENT_CONNECTS)
 
-        async def open_one() -> HttpConnection | HttpRequestError:
+        async def open_connection() -> HttpConnection | HttpRequestError:
             async with connect_slots:
                 try:
                     connection = await connect(self._builder.target, self._connect_timeout_s)
@@ -139,7 +139,7 @@ class ClosedLoop(RequestLoop):
                 self._connections.add(connection)
                 return connection
 
-        connections = await asyncio.gather(*(open_one() for _ in range(self._num_connections)))
+        connections = await asyncio.gather(*(open_connection() for _ in range(self._num_connections)))
         self._first_requests = [(connection, self._builder.build(next(self._indexes))) for connection in connections]
 
     def release(self, at_s: float) -> None:

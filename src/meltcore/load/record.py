@@ -163,11 +163,11 @@ class RecordFile:
 
 def _reserve_space(file: BinaryIO, folder: Path) -> None:
     """Allocate RESERVE_BYTES for `file`, which lies in `folder`. Raises ConfigError where that fails."""
-    disk = os.statvfs(folder)  # before the attempt, which may have taken the rest
+    disk_stats = os.statvfs(folder)  # before the attempt, which may have taken the rest
     try:
         os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
     except OSError as error:
         raise ConfigError(
             f"{folder}: cannot reserve the space for result.json and report.html ({error.strerror}): "
-            f"{RESERVE_BYTES:,} bytes are needed, {disk.f_bavail * disk.f_frsize:,} are free"
+            f"{RESERVE_BYTES:,} bytes are needed, {disk_stats.f_bavail * disk_stats.f_frsize:,} are free"
         ) from error

@@ -137,14 +137,14 @@ def _count_facts(keys: list[tuple[str, str]], sum_: Sum) -> dict[tuple[str, ...]
     return {key: _count_sentence(*key, number) for key, number in zip(keys, (sum_.a, sum_.b), strict=True)}
 
 
-def _two_digit(rng: random.Random, operation: str) -> Sum:
+def _two_digit_sum(rng: random.Random, operation: str) -> Sum:
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     return Sum("+", a, b) if operation == "+" else Sum("-", max(a, b), min(a, b))
 
 
 def _total_question(rng: random.Random, split: Split) -> _Question:
     keys = _draw_count_keys(rng)
-    total = draw_main_operation(split, lambda: _two_digit(rng, "+"))
+    total = draw_main_operation(split, lambda: _two_digit_sum(rng, "+"))
     (first_name, first_item), (second_name, second_item) = keys
     question = f"How many are the {first_item} of {first_name} and the {second_item} of {second_name} together?"
     return _Question(question, _count_facts(keys, total), total)
@@ -152,7 +152,7 @@ def _total_question(rng: random.Random, split: Split) -> _Question:
 
 def _difference_question(rng: random.Random, split: Split) -> _Question:
     keys = _draw_count_keys(rng)
-    difference = draw_main_operation(split, lambda: _two_digit(rng, "-"))
+    difference = draw_main_operation(split, lambda: _two_digit_sum(rng, "-"))
     (first_name, first_item), (second_name, second_item) = keys
     question = f"How many more are the {first_item} of {first_name} than the {second_item} of {second_name}?"
     return _Question(question, _count_facts(keys, difference), difference)

@@ -62,7 +62,7 @@ _TYPE_ORDER: list[EvidenceType] = list(COMMANDS)
 
 
 def newest_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Returns (newest document of each subject, all older documents), both in the order of a card's evidence."""
+    """Returns the newest document of each subject, and all older ones, both in the order of a card's evidence."""
     by_subject: dict[tuple[str, ...], list[Document]] = {}
     for document in sorted(documents, key=_document_time, reverse=True):
         if document.type is not None:

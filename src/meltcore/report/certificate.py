@@ -149,7 +149,7 @@ def check_line(report: CheckReport) -> Checks:
 
 
 def certificate_tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
-    """Returns (label, median, small print) of each main measurement."""
+    """Returns a tile (label, median, small print) per main measurement."""
     rows = _all_rows(certificate)
     tile_rows = [(label, [row for row in rows if row.key == key]) for label, key in _TILE_KEYS]
     all_reduce_rows = [row for row in rows if row.key.startswith("collectives/all_reduce/")]

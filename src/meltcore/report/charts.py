@@ -415,7 +415,7 @@ def text(position: Point, content: str, cls: str, anchor: str = "middle") -> Mar
 
 
 def colored_names(position: Point, names: Sequence[tuple[str, int]]) -> Markup:
-    """Returns (name, color) pairs as one line of text that ends at `position`.
+    """Returns one line of text of (name, color) pairs that ends at `position`.
 
     Em spaces separate the names, since resvg misplaces `dx`.
     """

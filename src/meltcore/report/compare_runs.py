@@ -1,4 +1,4 @@
-"""Ratios of two stored runs, level by level: one run per side is no evidence of a difference."""
+"""Compares two stored runs by ratios, level by level. One run per side is no evidence of a difference."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def comparability_notes(first: RunResult, second: RunResult) -> list[str]:
 
 
 def environment_changes(first: RunResult, second: RunResult) -> list[tuple[str, str, str]]:
-    """Returns (name, first value, second value) of every fact of the machine and versions that differs."""
+    """Returns the facts of the machine and versions that differ: (name, first value, second value) each."""
     before, after = _environment(first), _environment(second)
     names = [*before, *(name for name in after if name not in before)]
     facts = [(name, before.get(name, "none"), after.get(name, "none")) for name in names]

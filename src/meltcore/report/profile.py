@@ -73,7 +73,7 @@ def budget_title(report: GapReport) -> str:
 
 
 def budget_rows(report: GapReport) -> list[tuple[str, list[str]]]:
-    """Returns (group, cells) per group of kernels, and a last row with the sums.
+    """Returns a row (group, cells) per group of kernels, and a last row with the sums.
 
     The cells are count, time and its fraction of the window, idle time before, and its fraction of all idle time. They
     are of an average step in microseconds, or of the whole window in milliseconds where nothing marks steps.

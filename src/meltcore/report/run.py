@@ -83,7 +83,7 @@ def run_page(result: RunResult) -> Page:
 
 
 def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
-    """Returns (label, value, small print) per important number of a run."""
+    """Returns a tile (label, value, small print) per important number of a run."""
     tiles: list[tuple[str, str, str]] = []
     if result.eval_score is not None:
         score = result.eval_score
@@ -363,7 +363,7 @@ def _timeline_section(levels: Sequence[LevelResult]) -> Section:
 def _gpu_strips(gpus: Sequence[GpuTimeline]) -> list[Strip]:
     """Returns one strip per metric that any GPU has, with one line per GPU."""
     strips = []
-    for key, title, unit, least_top in _GPU_STRIPS:
+    for key, title, unit, min_axis_top in _GPU_STRIPS:
         lines = [
             (
                 "",
@@ -377,7 +377,7 @@ def _gpu_strips(gpus: Sequence[GpuTimeline]) -> list[Strip]:
             if key in gpu.values
         ]
         if lines:
-            strips.append(Strip(title, lines, least_top, filled=len(gpus) == 1))
+            strips.append(Strip(title, lines, min_axis_top, filled=len(gpus) == 1))
     return strips
 
 

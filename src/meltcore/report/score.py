@@ -160,7 +160,7 @@ def level_line(label: str, level: ScoreLevel, is_sustained: bool) -> str:
 
 
 def score_tiles(score: Score) -> list[tuple[str, str, str]]:
-    """Returns (label, value, small print) per number of the sustained run; latencies are of the slowest device."""
+    """Returns a tile (label, value, small print) per number of the sustained run, latencies of the slowest device."""
     runs = [device.sustained for device in score.devices if device.sustained is not None]
     if not runs:
         return []
@@ -246,8 +246,8 @@ def time_figure(device: GpuScore) -> Figure | None:
     if series is None:
         return None
     strips = [
-        Strip(title, lines, least_top, is_filled)
-        for title, metrics, least_top, is_filled in _TIME_STRIPS
+        Strip(title, lines, min_axis_top, is_filled)
+        for title, metrics, min_axis_top, is_filled in _TIME_STRIPS
         if (lines := [
             (name, color, [((i + 0.5) * series.bucket_s, value) for i, value in enumerate(series.values[key])])
             for key, name, color in metrics
@@ -451,7 +451,7 @@ def _latency_lines(device: GpuScore, key: str) -> list[Line]:
 
 
 def _metric_cells(row: MetricRow) -> tuple[str, str, str]:
-    """Returns (mean, maximum, unit) of one metric as text.
+    """Returns mean, maximum and unit of one metric as text.
 
     A counter has its increase, with a plus sign, in place of the mean.
     """

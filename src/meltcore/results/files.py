@@ -53,17 +53,17 @@ def read_document(path: Path | str, *types: type[Content], name: str = "") -> Co
     path = path / name if name and path.is_dir() else path
     raw_content = parse_json(path)
     struct_by_type = {str(struct.__struct_config__.tag): struct for struct in types}
-    found_type = document_type(raw_content)
-    if found_type is None:
+    type_name = document_type(raw_content)
+    if type_name is None:
         raise ConfigError(f"{path} is not a meltcore document")
-    if found_type not in struct_by_type:
-        raise ConfigError(f"{path} holds a {found_type}, not a {' or a '.join(struct_by_type)}")
+    if type_name not in struct_by_type:
+        raise ConfigError(f"{path} holds a {type_name}, not a {' or a '.join(struct_by_type)}")
     try:
-        return msgspec.convert(to_current(raw_content), type=struct_by_type[found_type])
+        return msgspec.convert(to_current(raw_content), type=struct_by_type[type_name])
     except ConfigError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} breaks the schema of a {found_type}: {error}") from error
+        raise ConfigError(f"{path} breaks the schema of a {type_name}: {error}") from error
 
 
 def parse_json(path: Path) -> Any:

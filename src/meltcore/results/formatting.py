@@ -123,7 +123,7 @@ def format_load_settings(load: dict[str, Any]) -> str:
 
 
 def fingerprint_rows(fingerprint: Fingerprint) -> list[tuple[str, str]]:
-    """Returns (name, value) pairs, one row per GPU."""
+    """Returns a fingerprint as (name, value) pairs, one row per GPU."""
     rows = [
         ("CPU", f"{fingerprint.cpu}, {fingerprint.cores} cores usable"),
         ("Memory", format_gib(fingerprint.memory_bytes)),

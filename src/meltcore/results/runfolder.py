@@ -25,9 +25,9 @@ class RunFolder:
     @classmethod
     def create(cls, root: Path | str, verb: str) -> "RunFolder":
         """Create a new folder under `root`, and `root` where missing. Raises ConfigError where that fails."""
-        base = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{verb}"
+        folder_name = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{verb}"
         for attempt in range(_MAX_NAMES):
-            path = Path(root) / (base if attempt == 0 else f"{base}-{attempt + 1}")
+            path = Path(root) / (folder_name if attempt == 0 else f"{folder_name}-{attempt + 1}")
             try:
                 path.mkdir(parents=True)
             except FileExistsError:
@@ -35,7 +35,7 @@ class RunFolder:
             except OSError as error:
                 raise ConfigError(f"cannot create the run folder {path}: {error.strerror}") from error
             return cls(path)
-        raise ConfigError(f"{root} already holds {_MAX_NAMES} runs named {base}")
+        raise ConfigError(f"{root} already holds {_MAX_NAMES} runs named {folder_name}")
 
     @classmethod
     @contextmanager

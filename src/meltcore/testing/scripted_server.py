@@ -236,7 +236,7 @@ class _Answer:
             return
         if not self._streamed:
             due_s = self._started_s + self._script.ttft_s + (self._tokens - 1) * self._script.itl_s
-            self._timer = self._loop.call_at(due_s, self._reply_whole)
+            self._timer = self._loop.call_at(due_s, self._send_unstreamed)
             return
         head = (
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -245,7 +245,7 @@ class _Answer:
         self._connection.transport.write(head + role)
         self._schedule()
 
-    def _reply_whole(self) -> None:
+    def _send_unstreamed(self) -> None:
         text = "".join(f" w{number}" for number in range(self._tokens))
         choice_fields: dict[str, Any] = (
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}

@@ -56,7 +56,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def reported_capacity(log: str) -> tuple[int, int] | None:
-    """Return (tokens in the KV cache, page size) from a server's log; None where the log has neither form."""
+    """Read the tokens in the KV cache and the page size from a server's log; None where the log has neither form."""
     if pages := _PAGES.search(log):
         return int(pages[1].replace(",", "")) * int(pages[2]), int(pages[2])
     if tokens := _TOKENS.search(log):
@@ -64,12 +64,12 @@ def reported_capacity(log: str) -> tuple[int, int] | None:
     return None
 
 
-def sequences_that_fit(capacity: int, length: int, page_size: int) -> int:
+def max_sequences(capacity: int, length: int, page_size: int) -> int:
     """Return how many sequences of `length` tokens, in whole pages, fit in a cache of `capacity` tokens."""
     return capacity // (-(-length // page_size) * page_size)
 
 
-def largest_that_fits(fits_length: Callable[[int], bool], low: int, high: int, step: int) -> int | None:
+def find_largest_fitting(fits_length: Callable[[int], bool], low: int, high: int, step: int) -> int | None:
     """Return the largest multiple of `step` in [low, high] that fits; None where none does.
 
     Assumes that all values below one that fits fit too. Each try costs a start, so the order matters: `high` first,
@@ -121,8 +121,8 @@ class ContextSearch:
         high = options.max_model_len or self._measure_default()
         if high is not None:
             low, step = min(options.min_model_len, high), min(options.model_len_step, high)
-            self.model_len = largest_that_fits(self._model_len_fits, low, high, step)
-        self.num_seqs = largest_that_fits(self._num_seqs_fits, 1, options.max_num_seqs, 1)
+            self.model_len = find_largest_fitting(self._model_len_fits, low, high, step)
+        self.num_seqs = find_largest_fitting(self._num_seqs_fits, 1, options.max_num_seqs, 1)
 
     @property
     def facts(self) -> list[Fact]:
@@ -138,7 +138,7 @@ class ContextSearch:
             rows.append(("KV cache", "not reported", "server-reported"))
         else:
             rows.append(("largest KV cache seen", _tokens(self.capacity), "server-reported"))
-            num_sequences = sequences_that_fit(self.capacity, self.options.seq_len, self.page_size)
+            num_sequences = max_sequences(self.capacity, self.options.seq_len, self.page_size)
             rows.append((f"sequences of {seq_len} that fit in it", f"{num_sequences:,}", "calculated"))
             if self.bytes_per_token is not None:
                 size = self.capacity * self.bytes_per_token / 2**20
@@ -232,7 +232,7 @@ class _GaugeWatch:
         self._thread.start()
 
     def stop(self) -> tuple[int | None, int | None]:
-        """Return (peak of running requests, preemptions); None where the server has no such metric."""
+        """Read the peak of running requests and the preemptions; None where the server has no such metric."""
         self._stopping.set()
         self._thread.join(15.0)
         last = self._read().get("num_preemptions_total")

@@ -97,7 +97,7 @@ def try_variants(
     return points
 
 
-def ask(api: Api, items: Sequence[EvalItem], model: str | None) -> list[EvalAnswer]:
+def ask_items(api: Api, items: Sequence[EvalItem], model: str | None) -> list[EvalAnswer]:
     """Ask every item once with greedy decoding, a few concurrently; return the answers in order."""
     name = model or api.resolve_model()[0]
     with ThreadPoolExecutor(max_workers=CONCURRENCY, thread_name_prefix="ask") as pool:
@@ -135,10 +135,10 @@ def compare_answers(
 
 def precision_finding(points: Sequence[TuningPoint]) -> str:
     """State the result in a sentence: the fastest precision against the first, and its answers."""
-    points_that_ran = [point for point in points if point.ok]
-    if not points_that_ran:
+    completed_points = [point for point in points if point.ok]
+    if not completed_points:
         return "No precision ran."
-    first, best = points_that_ran[0], max(points_that_ran, key=lambda point: point.output_tokens_per_s or 0.0)
+    first, best = completed_points[0], max(completed_points, key=lambda point: point.output_tokens_per_s or 0.0)
     text = f"{_name(best)} is the fastest: {format_number(best.output_tokens_per_s)} output tok/s"
     if best is not first and (relative_gain := gain(best, first)) is not None:
         text += f", {format_change(relative_gain)} over {_name(first)}"
@@ -162,7 +162,7 @@ def _ask_and_compare(
     point: TuningPoint,
 ) -> None:
     """Ask the running server, add to `answers`, compare with `reference` (while empty: with themselves)."""
-    answers += ask(Api(server.url), items, model)
+    answers += ask_items(Api(server.url), items, model)
     point.answers = compare_answers(items, reference or answers, answers)
     if point.answers.failed:
         point.ok, point.reason = False, f"{point.answers.failed} of {len(items)} questions got no answer"

@@ -30,7 +30,7 @@ MONOTONE = "The search assumes that a value below one that works also works."
 _REASON_LINES = 3
 
 OnServer = Callable[[RunningServer], None]
-Inspect = Callable[[RunningServer, TuningPoint], None]
+InspectServer = Callable[[RunningServer, TuningPoint], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Tuner:
         *,
         args: Sequence[str] | None = None,
         on_ready: OnServer | None = None,
-        inspect: Inspect | None = None,
+        inspect: InspectServer | None = None,
     ) -> TuningPoint:
         """Start the server with `settings`, load it, end it. Failed starts yield a point with `ok` False.
 

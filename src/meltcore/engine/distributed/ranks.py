@@ -285,14 +285,14 @@ class Ranks:
 
     def _collect(self, limit_s: float, expected: str) -> Iterable[FromRank]:
         """Yield one message from each other rank. limit_s: maximum time without a message or progress."""
-        last_s, progress = time.monotonic(), self._progress.copy()
+        last_progress_s, progress = time.monotonic(), self._progress.copy()
         for num_received in range(len(self._processes)):
             while not self._pending:
                 self._receiver.poll(int(1000 * _POLL_S))
                 self._check_loading()
                 if self._pending or (self._progress != progress).any():
-                    last_s, progress = time.monotonic(), self._progress.copy()
-                elif time.monotonic() - last_s > limit_s:
+                    last_progress_s, progress = time.monotonic(), self._progress.copy()
+                elif time.monotonic() - last_progress_s > limit_s:
                     progress_text = f"{num_received} of {len(self._processes)} other ranks have {expected}"
                     raise self._rank_error("ranks", f"{progress_text}; no progress for {limit_s:g} s")
             yield self._pending.popleft()

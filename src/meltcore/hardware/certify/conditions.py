@@ -38,7 +38,7 @@ class ConditionsWatch:
         self._nvlink_errors = self._read_nvlink_errors()
 
     def close(self) -> tuple[list[Conditions], list[Finding], set[int]]:
-        """Returns (conditions of each GPU, findings, indices of the GPUs that were throttled)."""
+        """Ends the watch. Returns each GPU's conditions, the findings, and the indices of throttled GPUs."""
         samples = self._context.telemetry.since(self._start_s)
         nvlink_errors = self._read_nvlink_errors()
         conditions, findings, throttled = [], [], set()

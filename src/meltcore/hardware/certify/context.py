@@ -53,10 +53,10 @@ class CertifyContext:
 
     def busy(self) -> set[int]:
         """Returns the GPUs that another program uses. Processes of the previous check get time to exit."""
-        until_s = self.node.now_s() + _EXIT_LIMIT_S
+        deadline_s = self.node.now_s() + _EXIT_LIMIT_S
         while True:
             busy_gpus = {gpu_index for gpu_index in self.gpu_indices if self._processes(gpu_index)}
-            if not busy_gpus or self.node.now_s() >= until_s:
+            if not busy_gpus or self.node.now_s() >= deadline_s:
                 return busy_gpus
             self.node.sleep(_POLL_S)
 

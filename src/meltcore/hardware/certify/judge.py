@@ -142,8 +142,8 @@ def _find_stragglers(group: Sequence[Judgement]) -> None:
 
 def _find_asymmetry(judged: Sequence[Judgement]) -> None:
     """Changes PASS to WARN for pairs that are slower than their opposite direction."""
-    of_pairs = [judgement for judgement in judged if len(judgement.row.gpus) == 2]
-    pairs = {(judgement.row.key, tuple(judgement.row.gpus)): judgement for judgement in of_pairs}
+    pair_judgements = [judgement for judgement in judged if len(judgement.row.gpus) == 2]
+    pairs = {(judgement.row.key, tuple(judgement.row.gpus)): judgement for judgement in pair_judgements}
     for (key, (first, second)), judgement in pairs.items():
         opposite = pairs.get((key, (second, first)))
         if opposite is None or judgement.row.verdict != "PASS":

@@ -65,6 +65,6 @@ def read_recording(path: Path | str) -> Recording:
         raise ConfigError(f"{path} is not a recording of meltcore monitor: {error}") from error
     if not lines or not isinstance(lines[0], RecordingStart):
         raise ConfigError(f"{path} is not a recording of meltcore monitor: its first line is not a start")
-    ends = [line for line in lines if isinstance(line, RecordingEnd)]
+    end_lines = [line for line in lines if isinstance(line, RecordingEnd)]
     samples = [line for line in lines if isinstance(line, Sample)]
-    return Recording(start=lines[0], samples=samples, end=ends[-1] if ends else None)
+    return Recording(start=lines[0], samples=samples, end=end_lines[-1] if end_lines else None)

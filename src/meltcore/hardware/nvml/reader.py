@@ -85,7 +85,10 @@ class GpmWindow:
         self._refusal = supported if isinstance(supported, NVMLError) else unsupported
 
     def read(self, now_s: float) -> tuple[dict[str, Reading], float | None]:
-        """Returns (values by key, window length in s). Until a window exists each value is NVML's NO_DATA error."""
+        """Returns the values by key and the window's length in s.
+
+        Until a window exists, values are NVML's NO_DATA error.
+        """
         if self._refusal is not None:
             return dict.fromkeys(GPM_METRIC_IDS, self._refusal), None
         try:

@@ -83,7 +83,7 @@ def _nextafter(number):
 
 
 @triton.jit
-def _tile(row_ptr, start, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _load_tile(row_ptr, start, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Load tokens and logits [PARTS, BLOCK] from `start` on, with -inf past the end."""
     token = start + tl.arange(0, PARTS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     return token, tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
@@ -110,7 +110,7 @@ def _weights_from(
     sum_1 = tl.zeros((BLOCK,), dtype=tl.float32)
     sum_2 = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in tl.range(0, vocab, PARTS * BLOCK):
-        token, values = _tile(row_ptr, start, vocab, PARTS, BLOCK)
+        token, values = _load_tile(row_ptr, start, vocab, PARTS, BLOCK)
         if COUNT:
             weights = (token < vocab).to(tl.float32)
         else:
@@ -178,7 +178,7 @@ def _lowest_or_largest(row_ptr, vocab, min_logit, LOWEST: tl.constexpr, PARTS: t
     """Return the row's lowest logit that is at least `min_logit` if LOWEST, else its largest logit."""
     best = tl.full((BLOCK,), float("inf") if LOWEST else float("-inf"), dtype=tl.float32)
     for start in tl.range(0, vocab, PARTS * BLOCK):
-        _, values = _tile(row_ptr, start, vocab, PARTS, BLOCK)
+        _, values = _load_tile(row_ptr, start, vocab, PARTS, BLOCK)
         if LOWEST:
             best = tl.minimum(best, tl.min(tl.where(values >= min_logit, values, float("inf")), axis=0))
         else:

@@ -50,9 +50,11 @@ class SustainedCheck(MeasuredCheck):
             quarter = len(judged_row.row.samples) // 4
             if judged_row.row.verdict != "PASS" or len(judged_row.row.samples) < _MIN_SAMPLES:
                 continue
-            first, last = median(judged_row.row.samples[:quarter]), median(judged_row.row.samples[-quarter:])
-            if last < _DRIFT_FRACTION * first:
-                drift = f"drifted from {format_three_digits(first)} to {format_three_digits(last)} over the run"
+            samples = judged_row.row.samples
+            first_median, last_median = median(samples[:quarter]), median(samples[-quarter:])
+            if last_median < _DRIFT_FRACTION * first_median:
+                speeds = f"from {format_three_digits(first_median)} to {format_three_digits(last_median)}"
+                drift = f"drifted {speeds} over the run"
                 judged_row.set_verdict("WARN", "DRIFT", drift)
 
 
