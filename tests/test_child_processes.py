@@ -44,7 +44,7 @@ def test_run_ends_what_a_program_left_in_its_group() -> None:
     assert process.group_members(started[0].pid) == []
 
 
-def test_a_missing_program_is_named() -> None:
+def test_missing_program_is_named() -> None:
     with pytest.raises(ProcessError, match=r"no-such-program cannot be started: No such file"):
         process.run(["no-such-program"], limit_s=5)
 

@@ -95,7 +95,7 @@ def generated_lines(document: str, name: str) -> list[str]:
     return text.partition(f"<!-- generated: {name} -->\n")[2].partition("<!-- end of generated -->")[0].splitlines()
 
 
-def test_the_load_page_defines_every_metric_as_the_code_does() -> None:
+def test_load_page_defines_every_metric_as_the_code_does() -> None:
     lines = generated_lines("docs/load.md", "load metrics")
     for each in DEFINITIONS:
         [line] = [line for line in lines if line.startswith(f"- **{each.name}** ")]
@@ -115,7 +115,7 @@ def test_the_load_page_defines_every_metric_as_the_code_does() -> None:
         ("verbosity", None),
     ],
 )
-def test_the_serve_page_lists_what_an_unsupported_field_accepts(field: str, accepted: str | None) -> None:
+def test_serve_page_lists_what_an_unsupported_field_accepts(field: str, accepted: str | None) -> None:
     [line] = [
         line for line in generated_lines("docs/serve.md", "unsupported fields") if line.startswith(f"| `{field}`")
     ]
@@ -132,7 +132,7 @@ def test_the_serve_page_lists_what_an_unsupported_field_accepts(field: str, acce
         decode('"something else"')
 
 
-def test_a_table_of_rows_that_do_not_exist_is_an_error() -> None:
+def test_table_of_rows_that_do_not_exist_is_an_error() -> None:
     with pytest.raises(ValueError, match="no rows"):
         performance_tables.rendered("<!-- results: offline/h200.json | nothing -->\n<!-- end of results -->")
 
@@ -147,6 +147,6 @@ def test_a_table_of_rows_that_do_not_exist_is_an_error() -> None:
         ('<a href="https://a.example">read</a><img src="x.svg"><link rel="canonical" href="https://a.example">', False),
     ],
 )
-def test_a_page_that_loads_from_another_host_is_found(tmp_path: Path, page: str, loads: bool) -> None:
+def test_page_that_loads_from_another_host_is_found(tmp_path: Path, page: str, loads: bool) -> None:
     (tmp_path / "index.html").write_text(f"<html><body>{page}</body></html>")
     assert bool(check_site.external_loads(tmp_path)) is loads

@@ -74,7 +74,7 @@ V1 = "9:pids:/\n4:cpu,memory:/jobs/one\n0::/\n"
         ({"proc/self/cgroup": V1, **group_v1("jobs/one", V1_UNLIMITED, 24), **group_v1("jobs", 64 * MIB, 60)}, 4),
     ],
 )
-def test_the_smaller_of_the_hosts_memory_and_what_our_groups_may_still_take(
+def test_smaller_of_the_hosts_memory_and_what_our_groups_may_still_take(
     tmp_path: Path, files: dict[str, str], expected_mib: int
 ) -> None:
     assert host_available_bytes(write(tmp_path, files)) == expected_mib * MIB
@@ -96,7 +96,7 @@ def test_total_is_the_smaller_of_the_hosts_memory_and_the_limits_of_our_groups(
     assert host_total_bytes(root) == expected_mib * MIB
 
 
-def test_a_host_that_does_not_say_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+def test_host_that_does_not_say_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set --memory"):
         host_available_bytes(write(tmp_path, {"proc/meminfo": "MemTotal: 99 kB\n"}))
 

@@ -124,7 +124,7 @@ def test_only_tests_import_test_doubles() -> None:
     assert [path.name for path in others for name in imports(path) if within(name, ("meltcore.testing",))] == []
 
 
-def test_the_halves_do_not_overlap() -> None:
+def test_halves_do_not_overlap() -> None:
     assert not set(RUN) & set(MEASURE)
     for room in MEASURE:
         assert not any(within(place, RUN) for place in ALLOWED[room])
@@ -169,7 +169,7 @@ def test_functions_beside_triton_kernels_have_types(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "cli").glob("[a-z]*.py")), ids=lambda path: path.stem)
-def test_a_verb_imports_its_work_only_when_run(path: Path) -> None:
+def test_verb_imports_its_work_only_when_run(path: Path) -> None:
     """At the top of a verb's file stand argparse and the standard library; `--help` must be fast."""
     if path.stem == "main":
         return

@@ -121,7 +121,7 @@ def test_help_is_grouped_and_shows_defaults() -> None:
     assert "--internal" not in text
 
 
-def test_a_subset_takes_its_own_group_and_defaults() -> None:
+def test_subset_takes_its_own_group_and_defaults() -> None:
     parser = parser_of("levels", "port", group="Load", defaults={"levels": (64,)})
     assert "Load:" in parser.format_help()
     assert "--daemon" not in parser.format_help()

@@ -110,7 +110,7 @@ def test_context_holds_the_longest_prompt(tmp_path: Path) -> None:
     assert long.context == long.prompt_file.max_tokens + 128 > workload.CONTEXT
 
 
-def test_the_score_keeps_its_name_and_its_prompts() -> None:
+def test_score_keeps_its_name_and_its_prompts() -> None:
     plan = make_plan(BenchConfig())
     assert (plan.name, plan.prompt, plan.grid, plan.prompt_file) == ("gpu-score/1", workload.prompt, None, None)
     assert make_plan(BenchConfig(precision="fp8")).name == "gpu-score-fp8/1"

@@ -23,7 +23,7 @@ EXPECTED = {16: (128, 0), 24: (256, 1), 32: (384, 10)}
 
 
 @pytest.mark.parametrize("gpu", GPU_TYPES, ids=lambda gpu: gpu.name)
-def test_the_score_fits_every_gpu_type(gpu: GpuType) -> None:
+def test_score_fits_every_gpu_type(gpu: GpuType) -> None:
     """Weights, pages and reserve fit, and the reserve holds the activations and logits of the largest step."""
     plan, settings = score_plan(gpu.memory_mib), workload.gpu_settings(None, gpu.memory_mib * MIB)
     memory_bytes = gpu.memory_mib * MIB - gpu_types.CONTEXT_BYTES
@@ -72,7 +72,7 @@ def test_only_gpu_types_with_result_files_are_measured() -> None:
     assert states["H100 80GB HBM3"].startswith("compiled only; one run")
 
 
-def test_a_generated_table_replaces_what_stands_between_its_comments() -> None:
+def test_generated_table_replaces_what_stands_between_its_comments() -> None:
     stale = "before\n<!-- generated: gpu types -->\nstale\n<!-- end of generated -->\nafter"
     made = performance_tables.rendered(stale)
     assert made.startswith("before\n<!-- generated: gpu types -->\n\n| GPU type |")

@@ -30,26 +30,26 @@ def hybrid() -> Needs:
     return needs_of("Qwen/Qwen3.5-35B-A3B")
 
 
-def test_a_step_reads_the_experts_that_uniform_routing_uses(hybrid: Needs) -> None:
+def test_step_reads_the_experts_that_uniform_routing_uses(hybrid: Needs) -> None:
     """2.946 billion weights for one token; all but an eighth of the experts for 64."""
     found = [hybrid.weight_bytes(tokens) / 1e9 for tokens in (1, 8, 64)]
     assert found == pytest.approx([5.89, 18.33, 59.86], abs=0.01)
     assert hybrid.step_bytes + 256 * hybrid.expert_bytes == pytest.approx(69.32e9 - 2 * 248_320 * 2048, rel=1e-3)
 
 
-def test_a_sequence_has_keys_values_and_states(hybrid: Needs) -> None:
+def test_sequence_has_keys_values_and_states(hybrid: Needs) -> None:
     heads_and_rings = 30 * (32 * 128 * 128 * 4 + 4 * 8192 * 2)
     assert (hybrid.kv_bytes, hybrid.state_bytes) == (20_480, 2 * heads_and_rings)
 
 
-def test_a_rank_has_its_share(hybrid: Needs) -> None:
+def test_rank_has_its_share(hybrid: Needs) -> None:
     rank = needs_of("Qwen/Qwen3.5-35B-A3B", 8)
     assert rank.expert_bytes == hybrid.expert_bytes / 8
     assert rank.state_bytes == hybrid.state_bytes / 8
     assert rank.kv_bytes == hybrid.kv_bytes / 2  # of two key heads each is on four ranks
 
 
-def test_a_tied_table_is_read_as_the_head() -> None:
+def test_tied_table_is_read_as_the_head() -> None:
     dense = needs_of("Qwen/Qwen3-0.6B")
     assert dense.weight_bytes(1) == dense.weight_bytes(500) == 2 * 596_049_920
     assert dense.token_weights == 596_049_920 - 151_936 * 1024
@@ -61,7 +61,7 @@ def test_bytes_bound_a_single_prompt_of_a_routed_model_and_operations_bound_many
     assert hybrid.prompts_us(64, 1024, LIMITS) == many_us
 
 
-def test_a_work_is_its_rounds_of_prompts_and_steps(hybrid: Needs) -> None:
+def test_work_is_its_rounds_of_prompts_and_steps(hybrid: Needs) -> None:
     whole, rest = (floor_s(hybrid, Work(count, 100, 300, 5), 30, LIMITS) for count in (30, 10))
     assert floor_s(hybrid, Work(100, 100, 300, 5), 30, LIMITS) == pytest.approx(3 * whole + rest)
     steps_us = sum(hybrid.decode_us(30, 200 + done, LIMITS) for done in (1, 2, 3, 4))
@@ -84,7 +84,7 @@ def test_without_a_level_or_a_length_there_is_no_weighted_throughput(works: str)
 
 
 @pytest.mark.parametrize(("routing", "uniform"), [(None, True), ("uniform_random", False)])
-def test_a_peer_that_routed_otherwise_is_no_comparison(tmp_path: Path, routing: str | None, uniform: bool) -> None:
+def test_peer_that_routed_otherwise_is_no_comparison(tmp_path: Path, routing: str | None, uniform: bool) -> None:
     path = tmp_path / "peer.json"
     run = {"subject": "m", "versions": {"vllm": "0"}, "rows": [], "routing": routing}
     path.write_text(json.dumps({"runs": [run]}))

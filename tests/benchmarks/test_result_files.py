@@ -20,7 +20,7 @@ def run_of(subject: str, *rows: tuple[str, float]) -> dict[str, Any]:
     return {"subject": subject, "rows": [{"work": work, "unit": "s", "value": value} for work, value in rows]}
 
 
-def test_a_newer_row_replaces_the_older_one_of_the_same_subject(tmp_path: Path) -> None:
+def test_newer_row_replaces_the_older_one_of_the_same_subject(tmp_path: Path) -> None:
     path = tmp_path / "script" / "h200.json"
     for run in (run_of("a", ("w", 1), ("v", 2)), run_of("b", ("w", 3)), run_of("a", ("w", 4)), run_of("b", ("w", 5))):
         merge_run(path, run)
@@ -39,7 +39,7 @@ def test_a_newer_row_replaces_the_older_one_of_the_same_subject(tmp_path: Path) 
         (None, None),
     ],
 )
-def test_a_target_is_met_by_what_it_bounds(target: Target | None, met: bool | None) -> None:
+def test_target_is_met_by_what_it_bounds(target: Target | None, met: bool | None) -> None:
     row = Row(work="w", unit="tokens/s", value=12.0, ratio=2.0, target=target)
     assert row.met is met
     found = row.as_json()
@@ -48,7 +48,7 @@ def test_a_target_is_met_by_what_it_bounds(target: Target | None, met: bool | No
         assert (found["reach"], found["reach_of"], found["better"]) == target
 
 
-def test_a_ratio_without_a_peer_and_an_invalid_value_meet_nothing() -> None:
+def test_ratio_without_a_peer_and_an_invalid_value_meet_nothing() -> None:
     assert "met" not in Row(work="w", unit="s", value=1.0, target=Target(1.0, of="ratio")).as_json()
     assert Row(work="w", unit="s", value=2.0, target=Target(1.0), invalid="why").as_json()["met"] is False
 

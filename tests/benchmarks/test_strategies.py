@@ -88,7 +88,7 @@ def test_each_strategy_has_a_row_with_ours_beside_it(arguments: list[str], monke
     assert gone(*(f"transformers.{place}" for place in range(4)), "meltcore.0")
 
 
-def test_a_worker_that_dies_is_a_reason_and_the_rest_goes_on(
+def test_worker_that_dies_is_a_reason_and_the_rest_goes_on(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, result = run(arguments, monkeypatch, Strategy("bad", "dies", 1), Strategy("good", "works", 1))
@@ -98,7 +98,7 @@ def test_a_worker_that_dies_is_a_reason_and_the_rest_goes_on(
     assert (status, result["rows"]) == (1, [])
 
 
-def test_a_worker_that_takes_too_long_is_ended(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_takes_too_long_is_ended(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "WORK_LIMIT_S", 0.5)
     (Path.cwd() / "worker.py").write_text(WORKER.replace("sys.stdin.readline()", "time.sleep(60)"))
     _, result = run(arguments, monkeypatch, Strategy("slow", "works", 1))
@@ -106,7 +106,7 @@ def test_a_worker_that_takes_too_long_is_ended(arguments: list[str], monkeypatch
     assert gone("works.0")
 
 
-def test_an_interruption_keeps_what_was_measured(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_keeps_what_was_measured(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (Strategy("first", "works", 1), Strategy("second", "interrupts", 1, 2), Strategy("third", "works", 1))
     status, result = run(arguments, monkeypatch, *wanted)
     assert (status, [row["work"] for row in result["rows"]]) == (130, ["first"])
@@ -114,7 +114,7 @@ def test_an_interruption_keeps_what_was_measured(arguments: list[str], monkeypat
     assert gone("interrupts.0", "interrupts.1")
 
 
-def test_a_folder_without_vllm_is_no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_vllm_is_no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "find_spec", lambda name: name)
     strategy = Strategy("v", "vllm", 1, site=str(tmp_path))
     assert strategies.missing(strategy, "cuda") == f"{tmp_path.name} holds none of vllm"
@@ -147,7 +147,7 @@ def test_unknown_workers_and_folders_are_refused(
     assert message in f"{refused.value}{capsys.readouterr().err}"
 
 
-def test_the_list_names_every_worker_and_starts_none(
+def test_list_names_every_worker_and_starts_none(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [*arguments, "--list"])
@@ -173,7 +173,7 @@ def test_strategies_without_a_measured_row_are_named_in_the_docs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", ["transformers", "async", "compile", "int8", "onnxruntime", "meltcore"])
-def test_a_real_worker_answers_whole_batches(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_worker_answers_whole_batches(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that can run on a CPU. Compiling would take a minute: the compiled strategy runs with dynamo off."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
@@ -186,7 +186,7 @@ def test_a_real_worker_answers_whole_batches(worker: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_worker_ends_with_the_reason_why_it_cannot_run() -> None:
+def test_worker_ends_with_the_reason_why_it_cannot_run() -> None:
     args = argparse.Namespace(model="meltcore/sums", device="cpu", dtype="float32", seconds=0.01)
     with pytest.raises(strategies.StrategyError, match=r"status 1 .*: needs a GPU: only CUDA has streams"):
         strategies.measure(Strategy("streams", "streams", 2), args)

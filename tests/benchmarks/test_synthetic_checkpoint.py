@@ -36,6 +36,6 @@ def test_it_loads_and_a_rank_holds_its_part(tmp_path: Path, fused: bool) -> None
     assert 0.5 * size < share["weight_bytes"] < 0.6 * size
 
 
-def test_a_model_of_which_not_one_round_fits_is_refused() -> None:
+def test_model_of_which_not_one_round_fits_is_refused() -> None:
     with pytest.raises(SystemExit, match="give a larger --size-gb"):
         fit(open_checkpoint(HYBRID, files="config").config, 1e6, fused=False)

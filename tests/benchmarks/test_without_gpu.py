@@ -66,7 +66,7 @@ def test_without_enough_gpus_a_script_says_how_many(monkeypatch: pytest.MonkeyPa
     assert run(monkeypatch, "step_profile", "--tp", "8") == "needs 8 NVIDIA GPUs, torch sees 0"
 
 
-def test_a_bundled_model_and_a_folder_do_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_model_and_a_folder_do_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     bench_output.need_gpu(model="meltcore/sums")
     bench_output.need_gpu(model=str(tmp_path))

@@ -51,7 +51,7 @@ def start(run: Callable[[FakeServer], FakeServer]) -> Callable[..., FakeServer]:
     return begin
 
 
-def test_a_conforming_server_passes_every_check(start: Callable[..., FakeServer]) -> None:
+def test_conforming_server_passes_every_check(start: Callable[..., FakeServer]) -> None:
     results = run_checks(Api(start().address), "fake")
     assert [result for result in results if result.status != "PASS"] == []
     assert len(results) >= 15
@@ -122,7 +122,7 @@ def test_refusal_checks_are_skipped_after_three_timeouts(monkeypatch: pytest.Mon
     assert results[-1].status == "PASS"
 
 
-def test_a_check_that_cannot_run_fails() -> None:
+def test_check_that_cannot_run_fails() -> None:
     results = run_checks(Api(UNREACHABLE, timeout_s=2.0), "fake")
     assert {result.status for result in results} == {"FAIL"}
 

@@ -73,7 +73,7 @@ def test_score_weights_both_token_counts() -> None:
     assert (found.total_tokens_per_s, found.output_tokens_per_s) == (100.0 * weighted, 10.0 * weighted)
 
 
-def test_the_published_numbers_of_vllm_make_the_published_score() -> None:
+def test_published_numbers_of_vllm_make_the_published_score() -> None:
     published = dict(zip(WEIGHTS, (984, 1753, 3038, 4749, 6446, 11144, 12810), strict=True))
     levels = [level(load) for load in WEIGHTS]
     for each in levels:
@@ -88,9 +88,7 @@ def test_the_published_numbers_of_vllm_make_the_published_score() -> None:
         (PASSED, [*LEVELS[:-1], level(64, "FAILED")], "concurrency 64: FAILED"),
     ],
 )
-def test_a_failed_gate_or_level_makes_the_score_zero(
-    gates: list[Gate], levels: list[LevelResult], because: str
-) -> None:
+def test_failed_gate_or_level_makes_the_score_zero(gates: list[Gate], levels: list[LevelResult], because: str) -> None:
     found = score(gates, levels)
     assert (found.total_tokens_per_s, found.output_tokens_per_s, found.zero_reasons) == (0.0, 0.0, [because])
 
@@ -113,7 +111,7 @@ def test_without_a_level_or_a_gate_there_is_no_score(gates: list[Gate], levels: 
 
 
 @pytest.mark.parametrize(("right", "code"), [(174, 1), (175, 0)])
-def test_the_gate_flips_the_score_between_174_and_175(
+def test_gate_flips_the_score_between_174_and_175(
     whole: Callable[[int], EvaluationServer],
     items: Path,
     tmp_path: Path,
@@ -226,7 +224,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_a_baseline_runs_in_its_own_environment_and_ends_with_its_children(
+def test_baseline_runs_in_its_own_environment_and_ends_with_its_children(
     items: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, child, ours = tmp_path / "runs", tmp_path / "child", tmp_path / "ours"
@@ -450,7 +448,7 @@ def test_baseline_refuses_a_server_that_is_still_loading(
     assert server.asked == []
 
 
-def test_a_baseline_whose_command_leaves_its_server_in_the_background_is_refused(
+def test_baseline_whose_command_leaves_its_server_in_the_background_is_refused(
     items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, out = tmp_path / "server", tmp_path / "runs"

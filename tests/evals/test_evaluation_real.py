@@ -29,7 +29,7 @@ def evaluate(address: str, out: Path, *options: str) -> RunResult:
     return read_result(folder)
 
 
-def test_the_bundled_model_gets_a_score(address: str, tmp_path: Path) -> None:
+def test_bundled_model_gets_a_score(address: str, tmp_path: Path) -> None:
     result = evaluate(address, tmp_path, "--data", BUNDLED_SOURCE, "--limit", "40", "--shots", "none")
     assert result.evaluation is not None
     assert result.evaluation.accuracy >= 0.95

@@ -194,7 +194,7 @@ def test_bundled_problems_have_the_same_format() -> None:
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="no copy of the GSM8K test set beside this checkout")
-def test_the_published_test_set_is_read_whole() -> None:
+def test_published_test_set_is_read_whole() -> None:
     items = read_items(str(PUBLISHED), 1319)
     assert items[0].reference == "18"
     assert all(extract_flexible(item.answer).strip("$.") for item in items)

@@ -111,7 +111,7 @@ def asked(tmp_path: Path, servers: list[AnsweringServer], items: list[Item]) -> 
     ]
 
 
-def test_a_harness_that_fails_is_a_failed_gate_and_the_answers_are_kept(
+def test_harness_that_fails_is_a_failed_gate_and_the_answers_are_kept(
     python: Callable[[str], str], asked: list[str], tmp_path: Path
 ) -> None:
     assert main([*asked, "--harness", python("echo 'KeyError: no such task' >&2; exit 1")]) == 1
@@ -166,7 +166,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_a_harness_is_ended_at_its_time_limit(python: Callable[[str], str], tmp_path: Path) -> None:
+def test_harness_is_ended_at_its_time_limit(python: Callable[[str], str], tmp_path: Path) -> None:
     child = tmp_path / "child"
     harness = python(f"sleep 60 & echo $! > {child}; wait")
     with pytest.raises(HarnessError, match="did not end within 1 s"):
@@ -222,7 +222,7 @@ def servers() -> Iterator[list[AnsweringServer]]:
 @needs_harness
 @pytest.mark.slow
 @pytest.mark.parametrize("right", [0, 174, 175, 200])
-def test_the_harness_agrees_on_every_item_in_every_form(
+def test_harness_agrees_on_every_item_in_every_form(
     servers: list[AnsweringServer], items: list[Item], right: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     servers.append(MixedServer(items, right, "number"))
@@ -238,7 +238,7 @@ def test_the_harness_agrees_on_every_item_in_every_form(
 
 @needs_harness
 @pytest.mark.slow
-def test_the_harness_agrees_on_the_bundled_problems_without_examples(servers: list[AnsweringServer]) -> None:
+def test_harness_agrees_on_the_bundled_problems_without_examples(servers: list[AnsweringServer]) -> None:
     items = read_items(BUNDLED_SOURCE, 50)
     servers.append(AnsweringServer(items, 48, "sentence"))
     result = run_gsm8k(servers[0].address, Gsm8kConfig(data=BUNDLED_SOURCE, limit=50, shots="none"), harness=HARNESS)

@@ -163,7 +163,7 @@ def test_other_problems_do_not_pass_for_gsm8k(tmp_path: Path) -> None:
 
 @needs_harness
 @pytest.mark.parametrize(("correct", "score"), [(183, "230884.50"), (150, "0")])
-def test_the_harness_scores_our_files(tmp_path: Path, correct: int, score: str) -> None:
+def test_harness_scores_our_files(tmp_path: Path, correct: int, score: str) -> None:
     submit(tmp_path / "out", runs(tmp_path / "runs", correct=correct))
     files = tmp_path / "out/results"
     command = [sys.executable, "-m", "eval.score", "--correctness", str(files / "correctness.json"),
@@ -313,7 +313,7 @@ def test_unusable_run_is_named_with_its_reason(
 
 
 @pytest.mark.parametrize(("hour", "chosen"), [("00", ["asked", "loaded"]), ("02", ["whole"])])
-def test_the_newest_results_are_taken(
+def test_newest_results_are_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], hour: str, chosen: list[str]
 ) -> None:
     found = runs(tmp_path / "runs")

@@ -187,7 +187,7 @@ def test_fewer_requests_than_a_level_run_with_a_note(counting: Callable[..., Cou
     )
 
 
-def test_an_honest_server_passes_every_gate(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
+def test_honest_server_passes_every_gate(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     server = counting()
     result = run_throughput(config(server.address), tmp_path)
     assert (result.verdict in FINE, result.reasons) == (True, [])
@@ -274,7 +274,7 @@ def test_few_empty_answers_pass_and_many_fail_a_level(
     assert "6 of 8 answers were an end token and nothing else" in mute.levels[0].reasons
 
 
-def test_a_failed_request_fails_the_run(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
+def test_failed_request_fails_the_run(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     result = run_throughput(config(counting().address, model="no-such-model"), tmp_path)
     assert result.verdict == "FAILED"
     assert [gate.status for gate in result.gates] == ["FAIL"] * 3  # counts of no answer at all agree with nothing

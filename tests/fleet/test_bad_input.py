@@ -116,7 +116,7 @@ def test_body_that_is_not_a_json_object_is_400(server: RunningServer, body: byte
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_a_bad_chat_field_is_a_400_that_names_it(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+def test_bad_chat_field_is_a_400_that_names_it(server: RunningServer, fields: dict[str, Any], param: str) -> None:
     answer = server.post(CHAT, chat_body("hello") | fields)
     assert answer.status == 400
     assert answer.error["param"] == param
@@ -146,15 +146,13 @@ def test_a_bad_chat_field_is_a_400_that_names_it(server: RunningServer, fields: 
         ({"messages": []}, "messages"),
     ],
 )
-def test_a_bad_completion_field_is_a_400_that_names_it(
-    server: RunningServer, fields: dict[str, Any], param: str
-) -> None:
+def test_bad_completion_field_is_a_400_that_names_it(server: RunningServer, fields: dict[str, Any], param: str) -> None:
     answer = server.post(COMPLETIONS, {"model": MODEL, "prompt": "a"} | fields)
     assert answer.status == 400
     assert answer.error["param"] == param
 
 
-def test_a_prompt_longer_than_the_context_names_both_lengths(server: RunningServer) -> None:
+def test_prompt_longer_than_the_context_names_both_lengths(server: RunningServer) -> None:
     error = server.chat("x" * 150).error
     assert error["code"] == "context_length_exceeded"
     assert "150" in error["message"]
@@ -190,7 +188,7 @@ def test_template_error_is_a_400_with_its_message(server: RunningServer) -> None
     assert "no booms" in server.chat("boom").error["message"]
 
 
-def test_a_missing_field_is_named(server: RunningServer) -> None:
+def test_missing_field_is_named(server: RunningServer) -> None:
     answer = server.post(CHAT, {"model": MODEL})
     assert (answer.status, answer.error["param"]) == (400, "messages")
 
@@ -252,13 +250,13 @@ def test_valid_key_is_accepted_and_health_routes_need_none(locked_server: Runnin
         assert locked_server.request("GET", path).status == 200
 
 
-def test_a_huge_body_is_413(locked_server: RunningServer) -> None:
+def test_huge_body_is_413(locked_server: RunningServer) -> None:
     answer = locked_server.post(CHAT, chat_body("x" * 3000), {"authorization": "Bearer right"})
     assert answer.status == 413
     assert "2000" in answer.error["message"]
 
 
-def test_a_huge_chunked_body_is_413_too(locked_server: RunningServer) -> None:
+def test_huge_chunked_body_is_413_too(locked_server: RunningServer) -> None:
     data = json.dumps(chat_body("x" * 5_000_000)).encode()
     with socket.create_connection(("127.0.0.1", locked_server.port), timeout=WAIT_S) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: t\r\nauthorization: Bearer right\r\ntransfer-encoding: chunked\r\n\r\n"

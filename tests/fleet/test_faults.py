@@ -156,7 +156,7 @@ def test_full_queue_is_429_immediately_and_running_requests_continue() -> None:
         assert (found["requests_accepted_total"], found["requests_rejected_total"]) == (2, 1)
 
 
-def test_a_queue_full_by_tokens_is_429_but_one_long_prompt_enters() -> None:
+def test_queue_full_by_tokens_is_429_but_one_long_prompt_enters() -> None:
     with scripted_server("--silent-steps", "100000", max_queue_tokens=50) as server:
         first = server.open(CHAT, chat_body("x" * 80))
         server.wait_metric("requests_in_flight", 1)
@@ -203,7 +203,7 @@ def start_requests(server: RunningServer, pool: ThreadPoolExecutor) -> tuple[lis
     return streams, whole
 
 
-def test_a_killed_engine_ends_every_request_and_the_server() -> None:
+def test_killed_engine_ends_every_request_and_the_server() -> None:
     with scripted_server("--step-s", "0.01") as server, ThreadPoolExecutor(5) as pool:
         streams, whole = start_requests(server, pool)
         os.kill(server.engine_pid(), signal.SIGKILL)
@@ -264,7 +264,7 @@ def test_half_sent_request_does_not_delay_or_log_at_shutdown() -> None:
         half.close()
 
 
-def test_a_second_signal_exits_now() -> None:
+def test_second_signal_exits_now() -> None:
     with scripted_server("--step-s", "0.02") as server:
         engine = server.engine_pid()
         stream = server.open(CHAT, chat_body("s", stream=True))
@@ -418,7 +418,7 @@ def test_missing_folder_fails_immediately() -> None:
         assert "./nowhere: no such folder" in server.stderr
 
 
-def test_a_port_in_use_fails_before_loading() -> None:
+def test_port_in_use_fails_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with scripted_server("--load-s", "60", wait=False, port=port) as server:

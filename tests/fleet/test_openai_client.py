@@ -42,7 +42,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 4)
 
 
-def test_an_answer_can_be_sent_back_as_history(client: openai.OpenAI) -> None:
+def test_answer_can_be_sent_back_as_history(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "ab"}], max_completion_tokens=2
     )
@@ -124,7 +124,7 @@ def test_full_queue_raises_the_clients_rate_limit_error() -> None:
         server.check_no_leak()
 
 
-def test_a_stream_that_fails_midway_raises() -> None:
+def test_stream_that_fails_midway_raises() -> None:
     with scripted_server("--step-s", "0.02", request_timeout_s=0.4) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=20, max_retries=0)
         with client, pytest.raises(openai.APIError, match="request-timeout"):

@@ -152,7 +152,7 @@ def test_exhausted_pages_preempt_and_change_no_greedy_text(server: RunningServer
     assert found["requests_finished_total"] == 24
 
 
-def test_a_killed_engine_ends_the_server_and_every_request(tmp_path: Path) -> None:
+def test_killed_engine_ends_the_server_and_every_request(tmp_path: Path) -> None:
     with running(SERVE, tmp_path / "stderr") as server, ThreadPoolExecutor(4) as pool:
         server.wait_healthy(LOAD_S)
         body = {"model": BUNDLED_MODEL, "prompt": "7", "ignore_eos": True}

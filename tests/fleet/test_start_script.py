@@ -145,13 +145,13 @@ def test_variable_without_counterpart_is_named_and_changes_nothing(settings: dic
     ],
     ids=str,
 )
-def test_a_wrong_value_is_named(settings: dict[str, str], given: dict[str, str], said: str) -> None:
+def test_wrong_value_is_named(settings: dict[str, str], given: dict[str, str], said: str) -> None:
     done = start(settings | given)
     assert done.returncode == 2
     assert said in done.stderr.splitlines()[-1]
 
 
-def test_a_server_that_is_not_ready_in_time_is_ended(settings: dict[str, str]) -> None:
+def test_server_that_is_not_ready_in_time_is_ended(settings: dict[str, str]) -> None:
     done = start(settings | {"START_TIMEOUT": "0.5"}, "--device", "cpu")
     assert done.returncode == 2
     assert "was not ready within 0.5 s" in done.stderr

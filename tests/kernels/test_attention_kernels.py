@@ -463,5 +463,5 @@ def test_few_sequences_leave_few_sm_slots_empty() -> None:
     assert decode_launch(1, 8, 128, 2, 640, 128, 99 * 2**10).stages == 3
 
 
-def test_a_short_page_table_is_split_no_further_than_its_pages() -> None:
+def test_short_page_table_is_split_no_further_than_its_pages() -> None:
     assert decode_launch(1, 8, 128, 2, 3, 132, H200_SHARED).splits == 2

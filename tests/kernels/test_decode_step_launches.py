@@ -135,7 +135,7 @@ def test_pairs_are_grouped_for_many_tokens_only(
     assert [launched[name] / layers for name in names] == [sequences <= 32, 1, placing, 2, 1]
 
 
-def test_a_layer_of_routed_experts_is_five_launches_for_one_token(
+def test_layer_of_routed_experts_is_five_launches_for_one_token(
     runner: ModelRunner, launched: collections.Counter[str]
 ) -> None:
     step(runner, 1, launched)

@@ -109,7 +109,7 @@ def test_chunks_cover_every_longer_sequence_once() -> None:
     assert make_chunk_indices([1, 1], 2).shape == (0, 2)
 
 
-def test_a_ring_of_the_wrong_length_is_refused() -> None:
+def test_ring_of_the_wrong_length_is_refused() -> None:
     params = make_params(SMALL, torch.float32, CPU)
     slots = Slots.make(2, SMALL._replace(kernel=3), torch.float32, CPU)
     with pytest.raises(ValueError, match="must hold 4 inputs"):

@@ -194,7 +194,7 @@ def test_decode_attention_loops_are_pipelined(module: ModuleType, pool: CompileP
 
 
 @pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__.rpartition(".")[2])
-def test_a_file_with_kernels_declares_what_to_compile(module: ModuleType) -> None:
+def test_file_with_kernels_declares_what_to_compile(module: ModuleType) -> None:
     assert bool(kernels_of(module)) == (module.__name__ in BY_NAME)
     # Public ones are for the kernels of other files.
     if any(name.startswith("_") for name in jit_functions(module)):

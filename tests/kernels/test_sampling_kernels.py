@@ -139,7 +139,7 @@ def test_no_token_after_the_threshold_is_sampled(device: torch.device) -> None:
         assert torch.equal(some.cpu(), tokens[:12])
 
 
-def test_a_masked_token_is_never_sampled(device: torch.device) -> None:
+def test_masked_token_is_never_sampled(device: torch.device) -> None:
     row = torch.full((900,), float("-inf"))
     row[700] = -1e30
     assert set(gumbel_sample(*same_row(row, 200, KEEP_ALL)).tolist()) == {700}

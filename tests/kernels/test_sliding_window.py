@@ -264,7 +264,7 @@ def layer(window: int | None, device: torch.device) -> AttentionParams:
 
 
 @pytest.mark.parametrize("window", [*WINDOWS, 1024])
-def test_a_window_spans_at_most_this_many_pages(window: int) -> None:
+def test_window_spans_at_most_this_many_pages(window: int) -> None:
     pages = [
         position // PAGE_SIZE - max(0, position - window + 1) // PAGE_SIZE + 1 for position in range(window + PAGE_SIZE)
     ]
@@ -284,7 +284,7 @@ def test_decode_is_split_no_further_than_the_pages_of_the_window(window: int | N
 
 
 @pytest.mark.parametrize("window", [0, -1])
-def test_a_window_without_the_query_itself_is_refused(window: int, device: torch.device) -> None:
+def test_window_without_the_query_itself_is_refused(window: int, device: torch.device) -> None:
     params, qkv = layer(window, device), torch.zeros(1, 4 * 64, device=device)
     index = torch.zeros(1, 1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=f"a sliding window of {window}; a query sees at least 1 key"):

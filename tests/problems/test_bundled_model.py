@@ -92,7 +92,7 @@ def test_hybrid_reasoning_markers_are_ordinary_tokens() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>a</think>"
 
 
-def test_the_hybrid_has_the_published_names_and_every_kind_of_layer() -> None:
+def test_hybrid_has_the_published_names_and_every_kind_of_layer() -> None:
     config = json.loads((HYBRID / "config.json").read_text())
     assert config["architectures"] == ["Qwen3_5MoeForConditionalGeneration"]
     with safe_open(HYBRID / "model.safetensors", "pt") as weights:

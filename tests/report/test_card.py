@@ -40,7 +40,7 @@ def card_of(*contents: Content, **options: Any) -> Card:
     return make_card([document(each, f"run-{place}") for place, each in enumerate(contents)], **options)
 
 
-def test_a_node_with_everything_good_passes_and_has_its_story(tmp_path: Path) -> None:
+def test_node_with_everything_good_passes_and_has_its_story(tmp_path: Path) -> None:
     card = make_card(whole_node(tmp_path))
     assert (card.verdict, card.exit_code, card.missing) == ("PASS", 0, [])
     assert {part.type: part.verdict for part in card.evidence} == {
@@ -87,7 +87,7 @@ def test_document_that_is_not_a_pass_decides_the_card_and_says_why(
     assert f"{kind} (spoilt)" in card.reason
 
 
-def test_a_certificates_findings_are_the_reasons_of_its_part(tmp_path: Path) -> None:
+def test_certificates_findings_are_the_reasons_of_its_part(tmp_path: Path) -> None:
     card = card_of(scripted_certificate(tmp_path, slow=(1,)))
     assert card.verdict == "FAIL"
     assert any(reason.startswith("GPU 1: BELOW_FLOOR") for reason in card.evidence[0].reasons)
@@ -123,7 +123,7 @@ def test_missing_evidence_ranks_between_unknown_and_warn(parts: list[Content], v
     assert card_of(*parts).verdict == verdict
 
 
-def test_a_snapshot_alone_is_judged_by_nothing(tmp_path: Path) -> None:
+def test_snapshot_alone_is_judged_by_nothing(tmp_path: Path) -> None:
     card = card_of(scripted_certificate(tmp_path).snapshot)
     assert (card.verdict, card.exit_code) == ("UNKNOWN", 3)
     assert "Nothing here is judged" in card.reason
@@ -140,7 +140,7 @@ def test_what_drifted_since_the_certificate_is_told_of_the_snapshot(tmp_path: Pa
     assert card.verdict == "WARN"
 
 
-def test_the_newest_of_each_kind_counts_and_the_others_are_named() -> None:
+def test_newest_of_each_kind_counts_and_the_others_are_named() -> None:
     failed = evaluation(verdict="FAILED", reasons=["broken"], started="2026-11-20T12:00:00Z")
     other = evaluation(settings={"what": "problems", "model": "other"})
     counted, earlier = newest_documents(
@@ -165,7 +165,7 @@ def test_documents_of_several_machines_are_refused_and_forced_never_pass() -> No
     assert card_of(elsewhere, profile()).doubts == [], "a trace does not tell its machine"
 
 
-def test_a_gain_by_one_start_is_not_confirmed_and_one_that_was_none_is_no_story() -> None:
+def test_gain_by_one_start_is_not_confirmed_and_one_that_was_none_is_no_story() -> None:
     [story] = build_stories([tuning()], [])
     assert (story.state, story.comparison) == ("NOT CONFIRMED", None)
     assert "No comparison of fresh starts" in story.compared
@@ -173,7 +173,7 @@ def test_a_gain_by_one_start_is_not_confirmed_and_one_that_was_none_is_no_story(
     assert build_stories([tuning(points=[])], []) == []
 
 
-def test_a_comparison_that_found_nothing_or_the_contrary_says_so_in_the_story() -> None:
+def test_comparison_that_found_nothing_or_the_contrary_says_so_in_the_story() -> None:
     [nothing] = build_stories([tuning()], [comparison(rate=1001.0)])
     assert (nothing.state, nothing.tuning, nothing.comparison) == ("NOT CONFIRMED", 0, 0)
     [contrary] = build_stories([tuning()], [comparison(rate=800.0)])
@@ -188,7 +188,7 @@ def test_evidence_from_another_load_says_so() -> None:
     assert story.workload == "workload problems:short, concurrency 32"
 
 
-def test_a_comparison_that_changed_more_than_the_tuning_did_is_no_evidence_for_it() -> None:
+def test_comparison_that_changed_more_than_the_tuning_did_is_no_evidence_for_it() -> None:
     told = build_stories([tuning()], [comparison(new_command="serve --port {port} --max-num-seqs 64")])
     assert [(story.tuning, story.comparison, story.state) for story in told] == [
         (None, 0, "CONFIRMED"),
@@ -197,7 +197,7 @@ def test_a_comparison_that_changed_more_than_the_tuning_did_is_no_evidence_for_i
     assert told[0].change == "--max-num-seqs 64 in place of model"
 
 
-def test_a_comparison_of_one_command_with_itself_is_no_story() -> None:
+def test_comparison_of_one_command_with_itself_is_no_story() -> None:
     assert build_stories([], [comparison(new_command=SHIPPED)]) == []
 
 
@@ -209,11 +209,11 @@ def test_a_comparison_of_one_command_with_itself_is_no_story() -> None:
         ("serve m --a --port {port}", "serve m --port {port}", (["--a"], [])),
     ],
 )
-def test_the_words_that_changed_are_found(old: str, new: str, changed: tuple[list[str], list[str]]) -> None:
+def test_words_that_changed_are_found(old: str, new: str, changed: tuple[list[str], list[str]]) -> None:
     assert changed_arguments(old, new) == changed
 
 
-def test_the_page_has_the_verdict_and_every_plot_and_fetches_nothing(tmp_path: Path) -> None:
+def test_page_has_the_verdict_and_every_plot_and_fetches_nothing(tmp_path: Path) -> None:
     card = make_card(whole_node(tmp_path))
     html = render(card)
     assert '<p class="badge good">PASS</p>' in html
@@ -239,7 +239,7 @@ def test_precisions_are_drawn_as_bars_with_their_gains_and_what_did_not_run() ->
     assert html.count("<rect") == 2
 
 
-def test_a_saved_card_is_read_back_whole_and_drawn_alike(tmp_path: Path) -> None:
+def test_saved_card_is_read_back_whole_and_drawn_alike(tmp_path: Path) -> None:
     card = make_card(whole_node(tmp_path))
     page = save_card(tmp_path / "card", card)
     again = msgspec.json.decode((tmp_path / "card" / "card.json").read_bytes(), type=Card)
@@ -248,7 +248,7 @@ def test_a_saved_card_is_read_back_whole_and_drawn_alike(tmp_path: Path) -> None
     assert page.read_text() == render(card)
 
 
-def test_the_console_ends_in_the_verdict(tmp_path: Path) -> None:
+def test_console_ends_in_the_verdict(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     print_page(card_page(make_card(whole_node(tmp_path)[:2])), console)
     assert isinstance(console.file, io.StringIO)
@@ -258,14 +258,12 @@ def test_the_console_ends_in_the_verdict(tmp_path: Path) -> None:
     assert lines[-1].startswith("INCOMPLETE Nothing failed, but only 2 of 7 required types of evidence are there.")
 
 
-def test_a_document_tells_its_folder_or_its_own_name() -> None:
+def test_document_tells_its_folder_or_its_own_name() -> None:
     assert document(evaluation(), "20261121T120000Z-eval").source == "20261121T120000Z-eval"
     assert Document(Path("kept/machine.json"), evaluation()).source == "machine.json"
 
 
-def test_the_command_joins_folders_and_exits_as_nagios_has_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_joins_folders_and_exits_as_nagios_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "runs"
     for name, content in (("eval", evaluation()), ("tune", tuning()), ("compare", comparison(rate=900.0))):
         (runs / name).mkdir(parents=True)

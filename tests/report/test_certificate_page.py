@@ -21,7 +21,7 @@ def test_nothing_is_fetched_no_script_runs_and_names_are_escaped(tmp_path: Path)
     assert "&lt;fake&gt;" in html
 
 
-def test_the_verdict_the_findings_and_what_to_do_stand_before_the_measurements(tmp_path: Path) -> None:
+def test_verdict_the_findings_and_what_to_do_stand_before_the_measurements(tmp_path: Path) -> None:
     found = certificate(tmp_path, slow=(2, 1))
     assert [finding.code for finding in found.findings if finding.check == "peers"] == ["BELOW_FLOOR"]
     html = render(found)
@@ -46,13 +46,13 @@ def test_every_gpu_has_a_cell_for_every_check(tmp_path: Path) -> None:
             assert f"<title>{title}, GPU {gpu}: " in html
 
 
-def test_a_page_of_one_gpu_has_no_pairs(tmp_path: Path) -> None:
+def test_page_of_one_gpu_has_no_pairs(tmp_path: Path) -> None:
     html = render(certificate(tmp_path, "quick", gpus=1))
     assert "Peer copies, unidirectional" not in html
     assert "one GPU has no peer" in html
 
 
-def test_a_saved_certificate_is_read_back_whole(tmp_path: Path) -> None:
+def test_saved_certificate_is_read_back_whole(tmp_path: Path) -> None:
     found = certificate(tmp_path, "quick", slow=(0,))
     save_certificate(tmp_path, found)
     assert read_certificate(tmp_path / "certificate.json") == found
@@ -60,7 +60,7 @@ def test_a_saved_certificate_is_read_back_whole(tmp_path: Path) -> None:
     assert again.exit_code == 2
 
 
-def test_the_console_ends_in_the_verdict(tmp_path: Path) -> None:
+def test_console_ends_in_the_verdict(tmp_path: Path) -> None:
     found = certificate(tmp_path, "quick", slow=(0,))
     console = Console(file=io.StringIO(), width=200)
     print_blocks([check_line(report) for report in found.checks], console)

@@ -24,7 +24,7 @@ def test_log_ticks_enclose_the_data(low: float, factor: float) -> None:
     assert ticks[-1] >= low * factor * (1 - 1e-6)
 
 
-def test_a_logarithmic_scale_puts_decades_at_equal_steps() -> None:
+def test_logarithmic_scale_puts_decades_at_equal_steps() -> None:
     scale = Scale(10, 1000, 0, 100, log=True)
     assert (scale(10), scale(100), scale(1000)) == pytest.approx((0, 50, 100))
 

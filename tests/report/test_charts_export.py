@@ -43,7 +43,7 @@ def test_every_chart_of_a_score_stands_in_one_svg_with_its_title(tmp_path: Path)
             assert x >= left + wide or left >= x + width or y >= top + high, "charts overlap"
 
 
-def test_the_svg_stands_alone_in_light_colors(tmp_path: Path) -> None:
+def test_svg_stands_alone_in_light_colors(tmp_path: Path) -> None:
     path = tmp_path / "a.svg"
     exported(score_page(sample_scored_run()), path)
     text = path.read_text()
@@ -67,13 +67,13 @@ def test_other_names_are_refused(tmp_path: Path, name: str, message: str) -> Non
         check_export(tmp_path / name)
 
 
-def test_a_page_without_charts_is_refused(tmp_path: Path) -> None:
+def test_page_without_charts_is_refused(tmp_path: Path) -> None:
     page = Page(title="", name="", subtitle="", sections=[], footer="")
     with pytest.raises(ConfigError, match="this page has no chart"):
         export_page(page, tmp_path / "a.svg")
 
 
-def test_a_png_without_its_package_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_png_without_its_package_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     with pytest.raises(
         ConfigError, match=r"needs the package resvg-py \(pip install 'meltcore\[png\]'\).*rsvg-convert"
@@ -81,13 +81,13 @@ def test_a_png_without_its_package_says_how_to_get_one(tmp_path: Path, monkeypat
         check_export(tmp_path / "a.png")
 
 
-def test_a_png_without_fonts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_png_without_fonts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", SimpleNamespace(svg_to_bytes=lambda **_: b"blank"))
     with pytest.raises(ConfigError, match="no font was found"):
         check_export(tmp_path / "a.png")
 
 
-def test_a_png_is_what_the_rasterizer_drew_of_the_svg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_png_is_what_the_rasterizer_drew_of_the_svg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
 
     def svg_to_bytes(svg_string: str, zoom: float, background: str) -> bytes:
@@ -101,7 +101,7 @@ def test_a_png_is_what_the_rasterizer_drew_of_the_svg(tmp_path: Path, monkeypatc
     assert (tmp_path / "a.png").read_bytes() == b"\x89PNG" + (tmp_path / "a.svg").read_bytes()
 
 
-def test_a_real_png_has_twice_the_size_of_the_svg(tmp_path: Path) -> None:
+def test_real_png_has_twice_the_size_of_the_svg(tmp_path: Path) -> None:
     pytest.importorskip("resvg_py", reason="the optional package of meltcore[png]")
     root = exported(score_page(sample_scored_run()), tmp_path / "a.svg")
     export_page(score_page(sample_scored_run()), tmp_path / "a.png")

@@ -82,7 +82,7 @@ def test_what_changed_around_the_runs_is_named() -> None:
     assert environment_changes(slower(), other) == [("torch", "2.11.0", "2.12.0")]
 
 
-def test_the_verb_prints_ratios_and_no_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verb_prints_ratios_and_no_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [RunFolder.create(tmp_path, "load") for _ in range(2)]
     for folder, result in zip(folders, (slower(), faster()), strict=True):
         folder.write_result(result)

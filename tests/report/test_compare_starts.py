@@ -34,13 +34,13 @@ def slower() -> ComparisonResult:
     return compare_starts(a_set(1000, "A"), a_set(900, "B"), control=a_set(1001), order="ABBAABBAABBA")
 
 
-def test_a_slower_server_is_a_regression_and_a_faster_one_an_improvement() -> None:
+def test_slower_server_is_a_regression_and_a_faster_one_an_improvement() -> None:
     assert slower().verdict == "REGRESSION"
     assert compare_starts(a_set(900), a_set(1000)).verdict == "IMPROVEMENT"
     assert compare_starts(a_set(1000), a_set(1001)).verdict == "NO EVIDENCE"
 
 
-def test_the_verdict_is_of_one_metric_on_the_highest_load_unless_told() -> None:
+def test_verdict_is_of_one_metric_on_the_highest_load_unless_told() -> None:
     found = compare_starts(a_set(1000), a_set(900))
     assert found.primary.name == "output tok/s, concurrency 32"
     assert compare_starts(a_set(1000), a_set(900), load=1).primary.name == "output tok/s, concurrency 1"
@@ -49,7 +49,7 @@ def test_the_verdict_is_of_one_metric_on_the_highest_load_unless_told() -> None:
     assert len(found.rows) > 8
 
 
-def test_an_effect_within_what_a_shows_against_itself_gets_no_verdict() -> None:
+def test_effect_within_what_a_shows_against_itself_gets_no_verdict() -> None:
     found = compare_starts(a_set(1000), a_set(950), control=a_set(1100), order="ABBAABBAABBA")
     assert found.verdict == "NO EVIDENCE"
     assert found.noise == pytest.approx(1 - 1000 / 1100, abs=1e-9)
@@ -95,7 +95,7 @@ def test_sets_that_measured_unlike_things_are_refused_unless_forced(other: Start
     assert any(reason in doubt for doubt in compare_starts(a_set(1000), other, force=True).doubts)
 
 
-def test_a_bad_start_anywhere_in_a_set_is_found() -> None:
+def test_bad_start_anywhere_in_a_set_is_found() -> None:
     other = a_set(900)
     other.starts[4].levels[1].verdict = "CLIENT_BOUND"
     with pytest.raises(ConfigError, match="not OK at concurrency 32"):
@@ -111,7 +111,7 @@ def test_what_was_not_measured_cannot_be_judged(settings: dict[str, object], rea
         compare_starts(a_set(1000), a_set(900), **settings)  # type: ignore[arg-type]
 
 
-def test_the_markdown_shows_the_verdict_first_and_folds_the_unjudged_away() -> None:
+def test_markdown_shows_the_verdict_first_and_folds_the_unjudged_away() -> None:
     text = comparison_markdown(slower())
     assert text.startswith("### REGRESSION: output tok/s, concurrency 32: 1,001 -> 901 (-10.0 %).")
     assert "in the order ABBAABBAABBA; A against A: -0.1 %" in text
@@ -120,7 +120,7 @@ def test_the_markdown_shows_the_verdict_first_and_folds_the_unjudged_away() -> N
     assert "| concurrency 1 | output tok/s |" in folded
 
 
-def test_the_page_shows_verdict_and_a_dot_for_each_start_and_fetches_nothing() -> None:
+def test_page_shows_verdict_and_a_dot_for_each_start_and_fetches_nothing() -> None:
     page = render(slower())
     assert '<p class="badge bad">REGRESSION</p>' in page
     assert page.count("<circle") == 18
@@ -128,7 +128,7 @@ def test_the_page_shows_verdict_and_a_dot_for_each_start_and_fetches_nothing() -
     assert "http" not in page
 
 
-def test_a_set_comes_back_from_its_file_as_it_went(tmp_path: Path) -> None:
+def test_set_comes_back_from_its_file_as_it_went(tmp_path: Path) -> None:
     write_start_set(tmp_path / "A", a_set(1000))
     assert read_start_set(tmp_path / "A") == a_set(1000)
     (tmp_path / "A" / "set.json").write_text(json.dumps({"starts": 3}))
@@ -137,7 +137,7 @@ def test_a_set_comes_back_from_its_file_as_it_went(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rate", "starts", "code"), [(1001.0, 6, 0), (1100.0, 6, 0), (900.0, 6, 1), (900.0, 3, 3)])
-def test_the_exit_status_tells_ci_the_verdict(
+def test_exit_status_tells_ci_the_verdict(
     rate: float, starts: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_start_set(tmp_path / "main", a_set(1000, "main"))
@@ -151,7 +151,7 @@ def test_the_exit_status_tells_ci_the_verdict(
     assert (tmp_path / "page.html").exists()
 
 
-def test_a_single_run_against_a_set_is_underpowered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_run_against_a_set_is_underpowered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_start_set(tmp_path / "main", a_set(1000, "main"))
     folder = RunFolder.create(tmp_path, "load")
     folder.write_result(start(500))

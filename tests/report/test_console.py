@@ -14,7 +14,7 @@ from meltcore.report.tuning import tuning_page
 from meltcore.results.tuning import AnswerComparison
 
 
-def test_a_comparison_of_five_digits_fits() -> None:
+def test_comparison_of_five_digits_fits() -> None:
     found = comparison()
     row = msgspec.structs.replace(found.primary, load="concurrency 1000", old=22836.0, new=27140.0, change=0.188)
     console = Console(file=io.StringIO(), width=80)

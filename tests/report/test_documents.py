@@ -28,7 +28,7 @@ def write(folder: Path, content: Content) -> Path:
 
 
 @pytest.mark.parametrize("content", [tuning(), precisions(), comparison(), profile(), evaluation(), benchmark()])
-def test_a_run_of_each_command_is_drawn_again_beside_it(
+def test_run_of_each_command_is_drawn_again_beside_it(
     content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "run", content)
@@ -39,7 +39,7 @@ def test_a_run_of_each_command_is_drawn_again_beside_it(
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_a_certificate_is_drawn_again_and_a_snapshot_has_no_page(
+def test_certificate_is_drawn_again_and_a_snapshot_has_no_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     certified = scripted_certificate(tmp_path)
@@ -52,7 +52,7 @@ def test_a_certificate_is_drawn_again_and_a_snapshot_has_no_page(
     assert "has no page of its own" in capsys.readouterr().err
 
 
-def test_a_folder_is_searched_one_level_deep(tmp_path: Path) -> None:
+def test_folder_is_searched_one_level_deep(tmp_path: Path) -> None:
     write(tmp_path / "tune", tuning())
     write(tmp_path / "certify", scripted_certificate(tmp_path))
     write(tmp_path / "certify" / "inner", evaluation())
@@ -93,9 +93,7 @@ def test_places_that_hold_nothing_are_refused(tmp_path: Path) -> None:
         find_documents(tmp_path)
 
 
-def test_the_page_of_one_run_and_a_card_go_to_different_places(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_page_of_one_run_and_a_card_go_to_different_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = [str(write(tmp_path / name, tuning())) for name in ("one", "two")]
     assert main(["report", *places, "--output", str(tmp_path / "x.html")]) == 2
     assert "a card goes to a folder: --out" in capsys.readouterr().err

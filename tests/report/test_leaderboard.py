@@ -57,11 +57,11 @@ def test_unlike_results_are_refused_unless_forced(changes: dict[str, object], to
     assert len(sort_by_score(entries, force=True)) == 2
 
 
-def test_a_folder_of_the_same_name_is_the_same_model() -> None:
+def test_folder_of_the_same_name_is_the_same_model() -> None:
     assert ranking_notes([entry("a", weights="real"), entry("b", weights="real", model="qwen3-0.6b")]) == []
 
 
-def test_a_forced_chart_is_marked_in_words_and_in_every_drawing() -> None:
+def test_forced_chart_is_marked_in_words_and_in_every_drawing() -> None:
     entries = [entry("a"), entry("b", weights="real")]
     html = render_html(leaderboard_page(sort_by_score(entries, force=True), ranking_notes(entries), []))
     drawings = html.split("<svg")[1:]
@@ -94,7 +94,7 @@ def test_what_may_explain_a_difference_is_said_and_forbids_nothing() -> None:
     assert leaderboard_notes([entry("a"), entry("b")]) == []
 
 
-def test_a_result_without_a_score_has_no_place() -> None:
+def test_result_without_a_score_has_no_place() -> None:
     broken = sample_scored_run([sample_device(sustained=None)], not_comparable=["the run did not get to its end"])
     assert [each.name for each in sort_by_score([entry("a"), NamedScore("b", broken)], force=True)] == ["a"]
     with pytest.raises(ConfigError, match="none of these results has a score"):
@@ -123,7 +123,7 @@ def test_files_and_run_folders_are_read_and_other_results_refused(tmp_path: Path
         read_score(written(tmp_path, "certificate", certificate(tmp_path, gpus=1)))
 
 
-def test_a_folder_without_a_result_says_why(tmp_path: Path) -> None:
+def test_folder_without_a_result_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no result\.json: a run that ended before it could write one"):
         read_score(str(tmp_path))
 
@@ -139,7 +139,7 @@ def test_a_folder_without_a_result_says_why(tmp_path: Path) -> None:
         (None, "No such file"),
     ],
 )
-def test_a_file_that_is_no_score_is_named_in_one_line(
+def test_file_that_is_no_score_is_named_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, told: str
 ) -> None:
     path = tmp_path / "mine.json"
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_score_is_named_in_one_line(
     assert shown.count("\n") == 1
 
 
-def test_the_command_writes_the_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_the_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [written(tmp_path, name, entry(name, peak).run) for name, peak in (("slow", 9e3), ("fast", 3e4))]
     page = tmp_path / "leaderboard.html"
     assert main(["leaderboard", *files, "--output", str(page)]) == 0
@@ -166,7 +166,7 @@ def test_the_command_writes_the_page_and_a_table(tmp_path: Path, capsys: pytest.
     assert [row["name"] for row in rows] == ["fast", "slow"]
 
 
-def test_the_command_refuses_unlike_results_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses_unlike_results_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [written(tmp_path, "a", entry("a").run), written(tmp_path, "b", entry("b", weights="real").run)]
     page = tmp_path / "leaderboard.html"
     assert main(["leaderboard", *files, "--output", str(page)]) == 2
@@ -180,7 +180,7 @@ def test_the_command_refuses_unlike_results_with_one_line(tmp_path: Path, capsys
     assert FORCED_WARNING in page.read_text()
 
 
-def test_a_long_name_is_cut_at_its_start_beside_the_bars_and_whole_in_the_table() -> None:
+def test_long_name_is_cut_at_its_start_beside_the_bars_and_whole_in_the_table() -> None:
     name = "a-folder-of-runs-with-a-very-long-name-20261121T120000Z-bench"
     html = render_html(leaderboard_page([entry(name)], [], []))
     drawing, table = html.partition("<table")[::2]

@@ -34,7 +34,7 @@ def printed(levels: list[LevelResult], width: int = 80) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_table_fits_80_columns_without_cutting_a_number() -> None:
+def test_table_fits_80_columns_without_cutting_a_number() -> None:
     text = printed([wide_level(), wide_level(concurrency=10)])
     assert "…" not in text
     for number in ("10,000", "99.51 %", "12,345", "32,123", "58,123", "123", "n<", "OK"):
@@ -58,13 +58,13 @@ def test_failures_and_verdicts_show() -> None:
     assert "CLIENT_BOUND" in text
 
 
-def test_an_open_loop_is_told_by_its_rate() -> None:
+def test_open_loop_is_told_by_its_rate() -> None:
     text = printed([wide_level(load_kind="open", rate_per_s=12.5, concurrency=0)])
     assert "req/s" in text
     assert "12.5" in text
 
 
-def test_a_percentile_that_a_sample_cannot_carry_is_explained_where_one_is_left_out() -> None:
+def test_percentile_that_a_sample_cannot_carry_is_explained_where_one_is_left_out() -> None:
     words = "n<: too few requests for that percentile"
     assert words in printed([wide_level()])
     assert words not in printed([wide_level(itl_ms=Distribution(n=10_000, p50=1.0, p99=2.0))])

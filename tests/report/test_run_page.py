@@ -35,7 +35,7 @@ def drawings(html: str) -> list[ET.Element]:
     return [ET.fromstring(text) for text in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
 
 
-def test_the_page_is_self_contained_and_well_formed() -> None:
+def test_page_is_self_contained_and_well_formed() -> None:
     html = render(sample_run())
     parser = _Balanced()
     parser.feed(html)
@@ -66,7 +66,7 @@ def test_drawn_points_lie_on_the_paper() -> None:
             assert all(0 <= x <= width and 0 <= y <= height for x, y in places), shape.attrib
 
 
-def test_a_percentile_the_sample_does_not_carry_is_words_not_a_number() -> None:
+def test_percentile_the_sample_does_not_carry_is_words_not_a_number() -> None:
     html = render(sample_run([sample_level(10)]))
     assert "n too small" in html.split("What the words mean")[0]
 
@@ -81,14 +81,14 @@ def test_reasons_to_distrust_come_first() -> None:
     assert "No reason found" not in html
 
 
-def test_a_clean_run_says_that_nothing_was_found() -> None:
+def test_clean_run_says_that_nothing_was_found() -> None:
     assert "No reason found to distrust" in render(sample_run())
 
 
 NEITHER = "The load generator was neither late nor out of CPU."
 
 
-def test_a_level_too_short_to_measure_the_client_is_not_said_to_be_measured() -> None:
+def test_level_too_short_to_measure_the_client_is_not_said_to_be_measured() -> None:
     short = sample_level(10, client=ClientLoad(cpu_utilization=None))
     assert NEITHER in render(sample_run([sample_level(20)]))
     both = render(sample_run([short, sample_level(20)]))
@@ -125,13 +125,13 @@ def test_unusual_levels_render(level: object) -> None:
     assert parser.open == []
 
 
-def test_a_run_without_levels_renders() -> None:
+def test_run_without_levels_renders() -> None:
     html = render(sample_run([], command="eval"))
     assert "199 of 200 correct" in html
     assert "<svg" not in html
 
 
-def test_the_verb_draws_a_run_folder_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verb_draws_a_run_folder_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder.create(tmp_path, "demo")
     folder.write_result(sample_run())
     assert main(["report", str(folder.path)]) == 0

@@ -15,7 +15,7 @@ def words(html: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", html.split("</style>")[1]).split())
 
 
-def test_the_number_stands_with_what_it_is_a_number_of() -> None:
+def test_number_stands_with_what_it_is_a_number_of() -> None:
     page = words(render(sample_scored_run()))
     assert "NVIDIA H200 32,000 output tokens per second gpu-score/1" in page
     assert "Qwen/Qwen3-0.6B · bfloat16 · dummy weights · engine 0.1.0+1f2e3d4c" in page
@@ -29,7 +29,7 @@ def test_long_waits_stand_in_seconds(value_ms: float, text: str) -> None:
     assert format_percentile_ms(distribution([value_ms] * 200), "p50") == text
 
 
-def test_a_wait_in_a_queue_is_called_one() -> None:
+def test_wait_in_a_queue_is_called_one() -> None:
     assert "queueing" not in words(render(sample_scored_run()))
     device = sample_device(sustained=sample_score_level(10_000, 120.0, 165.0))
     assert re.search(r"TTFT p50 [^ ]+ m?s p99 [^ ]+ m?s, queueing", words(render(sample_scored_run([device]))))
@@ -50,7 +50,7 @@ def test_nothing_is_fetched_and_no_script_runs() -> None:
     assert not re.search(r"<script|<link|<img|@import|url\(|https?://", html)
 
 
-def test_a_score_that_compares_with_nothing_says_so_first() -> None:
+def test_score_that_compares_with_nothing_says_so_first() -> None:
     device = sample_device(name="Example CPU", label="CPU", uuid=None, health=None)
     html = render(sample_scored_run([device], not_comparable=["measured on a CPU: the score is one of GPUs"]))
     page = words(html)
@@ -73,7 +73,7 @@ def test_utilization_is_shown_never_judged_and_the_page_says_why() -> None:
     assert "NVLink sent NOT_APPLICABLE" in page
 
 
-def test_a_run_that_failed_shows_why_and_no_number() -> None:
+def test_run_that_failed_shows_why_and_no_number() -> None:
     device = sample_device(sustained=None, spread=None, failure="the engine ended by signal 9")
     result = sample_scored_run([device])
     result.verdict, result.reasons = "FAILED", ["GPU 0: the engine ended by signal 9"]
@@ -149,13 +149,13 @@ def test_utilization_of_older_results_is_the_mean_of_whole_seconds_within_the_wi
     assert device.mean_utilization(level, "tensor_percent") == 12.5
 
 
-def test_a_device_without_readings_has_no_utilization() -> None:
+def test_device_without_readings_has_no_utilization() -> None:
     device = sample_device(lines=None, health=None)
     assert "GPU utilization" not in [figure.title for figure in score_charts([device])]
     assert "any kernel ran (NVML)" not in words(render(sample_scored_run([device])))
 
 
-def test_the_summary_counts_generations_and_judges_three_expectations() -> None:
+def test_summary_counts_generations_and_judges_three_expectations() -> None:
     page = words(render(sample_scored_run()))
     assert re.search(r"Generations: 57,8\d\d completed requests \(40,2\d\d in the sustained window\)", page)
     assert "PASS temperature – expected below 85 °C: seen 61 °C" in page

@@ -80,7 +80,7 @@ def test_equal_servers_raise_few_false_alarms_and_mostly_rule_a_change_out() -> 
 
 
 @pytest.mark.parametrize(("change", "word"), [(-0.05, "REGRESSION"), (0.05, "IMPROVEMENT")])
-def test_a_true_change_of_5_percent_is_found_at_2_percent_noise(change: float, word: str) -> None:
+def test_true_change_of_5_percent_is_found_at_2_percent_noise(change: float, word: str) -> None:
     verdicts, _ = simulated(200, change=change, noise=0.02, seed=2)
     assert verdicts[word] >= 0.9 * 200
 
@@ -111,7 +111,7 @@ def test_noise_of_another_shape_raises_no_more_false_alarms(shape: Draw) -> None
     assert verdicts["REGRESSION"] + verdicts["IMPROVEMENT"] <= 0.05 * 600
 
 
-def test_a_change_by_hand() -> None:
+def test_change_by_hand() -> None:
     found = compare_samples([100.0, 101.0, 99.0, 100.0], [90.0, 91.0, 89.0, 90.0])
     assert (found.old, found.new) == (100.0, 90.0)
     assert found.change == pytest.approx(-0.10)
@@ -131,7 +131,7 @@ def test_equal_values_differ_in_nothing() -> None:
     assert (found.change, found.low, found.high, found.p) == (0.0, 0.0, 0.0, 1.0)
 
 
-def test_the_same_numbers_always_get_the_same_interval() -> None:
+def test_same_numbers_always_get_the_same_interval() -> None:
     old, new = [1.0, 2.0, 3.0], [2.0, 2.5, 3.5]
     assert compare_samples(old, new) == compare_samples(old, new)
 
@@ -141,12 +141,12 @@ def test_one_start_or_a_mean_of_zero_gives_no_interval() -> None:
     assert compare_samples([0.0, 0.0], [1.0, 2.0]) == Change(0.0, 1.5, 2, 2)
 
 
-def test_a_sample_without_values_is_refused() -> None:
+def test_sample_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match="without values"):
         compare_samples([], [1.0])
 
 
-def test_the_noise_floor_is_how_far_sets_of_one_server_lie_apart() -> None:
+def test_noise_floor_is_how_far_sets_of_one_server_lie_apart() -> None:
     random = np.random.default_rng(6)
     floor = noise_floor([float(value) for value in 1000 * (1 + 0.02 * random.standard_normal(5000))], 6, 6)
     apart = [abs(np.mean(random.normal(1000, 20, 6)) / np.mean(random.normal(1000, 20, 6)) - 1) for _ in range(5000)]
@@ -167,7 +167,7 @@ def test_lower_is_better_turns_the_verdict_round() -> None:
         (0.01, Limits(least_effect=0.15, must_find=0.2), "no larger than the least effect"),
     ],
 )
-def test_a_significant_change_within_noise_or_least_effect_is_no_evidence(
+def test_significant_change_within_noise_or_least_effect_is_no_evidence(
     noise: float, limits: Limits, says: str
 ) -> None:
     old, new = [100.0, 101, 99, 100, 102, 98], [110.0, 111, 109, 110, 112, 108]

@@ -47,7 +47,7 @@ def words(html: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", html.split("</style>")[1]).split())
 
 
-def test_the_page_has_a_chart_per_temperature_and_every_cell() -> None:
+def test_page_has_a_chart_per_temperature_and_every_cell() -> None:
     html = render(sweep())
     page = words(html)
     assert "meltcore load sweep" in page
@@ -96,7 +96,7 @@ def test_each_cell_is_one_line_while_it_runs() -> None:
     assert " ".join(line.split()).startswith("GPU 0 concurrency 16 output length 512 temperature 0.7 5,325 tok/s ITL ")
 
 
-def test_an_interrupted_sweep_shows_what_it_has() -> None:
+def test_interrupted_sweep_shows_what_it_has() -> None:
     some = device()
     partial = device(sweep=some.sweep[:1], failure="interrupted")
     [chart] = sweep_charts(partial, GRID)
@@ -108,7 +108,7 @@ def test_an_interrupted_sweep_shows_what_it_has() -> None:
     assert "Output tokens per second, temperature" not in page
 
 
-def test_a_sweep_is_ranked_by_nothing(tmp_path: Path) -> None:
+def test_sweep_is_ranked_by_nothing(tmp_path: Path) -> None:
     result = sweep()
     result.score.output_tokens_per_s = None
     with pytest.raises(ConfigError, match="a sweep has no score"):

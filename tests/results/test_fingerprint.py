@@ -16,7 +16,7 @@ import meltcore
 from meltcore.results.fingerprint import clean_arguments, take_fingerprint
 
 
-def test_the_fingerprint_names_machine_and_versions() -> None:
+def test_fingerprint_names_machine_and_versions() -> None:
     found = take_fingerprint(["demo"], seed=3)
     assert found.cores == len(os.sched_getaffinity(0))
     assert found.memory_bytes > 2**28
@@ -25,7 +25,7 @@ def test_the_fingerprint_names_machine_and_versions() -> None:
     assert (found.arguments, found.seed) == (["demo"], 3)
 
 
-def test_the_fingerprint_tells_no_host_name_and_no_folder() -> None:
+def test_fingerprint_tells_no_host_name_and_no_folder() -> None:
     text = msgspec.json.encode(take_fingerprint(["--out", str(Path.home() / "runs")])).decode()
     assert str(Path.home() / "runs") not in text
     assert str(Path(meltcore.__file__).parent) not in text
@@ -39,7 +39,7 @@ def test_secrets_and_folders_leave_the_arguments() -> None:
     ]
 
 
-def test_a_secret_that_looks_like_an_option_is_hidden_too() -> None:
+def test_secret_that_looks_like_an_option_is_hidden_too() -> None:
     assert clean_arguments(["--api-key", "--key", "x"]) == ["--api-key", "***", "x"]
 
 
@@ -58,7 +58,7 @@ def test_a_secret_that_looks_like_an_option_is_hidden_too() -> None:
         ("don't --api-key SECRET", "don't --api-key ***"),
     ],
 )
-def test_a_command_line_in_one_argument_is_cleaned_word_by_word(given: str, shown: str) -> None:
+def test_command_line_in_one_argument_is_cleaned_word_by_word(given: str, shown: str) -> None:
     assert clean_arguments(["--command", given, "--seed", "1"]) == ["--command", shown, "--seed", "1"]
     assert clean_arguments([f"--command={given}"]) == [f"--command={shown}"]
 
@@ -121,7 +121,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize("status", [pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_GPU_IS_LOST])
-def test_a_gpu_that_is_denied_or_lost_is_left_out(driver: pytest.MonkeyPatch, status: int) -> None:
+def test_gpu_that_is_denied_or_lost_is_left_out(driver: pytest.MonkeyPatch, status: int) -> None:
     def handle(index: int) -> int:
         if index == 1:
             raise pynvml.NVMLError(status)
@@ -133,7 +133,7 @@ def test_a_gpu_that_is_denied_or_lost_is_left_out(driver: pytest.MonkeyPatch, st
     assert ([gpu.uuid for gpu in found.gpus], found.gpu_driver) == (["GPU-0", "GPU-2"], "580.1")
 
 
-def test_a_driver_that_fails_or_hangs_is_told_in_its_own_place(driver: pytest.MonkeyPatch) -> None:
+def test_driver_that_fails_or_hangs_is_told_in_its_own_place(driver: pytest.MonkeyPatch) -> None:
     def fail() -> int:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
 

@@ -16,7 +16,7 @@ def test_numbers_keep_the_digits_that_matter(value: float | None, text: str) -> 
 @pytest.mark.parametrize(
     ("share", "text"), [(None, "–"), (1.0, "100 %"), (0.995, "99.50 %"), (0.999999, "99.99 %"), (0.0, "0 %")]
 )
-def test_a_share_is_100_percent_only_where_nothing_is_missing(share: float | None, text: str) -> None:
+def test_share_is_100_percent_only_where_nothing_is_missing(share: float | None, text: str) -> None:
     assert format_percent(share) == text
 
 

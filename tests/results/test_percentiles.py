@@ -23,14 +23,14 @@ def test_samples_needed_are_the_smallest_that_give_99_percent_confidence(name: s
 
 
 @pytest.mark.parametrize("name", SAMPLES_NEEDED)
-def test_a_percentile_appears_exactly_when_the_sample_carries_it(name: str) -> None:
+def test_percentile_appears_exactly_when_the_sample_carries_it(name: str) -> None:
     needed = SAMPLES_NEEDED[name]
     assert getattr(distribution(range(needed - 1)), name) is None
     assert getattr(distribution(range(needed)), name) is not None
 
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=400))
-def test_a_distribution_is_ordered_and_within_its_samples(samples: list[float]) -> None:
+def test_distribution_is_ordered_and_within_its_samples(samples: list[float]) -> None:
     found = distribution(samples)
     stated = [value for value in (found.p50, found.p90, found.p95, found.p99) if value is not None]
     assert found.n == len(samples)
@@ -49,6 +49,6 @@ def test_no_samples_are_no_numbers() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_sample_that_is_no_number_is_refused(bad: float) -> None:
+def test_sample_that_is_no_number_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="not finite"):
         distribution([1.0, bad])

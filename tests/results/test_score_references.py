@@ -45,7 +45,7 @@ def test_every_shipped_reference_ranks_and_is_made_from_the_committed_result() -
     assert h200.score.devices[0].levels[0].utilization["sm_active_percent"] == pytest.approx(86.2, abs=0.1)
 
 
-def test_a_file_in_the_folder_is_a_reference(tmp_path: Path) -> None:
+def test_file_in_the_folder_is_a_reference(tmp_path: Path) -> None:
     assert shipped_references(tmp_path) == []
     (tmp_path / "b.json").write_bytes(msgspec.json.encode(sample_scored_run()))
     (tmp_path / "a.json").write_bytes(msgspec.json.encode(sample_scored_run()))
@@ -61,7 +61,7 @@ def test_only_a_complete_comparable_run_becomes_a_reference() -> None:
         trim(late)
 
 
-def test_a_comparable_score_has_a_ratio_to_each_shipped_reference_whatever_the_engine() -> None:
+def test_comparable_score_has_a_ratio_to_each_shipped_reference_whatever_the_engine() -> None:
     score = named(17_531.56, engine="9.9.9+00000000").score
     [found] = ratios(score, None)
     assert (found.name, found.reasons, found.per_gpu) == ("h200", [], None)
@@ -80,7 +80,7 @@ def test_a_comparable_score_has_a_ratio_to_each_shipped_reference_whatever_the_e
         ({"output_tokens_per_s": None}, "this run has no score"),
     ],
 )
-def test_an_incomparable_score_has_no_ratio_and_says_why_where_one_was_asked_for(
+def test_incomparable_score_has_no_ratio_and_says_why_where_one_was_asked_for(
     changes: dict[str, object], reason: str
 ) -> None:
     score = named(**changes).score
@@ -99,7 +99,7 @@ def test_eight_gpus_compare_in_sum_and_per_gpu() -> None:
     assert ratio_line(found).endswith(", 1.00 × per GPU")
 
 
-def test_a_reference_is_a_name_or_a_path(tmp_path: Path) -> None:
+def test_reference_is_a_name_or_a_path(tmp_path: Path) -> None:
     path = tmp_path / "theirs.json"
     path.write_bytes(msgspec.json.encode(sample_scored_run()))
     assert find_reference(str(path)).name == "theirs"

@@ -24,7 +24,7 @@ def spread(variation: float = 0.015, change: float | None = 0.007, drifts: bool 
     return Spread(bucket_s=10.0, rates=[1.0], variation=variation, change=change, drifts=drifts)
 
 
-def test_a_healthy_run_passes_all_three_and_says_what_was_seen() -> None:
+def test_healthy_run_passes_all_three_and_says_what_was_seen() -> None:
     found = judged(device(spread=spread()))
     assert [each.verdict for each in found] == ["PASS"] * 3
     assert [(each.name, each.expected) for each in found] == [
@@ -67,7 +67,7 @@ def test_nvml_utilization_never_passes_for_sm_activity() -> None:
     )
 
 
-def test_the_worst_device_counts_and_an_unmeasured_one_prevents_a_pass() -> None:
+def test_worst_device_counts_and_an_unmeasured_one_prevents_a_pass() -> None:
     cool, hot = device(spread=spread()), device(active=50.0, temperature=91.0, spread=spread(0.2))
     found = judged(cool, hot)
     assert [each.verdict for each in found] == ["FAIL"] * 3

@@ -23,7 +23,7 @@ def test_chatml_ends_where_the_answer_begins() -> None:
     assert render(CHATML) == "<|im_start|>user\n<b>hé</b><|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_helpers_templates_expect_are_there() -> None:
+def test_helpers_templates_expect_are_there() -> None:
     assert render("{{ messages[0].content | tojson }}") == '"<b>hé</b>"'
     assert render("{{ {'b': 1, 'a': [1]} | tojson(indent=1) }}") == '{\n "b": 1,\n "a": [\n  1\n ]\n}'
     assert render("{{ strftime_now('%Y') }}").isdigit()
@@ -67,7 +67,7 @@ def test_requests_cannot_replace_what_the_server_sets() -> None:
         render(CHATML, messages=[])
 
 
-def test_a_template_with_bad_syntax_is_found_at_start_up() -> None:
+def test_template_with_bad_syntax_is_found_at_start_up() -> None:
     with pytest.raises(ConfigError, match="line 2"):
         ChatTemplate("ok\n{% if %}")
 
@@ -84,7 +84,7 @@ def test_templates_are_found_in_each_of_their_places(tmp_path: Path) -> None:
     assert _from(tmp_path) == "three"
 
 
-def test_a_template_that_is_no_utf_8_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_template_that_is_no_utf_8_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja cannot be read: .*utf-8"):
         ChatTemplate.from_folder(tmp_path)

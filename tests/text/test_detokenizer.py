@@ -93,7 +93,7 @@ def test_hidden_special_tokens_show_nothing_and_others_do() -> None:
     assert shown == "h<|end|><think> ai"
 
 
-def test_a_stop_string_over_tokens_is_never_shown_in_part() -> None:
+def test_stop_string_over_tokens_is_never_shown_in_part() -> None:
     detokenizer = Detokenizer(byte_level(), SamplingParams(stop=("\n\nQ:",)))
     shown = [detokenizer.add([token_id]) for token_id in b"ab\n\nQ:more"]
     assert [text for text, _ in shown] == ["a", "b", "", "", "", "", "", "", "", ""]
@@ -108,7 +108,7 @@ def test_text_that_only_began_a_stop_string_is_shown_in_the_end() -> None:
     assert detokenizer.flush() == "sto"
 
 
-def test_a_stop_string_is_not_looked_for_before_min_tokens() -> None:
+def test_stop_string_is_not_looked_for_before_min_tokens() -> None:
     detokenizer = Detokenizer(byte_level(), SamplingParams(stop=("x",), min_tokens=3))
     assert detokenizer.add(b"xxxaxb") == ("xxxa", "x")
     assert detokenizer.token_count == 5

@@ -43,14 +43,14 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: l
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_a_long_stop_string_costs_the_same_a_character() -> None:
+def test_long_stop_string_costs_the_same_a_character() -> None:
     finder = StopStrings(["a" * 4000 + "b"], include_stop=False)
     for _ in range(50):
         finder.feed("a" * 1000)  # quadratic matching would take minutes here
     assert finder.feed("b")[1] is not None
 
 
-def test_a_thousand_answers_share_what_is_made_of_their_stop_strings() -> None:
+def test_thousand_answers_share_what_is_made_of_their_stop_strings() -> None:
     """One request of 70 KB may ask for 1,024 answers that stop at 16 strings of 4,096 characters."""
     stops = [letter * 4096 for letter in "abcdefghijklmnop"]
     began_s = time.process_time()

@@ -10,7 +10,7 @@ from meltcore.errors import ConfigError
 from meltcore.text.tokenizer import Tokenizer, byte_alphabet
 
 
-def test_the_alphabet_names_every_byte_once() -> None:
+def test_alphabet_names_every_byte_once() -> None:
     assert sorted(byte_alphabet().values()) == list(range(256))
 
 
@@ -29,7 +29,7 @@ def test_every_synthetic_id_has_text() -> None:
     assert tokenizer.decode([104, 300, 999]) == "h t300 t999"
 
 
-def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
+def test_vocabulary_smaller_than_the_bytes_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 256; got 100"):
         Tokenizer.synthetic_bytes(100)
 
@@ -40,7 +40,7 @@ def test_ids_beyond_the_vocabulary_have_no_text() -> None:
     assert tokenizer.decode([5000]) == ""
 
 
-def test_a_missing_or_broken_file_is_a_config_error_that_names_it(tmp_path: Path) -> None:
+def test_missing_or_broken_file_is_a_config_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{]")
@@ -48,7 +48,7 @@ def test_a_missing_or_broken_file_is_a_config_error_that_names_it(tmp_path: Path
         Tokenizer.from_folder(tmp_path)
 
 
-def test_a_truncating_tokenizer_json_does_not_cut_prompts(tmp_path: Path) -> None:
+def test_truncating_tokenizer_json_does_not_cut_prompts(tmp_path: Path) -> None:
     raw = Tokenizer.synthetic_bytes(300)._backend
     raw.enable_truncation(5)
     raw.enable_padding(length=50)

@@ -52,7 +52,7 @@ def test_oldest_is_evicted_when_all_were_reused() -> None:
     assert [pool.take() for _ in range(4)] == [2, 3, 4, 1]
 
 
-def test_a_quarter_of_the_slots_is_reserved_for_new_snapshots() -> None:
+def test_quarter_of_the_slots_is_reserved_for_new_snapshots() -> None:
     pool = pool_of(8)
     for slot in range(1, 9):
         pool.touch(slot)
