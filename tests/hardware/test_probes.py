@@ -54,7 +54,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: True)
-    monkeypatch.setattr(gpu_timing, "_captured", gpu_timing._loop)
+    monkeypatch.setattr(gpu_timing, "_capture_graph", gpu_timing._launch_loop)
     monkeypatch.setattr(gpu_timing, "WARMUP_S", 0.01)
     monkeypatch.setattr(torch, "Generator", lambda device: torch._C.Generator())
     with _OnTheCpu():
@@ -83,7 +83,7 @@ def test_each_gpu_captures_in_its_own_stream(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for gpu in (0, 1):
-        gpu_timing._captured(gpu, lambda number: launched.append((number, current[0])), 2)
+        gpu_timing._capture_graph(gpu, lambda number: launched.append((number, current[0])), 2)
     assert launched == [(0, 0), (0, 0), (1, 1), (1, 1)]
 
 

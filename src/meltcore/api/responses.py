@@ -31,7 +31,7 @@ class ResponseWriter(ABC):
     full_object: str
 
     def __init__(self, generation: Generation, model: str, *, usage_in_events: bool) -> None:
-        """`usage_in_events`: write the usage so far in every event, not only in the last."""
+        """Create a writer. `usage_in_events`: write the usage so far in every event, not only in the last."""
         self._id = self.id_prefix + generation.request_id
         self._created = int(time.time())
         self._model = model

@@ -43,7 +43,9 @@ class LocalEngineProcess:
         client_count: int,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`command` starts the engine; `directory`, of the sockets, and the number of its clients follow.
+        """Prepare an engine process.
+
+        `command` starts it; `directory`, of the sockets, and the number of its clients follow.
 
         `environment` is added to ours.
         """

@@ -16,7 +16,7 @@ SWEEP_PROMPT_TOKENS = workload.MIN_PROMPT
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`name` identifies the workload, so only results of equal names rank. `prompt`: (number, vocabulary) to tokens.
+    """The workload of a score. Only results of equal `name` rank. `prompt`: (number, vocabulary) to tokens.
 
     `grid`: the cells of a sweep, None for a score. `prompt_file`: where the prompts are those of a file.
     """

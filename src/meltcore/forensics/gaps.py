@@ -122,8 +122,8 @@ def analyze(
         busy_us=busy_ns / _NS,
         kernels=sum(activity.type != "copy" for activity in gpu_activities),
         streams=len({activity.stream for activity in gpu_activities}),
-        by_cause=_by_cause(gap_list),
-        by_size=_by_size(gap_list),
+        by_cause=_sum_by_cause(gap_list),
+        by_size=_sum_by_size(gap_list),
         pairs=_pairs(gap_list),
         recoverable_share=sum(gap.ns for gap in gap_list if gap.cause != "no work") / whole_ns,
         graph_launches=launches,
@@ -201,7 +201,7 @@ def _budget(activities: Sequence[Activity], gap_list: Sequence[Gap], window: Spa
     return budget.rows()
 
 
-def _by_cause(gap_list: Sequence[Gap]) -> list[GapTotal]:
+def _sum_by_cause(gap_list: Sequence[Gap]) -> list[GapTotal]:
     by_cause: dict[str, list[int]] = defaultdict(list)
     for gap in gap_list:
         by_cause[gap.cause].append(gap.ns)
@@ -209,7 +209,7 @@ def _by_cause(gap_list: Sequence[Gap]) -> list[GapTotal]:
     return sorted(totals, key=lambda total: -total.total_us)
 
 
-def _by_size(gap_list: Sequence[Gap]) -> list[GapTotal]:
+def _sum_by_size(gap_list: Sequence[Gap]) -> list[GapTotal]:
     totals = [GapTotal(name=name, count=0, total_us=0.0) for name, _ in SIZES]
     for gap in gap_list:
         us = gap.ns / _NS

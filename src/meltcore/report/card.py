@@ -295,7 +295,7 @@ def _verdict_cell(verdict: str) -> Cell:
 
 
 def _perf_story_sections(card: Card) -> list[Section]:
-    """Builds the sections behind the perf stories: every comparison's starts and every tuning's chart."""
+    """Builds the sections with the evidence of the perf stories: all comparisons' starts and all tunings' charts."""
     sections = []
     for comparison in card.comparisons:
         note = (

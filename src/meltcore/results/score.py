@@ -87,7 +87,7 @@ class MetricRow(msgspec.Struct, kw_only=True):
 
 
 class GpuHealth(msgspec.Struct, kw_only=True):
-    """The verdict over the whole run; metrics and clock reasons (fractions of samples) over the sustained window.
+    """The health of one GPU during a run. Metrics and clock reasons (fractions of samples) are of the sustained window.
 
     `xids`: XID errors of the whole run, None where they could not be observed throughout.
     """

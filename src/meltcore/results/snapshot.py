@@ -54,7 +54,10 @@ class GpuSnapshot(msgspec.Struct, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, kw_only=True, tag_field="document", tag="snapshot"):
-    """`topology[i][j]`: the path between GPUs i and j in nvidia-smi's terms (NV18, PIX, NODE, SYS, ...)."""
+    """The facts of a node and its GPUs.
+
+    `topology[i][j]`: the path between GPUs i and j in nvidia-smi's terms (NV18, PIX, NODE, SYS, ...).
+    """
 
     schema_version: int = SCHEMA_VERSION
     fingerprint: Fingerprint

@@ -88,7 +88,9 @@ def healthy_result(
 
 @dataclass
 class FakeNode(Node):
-    """`measure` returns the result for each target of each probe request, or None for none.
+    """A node without GPUs for tests.
+
+    `measure` returns the result for each target of each probe request, or None for none.
 
     `program` replaces all programs other than probes. A probe advances the clock by `probe_s`. `hung`: probes that run
     into their limit; `crashed`: probes that end with status 1, with their standard error.

@@ -32,7 +32,10 @@ class ConditionsWatch:
     """Watches the GPUs from before a check until after it: conditions and findings of each GPU."""
 
     def __init__(self, context: CertifyContext, check: str, links: Sequence[str] = ()) -> None:
-        """`links`: of "pcie" and "nvlink", those whose error counters must be readable for this check."""
+        """Starts the watch.
+
+        `links`: of "pcie" and "nvlink", those whose error counters must be readable for this check.
+        """
         self._context, self._check, self._uses = context, check, links
         self._start_s = context.node.now_s()
         self._nvlink_errors = self._read_nvlink_errors()

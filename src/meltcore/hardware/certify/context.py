@@ -19,7 +19,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyContext:
-    """`gpus` and `snapshot.gpus` have the same order; a GPU index is one into both.
+    """The node, GPUs and settings that all checks share. A GPU index is one into both `gpus` and `snapshot.gpus`.
 
     `interval_s`: sampling interval of the telemetry. `hours`: duration of a soak.
     """

@@ -41,7 +41,10 @@ def rates(
     if agree is not None:
         launch_s = agree(launch_s)
     count = max(1, min(max_launches, round(group_s / launch_s)))
-    groups = {device: _captured(device, launch, count) if graph else _loop(device, launch, count) for device in devices}
+    groups = {
+        device: _capture_graph(device, launch, count) if graph else _launch_loop(device, launch, count)
+        for device in devices
+    }
     _timed(devices, groups, max(1, round((WARMUP_S if warmup_s is None else warmup_s) / (count * launch_s))))
     times = _timed(devices, groups, max(4, round(seconds / (count * launch_s))))
     return [[count * work / time_s for time_s in times[device]] for device in devices]
@@ -60,7 +63,7 @@ def _launch_s(device: int, launch: Launch) -> float:
         return float(max(1e-6, start.elapsed_time(end) / 5e3))
 
 
-def _loop(device: int, launch: Launch, count: int) -> Callable[[], None]:
+def _launch_loop(device: int, launch: Launch, count: int) -> Callable[[], None]:
     def group() -> None:
         for _ in range(count):
             launch(device)
@@ -68,7 +71,7 @@ def _loop(device: int, launch: Launch, count: int) -> Callable[[], None]:
     return group
 
 
-def _captured(device: int, launch: Launch, count: int) -> Callable[[], None]:
+def _capture_graph(device: int, launch: Launch, count: int) -> Callable[[], None]:
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -32,7 +32,10 @@ class ProbeRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ProbeResult(msgspec.Struct, kw_only=True):
-    """`samples` are in the check's unit. `details` holds what is not a rate (digests, counts). `error`: why none came.
+    """The result of one request on one target.
+
+    `samples` are in the check's unit. `details` holds values that are no rates (digests, counts). `error`: why none
+    came.
 
     A sample is None where it was NaN or infinite, which JSON cannot express.
     """

@@ -26,7 +26,7 @@ LOST = "the GPU was lost: it fell off the bus, or the driver gave up on it"
 
 
 class HealthReport(msgspec.Struct, kw_only=True):
-    """`reasons` says why the verdict is not HEALTHY: events first, then unreadable values."""
+    """The verdict on one GPU. `reasons` says why it is not HEALTHY: events first, then unreadable values."""
 
     verdict: HealthVerdict
     reasons: list[str]

@@ -29,7 +29,9 @@ _LOADED_SM_ACTIVE_PERCENT = 50.0
 
 
 class MetricSummary(msgspec.Struct, kw_only=True):
-    """`readable` samples gave a number, `unknown` ones should have and did not; the metric does not apply to the rest.
+    """The samples of one metric.
+
+    `readable` ones gave a number, `unknown` ones should have and did not; the metric does not apply to the rest.
 
     `mean` and `maximum` are set for levels and fixed values, `increase` (first number to last) for counters.
     """
@@ -50,7 +52,9 @@ class MetricSummary(msgspec.Struct, kw_only=True):
 
 
 class GpuSummary(msgspec.Struct, kw_only=True):
-    """`clock_reasons` counts the samples per reason; the `*_unknown` fields count the samples without the value.
+    """All samples of one GPU.
+
+    `clock_reasons` counts them per reason; the `*_unknown` fields count the samples without the value.
 
     `loaded_clock_mhz`: median SM clocks of the first and the last quarter of the samples that were under load without a
     power cap; None where there are too few of them to compare.

@@ -70,7 +70,7 @@ def _selected(nvml: Nvml, requested: str | None, environment: Mapping[str, str])
     if not gpus:
         raise ConfigError("the NVIDIA driver sees no GPU")
     if requested is not None:
-        return _by_names(nvml, gpus, requested.split(","), "--gpu")
+        return _select_by_names(nvml, gpus, requested.split(","), "--gpu")
     visible = environment.get(VISIBLE)
     if visible is None:
         return gpus
@@ -83,7 +83,7 @@ def _selected(nvml: Nvml, requested: str | None, environment: Mapping[str, str])
         raise ConfigError(f"{VISIBLE}={visible!r} hides every GPU; unset it, or select GPUs with --gpu")
     if any(name.isdigit() for name in names):
         _check_order(gpus, environment)
-    return _by_names(nvml, gpus, names, VISIBLE)
+    return _select_by_names(nvml, gpus, names, VISIBLE)
 
 
 def _check_order(gpus: list[GpuDevice], environment: Mapping[str, str]) -> None:
@@ -96,7 +96,7 @@ def _check_order(gpus: list[GpuDevice], environment: Mapping[str, str]) -> None:
         )
 
 
-def _by_names(nvml: Nvml, gpus: list[GpuDevice], names: Sequence[str], source: str) -> list[GpuDevice]:
+def _select_by_names(nvml: Nvml, gpus: list[GpuDevice], names: Sequence[str], source: str) -> list[GpuDevice]:
     mig_devices: list[GpuDevice] | None = None
     selected: list[GpuDevice] = []
     for name in map(str.strip, names):
