@@ -43,11 +43,11 @@ def start(
     stdout: int | IO[Any] | None = None,
     stderr: int | IO[Any] | None = None,
     environment: Mapping[str, str] | None = None,
-    own_session: bool = True,
+    new_session: bool = True,
 ) -> subprocess.Popen[bytes]:
     """Starts a program. Pipes are unbuffered.
 
-    environment: the child's whole environment; None: that of this process. own_session: whether the child leads a
+    environment: the child's whole environment; None: that of this process. new_session: whether the child leads a
     session and a process group. Signals are blocked during the start: an interrupt must not arrive before the parent
     knows the process. Raises ProcessError where the program cannot be started.
     """
@@ -59,7 +59,7 @@ def start(
                 stdout=stdout,
                 stderr=stderr,
                 env=environment,
-                start_new_session=own_session,
+                start_new_session=new_session,
                 bufsize=0,
             )
     except OSError as error:
@@ -73,16 +73,16 @@ async def start_async(
     stdout: int | IO[Any] | None = None,
     stderr: int | IO[Any] | None = None,
     environment: Mapping[str, str] | None = None,
-    own_session: bool = True,
+    new_session: bool = True,
 ) -> asyncio.subprocess.Process:
     """Starts a program whose pipes and exit are awaited on the event loop.
 
-    environment: the child's whole environment; None: that of this process. own_session: whether the child leads a
+    environment: the child's whole environment; None: that of this process. new_session: whether the child leads a
     session and a process group. Raises ProcessError where the program cannot be started.
     """
     try:
         return await asyncio.create_subprocess_exec(
-            *command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=own_session
+            *command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=new_session
         )
     except OSError as error:
         raise ProcessError(f"{command[0]} cannot be started: {error.strerror}") from error

@@ -95,7 +95,7 @@ class WorkerProcess:
         """Start the process, which opens the connections of a closed loop."""
         # In our process group: it ends with the pipe, whatever ends the parent.
         self._process = await process.start_async(
-            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, own_session=False
+            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, new_session=False
         )
         self._send(self._settings)
         message = await self._receive()

@@ -59,7 +59,7 @@ def _start(folder: Path, rank: int) -> subprocess.Popen[bytes]:
     # Its standard output joins our standard error: ours may carry our own lines only. Its standard input stays open as
     # long as this process lives, and the end of its standard input ends the rank.
     command = (*_RANK_COMMAND, str(folder), str(rank))
-    return start(command, stdin=subprocess.PIPE, stdout=_STDERR, own_session=False)
+    return start(command, stdin=subprocess.PIPE, stdout=_STDERR, new_session=False)
 
 
 def _end_processes(processes: Mapping[int, subprocess.Popen[bytes]], shared_folder: SocketFolder) -> None:

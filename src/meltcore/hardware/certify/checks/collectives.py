@@ -119,7 +119,7 @@ class RankGroup:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stderr=log,
-                own_session=False,
+                new_session=False,
             )
 
     def _log(self, rank: int) -> Path:
