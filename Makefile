@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast lint docs tables clean
+.PHONY: help demo test test-failed test-fast lint docs tables clean
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -15,6 +15,9 @@ demo: $(STAMP)  ## Serve the bundled model, check it, load it with 10 to 10,000 
 
 test: $(STAMP)  ## Run every test (about 9 minutes on two idle cores).
 	$(PYTEST)
+
+test-failed: $(STAMP)  ## Run the tests again that failed in the last run, one at a time.
+	$(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none
 
 test-fast: $(STAMP)  ## Run the tests that are not marked slow (under 2 minutes).
 	$(PYTEST) -m 'not slow'
