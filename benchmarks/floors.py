@@ -68,9 +68,9 @@ class Needs(NamedTuple):
             kv_bytes=len(caches.sub_groups) * caches.page_bytes(1, element_size),
             state_bytes=2 * caches.slot_bytes(element_size),
             token_weights=sum(weight.numel() for weight in weights)
-            - model.head.numel()
+            - model.lm_head.weight.values.numel()
             - (experts - top_k) * expert_weights,
-            head_weights=model.head.numel(),
+            head_weights=model.lm_head.weight.values.numel(),
         )
 
     def weight_bytes(self, tokens: float) -> float:

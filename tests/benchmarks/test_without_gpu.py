@@ -24,6 +24,7 @@ NEED_A_GPU = [
     "long_prompt",
     "many_streams",
     "offline",
+    "quantized_linear",
     "gemm_sweep",
     "router",
     "staggered",

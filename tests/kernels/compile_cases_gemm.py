@@ -16,7 +16,7 @@ from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
 from meltcore.kernels.gemm import gemv, split_k
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant import fp8, fp8_gemv, fp8_split_k
+from meltcore.kernels.quant import fp8, fp8_gemv, fp8_split_k, ggml, ggml_decode, ggml_experts, ggml_gemm
 
 Cases = list[CompileCase]
 
@@ -119,6 +119,53 @@ def fp8_split_k_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
         )
         for tokens in (24, 64, 128, 2048)
         for each in matmuls(model)
+    ]
+
+
+def ggml_weight(ggml_type: ggml.GgmlType, *shape: int) -> ggml.GgmlTensor:
+    return ggml.empty(ggml_type, shape, torch.device("meta"))
+
+
+def ggml_decode_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    token_ids, cases = meta(7, dtype=torch.int64), []
+    for ggml_type in ggml.GgmlType:
+        weight = ggml_weight(ggml_type, 4096, model.hidden_size)
+        cases.append(partial(ggml_decode.ggml_embedding, weight, token_ids, dtype, 4096))
+        cases.append(partial(ggml_decode.dequantize, weight, meta(4096, model.hidden_size, dtype=dtype)))
+    return cases
+
+
+def ggml_gemm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    kind = narrow(dtype)
+    _, added, gated, _ = matmuls(model)
+    return [
+        partial(
+            ggml_gemm.ggml_gemm,
+            meta(tokens, each.columns, dtype=kind),
+            ggml_weight(ggml_type, each.rows, each.columns),
+            gated=each.gated,
+            residual=residual_of(each, tokens, kind),
+        )
+        for ggml_type in ggml.GgmlType
+        for each, tokens in ((added, 4), (gated, 64))
+    ]
+
+
+def ggml_experts_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    of = Experts(model, narrow(dtype))
+    return [
+        partial(
+            ggml_experts.ggml_expert_outputs,
+            of.hidden(tokens),
+            routing.Routing(of.topk_ids(tokens), meta(tokens, of.top_k)),
+            [ggml_weight(gate_up, *of.gate_up.shape)],
+            ggml_weight(down, *of.down.shape),
+        )
+        for tokens, gate_up, down in (
+            (2, ggml.GgmlType.Q8_0, ggml.GgmlType.Q4_0),
+            (12, ggml.GgmlType.Q4_K, ggml.GgmlType.Q8_0),
+            (16 * of.count // of.top_k, ggml.GgmlType.Q4_0, ggml.GgmlType.Q6_K),
+        )
     ]
 
 
@@ -241,6 +288,9 @@ CASES = {
     fp8: fp8_cases,
     fp8_gemv: fp8_gemv_cases,
     fp8_split_k: fp8_split_k_cases,
+    ggml_decode: ggml_decode_cases,
+    ggml_gemm: ggml_gemm_cases,
+    ggml_experts: if_experts(ggml_experts_cases),
     expert_gemv: if_experts(expert_gemv_cases),
     align: if_experts(align_cases),
     grouped_gemm: if_experts(grouped_gemm_cases),

@@ -29,6 +29,7 @@ from meltcore.kernels.gated_delta.prefill import gated_delta_prefill
 from meltcore.kernels.gemm import gemv
 from meltcore.kernels.launch import force_implementation
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
+from meltcore.kernels.quant import ggml_decode, ggml_experts, ggml_gemm
 
 BY_NAME = compile_cases_attention.BY_NAME | compile_cases_gemm.BY_NAME
 MODELS = {
@@ -120,7 +121,9 @@ OF_MODELS = {
     **dict.fromkeys((intra_chunk, convolution, gated_delta_decode, state_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
 OF_HOPPER = (grouped_gemm_tma,)  # used there alone
-KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module not in OF_HOPPER]
+# Four formats of each kernel: compiled in one type, for the architectures with the fewest, most and newest features.
+OF_THREE = (ggml_decode, ggml_gemm, ggml_experts)
+KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module not in (*OF_HOPPER, *OF_THREE)]
 
 
 def cases() -> Iterator[Task]:
@@ -137,6 +140,9 @@ def cases() -> Iterator[Task]:
     for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
         yield Task(grouped_gemm.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
     yield Task(all_reduce.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # shares summed over choices
+    for module in OF_THREE:
+        for capability in (80, 90, 120):
+            yield Task(module.__name__, capability, MODELS["Qwen3-30B-A3B"], torch.bfloat16)
     for module in OF_HOPPER:
         for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"):
             yield Task(module.__name__, 90, MODELS[model], torch.bfloat16)

@@ -366,7 +366,7 @@ def test_dummy_weights_from_a_config_alone_repeat_with_the_seed(tmp_path: Path) 
     write_config(tmp_path)
     settings = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu", "memory_bytes": 2**26}
     first, again, other = (GenerationEngine(EngineConfig(**settings, seed=seed)) for seed in (1, 1, 2))
-    weights = [engine.runner.model.head for engine in (first, again, other)]
+    weights = [engine.runner.model.lm_head.weight.values for engine in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert first.ready().weights == "dummy"

@@ -7,8 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from meltcore.kernels.embedding import sharded_embedding
-from meltcore.layers.quantization import UNQUANTIZED, DenseWeight, QuantizationMethod
+from meltcore.layers.quantization import UNQUANTIZED, EmbeddingWeight, QuantizationMethod
 from meltcore.layers.residual import ResidualStream
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import WeightLoader, as_slice, shard_loader
@@ -17,7 +16,7 @@ from meltcore.layers.weight_loader import WeightLoader, as_slice, shard_loader
 class ParallelLMHead(nn.Module):
     """Computes logits of the tokens that this rank keeps: the output head. weight: [local tokens, hidden_size]."""
 
-    weight: DenseWeight
+    weight: EmbeddingWeight
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -28,7 +27,14 @@ class ParallelLMHead(nn.Module):
     @property
     def loader(self) -> WeightLoader:
         """The weight loader of the checkpoint's tensor [vocab_size, hidden_size]."""
-        return shard_loader(self.weight.values, self._checkpoint_shape, as_slice(self._local_tokens))
+        vocab_size, hidden_size = self._checkpoint_shape
+        shape = (vocab_size, len(self.weight.source_columns(0, range(hidden_size))))
+        return shard_loader(self.weight.loader(0, len(self._local_tokens)), shape, as_slice(self._local_tokens))
+
+    @property
+    def local_vocab_size(self) -> int:
+        """Number of tokens that this rank keeps."""
+        return len(self._local_tokens)
 
     def shard(self, group: TensorParallelGroup) -> None:
         """Keep this rank's tokens. Raises ConfigError if vocab_size is not divisible."""
@@ -39,12 +45,12 @@ class ParallelLMHead(nn.Module):
     def quantize(self, method: QuantizationMethod) -> None:
         """Allocate the weight in the format of `method`. Must be called before weights are loaded."""
         self._method = method
-        self.weight = method.embedding(len(self._local_tokens), self._checkpoint_shape[1])
+        self.weight = method.embedding((len(self._local_tokens),), self._checkpoint_shape[1])
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute logits of the tokens that this rank keeps.
 
-        [rows, hidden_size] -> [rows, local tokens] in the weight's type. out: contiguous memory for the result; None:
+        [rows, hidden_size] -> [rows, local tokens] in the model's type. out: contiguous memory for the result; None:
         new memory.
         """
         return self.weight.matmul(hidden, out=out)
@@ -65,13 +71,10 @@ class VocabParallelEmbedding(ParallelLMHead):
 
         token_ids: [tokens] int64. Returns the start of the residual stream.
         """
-        weight_tensor = self.weight.values
-        if self._group is None:
-            embeddings = weight_tensor[token_ids]
-        else:  # one rank has a token's row and all others zeros, so the all-reduce is exact in any type
-            embeddings = sharded_embedding(weight_tensor, token_ids, self._local_tokens.start)
+        # One rank has a token's row and all others zeros, so the all-reduce is exact in any type.
+        embeddings = self.weight.embeddings(token_ids, self._local_tokens.start if self._group else None)
         if self._scale is not None:
-            embeddings *= _rounded(self._scale, weight_tensor.dtype)
+            embeddings *= _rounded(self._scale, embeddings.dtype)
         return ResidualStream(embeddings, self._group)
 
 

@@ -13,7 +13,7 @@ from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
 from meltcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from meltcore.layers.norm import NormFactory
-from meltcore.layers.quantization import UNQUANTIZED, DenseExperts, QuantizationMethod
+from meltcore.layers.quantization import UNQUANTIZED, ExpertsWeight, QuantizationMethod
 from meltcore.layers.residual import ResidualStream
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.uniform_routing import record_routing, uniform_routing_seed
@@ -68,7 +68,7 @@ class SparseMoeBlock(nn.Module):
     by the sigmoid of a gate. The last row of the router computes that gate.
     """
 
-    experts: DenseExperts
+    experts: ExpertsWeight
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class SparseMoeBlock(nn.Module):
         """
         if method.experts is None:
             raise ValueError("this quantization method does not support experts")
+        method.check_columns(self._intermediate_size, self._local_columns)
         self._method = method
         num_experts, hidden_size = self.router.shape
         self.experts = method.experts(num_experts, hidden_size, self._intermediate_size, self._local_columns)

@@ -49,13 +49,18 @@ class LinearBase(nn.Module):
         rows = self._weight_rows(index)
         return shard_loader(
             permuted_loader(self.weight.loader(rows.start, rows.stop), row_order),
-            (self._checkpoint_outputs[index], self._checkpoint_inputs),
+            (self._checkpoint_outputs[index], self._source_width(rows.start)),
             as_slice(self._outputs[index]),
-            as_slice(self._inputs),
+            as_slice(self.weight.source_columns(rows.start, self._inputs)),
         )
 
     def _allocate(self) -> None:
-        self.weight = self._method.linear(sum(self.output_sizes), self.input_size)
+        self._method.check_columns(self._checkpoint_inputs, self._inputs)
+        self.weight = self._method.linear(self.output_sizes, self.input_size)
+
+    def _source_width(self, row: int) -> int:
+        """Return the number of columns of the checkpoint's tensor that holds the matrix of row `row`."""
+        return len(self.weight.source_columns(row, range(self._checkpoint_inputs)))
 
     def _weight_rows(self, index: int) -> range:
         """Return the rows of the merged weight that hold checkpoint matrix `index`."""
@@ -83,7 +88,8 @@ class ColumnParallelLinear(LinearBase):
         if full_loader.shape[0] == sum(sizes):
             return full_loader
         targets = [self.weight.loader(row_range.start, row_range.stop) for row_range in rows]
-        return merged_shard_loader((sum(sizes), self._checkpoint_inputs), self._outputs[first:stop], sizes, targets)
+        shape = (sum(sizes), self._source_width(rows[0].start))
+        return merged_shard_loader(shape, self._outputs[first:stop], sizes, targets)
 
     def bias_loader(self, index: int, row_order: torch.Tensor | None = None) -> WeightLoader:
         """Return the loader of the bias of checkpoint matrix `index`. Raises ValueError if the layer has no bias."""

@@ -6,12 +6,14 @@ not depend on the format. A layer may be sharded and quantized in either order b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from meltcore.errors import ConfigError
+from meltcore.kernels.embedding import sharded_embedding
 from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.moe.experts import add_experts, expert_outputs
 from meltcore.kernels.moe.routing import Routing
@@ -22,10 +24,16 @@ from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, WeightL
 
 
 class LinearWeight(Protocol):
-    """The interface of a linear layer's weight [output_size, input_size], a module constructed from these two sizes."""
+    """The interface of a linear layer's weight [sum(output_sizes), input_size], a module constructed from these sizes.
+
+    output_sizes: the rows of each checkpoint matrix that the layer merges.
+    """
 
     def loader(self, start: int, stop: int) -> WeightLoader:
-        """Return the weight loader of rows `start` to `stop` - 1."""
+        """Return the weight loader of rows `start` to `stop` - 1, which must be of matrices in one format."""
+
+    def source_columns(self, row: int, columns: range) -> range:
+        """Return the columns of the checkpoint's tensor that hold `columns` of the matrix of row `row`."""
 
     def matmul(
         self,
@@ -42,16 +50,96 @@ class LinearWeight(Protocol):
         """
 
 
-class DenseWeight(nn.Module):
-    """An unquantized weight. values: [output_size, input_size] in the model's type."""
+class EmbeddingWeight(LinearWeight, Protocol):
+    """The interface of the weight of an embedding and of an output head, [vocab_size, hidden_size]."""
 
-    def __init__(self, output_size: int, input_size: int) -> None:
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of embeddings and logits, which is the model's."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weight."""
+
+    def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
+        """Look up tokens, [tokens] int64 -> [tokens, hidden_size] of type `dtype`.
+
+        first_token: the first token of the rows that this rank keeps; tokens without a row there have zeros. None:
+        every token has a row.
+        """
+
+    def matmul(
+        self,
+        hidden: torch.Tensor,
+        norm: Norm | None = None,
+        *,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return norm(hidden) W^T with the options of `LinearWeight.matmul`.
+
+        out: contiguous memory for the result; None: new memory.
+        """
+
+
+class ExpertsWeight(Protocol):
+    """The interface of the weights of routed experts, a module constructed as `DenseExperts` is."""
+
+    def outputs(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Compute the unweighted outputs of each token's experts.
+
+        [tokens, hidden_size] -> [tokens * top_k, hidden_size].
+        """
+
+    def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
+
+    def gate_loader(self, expert: int) -> WeightLoader:
+        """Return the loader of one expert's checkpoint tensor gate_proj, [intermediate_size, hidden_size]."""
+
+    def up_loader(self, expert: int) -> WeightLoader:
+        """Return the loader of one expert's checkpoint tensor up_proj, [intermediate_size, hidden_size]."""
+
+    def down_loader(self, expert: int) -> WeightLoader:
+        """Return the loader of one expert's checkpoint tensor down_proj, [hidden_size, intermediate_size]."""
+
+    def fused_gate_up_loader(self, num_experts: int) -> WeightLoader:
+        """Return the loader of a checkpoint tensor with gate_up_proj of the first `num_experts` experts."""
+
+    def fused_down_loader(self, num_experts: int) -> WeightLoader:
+        """Return the loader of a checkpoint tensor with down_proj of the first `num_experts` experts."""
+
+
+class DenseWeight(nn.Module):
+    """An unquantized weight. values: [sum(output_sizes), input_size] in the model's type."""
+
+    def __init__(self, output_sizes: Sequence[int], input_size: int) -> None:
         super().__init__()
-        self.values = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
+        self.values = nn.Parameter(torch.empty(sum(output_sizes), input_size), requires_grad=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of embeddings and logits, which is the model's."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weight."""
+        return self.values.device
 
     def loader(self, start: int, stop: int) -> WeightLoader:
         """Return the weight loader of rows `start` to `stop` - 1."""
         return self.values[start:stop]
+
+    def source_columns(self, row: int, columns: range) -> range:
+        """Return `columns`."""
+        del row  # the same for every matrix
+        return columns
+
+    def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
+        """Look up tokens, with zeros for those of other ranks. See `EmbeddingWeight.embeddings`."""
+        return self.values[token_ids] if first_token is None else sharded_embedding(self.values, token_ids, first_token)
 
     def matmul(
         self,
@@ -72,13 +160,13 @@ class DenseWeight(nn.Module):
 class Fp8Weight(nn.Module):
     """An FP8 weight, quantized as it is loaded, with one scale per output channel.
 
-    values: [output_size, input_size] e4m3; scales: [output_size] float32.
+    values: [sum(output_sizes), input_size] e4m3; scales: [sum(output_sizes)] float32.
     """
 
-    def __init__(self, output_size: int, input_size: int) -> None:
+    def __init__(self, output_sizes: Sequence[int], input_size: int) -> None:
         super().__init__()
-        self.values = nn.Parameter(torch.empty(output_size, input_size, dtype=FP8), requires_grad=False)
-        self.scales = nn.Parameter(torch.empty(output_size, dtype=torch.float32), requires_grad=False)
+        self.values = nn.Parameter(torch.empty(sum(output_sizes), input_size, dtype=FP8), requires_grad=False)
+        self.scales = nn.Parameter(torch.empty(sum(output_sizes), dtype=torch.float32), requires_grad=False)
 
     def loader(self, start: int, stop: int) -> WeightLoader:
         """Return the weight loader of rows `start` to `stop` - 1. Each row is quantized independently of the others."""
@@ -90,6 +178,11 @@ class Fp8Weight(nn.Module):
             scales.copy_(fp8_rows.scales)
 
         return ConvertingLoader(values.shape, store)
+
+    def source_columns(self, row: int, columns: range) -> range:
+        """Return `columns`."""
+        del row  # the same for every matrix
+        return columns
 
     def matmul(
         self,
@@ -171,12 +264,26 @@ class DenseExperts(nn.Module):
 class QuantizationMethod(NamedTuple):
     """The weight classes of a format: for linear layers, for embedding and output head, and for experts.
 
-    experts: None if the format does not support experts.
+    experts: None if the format does not support experts. column_multiple: of the columns of a shard, the size of the
+    format's blocks.
     """
 
-    linear: Callable[[int, int], LinearWeight]
-    embedding: type[DenseWeight]
-    experts: type[DenseExperts] | None
+    linear: Callable[[Sequence[int], int], LinearWeight]
+    embedding: Callable[[Sequence[int], int], EmbeddingWeight]
+    experts: Callable[[int, int, int, range], ExpertsWeight] | None
+    column_multiple: int = 1
+
+    def check_columns(self, total: int, local_columns: range) -> None:
+        """Raise ConfigError if a rank's part `local_columns` of `total` columns is not made of whole blocks."""
+        multiple = self.column_multiple
+        if local_columns.start % multiple == 0 and len(local_columns) % multiple == 0:
+            return
+        size = total // len(local_columns)
+        largest = max(each for each in range(1, size + 1) if each == 1 or total % (each * multiple) == 0)
+        raise ConfigError(
+            f"--tensor-parallel-size {size} cuts {total} columns of a quantized weight within blocks of {multiple}; "
+            f"the largest that does not is {largest}"
+        )
 
 
 UNQUANTIZED = QuantizationMethod(DenseWeight, DenseWeight, DenseExperts)

@@ -154,19 +154,19 @@ class Decoder(Model):
         self.rotary = self.local_rotary = torch.empty(0)
 
     @property
-    def head(self) -> torch.Tensor:
-        """The output head's weight, [vocab_size, hidden_size], or this rank's rows of it."""
-        return self.lm_head.weight.values
+    def local_vocab_size(self) -> int:
+        """Number of tokens whose logits `logits` computes."""
+        return self.lm_head.local_vocab_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights, unless a layer needs another."""
-        return self.embedding.weight.values.dtype
+        """The type of hidden states and logits, and of unquantized weights unless a layer needs another."""
+        return self.embedding.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.embedding.weight.values.device
+        return self.embedding.weight.device
 
     def shard(self, group: TensorParallelGroup) -> None:
         """Keep this rank's shard of every layer and of the vocabulary. Must be called before weights are loaded."""
@@ -210,7 +210,7 @@ class Decoder(Model):
         return residual.normalized(self.norm)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] in the weights' type.
+        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] in the model's type.
 
         A rank computes logits of its own part of the vocabulary only.
         """

@@ -29,13 +29,13 @@ class Model(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def head(self) -> torch.Tensor:
-        """The output head's weight, [vocab_size, hidden_size], or this rank's rows of it."""
+    def local_vocab_size(self) -> int:
+        """Number of tokens whose logits `logits` computes: vocab_size, or this rank's part of it."""
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The type of the weights, unless a layer needs another."""
+        """The type of hidden states and logits, and of unquantized weights unless a layer needs another."""
 
     @property
     @abstractmethod
@@ -60,7 +60,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] in the weights' type.
+        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] in the model's type.
 
         A rank computes logits of its own part of the vocabulary only.
 

@@ -83,7 +83,8 @@ def test_logprobs_are_the_raw_distribution(seen: tools.SeenEngine) -> None:
 def test_frequency_penalty_forbids_repeats(seen: tools.SeenEngine) -> None:
     """Counts are kept on the device, one step ahead of the host: a token sampled in the last step counts already."""
     vocab = tools.VOCAB
-    seen.engine.runner.model.head.zero_()  # all logits equal: greedy repeats token 0 unless it is penalized
+    # All logits equal: greedy repeats token 0 unless it is penalized.
+    seen.engine.runner.model.lm_head.weight.values.zero_()
     seen.add("plain", PROMPT, max_tokens=6)
     seen.add("penalized", PROMPT, max_tokens=6, frequency_penalty=1.0)
     outputs = run(seen)

@@ -152,8 +152,8 @@ class ModelRunner:
 
     def capture_graphs(self, progress: Progress, *, prefill: bool) -> None:
         """Capture CUDA graphs for decode steps, and for short steps with prompts if `prefill`."""
-        head = self.model.head
-        self._logits = torch.empty(self._config.max_num_seqs, len(head), dtype=head.dtype, device=self.device)
+        shape = self._config.max_num_seqs, self.model.local_vocab_size
+        self._logits = torch.empty(shape, dtype=self.model.dtype, device=self.device)
         graphs = self._make_decode_graphs()
         graphs.capture(progress)
         self._decode_graphs = graphs

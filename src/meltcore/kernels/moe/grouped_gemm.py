@@ -44,7 +44,7 @@ def _load_columns(rows_ptr, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _find_tile(topk_ids_ptr, tokens, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, MAX_TOKENS: tl.constexpr):
+def find_tile(topk_ids_ptr, tokens, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, MAX_TOKENS: tl.constexpr):
     """Return the expert of this program's pair, and the tile of that expert's pairs.
 
     Returns (expert, pairs of the tile, mask of pairs to store, whether the tile has pairs). Past the end of the
@@ -97,7 +97,7 @@ def _moe_grouped_gemm_kernel(
         expert = tl.load(topk_ids_ptr + tl.program_id(1))
         valid = slot == 0
     elif MODE == "indirect":
-        expert, pair, valid, any_valid = _find_tile(topk_ids_ptr, tokens, TOP_K, BLOCK_M, MAX_TOKENS)
+        expert, pair, valid, any_valid = find_tile(topk_ids_ptr, tokens, TOP_K, BLOCK_M, MAX_TOKENS)
         if not any_valid:
             return
     else:

@@ -1,0 +1,233 @@
+"""Block-quantized tensors in the formats of ggml: Q8_0, Q4_0, Q4_K and Q6_K, as GGUF files hold them.
+
+A row is a sequence of blocks, each with its quantized values and its scales. `pack` arranges them for a GPU: values,
+scales and sub-scales in arrays of their own, and the bits of each value in the order in which kernels decode them. It
+takes as many bytes as the file, up to padding. Formats: ggml's ggml-common.h and the GGUF specification (ggml-org).
+
+    Q8_0   32 values: d * q, q int8
+    Q4_0   32 values: d * (q - 8), q of 4 bits
+    Q4_K   256 values in 8 sub-blocks: d * scale * q - dmin * minimum, q of 4 bits, scale and minimum of 6 bits
+    Q6_K   256 values in 16 sub-blocks: d * scale * (q - 32), q of 6 bits, scale int8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+# Values in 4 bits that 32 words of 4 bytes hold: word j values j, 32 + j, ..., 224 + j, the lowest bits first.
+CHUNK = 256
+
+
+class GgmlType(IntEnum):
+    """Supported formats, by their numbers in GGUF files."""
+
+    Q4_0 = 2
+    Q8_0 = 8
+    Q4_K = 12
+    Q6_K = 14
+
+    @property
+    def block_size(self) -> int:
+        """Values per block, which divides the columns of a tensor and of each shard of it."""
+        return 32 if self in (GgmlType.Q4_0, GgmlType.Q8_0) else 256
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes per block in a file."""
+        return {GgmlType.Q4_0: 18, GgmlType.Q8_0: 34, GgmlType.Q4_K: 144, GgmlType.Q6_K: 210}[self]
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of a row of `columns` values in a file.
+
+        Raises ValueError if the row is not a whole number of blocks.
+        """
+        if columns % self.block_size:
+            raise ValueError(f"{columns} columns are no multiple of {self.name}'s blocks of {self.block_size}")
+        return columns // self.block_size * self.block_bytes
+
+    def array_bytes(self, columns: int) -> tuple[int, int, int]:
+        """Return the bytes of a packed row's values, scales and sub-scales. All are multiples of 4."""
+        chunks = -(-columns // CHUNK)
+        if self == GgmlType.Q8_0:
+            return columns, (columns // 32 + 1) // 2 * 4, 0
+        return {
+            GgmlType.Q4_0: (128 * chunks, 16 * chunks, 0),
+            GgmlType.Q4_K: (128 * chunks, 4 * chunks, 12 * chunks),
+            GgmlType.Q6_K: (192 * chunks, (chunks + 1) // 2 * 4, 16 * chunks),
+        }[self]
+
+
+class GgmlTensor(NamedTuple):
+    """Packed block-quantized rows of `columns` values, of any leading dimensions. Arrays are contiguous uint8.
+
+    values: of 8 bits in their order (Q8_0), or chunks of 4 bits each (see CHUNK), which for Q6_K are the low bits of
+    all chunks and are followed by the high 2 bits of all chunks: 32 half words per chunk, half word j with those of
+    values j, 32 + j, ..., 224 + j. Values that ggml subtracts 8 or 32 from have their highest bit inverted, which
+    makes them two's complements. scales: float16 of each block, for Q4_K d and dmin. subscales: of Q4_K 3 words per
+    block (see `_pack_q4_k_subscales`); of Q6_K int8 in their order. Rows of Q4_0 are padded to whole chunks by blocks
+    of zeros, scales to words of 4 bytes.
+    """
+
+    type: GgmlType
+    columns: int
+    values: torch.Tensor
+    scales: torch.Tensor
+    subscales: torch.Tensor
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three arrays."""
+        return self.values, self.scales, self.subscales
+
+    def rows(self, index: slice | int | torch.Tensor) -> GgmlTensor:
+        """Return the rows that `index` selects in the first dimension."""
+        return GgmlTensor(self.type, self.columns, *(array[index] for array in self.arrays))
+
+
+def empty(ggml_type: GgmlType, shape: Sequence[int], device: torch.device | None = None) -> GgmlTensor:
+    """Allocate a packed tensor of `shape` [..., columns].
+
+    Raises ValueError if a row is not a whole number of blocks.
+    """
+    *rows, columns = shape
+    ggml_type.row_bytes(columns)
+    sizes = ggml_type.array_bytes(columns)
+    arrays = (torch.empty(*rows, size, dtype=torch.uint8, device=device) for size in sizes)
+    return GgmlTensor(ggml_type, columns, *arrays)
+
+
+def pack(blocks: torch.Tensor, ggml_type: GgmlType) -> GgmlTensor:
+    """Arrange rows of blocks as a file stores them, uint8 [..., bytes of a row], as a packed tensor."""
+    block = blocks.unflatten(-1, (-1, ggml_type.block_bytes))
+    columns = block.shape[-2] * ggml_type.block_size
+    subscales = blocks.new_empty(*blocks.shape[:-1], 0)
+    if ggml_type == GgmlType.Q8_0:
+        scales, values = block[..., :2], block[..., 2:].flatten(-2)
+    elif ggml_type == GgmlType.Q4_0:
+        scales, values = block[..., :2], _pack_nibbles(_nibbles(block[..., 2:], 16) ^ 8)
+    elif ggml_type == GgmlType.Q4_K:
+        scales, values = block[..., :4], _pack_nibbles(_nibbles(block[..., 16:], 32))
+        subscales = _pack_q4_k_subscales(block[..., 4:16])
+    else:
+        scales, subscales = block[..., 208:], block[..., 192:208].flatten(-2)
+        low, high = _nibbles(block[..., :128], 64), block[..., 128:192].unflatten(-1, (2, 32))
+        high = torch.cat([high & 3, high >> 2 & 3, high >> 4 & 3, high >> 6], -1).flatten(-3) ^ 2
+        values = torch.cat([_pack_nibbles(low), _pack_pairs(high)], -1)
+    arrays = (values, scales.flatten(-2), subscales)
+    padded = (
+        torch.nn.functional.pad(array, (0, size - array.shape[-1]))
+        for array, size in zip(arrays, ggml_type.array_bytes(columns), strict=True)
+    )
+    return GgmlTensor(ggml_type, columns, *(array.contiguous() for array in padded))
+
+
+def _nibbles(values: torch.Tensor, group: int) -> torch.Tensor:
+    """Return the 4-bit values of a file's blocks: [..., blocks, bytes] -> [..., columns].
+
+    group: the number of bytes that hold as many values in their low bits, then as many in their high bits.
+    """
+    groups = values.unflatten(-1, (-1, group))
+    return torch.cat([groups & 15, groups >> 4], -1).flatten(-3)
+
+
+def _pack_nibbles(values: torch.Tensor) -> torch.Tensor:
+    """Pack 4-bit values [..., columns] in chunks, [..., chunks * 128]."""
+    chunks = torch.nn.functional.pad(values, (0, -values.shape[-1] % CHUNK)).unflatten(-1, (-1, 4, 2, 32))
+    packed: torch.Tensor = (chunks[..., 0, :] | chunks[..., 1, :] << 4).transpose(-2, -1).flatten(-3)
+    return packed
+
+
+def _unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Undo `_pack_nibbles`, except that padding is kept."""
+    chunks = packed.unflatten(-1, (-1, 32, 4)).transpose(-2, -1)
+    return torch.stack([chunks & 15, chunks >> 4], -2).flatten(-4)
+
+
+def _pack_pairs(values: torch.Tensor) -> torch.Tensor:
+    """Pack 2-bit values [..., columns] in chunks of 32 half words, [..., chunks * 64]."""
+    first, second, third, fourth = values.unflatten(-1, (-1, 2, 4, 32)).unbind(-2)
+    packed: torch.Tensor = (first | second << 2 | third << 4 | fourth << 6).transpose(-2, -1).flatten(-3)
+    return packed
+
+
+def _unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """Undo `_pack_pairs`."""
+    chunks = packed.unflatten(-1, (-1, 32, 2)).transpose(-2, -1)
+    return torch.stack([chunks & 3, chunks >> 2 & 3, chunks >> 4 & 3, chunks >> 6], -2).flatten(-4)
+
+
+def _pack_q4_k_subscales(packed: torch.Tensor) -> torch.Tensor:
+    """Arrange the 6-bit scales and minima of sub-blocks so that each is read without a condition on its number.
+
+    packed: [..., blocks, 12]. Returns [..., blocks * 12]: per block a byte for each sub-block with the low 4 bits of
+    its scale and, above them, of its minimum. Then 4 bits for each sub-block with the high 2 bits of both: byte i has
+    those of sub-block i and, above them, of sub-block i + 4.
+    """
+    first, second, third = packed.unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], -1)
+    minima = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], -1)
+    first, second = ((scales >> 4) | (minima >> 4 << 2)).chunk(2, -1)
+    return torch.cat([(scales & 15) | (minima << 4), first | second << 4], -1).flatten(-2)
+
+
+def dequantize_reference(tensor: GgmlTensor) -> torch.Tensor:
+    """Compute the values of packed rows, [..., columns] float32, as ggml does: the specification of all kernels."""
+    columns = tensor.columns
+    scales = tensor.scales.view(torch.float16).float()
+    if tensor.type == GgmlType.Q8_0:
+        return _scaled(tensor.values.view(torch.int8).float(), scales[..., : columns // 32])
+    if tensor.type == GgmlType.Q4_0:
+        values = (_unpack_nibbles(tensor.values)[..., :columns] ^ 8).float()
+        return _scaled(values - 8.0, scales[..., : columns // 32])
+    if tensor.type == GgmlType.Q4_K:
+        values = _unpack_nibbles(tensor.values).float()
+        low, high = tensor.subscales.unflatten(-1, (-1, 12)).split([8, 4], -1)
+        high = torch.cat([high & 15, high >> 4], -1)
+        d, dmin = scales.unflatten(-1, (-1, 2, 1)).unbind(-2)
+        scaled = _scaled(values, (d * (low & 15 | (high & 3) << 4)).flatten(-2))
+        minima: torch.Tensor = (dmin * (low >> 4 | high >> 2 << 4)).flatten(-2)
+        return scaled - minima.repeat_interleave(32, -1)
+    low, high = tensor.values.split([columns // 2, columns // 4], -1)
+    values = (_unpack_nibbles(low) | (_unpack_pairs(high) ^ 2) << 4).float()
+    d = scales[..., : columns // 256].repeat_interleave(16, -1)
+    return _scaled(values - 32.0, d * tensor.subscales.view(torch.int8))
+
+
+def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply each of equal groups of values [..., columns] by its scale [..., groups]."""
+    scaled: torch.Tensor = (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
+    return scaled
+
+
+def quantize_blocks(wide: torch.Tensor, ggml_type: GgmlType) -> torch.Tensor:
+    """Quantize rows [..., columns] to blocks as a file stores them, uint8 [..., bytes of a row], with ggml's rounding.
+
+    Supports Q8_0 and Q4_0. Raises ValueError for another type, or if a row is not a whole number of blocks.
+    """
+    ggml_type.row_bytes(wide.shape[-1])
+    groups = wide.float().unflatten(-1, (-1, ggml_type.block_size))
+    magnitudes = groups.abs()
+    if ggml_type == GgmlType.Q8_0:
+        scales = magnitudes.amax(-1, keepdim=True)
+        scales = scales / torch.full_like(scales, 127.0)  # a Python number would be multiplied by its reciprocal
+        scaled = groups * _inverse(scales)
+        # Half away from zero: torch rounds half to even.
+        whole = scaled.abs().floor()
+        values = (whole + (scaled.abs() - whole >= 0.5)).copysign(scaled).to(torch.int8).view(torch.uint8)
+    elif ggml_type == GgmlType.Q4_0:
+        # The value of the largest magnitude becomes -8.
+        scales = groups.gather(-1, magnitudes.argmax(-1, keepdim=True)) / -8.0
+        nibbles = (groups * _inverse(scales) + 8.5).trunc().clamp(0, 15).to(torch.uint8)
+        low, high = nibbles.chunk(2, -1)
+        values = low | (high << 4)
+    else:
+        raise ValueError(f"{ggml_type.name} is not quantized to here; Q8_0 and Q4_0 are")
+    return torch.cat([scales.half().view(torch.uint8), values], -1).flatten(-2)
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    return torch.where(scales == 0.0, 0.0, torch.ones_like(scales) / scales)

@@ -1,0 +1,204 @@
+"""Split-K GEMM of tokens with a block-quantized weight, for as many tokens as reading the weight takes the time.
+
+It has the method of gemm/split_k.py. The weight streams from memory as blocks and is decoded in registers on its way to
+the tensor cores. Every format has the same main loop and a decoder of its own (ggml_decode.py). Sums are float32, in a
+fixed order: that of the columns within a split, then that of the splits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.capability import shared_memory_bytes, sm_count
+from meltcore.kernels.gemm.split_k import GemmConfig, reduce_splits, silu_and_mul, split_workspace, weight_row
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
+from meltcore.kernels.quant.ggml import GgmlTensor
+from meltcore.kernels.quant.ggml_decode import block_k, decode_tile
+
+# With more, dequantizing the weight for cuBLAS takes less time than decoding it once per tile of tokens.
+MAX_TOKENS = 128
+_MAX_STAGES = 4
+_PREFETCH_STEPS = 4
+
+
+def supports(hidden: torch.Tensor) -> bool:
+    """Return whether the kernel supports these tokens: up to MAX_TOKENS of a 16-bit type."""
+    return (
+        1 <= hidden.shape[0] <= MAX_TOKENS
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and hidden.is_contiguous()
+    )
+
+
+@triton.jit
+def ggml_tile_matmul(
+    values_ptr,
+    scales_ptr,
+    subscales_ptr,
+    row,
+    hidden_ptr,
+    valid,
+    first_step,
+    end_step,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Multiply weight rows [BLOCK_N, 1] by tokens, pointers [BLOCK_M, 1], over some tiles of columns in float32.
+
+    Returns [BLOCK_N, BLOCK_M], or [BLOCK_M, BLOCK_N] if that is the longer side. valid: [BLOCK_M, 1], tokens to read.
+    """
+    # Tensor cores need the longer side first: at least 64 rows on Hopper.
+    if BLOCK_N >= BLOCK_M:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in tl.range(first_step, end_step, num_stages=NUM_STAGES):
+        planes = decode_tile(values_ptr, scales_ptr, subscales_ptr, row, step, K, BLOCK_K, FORMAT)
+        WIDTH: tl.constexpr = BLOCK_K // len(planes)
+        for plane in tl.static_range(len(planes)):
+            column = step * BLOCK_K + plane * WIDTH + tl.arange(0, WIDTH)[None, :]
+            if K % BLOCK_K == 0:
+                hidden = tl.load(hidden_ptr + column, mask=valid, other=0.0)
+            else:
+                hidden = tl.load(hidden_ptr + column, mask=valid & (column < K), other=0.0)
+            weight = planes[plane].to(hidden.dtype)
+            if BLOCK_N >= BLOCK_M:
+                acc = tl.dot(weight, tl.trans(hidden), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(hidden, tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _ggml_gemm_kernel(
+    hidden_ptr,
+    values_ptr,
+    scales_ptr,
+    subscales_ptr,
+    output_ptr,
+    partial_ptr,
+    counters_ptr,
+    tokens,
+    output_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program multiplies BLOCK_N rows of the weight by BLOCK_M tokens over one split of the columns.
+
+    Tokens past the end are not read: for few tokens they would take more bandwidth of the L2 cache than the weight.
+    """
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    split = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    source = weight_row(row, N, GATED).to(tl.int64)[:, None]
+    first_step, end_step = split * STEPS // SPLIT_K, (split + 1) * STEPS // SPLIT_K
+    if PDL:
+        STEP_BYTES: tl.constexpr = BLOCK_K if FORMAT == "Q8_0" else BLOCK_K // 2
+        ROW_BYTES: tl.constexpr = STEPS * (STEP_BYTES // 2 * 3 if FORMAT == "Q6_K" else STEP_BYTES)
+        for step in tl.static_range(PREFETCH_STEPS):
+            prefetch(values_ptr + source * ROW_BYTES + (first_step + step) * STEP_BYTES)
+        pdl_sync(PDL)
+    valid = (token < tokens)[:, None]
+    output_column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = output_ptr + token.to(tl.int64)[:, None] * output_stride + output_column[None, :]
+    mask = valid & (output_column < N)[None, :]
+    if HAS_RESIDUAL:
+        residual = tl.load(output, mask=mask, other=0.0)
+    acc = ggml_tile_matmul(
+        *(values_ptr, scales_ptr, subscales_ptr, source, hidden_ptr + token.to(tl.int64)[:, None] * K, valid),
+        *(first_step, end_step, K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, FORMAT),
+    )
+    if SPLIT_K > 1:
+        tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
+        if not last:
+            return
+    if BLOCK_N >= BLOCK_M:
+        acc = tl.trans(acc)
+    if GATED:
+        acc = silu_and_mul(acc)
+    if HAS_RESIDUAL:
+        acc += residual.to(tl.float32)
+    tl.store(output, acc, mask=mask)
+
+
+def select_config(tokens: int, weight: GgmlTensor, processors: int, shared_bytes: int) -> GemmConfig:
+    """Select the configuration for a number of tokens and a weight [rows, K].
+
+    Programs have 4 warps and keep at least two tiles in flight. Splits fill the SMs: two programs per SM for up to 16
+    tokens, so that one loads while the other decodes. (Not measured yet: docs/decisions/quantized-weights.md.)
+    """
+    (rows, row_bytes), width = weight.values.shape, block_k(weight)
+    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_n = 128 if block_m == 16 and rows >= 128 * 16 else 64  # more rows: fewer instructions per value
+    tiles = -(-tokens // block_m) * -(-rows // block_n)
+    programs = processors * (2 if block_m == 16 else 1)
+    # Fewer columns are not worth the reduction.
+    split_k = max(1, min(programs // tiles, weight.columns // 512))
+    stage_bytes = 2 * block_m * width + block_n * (row_bytes * width // weight.columns + 16)
+    stages = max(2, min(_MAX_STAGES, shared_bytes // 2 // stage_bytes))
+    return GemmConfig(block_m, block_n, width, stages, split_k=split_k)
+
+
+def ggml_gemm(
+    hidden: torch.Tensor,
+    weight: GgmlTensor,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    config: GemmConfig | None = None,
+) -> torch.Tensor:
+    """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
+
+    gated: the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. residual: [tokens,
+    N]; the result is added to it in place and it is returned. out: [tokens, N], takes the result. Rows of both may be
+    strided. The weight is read before the previous kernel has ended: that kernel must not write it.
+    """
+    (tokens, k), rows = hidden.shape, len(weight.values)
+    n = rows // 2 if gated else rows
+    output = out if residual is None else residual
+    if output is None:
+        output = torch.empty(tokens, n, dtype=hidden.dtype, device=hidden.device)
+    config = config or select_config(tokens, weight, sm_count(hidden.device), shared_memory_bytes(hidden.device))
+    grid, partial, counters = split_workspace(config, rows, tokens, output)
+    _ggml_gemm_kernel[grid](
+        hidden,
+        *weight.arrays,
+        output,
+        partial,
+        counters,
+        tokens,
+        output.stride(0),
+        N=n,
+        K=k,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k,
+        NUM_STAGES=config.num_stages,
+        PREFETCH_STEPS=min(_PREFETCH_STEPS, -(-k // config.block_k) // config.split_k),
+        FORMAT=weight.type.name,
+        GATED=gated,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=config.num_warps,
+        **pdl_options(hidden.device),
+    )
+    return output

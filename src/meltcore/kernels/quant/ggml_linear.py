@@ -1,0 +1,62 @@
+"""Matrix multiplication of tokens with a block-quantized weight, by the kernel for the number of tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.activation import swiglu
+from meltcore.kernels.launch import use_triton
+from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.quant import ggml_gemm
+from meltcore.kernels.quant.ggml import GgmlTensor
+from meltcore.kernels.quant.ggml_decode import dequantize
+
+# Of a matrix that is dequantized for the library's GEMM, slice by slice: 128 MiB in 16-bit types. The torch body on a
+# CPU, whose intermediate results are several times as large, takes slices that fit into its caches.
+SLICE_VALUES, _CPU_SLICE_VALUES = 2**26, 2**20
+_TILE_ROWS = 256  # rows of a library's tile, of which a slice has whole ones
+
+
+def ggml_linear(
+    hidden: torch.Tensor,
+    weight: GgmlTensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute norm(hidden) W^T: hidden [tokens, K], weight [N, K] -> [tokens, N].
+
+    The options are those of `linear` in gemm/linear.py, and rows of `out` may be strided. Few tokens multiply blocks
+    that are decoded in registers; for more, slices of the weight are dequantized for the library's GEMM. Both round the
+    same values to the type of `hidden`, so outputs depend on the number of tokens no more than in wider types.
+    """
+    hidden = rms_norm(hidden, *norm) if norm else hidden
+    if use_triton(hidden) and ggml_gemm.supports(hidden):
+        return ggml_gemm.ggml_gemm(hidden, weight, gated=gated, residual=residual, out=out)
+    if residual is not None:
+        return _multiply_slices(hidden, weight, residual, add=True)
+    if out is None or gated:
+        whole = _multiply_slices(hidden, weight, hidden.new_empty(len(hidden), len(weight.values)), add=False)
+        output = swiglu(whole) if gated else whole
+        return output if out is None else out.copy_(output)
+    return _multiply_slices(hidden, weight, out, add=False)
+
+
+def _multiply_slices(hidden: torch.Tensor, weight: GgmlTensor, output: torch.Tensor, *, add: bool) -> torch.Tensor:
+    """Write hidden W^T to `output`, or add it, by dequantizing a bounded number of rows of the weight at a time."""
+    num_values = SLICE_VALUES if hidden.is_cuda else _CPU_SLICE_VALUES
+    num_rows = len(weight.values)
+    slices = -(-num_rows * weight.columns // num_values)
+    rows = min(num_rows, -(-num_rows // (slices * _TILE_ROWS)) * _TILE_ROWS)  # of slices of about one size
+    scratch = hidden.new_empty(rows, weight.columns)
+    for start in range(0, num_rows, rows):
+        part = weight.rows(slice(start, start + rows))
+        dense = dequantize(part, scratch[: len(part.values)])
+        columns = output[:, start : start + rows]
+        if add:
+            columns.addmm_(hidden, dense.t())
+        else:
+            torch.mm(hidden, dense.t(), out=columns)
+    return output

@@ -1,0 +1,268 @@
+"""Weights that stay block-quantized on the device, in the formats of ggml (kernels/quant/ggml.py).
+
+Loaders take a tensor as a GGUF file stores it: rows of blocks, uint8 [rows, bytes of a row]. The formats of a file's
+tensors differ within a layer, so a layer's quantization method holds the format of each matrix; None stands for an
+unquantized one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from meltcore.kernels.activation import swiglu
+from meltcore.kernels.moe.combine import combine
+from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, empty, pack
+from meltcore.kernels.quant.ggml_decode import ggml_embedding
+from meltcore.kernels.quant.ggml_experts import ggml_expert_outputs
+from meltcore.kernels.quant.ggml_linear import ggml_linear
+from meltcore.layers.quantization import DenseWeight, EmbeddingWeight, LinearWeight, QuantizationMethod
+from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, WeightLoader, as_slice, shard_loader
+
+
+class _PackedRows(nn.Module):
+    """The arrays of a packed tensor of `shape` [..., columns], as parameters."""
+
+    def __init__(self, ggml_type: GgmlType, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.ggml_type, self.columns = ggml_type, shape[-1]
+        for name, array in zip(("values", "scales", "subscales"), empty(ggml_type, shape).arrays, strict=True):
+            self.register_parameter(name, nn.Parameter(array, requires_grad=False))
+
+    @property
+    def tensor(self) -> GgmlTensor:
+        """The packed tensor."""
+        return GgmlTensor(self.ggml_type, self.columns, *self.parameters(recurse=False))
+
+    def loader(self, *index: slice | int) -> WeightLoader:
+        """Return the loader of the rows that `index` selects in the leading dimensions."""
+        values, scales, subscales = (array[index] for array in self.tensor.arrays)
+        target = GgmlTensor(self.ggml_type, self.columns, values, scales, subscales)
+
+        def store(source: torch.Tensor) -> None:
+            # The file's bytes are copied to the device and arranged there.
+            packed = pack(source.to(values.device), self.ggml_type)
+            for array, packed_array in zip(target.arrays, packed.arrays, strict=True):
+                array.copy_(packed_array)
+
+        return ConvertingLoader(torch.Size((*values.shape[:-1], self.ggml_type.row_bytes(self.columns))), store)
+
+    def source_columns(self, columns: range) -> range:
+        """Return the bytes of a file's row that hold `columns`, which must be whole blocks."""
+        return range(self.ggml_type.row_bytes(columns.start), self.ggml_type.row_bytes(columns.stop))
+
+
+class GgmlWeight(nn.Module):
+    """A block-quantized weight [sum(output_sizes), input_size], of a linear layer, an embedding or a head."""
+
+    def __init__(self, ggml_type: GgmlType, output_sizes: Sequence[int], input_size: int) -> None:
+        super().__init__()
+        self.blocks = _PackedRows(ggml_type, (sum(output_sizes), input_size))
+        self._dtype = torch.get_default_dtype()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of embeddings and logits, which is the model's."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weight."""
+        return self.blocks.tensor.values.device
+
+    def loader(self, start: int, stop: int) -> WeightLoader:
+        """Return the weight loader of rows `start` to `stop` - 1."""
+        return self.blocks.loader(slice(start, stop))
+
+    def source_columns(self, row: int, columns: range) -> range:
+        """Return the bytes of a file's row that hold `columns`, which must be whole blocks."""
+        del row  # the same for every matrix
+        return self.blocks.source_columns(columns)
+
+    def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
+        """Dequantize the rows of tokens, with zeros for those of other ranks. See `EmbeddingWeight.embeddings`."""
+        return ggml_embedding(self.blocks.tensor, token_ids, self._dtype, first_token)
+
+    def matmul(
+        self,
+        hidden: torch.Tensor,
+        norm: Norm | None = None,
+        *,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return norm(hidden) W^T with the options of `EmbeddingWeight.matmul`. Rows of `out` may be strided."""
+        return ggml_linear(hidden, self.blocks.tensor, norm, gated=gated, residual=residual, out=out)
+
+
+class MergedGgmlWeight(nn.Module):
+    """A weight [sum(output_sizes), input_size] of matrices in several formats, such as Q4_K with a Q6_K v_proj.
+
+    Neighboring matrices of one format are one part and one GEMM.
+    """
+
+    def __init__(self, types: Sequence[GgmlType | None], output_sizes: Sequence[int], input_size: int) -> None:
+        super().__init__()
+        self._rows: list[range] = []
+        self.parts = nn.ModuleList()
+        start = 0
+        for ggml_type, group in groupby(zip(types, output_sizes, strict=True), key=lambda matrix: matrix[0]):
+            rows = range(start, start + sum(size for _, size in group))
+            weight = DenseWeight if ggml_type is None else partial(GgmlWeight, ggml_type)
+            self.parts.append(weight((len(rows),), input_size))
+            self._rows.append(rows)
+            start = rows.stop
+
+    def loader(self, start: int, stop: int) -> WeightLoader:
+        """Return the weight loader of rows `start` to `stop` - 1. Raises ValueError for rows of several parts."""
+        rows, part = self._part(start)
+        if stop > rows.stop:
+            raise ValueError(f"rows {start} to {stop} have several formats and cannot be loaded from one tensor")
+        return part.loader(start - rows.start, stop - rows.start)
+
+    def source_columns(self, row: int, columns: range) -> range:
+        """Return the columns of the file's tensor that hold `columns` of the matrix of row `row`."""
+        return self._part(row)[1].source_columns(0, columns)
+
+    def matmul(
+        self,
+        hidden: torch.Tensor,
+        norm: Norm | None = None,
+        *,
+        gated: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
+        hidden = rms_norm(hidden, *norm) if norm else hidden
+        output = hidden.new_empty(len(hidden), self._rows[-1].stop)
+        for rows, part in zip(self._rows, self.parts, strict=True):
+            columns = output[:, as_slice(rows)]
+            if isinstance(part, GgmlWeight):
+                part.matmul(hidden, out=columns)
+            else:
+                assert isinstance(part, DenseWeight)
+                columns.copy_(part.matmul(hidden))
+        if gated:
+            return swiglu(output)
+        return output if residual is None else residual.add_(output)
+
+    def _part(self, row: int) -> tuple[range, LinearWeight]:
+        """Return the rows and the weight of the part that holds `row`."""
+        rows, part = next(found for found in zip(self._rows, self.parts, strict=True) if row in found[0])
+        assert isinstance(part, GgmlWeight | DenseWeight)
+        return rows, part
+
+
+class GgmlExperts(nn.Module):
+    """Block-quantized weights of experts. This rank keeps the range `local_columns` of their intermediate size.
+
+    types: the formats of gate_proj, up_proj and down_proj. Gate and up of one format are one tensor, gate rows above up
+    rows.
+    """
+
+    def __init__(
+        self,
+        types: Sequence[GgmlType],
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        local_columns: range,
+    ) -> None:
+        super().__init__()
+        gate, up, down = types
+        self._intermediate_size, self._local_columns, local_size = intermediate_size, local_columns, len(local_columns)
+        shapes = [(gate, 2 * local_size)] if gate == up else [(gate, local_size), (up, local_size)]
+        self.gate_up_proj = nn.ModuleList(_PackedRows(each, (num_experts, rows, hidden_size)) for each, rows in shapes)
+        self.down_proj = _PackedRows(down, (num_experts, hidden_size, local_size))
+
+    def outputs(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Compute the unweighted outputs of each token's experts. See `ExpertsWeight.outputs`."""
+        gate_up = [part.tensor for part in self.gate_up_proj if isinstance(part, _PackedRows)]
+        return ggml_expert_outputs(hidden, routing, gate_up, self.down_proj.tensor)
+
+    def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
+        return combine(self.outputs(hidden, routing), routing.topk_weights, residual)
+
+    def gate_loader(self, expert: int) -> WeightLoader:
+        """Return the loader of one expert's tensor gate_proj, [intermediate_size, bytes of a row]."""
+        return self._rows_loader(expert, is_up=False)
+
+    def up_loader(self, expert: int) -> WeightLoader:
+        """Return the loader of one expert's tensor up_proj, [intermediate_size, bytes of a row]."""
+        return self._rows_loader(expert, is_up=True)
+
+    def down_loader(self, expert: int) -> WeightLoader:
+        """Return the loader of one expert's tensor down_proj, [hidden_size, bytes of a row]."""
+        return self._columns_loader(expert)
+
+    def fused_gate_up_loader(self, num_experts: int) -> WeightLoader:
+        """Return the loader of a tensor [num_experts, 2 * intermediate_size, bytes of a row], gate above up.
+
+        Raises ValueError if the formats of gate and up differ.
+        """
+        if len(self.gate_up_proj) > 1:
+            raise ValueError("gate_proj and up_proj have different formats and cannot be loaded from one tensor")
+        gate, up = (self._rows_loader(slice(num_experts), is_up=is_up) for is_up in (False, True))
+        full_size = self._intermediate_size
+        shape = torch.Size((num_experts, 2 * full_size, gate.shape[-1]))
+        gate_rows, up_rows = slice(full_size), slice(full_size, 2 * full_size)
+        return ShardLoader(shape, (((slice(None), gate_rows), gate), ((slice(None), up_rows), up)))
+
+    def fused_down_loader(self, num_experts: int) -> WeightLoader:
+        """Return the loader of a tensor [num_experts, hidden_size, bytes of a row]."""
+        return self._columns_loader(slice(num_experts))
+
+    def _rows_loader(self, experts: int | slice, *, is_up: bool) -> WeightLoader:
+        part, size = self.gate_up_proj[-1 if is_up else 0], len(self._local_columns)
+        assert isinstance(part, _PackedRows)
+        first = size if is_up and len(self.gate_up_proj) == 1 else 0
+        target = part.loader(experts, slice(first, first + size))
+        *leading, _, row_bytes = target.shape
+        index = (*(slice(None) for _ in leading), as_slice(self._local_columns))
+        return shard_loader(target, (*leading, self._intermediate_size, row_bytes), *index)
+
+    def _columns_loader(self, experts: int | slice) -> WeightLoader:
+        target, columns = self.down_proj.loader(experts), self.down_proj.source_columns
+        *leading, _ = target.shape
+        index = (*(slice(None) for _ in leading), as_slice(columns(self._local_columns)))
+        return shard_loader(target, (*leading, len(columns(range(self._intermediate_size)))), *index)
+
+
+def ggml_method(*types: GgmlType | None) -> QuantizationMethod:
+    """Return the quantization method of a layer whose matrices have these formats, None for an unquantized one.
+
+    A linear layer has a type per matrix that it merges, an embedding or a head one, experts those of gate, up and down.
+    """
+    block_sizes = [ggml_type.block_size for ggml_type in types if ggml_type is not None]
+    quantized = tuple(ggml_type for ggml_type in types if ggml_type is not None)
+    return QuantizationMethod(
+        partial(_linear_weight, types),
+        partial(_embedding_weight, types),
+        partial(GgmlExperts, quantized) if len(quantized) == len(types) == 3 else None,
+        max(block_sizes, default=1),
+    )
+
+
+def _linear_weight(types: Sequence[GgmlType | None], output_sizes: Sequence[int], input_size: int) -> LinearWeight:
+    if len(types) != len(output_sizes):
+        raise ValueError(f"{len(types)} formats are given for a layer of {len(output_sizes)} matrices")
+    if len(set(types)) > 1:
+        return MergedGgmlWeight(types, output_sizes, input_size)
+    return _embedding_weight(types[:1], output_sizes, input_size)
+
+
+def _embedding_weight(
+    types: Sequence[GgmlType | None], output_sizes: Sequence[int], input_size: int
+) -> EmbeddingWeight:
+    (ggml_type,) = types
+    return (
+        DenseWeight(output_sizes, input_size) if ggml_type is None else GgmlWeight(ggml_type, output_sizes, input_size)
+    )
