@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from meltcore.errors import ConfigError
-from meltcore.models import safetensors_file as module
+from meltcore.models import tensor_file
 from meltcore.models.safetensors_file import SafetensorsFile
 
 TENSORS = {
@@ -47,7 +47,7 @@ def test_part_equals_the_slice(path: Path, part: tuple[str, tuple[slice, ...]], 
     name, index = part
     buffer = torch.full((5000,), 77, dtype=torch.uint8) if buffered else None
     with pytest.MonkeyPatch.context() as patch, SafetensorsFile(path) as shard:
-        patch.setattr(module, "_MIN_RANGE_BYTES", run_bytes)
+        patch.setattr(tensor_file, "_MIN_RANGE_BYTES", run_bytes)
         found = shard.read(name, index, buffer)
     assert torch.equal(found, TENSORS[name][index] if index else TENSORS[name])
     assert found.dtype == TENSORS[name].dtype

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from meltcore.errors import ConfigError
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import ShardLoader
-from meltcore.models import safetensors_file
+from meltcore.models import tensor_file
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.kv_cache_specs import FullAttentionSpec, RecurrentStateSpec
@@ -116,7 +116,7 @@ def test_rank_reads_only_its_own_bytes(folder: Path, ranks: int, fused: bool, mo
         read_into(shard, buffer, offset)
 
     monkeypatch.setattr(SafetensorsFile, "_read_into", counting)
-    monkeypatch.setattr(safetensors_file, "_MIN_RANGE_BYTES", 1)  # short runs would be read with what lies between
+    monkeypatch.setattr(tensor_file, "_MIN_RANGE_BYTES", 1)  # short runs would be read with what lies between
     model = loaded(folder, TensorParallelGroup(ranks - 1, ranks))
     assert sum(read) == sum(weight.nbytes for weight in model.parameters())
 

@@ -22,7 +22,8 @@ from meltcore.models.config_fields import Fields
 from meltcore.models.model import Model
 from meltcore.models.quantization import quantize_to_fp8
 from meltcore.models.registry import ARCHITECTURES
-from meltcore.models.safetensors_file import SafetensorsFile, TensorEntry
+from meltcore.models.safetensors_file import SafetensorsFile
+from meltcore.models.tensor_file import TensorEntry
 
 Progress = Callable[[str, float], None]
 # The standard deviation that published models are initialized with (initializer_range in config.json).

@@ -1,9 +1,7 @@
-"""Reads parts of a checkpoint file in the safetensors format.
+"""Reads the headers of files in the safetensors format.
 
 Format: https://github.com/huggingface/safetensors. Eight bytes give the length of a header. The header is JSON (names,
-types, shapes, offsets), and the tensors follow. The file is read and not memory-mapped: a mapping is loaded in pages of
-4 KiB on first access, which is a quarter as fast, and slower still when the file is not in the page cache yet
-(benchmarks/load_checkpoint.py).
+types, shapes, offsets), and the tensors follow.
 """
 
 from __future__ import annotations
@@ -11,94 +9,31 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar
 
 import torch
 
 from meltcore.errors import ConfigError
+from meltcore.models.tensor_file import TensorEntry, TensorFile
 
-# The types that weights may be stored in. Narrower types and integers belong to quantized checkpoints, and mean nothing
-# without their scales.
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# Separate ranges are read one by one when they are at least this long; else the bytes between them are read too.
-_MIN_RANGE_BYTES = 64 * 1024
-
-Index = Sequence[slice]
 
 
-class TensorEntry(NamedTuple):
-    """A tensor of a file: the format's name of its type, its shape, and the file offset of its first byte."""
-
-    dtype_name: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-class SafetensorsFile:
+class SafetensorsFile(TensorFile):
     """An open safetensors file. `entries` has its tensors by name. Several threads may call `read` concurrently."""
+
+    # Narrower types and integers belong to quantized checkpoints, and mean nothing without their scales.
+    DTYPES: ClassVar = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
     def __init__(self, path: Path) -> None:
         """Open the file and read its header. Raises ConfigError when the file is unreadable or has another format."""
-        self.path = path
-        try:
-            self._file = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
+        super().__init__(path)
         try:
             self.entries = self._read_header()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             os.close(self._file)
             raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        os.close(self._file)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a tensor. Raises ConfigError for a type that unquantized weights cannot have."""
-        dtype_name = self.entries[name].dtype_name
-        if dtype_name not in _DTYPES:
-            raise ConfigError(
-                f"{self.path}: {name} is stored as {dtype_name}; weights must be unquantized: {', '.join(_DTYPES)}"
-            )
-        return _DTYPES[dtype_name]
-
-    def read(self, name: str, index: Index = (), buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a tensor, or its part `index`, into host memory. index: slices of the first dimensions, with step 1.
-
-        The result is a view of `buffer` ([bytes] uint8) if it fits there, else new memory. Raises ConfigError when the
-        file has become shorter, or for a type that unquantized weights cannot have.
-        """
-        dtype = self.dtype(name)
-        _, shape, offset = self.entries[name]
-        bounds = [dim_slice.indices(size)[:2] for dim_slice, size in zip(index, shape, strict=False)]
-        bounds += [(0, size) for size in shape[len(bounds) :]]
-        # The last dimension that is cut and those after it are contiguous: one range per combination of those before.
-        sliced_dims = [dim for dim, (bound, size) in enumerate(zip(bounds, shape, strict=True)) if bound != (0, size)]
-        last_sliced_dim = sliced_dims[-1] if sliced_dims else 0
-        row_bytes = math.prod(shape[last_sliced_dim + 1 :]) * dtype.itemsize
-        first, end = bounds[last_sliced_dim] if shape else (0, 1)
-        if (end - first) * row_bytes < _MIN_RANGE_BYTES and last_sliced_dim > 0:
-            full_rows = self.read(name, index[:last_sliced_dim], buffer)
-            return full_rows[(*(slice(None),) * last_sliced_dim, slice(first, end))]
-        result_shape = [end - first for first, end in bounds]
-        size = math.prod(result_shape) * dtype.itemsize
-        if buffer is None or size > len(buffer):
-            buffer = torch.empty(size, dtype=torch.uint8)
-        memory = buffer[:size].numpy().data
-        range_bytes = (end - first) * row_bytes
-        for i, start in enumerate(_range_starts(bounds[:last_sliced_dim], shape[:last_sliced_dim])):
-            file_offset = offset + (start * shape[last_sliced_dim] + first) * row_bytes if shape else offset
-            self._read_into(memory[i * range_bytes : (i + 1) * range_bytes], file_offset)
-        return buffer[:size].view(dtype).view(result_shape)
 
     def _read_header(self) -> dict[str, TensorEntry]:
         size = os.fstat(self._file).st_size
@@ -113,24 +48,9 @@ class SafetensorsFile:
             if not isinstance(dtype_name, str) or any(type(value) is not int or value < 0 for value in (*shape, begin)):
                 raise ValueError(f"{name} has the type {dtype_name!r} and the shape {list(shape)} from {begin!r} on")
             # The file may hold tensors of other types that are not read.
-            size_matches = dtype_name not in _DTYPES or end - begin == math.prod(shape) * _DTYPES[dtype_name].itemsize
+            dtype = self.DTYPES.get(dtype_name)
+            size_matches = dtype is None or end - begin == math.prod(shape) * dtype.itemsize
             if not size_matches or not begin <= end <= size - 8 - header_bytes:
                 raise ValueError(f"{name} stands from {begin} to {end} in a file of {size} bytes")
             entries[name] = TensorEntry(dtype_name, shape, 8 + header_bytes + begin)
         return entries
-
-    def _read_into(self, buffer: memoryview, offset: int) -> None:
-        bytes_read = 0
-        while bytes_read < len(buffer):
-            num_read = os.preadv(self._file, [buffer[bytes_read:]], offset + bytes_read)
-            if num_read == 0:
-                raise ConfigError(f"{self.path} has become shorter while it is read")
-            bytes_read += num_read
-
-
-def _range_starts(bounds: Sequence[tuple[int, int]], shape: Sequence[int]) -> list[int]:
-    """Return the flat indices in an array of `shape` of all index combinations within `bounds`."""
-    starts = [0]
-    for (first, end), size in zip(bounds, shape, strict=True):
-        starts = [start * size + index_in_dim for start in starts for index_in_dim in range(first, end)]
-    return starts
