@@ -26,7 +26,7 @@ ALLOWED = {
     "models": ("layers", "kernels"),
     "layers": ("kernels",),
     "kernels": (),
-    "text": ("models.checkpoint",),
+    "text": ("models.checkpoint", "models.gguf_config", "models.gguf_file"),
     "demo": ("report", "evals", "load"),
     "tune": ("compare", "report", "evals", "load"),
     "compare": ("report", "evals", "load"),

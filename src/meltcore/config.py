@@ -30,6 +30,13 @@ class EngineConfig:
     """
 
     model: str  # local folder or hub id
+    tokenizer: str | None = option(
+        None,
+        "Folder or hub id whose tokenizer and chat template replace the checkpoint's.",
+        group=_ENGINE_GROUP,
+        type=not_empty,
+        metavar="PATH",
+    )
     load_format: LoadFormat = option("auto", "dummy: random weights of the configured shapes.", group=_ENGINE_GROUP)
     dtype: DType = option(
         "auto", "Type of weights and activations (default: the checkpoint's; CPU: float32).", group=_ENGINE_GROUP

@@ -61,14 +61,9 @@ class LLM:
             config = replace(config, max_num_batched_tokens=tokens)
         self.engine = GenerationEngine(config)
         self.engine.scheduler.long_prompt = self.engine.max_model_len  # offline, no prompt is paced
-        folder = self.engine.checkpoint.folder
-        has_tokenizer = (folder / "tokenizer.json").exists()
-        is_synthetic = self.engine.config.load_format == "dummy" and not has_tokenizer
-        self.tokenizer = (
-            Tokenizer.synthetic_bytes(self.engine.vocab_size) if is_synthetic else Tokenizer.from_folder(folder)
-        )
-        hf_config = self.engine.checkpoint.config
-        self._template = ChatTemplate.from_folder(folder, template_defaults(hf_config))
+        checkpoint, hf_config = self.engine.checkpoint, self.engine.checkpoint.config
+        self.tokenizer = Tokenizer.from_checkpoint(checkpoint, allow_missing=config.load_format == "dummy")
+        self._template = ChatTemplate.from_checkpoint(checkpoint, template_defaults(hf_config))
         self._reasoning_parser = reasoning_parser(self.tokenizer, hf_config)
         self._num_requests = 0
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from meltcore.api.sampling import checkpoint_defaults
 from meltcore.config import ModelConfig
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.checkpoint import Checkpoint, CheckpointFiles, open_checkpoint
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
@@ -26,31 +25,22 @@ class TextModel:
 
 def find_checkpoint(config: ModelConfig) -> Checkpoint:
     """Return the checkpoint's folder and configuration, downloaded if it is a hub's. Raises ConfigError."""
-    is_dummy = config.engine.load_format == "dummy"
-    return open_checkpoint(config.engine.model, files="config" if is_dummy else "text")
+    engine = config.engine
+    files: CheckpointFiles = "config" if engine.load_format == "dummy" else "text"
+    return open_checkpoint(engine.model, files=files, tokenizer=engine.tokenizer)
 
 
 def load_text_model(config: ModelConfig) -> TextModel:
     """Load tokenizer, chat template and sampling defaults. Takes up to seconds. Raises ConfigError."""
     checkpoint = find_checkpoint(config)
     greedy, generation_path = config.generation_config == "greedy", checkpoint.folder / "generation_config.json"
-    tokenizer = _load_tokenizer(checkpoint, allow_missing=config.engine.load_format == "dummy")
+    tokenizer = Tokenizer.from_checkpoint(checkpoint, allow_missing=config.engine.load_format == "dummy")
     # Looked up now, the bytes of all tokens (20 MB for 150,000) are allocated together, not scattered while serving.
     for token_id in range(tokenizer.vocab_size):
         tokenizer.token_bytes(token_id)
     return TextModel(
         tokenizer=tokenizer,
-        template=ChatTemplate.from_folder(checkpoint.folder, template_defaults(checkpoint.config)),
+        template=ChatTemplate.from_checkpoint(checkpoint, template_defaults(checkpoint.config)),
         reasoning_parser=reasoning_parser(tokenizer, checkpoint.config),
         sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config, str(generation_path)),
     )
-
-
-def _load_tokenizer(checkpoint: Checkpoint, *, allow_missing: bool) -> Tokenizer:
-    folder = checkpoint.folder
-    if not allow_missing or (folder / "tokenizer.json").exists():
-        return Tokenizer.from_folder(folder)
-    vocab_size = checkpoint.text_config.get("vocab_size")
-    if not isinstance(vocab_size, int):
-        raise ConfigError(f"{folder}/config.json has no vocab_size to make a synthetic tokenizer for")
-    return Tokenizer.synthetic_bytes(vocab_size)

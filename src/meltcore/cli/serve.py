@@ -7,6 +7,7 @@ EXAMPLES = """\
   meltcore serve meltcore/sums                           the bundled model, on any machine
   meltcore serve ./my-checkpoint --port 8080 --memory 40GiB
   meltcore serve Qwen/Qwen3-0.6B --served-model-name qwen small --api-key secret
+  meltcore serve ./model.gguf                            weights, tokenizer and template of one file
   meltcore serve ./config-only --load-format dummy       random weights of the configured shapes
   meltcore serve ./my-checkpoint -tp 8                   one model on eight GPUs
   meltcore serve ./my-checkpoint -dp 8                   a replica on each of eight GPUs, one port
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         type=not_empty,
-        help="a checkpoint folder, a hub id, or a bundled model: meltcore/sums, meltcore/sums-hybrid",
+        help="a checkpoint folder, a GGUF file, a hub id, or a bundled model: meltcore/sums, meltcore/sums-hybrid",
     )
     for config in (EngineConfig, ModelConfig, ServerConfig):
         add_options(parser, config)

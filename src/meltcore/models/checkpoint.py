@@ -1,9 +1,10 @@
-"""Finds a checkpoint by a local folder, the name of a bundled model, or a hub id.
+"""Finds a checkpoint by a local folder, a GGUF file, the name of a bundled model, or a hub id.
 
 This module does not import torch, since API servers use it too.
 
 Layout: the published Hugging Face one (config.json, generation_config.json, tokenizer.json, tokenizer_config.json,
-chat_template.jinja, *.safetensors with an optional model.safetensors.index.json).
+chat_template.jinja, *.safetensors with an optional model.safetensors.index.json), or GGUF, which has all of it in one
+file or in the parts of a split one.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from meltcore.errors import ConfigError
 from meltcore.models.config_fields import Fields
+
+if TYPE_CHECKING:
+    from meltcore.models.gguf_file import GGUFModel
 
 BUNDLED_MODEL = "meltcore/sums"
 BUNDLED_HYBRID = "meltcore/sums-hybrid"
@@ -45,12 +49,24 @@ _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder and its parsed JSON files. `name` is the text by which the user selected it."""
+    """A checkpoint folder and its parsed JSON files. `name` is the text by which the user selected it.
+
+    gguf: the headers of a GGUF checkpoint, whose metadata `config` comes from; tokenizer_folder: that of --tokenizer.
+    """
 
     name: str
     folder: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    gguf: GGUFModel | None = None
+    tokenizer_folder: Path | None = None
+
+    @property
+    def text_folder(self) -> Path | None:
+        """The folder with tokenizer.json and tokenizer_config.json; None if a GGUF file is their only source."""
+        if self.tokenizer_folder is not None or self.gguf is not None:
+            return self.tokenizer_folder
+        return self.folder
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -79,9 +95,10 @@ class Checkpoint:
 
     def _tokenizer_eos_id(self) -> int | None:
         """Return the id of tokenizer_config.json's eos_token, None if no added token has its text."""
-        path = self.folder / "tokenizer_config.json"
-        if not path.exists():
+        folder = self.text_folder
+        if folder is None or not (folder / "tokenizer_config.json").exists():
             return None
+        path = folder / "tokenizer_config.json"
         tokenizer_config = Fields(read_json(path), path.name)
         token = tokenizer_config.optional("eos_token")
         if token is None:
@@ -90,7 +107,7 @@ class Checkpoint:
         for token_id, added_token in tokenizer_config.optional("added_tokens_decoder", {}).items():
             if added_token["content"] == token_text:
                 return int(token_id)
-        path = self.folder / "tokenizer.json"
+        path = folder / "tokenizer.json"
         added_tokens = Fields(read_json(path), path.name).optional("added_tokens", []) if path.exists() else []
         return next((added_token["id"] for added_token in added_tokens if added_token["content"] == token_text), None)
 
@@ -107,14 +124,20 @@ class Checkpoint:
         return [self.folder / name for name in names]
 
 
-def open_checkpoint(model: str, *, files: CheckpointFiles) -> Checkpoint:
+def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None = None) -> Checkpoint:
     """Find the checkpoint `model` and read its configuration.
 
     A hub id is downloaded first. files: "all", or "text" for everything but the weights, or "config" for the same
-    unless a bundled configuration makes the download unnecessary.
+    unless a bundled configuration makes the download unnecessary. tokenizer: another folder or hub id, whose tokenizer
+    and chat template replace those of the checkpoint.
 
-    Raises ConfigError when there is no such folder, hub repository or config.json, or for an invalid JSON file.
+    Raises ConfigError when there is no such folder, GGUF file, hub repository or config.json, for an invalid JSON file,
+    and for an invalid or unsupported GGUF file.
     """
+    tokenizer_folder = None if tokenizer is None else _find_folder(tokenizer, "text")
+    gguf_path = _find_gguf(model)
+    if gguf_path is not None:
+        return _open_gguf(model, gguf_path, tokenizer_folder)
     folder = _find_folder(model, files)
     config_path = folder / "config.json"
     if not config_path.exists():
@@ -125,6 +148,7 @@ def open_checkpoint(model: str, *, files: CheckpointFiles) -> Checkpoint:
         folder=folder,
         config=read_json(config_path),
         generation_config=read_json(generation_path) if generation_path.exists() else {},
+        tokenizer_folder=tokenizer_folder,
     )
     # Read now, so that an invalid one is reported before minutes of loading weights.
     Fields(checkpoint.config).optional("architectures")
@@ -148,6 +172,40 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object; it begins with {json.dumps(content)[:40]}")
     return content
+
+
+def _find_gguf(model: str) -> Path | None:
+    """Return the GGUF file that `model` names, or that is the only checkpoint of the folder `model`, else None.
+
+    Raises ConfigError for a missing file, and for a folder with several checkpoints.
+    """
+    path = Path(model).expanduser()
+    if model.endswith(".gguf") and not path.is_dir():
+        if not path.exists():
+            raise ConfigError(f"{model}: no such file")
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")) or not any(path.glob("*.gguf")):
+        return None
+    from meltcore.models.gguf_file import gguf_files
+
+    candidates = list(gguf_files(path))
+    if len(candidates) > 1:
+        names = ", ".join(candidate.name for candidate in candidates)
+        raise ConfigError(f"{model} has {len(candidates)} GGUF checkpoints, so name one of them: {names}")
+    return candidates[0] if candidates else None
+
+
+def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoint:
+    # Imported here: they take 0.2 s, which other checkpoints do not need.
+    from meltcore.models.gguf_config import read_config
+    from meltcore.models.gguf_file import GGUFModel
+
+    gguf = GGUFModel(path)
+    if tokenizer_folder is None and "tokenizer.ggml.tokens" not in gguf.metadata:
+        raise ConfigError(f"{gguf.path} has no tokenizer (tokenizer.ggml.tokens); name one with --tokenizer")
+    checkpoint = Checkpoint(name, path.parent, read_config(gguf), {}, gguf, tokenizer_folder)
+    _ = checkpoint.eos_token_ids
+    return checkpoint
 
 
 def _find_folder(model: str, files: CheckpointFiles) -> Path:

@@ -14,7 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import read_json
+from meltcore.models.checkpoint import Checkpoint, read_json
 
 MAX_RENDERED_CHARS = 64 * 2**20  # a template may multiply its input
 
@@ -48,6 +48,19 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
         self._variables = {**(special_tokens or {}), **(defaults or {})}
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
+        """Load the chat template of a checkpoint; that of --tokenizer comes first. None where there is neither."""
+        folders = [checkpoint.tokenizer_folder] if checkpoint.gguf else [checkpoint.tokenizer_folder, checkpoint.folder]
+        templates = (cls.from_folder(folder, defaults) for folder in folders if folder is not None)
+        template = next((each for each in templates if each is not None), None)
+        if template is None and checkpoint.gguf is not None:
+            from meltcore.text.gguf_tokenizer import special_tokens, template_source
+
+            source = template_source(checkpoint.gguf)
+            template = None if source is None else cls(source, special_tokens(checkpoint.gguf), defaults)
+        return template
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:

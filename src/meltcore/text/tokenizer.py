@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import Checkpoint
 
 NUM_BYTES = 256
 MIN_BATCH_DECODE_TOKENS = 1024
@@ -43,6 +44,25 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
         self.is_byte_level = _is_byte_level(backend)
         self._token_bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, *, allow_missing: bool = False) -> Tokenizer:
+        """Load the tokenizer of a checkpoint, or the one of --tokenizer.
+
+        allow_missing: without a tokenizer.json, make a synthetic one. Raises ConfigError where it is missing or broken.
+        """
+        folder = checkpoint.text_folder
+        if folder is None:
+            from meltcore.text.gguf_tokenizer import build_tokenizer
+
+            assert checkpoint.gguf is not None
+            return cls(build_tokenizer(checkpoint.gguf))
+        if not allow_missing or (folder / "tokenizer.json").exists():
+            return cls.from_folder(folder)
+        vocab_size = checkpoint.text_config.get("vocab_size")
+        if not isinstance(vocab_size, int):
+            raise ConfigError(f"{folder}/config.json has no vocab_size to make a synthetic tokenizer for")
+        return cls.synthetic_bytes(vocab_size)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:

@@ -27,7 +27,7 @@ from meltcore.engine.worker.warm_up import CompileOrder, StepLimits, compile_ker
 from meltcore.errors import RequestError
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.uniform_routing import set_uniform_routing
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.checkpoint import CheckpointFiles, open_checkpoint
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.loader import Progress
 from meltcore.protocol.generation import (
@@ -66,7 +66,8 @@ class GenerationEngine:
         start_s = time.monotonic()
         progress = progress or (lambda _stage, _fraction: None)
         self.config = config
-        self.checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")
+        files: CheckpointFiles = "config" if config.load_format == "dummy" else "all"
+        self.checkpoint = open_checkpoint(config.model, files=files, tokenizer=config.tokenizer)
         device = choose_device(config.device, num_ranks=config.tensor_parallel_size)
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # for Triton launches and graph captures of this thread

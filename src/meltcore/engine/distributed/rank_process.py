@@ -44,7 +44,7 @@ from meltcore.errors import MeltcoreError
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.uniform_routing import set_uniform_routing
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.checkpoint import CheckpointFiles, open_checkpoint
 
 
 class RankProcess:
@@ -83,7 +83,8 @@ class RankProcess:
         set_uniform_routing("uniform-routing" in config.debug, config.seed)
         self._send(RankStage(self._rank, "started"))
         join_group(group, self._folder, device, config)
-        checkpoint = open_checkpoint(config.model, files="config" if config.load_format == "dummy" else "all")
+        files: CheckpointFiles = "config" if config.load_format == "dummy" else "all"
+        checkpoint = open_checkpoint(config.model, files=files, tokenizer=config.tokenizer)
         loaded = load(config, checkpoint, device, self._count_progress, group)
         self._send(RankLoaded(self._rank, loaded.plan))
         message = self._receive()

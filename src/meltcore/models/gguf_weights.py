@@ -1,0 +1,99 @@
+"""Gives the tensors of a GGUF file the names, shapes and layout that they have in published safetensors files.
+
+Three differ in more than their names. Rows of queries and keys of `llama` files are in the order of llama.cpp's rotary
+embeddings: dimension i of a head is followed by i + head_dim / 2. Norms of Gemma include the 1 that published files
+leave to be added. All experts of a layer are one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, WeightLoader, permuted_loader
+from meltcore.models.gguf_config import EMBEDDING, HEAD, ROPE_FACTORS
+from meltcore.models.gguf_file import GGUFFile, GGUFTensor
+from meltcore.models.tensor_file import TensorEntry, TensorFile
+
+_OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_GEMMA_LAYER = _LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_PERMUTED = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
+
+
+class GGUFWeights(TensorFile):
+    """The tensors of an open GGUF file by their published names. Stacked experts have an entry each."""
+
+    DTYPES: ClassVar = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+    def __init__(self, file: GGUFFile, config: Mapping[str, Any]) -> None:
+        """Open the file of a header that has been read. config: of the checkpoint."""
+        super().__init__(file.path)
+        self._model_type, self._head_dim = config["model_type"], config["head_dim"]
+        self._stored_names: dict[str, str] = {}
+        self.entries = {}
+        for stored_name, tensor in file.tensors.items():
+            if stored_name == ROPE_FACTORS:  # part of the configuration
+                continue
+            for name, entry in self._published(stored_name, tensor):
+                self.entries[name] = entry
+                self._stored_names[name] = stored_name
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in the file of the published tensor `name`."""
+        return self._stored_names.get(name, name)
+
+    def adapt(self, name: str, target: WeightLoader) -> WeightLoader:
+        """Return the loader for the tensor as it is stored, from the loader for the published tensor."""
+        if self._model_type in ("llama", "mistral") and name.endswith(_PERMUTED):
+            return _unpermuted(target, self._head_dim)
+        if self._model_type == "gemma3_text" and name.endswith("norm.weight"):
+            return ConvertingLoader(target.shape, lambda source: target.copy_(source.float() - 1))
+        return target
+
+    def _published(self, stored_name: str, tensor: GGUFTensor) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield the published names and the entries of a tensor. An unknown one keeps its name."""
+        dtype_name, shape, offset = tensor.type.name, tensor.shape, tensor.offset
+        block, _, rest = stored_name.removeprefix("blk.").partition(".")
+        part, _, kind = rest.rpartition(".")
+        names = _GEMMA_LAYER if self._model_type == "gemma3_text" else _LAYER
+        if stored_name in _OUTER:
+            yield _OUTER[stored_name], TensorEntry(dtype_name, shape, offset)
+        elif part in _EXPERTS and len(shape) == 3:
+            expert_bytes = tensor.num_bytes // shape[0]
+            for expert in range(shape[0]):
+                name = f"model.layers.{block}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}"
+                yield name, TensorEntry(dtype_name, shape[1:], offset + expert * expert_bytes)
+        elif stored_name.startswith("blk.") and part in names:
+            yield f"model.layers.{block}.{names[part]}.{kind}", TensorEntry(dtype_name, shape, offset)
+        else:
+            yield stored_name, TensorEntry(dtype_name, shape, offset)
+
+
+def _unpermuted(target: WeightLoader, head_dim: int) -> WeightLoader:
+    """Return a loader of rows in llama.cpp's order into `target`, whose parts hold whole heads."""
+    if isinstance(target, ShardLoader):
+        return target._replace(slices=tuple((index, _unpermuted(part, head_dim)) for index, part in target.slices))
+    # Row (head, half, i) of the published tensor is row (head, i, half) of the file.
+    stored_rows = torch.arange(target.shape[0]).view(-1, head_dim // 2, 2)
+    return permuted_loader(target, stored_rows.transpose(1, 2).flatten())

@@ -1,0 +1,195 @@
+"""Builds the tokenizer and finds the chat template of a GGUF checkpoint.
+
+A GGUF file names its kind of tokenizer instead of its parts: `tokenizer.ggml.model` is "gpt2" for byte-level BPE, whose
+pre-tokenizer `tokenizer.ggml.pre` names, or "llama" for SentencePiece BPE, which has scores instead of merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+from gguf.constants import TokenType
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from meltcore.errors import ConfigError
+from meltcore.models.gguf_config import token_types
+from meltcore.models.gguf_file import GGUFModel, describe_value
+
+_SPACE = "▁"  # SentencePiece's
+_PREFIX = "tokenizer.ggml."
+_SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # as in the keys
+
+
+class _PreTokenizer(NamedTuple):
+    """What a name in tokenizer.ggml.pre stands for: the published tokenizer's pattern and settings."""
+
+    pattern: str
+    normalizer: normalizers.Normalizer | None = None
+    ignore_merges: bool = False  # a word that is a token stays whole
+    add_bos: bool = False  # without tokenizer.ggml.add_bos_token
+
+
+def _words(digits: str) -> str:
+    """Return the pattern of words of Qwen2 and Llama 3, which differ in how many digits make a token."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_LLAMA3 = _PreTokenizer(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+_PRE_TOKENIZERS = {
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _PreTokenizer(_words(r"\p{N}"), normalizers.NFC()),
+}
+
+
+def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
+    """Build the tokenizer of a GGUF checkpoint.
+
+    Raises ConfigError that names file and key for an unsupported kind and for a missing or wrong value.
+    """
+    kind = gguf.metadata.get(f"{_PREFIX}model")
+    if kind not in ("gpt2", "llama"):
+        raise _unsupported(gguf, "model", kind, ("gpt2", "llama"))
+    tokens = gguf.texts(f"{_PREFIX}tokens")
+    types = token_types(gguf, len(tokens))
+    used = np.flatnonzero(types != TokenType.UNUSED)
+    tokens = tokens[: int(used[-1]) + 1 if len(used) else 0]  # the rest fills up the rows of an embedding
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocab) < len(tokens):
+        twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
+        raise ConfigError(f"{gguf.path}: {_PREFIX}tokens has {twice!r} twice")
+    try:
+        tokenizer, add_bos = (_byte_level if kind == "gpt2" else _sentencepiece)(gguf, vocab, types)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises bare Exception, for a merge of unknown tokens too
+        raise ConfigError(f"{gguf.path}: the tokenizer cannot be built: {error}") from error
+    types = types[: len(tokens)]
+    special = np.isin(types, (TokenType.CONTROL, TokenType.UNKNOWN))
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(tokens[i], normalized=False, special=True) for i in np.flatnonzero(special)]
+    )
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(tokens[i], normalized=False) for i in np.flatnonzero(types == TokenType.USER_DEFINED)]
+    )
+    _set_added_ends(tokenizer, gguf, add_bos=add_bos)
+    return tokenizer
+
+
+def special_tokens(gguf: GGUFModel) -> dict[str, str]:
+    """Return the texts of the special tokens by their names in a chat template, such as bos_token."""
+    tokens = gguf.texts(f"{_PREFIX}tokens") if f"{_PREFIX}tokens" in gguf.metadata else []
+    ids = {f"{name}_token": gguf.metadata.get(f"{_PREFIX}{key}_token_id") for name, key in _SPECIAL_NAMES.items()}
+    return {
+        name: tokens[token_id]
+        for name, token_id in ids.items()
+        if type(token_id) is int and token_id in range(len(tokens))
+    }
+
+
+def template_source(gguf: GGUFModel) -> str | None:
+    """Return the chat template, None if the file has none."""
+    source = gguf.metadata.get("tokenizer.chat_template")
+    if source is None or isinstance(source, str):
+        return source
+    raise ConfigError(f"{gguf.path}: tokenizer.chat_template must be a text; got {describe_value(source)}")
+
+
+def _byte_level(
+    gguf: GGUFModel, vocab: dict[str, int], _types: np.ndarray[Any, Any]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return a byte-level BPE tokenizer, and whether it adds a BOS token by default."""
+    name = gguf.metadata.get(f"{_PREFIX}pre")
+    pre = _PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if pre is None:
+        raise _unsupported(gguf, "pre", name, _PRE_TOKENIZERS)
+    if f"{_PREFIX}merges" not in gguf.metadata:
+        raise ConfigError(f"{gguf.path} lacks {_PREFIX}merges; name a tokenizer with --tokenizer")
+    merges: list[tuple[str, str]] = []
+    for merge in gguf.texts(f"{_PREFIX}merges"):
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise ConfigError(f"{gguf.path}: {_PREFIX}merges has {merge!r}; a merge is two tokens with a space between")
+        merges.append((left, right))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))
+    if pre.normalizer is not None:
+        tokenizer.normalizer = pre.normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pre.pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre.add_bos
+
+
+def _sentencepiece(
+    gguf: GGUFModel, vocab: dict[str, int], types: np.ndarray[Any, Any]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return a BPE tokenizer with SentencePiece's spaces and byte tokens. It adds a BOS token by default."""
+    key = f"{_PREFIX}scores"
+    if key not in gguf.metadata:
+        raise ConfigError(f"{gguf.path} lacks {key}; name a tokenizer with --tokenizer")
+    scores = gguf.numbers(key)
+    if len(scores) != len(types):
+        raise ConfigError(f"{gguf.path}: {key} has {len(scores)} values for {len(types)} tokens")
+    unknown = gguf.metadata.get(f"{_PREFIX}unknown_token_id", 0)
+    unknown_token = next((token for token, token_id in vocab.items() if token_id == unknown), None)
+    bpe = models.BPE(
+        vocab, _merges_from_scores(vocab, scores, types), unk_token=unknown_token, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = tokenizers.Tokenizer(bpe)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if gguf.metadata.get(f"{_PREFIX}add_space_prefix", True):  # Llama 2 does, Gemma does not
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer, True
+
+
+def _merges_from_scores(
+    vocab: dict[str, int], scores: np.ndarray[Any, Any], types: np.ndarray[Any, Any]
+) -> list[tuple[str, str]]:
+    """Return the merges of a SentencePiece vocabulary: it joins the neighbors that give the token of highest score.
+
+    Tokens of equal score are joined in the order of their ids, those of one token with the longest left neighbor first,
+    as in published tokenizer.json files. Control tokens, bytes and others that are matched whole result from no merge.
+    """
+    by_score = np.argsort(-scores[: len(vocab)], kind="stable")
+    tokens = list(vocab)
+    merges: list[tuple[str, str]] = []
+    for token_id in by_score[types[by_score] == TokenType.NORMAL].tolist():
+        token = tokens[token_id]
+        pairs = ((token[:end], token[end:]) for end in range(len(token) - 1, 0, -1))
+        merges += (pair for pair in pairs if pair[0] in vocab and pair[1] in vocab)
+    return merges
+
+
+def _set_added_ends(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos: bool) -> None:
+    """Make the tokenizer add BOS and EOS tokens where special tokens are asked for."""
+    tokens = special_tokens(gguf)
+    template, used = ["$A"], []
+    if gguf.metadata.get(f"{_PREFIX}add_bos_token", add_bos) and "bos_token" in tokens:
+        template, used = [tokens["bos_token"], *template], [tokens["bos_token"]]
+    if gguf.metadata.get(f"{_PREFIX}add_eos_token", False) and "eos_token" in tokens:
+        template, used = [*template, tokens["eos_token"]], [*used, tokens["eos_token"]]
+    if used:
+        ids = [(token, tokenizer.token_to_id(token)) for token in used]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+
+
+def _unsupported(gguf: GGUFModel, key: str, value: Any, supported: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"{gguf.path}: {_PREFIX}{key} is {describe_value(value)}; supported: {', '.join(supported)} "
+        "(--tokenizer names another tokenizer)"
+    )

@@ -1,0 +1,199 @@
+"""Writes small GGUF files in the layout that llama.cpp's converter gives them, with the writer of the gguf package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType, TokenType
+from transformers import PreTrainedModel
+
+Store = tuple[GGMLQuantizationType, Callable[[torch.Tensor], np.ndarray]]
+TYPES: dict[str, Store] = {
+    "F32": (GGMLQuantizationType.F32, lambda tensor: tensor.numpy()),
+    "F16": (GGMLQuantizationType.F16, lambda tensor: tensor.half().numpy()),
+    "BF16": (GGMLQuantizationType.BF16, lambda tensor: tensor.bfloat16().view(torch.uint8).numpy()),
+}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
+_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+_GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def write_model(path: Path, model: PreTrainedModel, store: str = "F32", split_tensors: int = 0) -> Path:
+    """Write a network with a vocabulary of bytes. store: the type of matrices; split_tensors: tensors per part."""
+    writer = new_writer(path, model.config, split_tensors=split_tensors)
+    add_tokenizer(writer, tokens=[f"t{index}" for index in range(model.config.vocab_size)])
+    add_tensors(writer, model, store)
+    return finish(writer, path)
+
+
+def new_writer(path: Path, config: Any, *, split_tensors: int = 0) -> gguf.GGUFWriter:
+    """Return a writer with the metadata of a network's configuration."""
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type], split_max_tensors=split_tensors)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is not None:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_dim))
+    if config.model_type in ("gemma3_text", "mistral"):
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    return writer
+
+
+def add_tokenizer(
+    writer: gguf.GGUFWriter,
+    *,
+    tokens: list[str],
+    types: list[int] | None = None,
+    model: str = "gpt2",
+    pre: str = "qwen2",
+    merges: list[str] | None = None,
+    scores: list[float] | None = None,
+    eos: int = 1,
+) -> None:
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types or [TokenType.NORMAL] * len(tokens))
+    if scores is not None:
+        writer.add_token_scores(scores)
+    if merges is not None:
+        writer.add_token_merges(merges)
+    writer.add_eos_token_id(eos)
+
+
+def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, store: str = "F32") -> None:
+    """Add the weights in the published GGUF layout: norms are always F32, llama's rows of q and k permuted."""
+    config = model.config
+    is_gemma = config.model_type == "gemma3_text"
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        tensor = tensor.detach().float().contiguous()
+        if is_gemma and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        if writer.arch == "llama" and ".q_proj." in name:
+            tensor = permute(tensor, config.num_attention_heads)
+        if writer.arch == "llama" and ".k_proj." in name:
+            tensor = permute(tensor, config.num_key_value_heads)
+        for stored_name, part in gguf_tensors(name, tensor, is_gemma):
+            raw_type, convert = TYPES[store if part.dim() > 1 and "_inp" not in stored_name else "F32"]
+            writer.add_tensor(stored_name, convert(part.contiguous()), raw_dtype=raw_type)
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_tensors(name: str, tensor: torch.Tensor, is_gemma: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return the GGUF names and parts of a tensor of transformers 5, which stacks the experts of a layer."""
+    base, _, kind = name.rpartition(".")
+    if base in _OUTER:
+        return [(f"{_OUTER[base]}.{kind}", tensor)]
+    _, _, layer, part = name.split(".", 3)
+    if part == "mlp.experts.gate_up_proj":
+        gate, up = tensor.chunk(2, dim=1)
+        return [(f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up)]
+    if part == "mlp.experts.down_proj":
+        return [(f"blk.{layer}.ffn_down_exps.weight", tensor)]
+    stored = (_LAYER | _GEMMA_NORMS if is_gemma else _LAYER)[part.rpartition(".")[0]]
+    return [(f"blk.{layer}.{stored}.{kind}", tensor)]
+
+
+def permute(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Put dimension i of a head next to i + head_dim / 2, as llama.cpp rotates them."""
+    halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """Return rope_freqs.weight by the formula of llama.cpp's converter."""
+    frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    length, low, high = (
+        rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    divisors = []
+    for wavelength in 2 * np.pi / frequencies:
+        if wavelength < length / high:
+            divisors.append(1.0)
+        elif wavelength > length / low:
+            divisors.append(rope["factor"])
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(divisors, dtype=np.float32)
+
+
+def export_tokenizer(folder: Path, path: Path, *, pre: str = "qwen2", rows: int = 0) -> Path:
+    """Write the byte-level tokenizer.json of a folder as a GGUF file with one tensor, padded to `rows` tokens."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    added = {each["id"]: each for each in tokenizer["added_tokens"]}
+    texts = {index: token for token, index in tokenizer["model"]["vocab"].items()}
+    texts |= {index: each["content"] for index, each in added.items()}
+    rows = max(rows, max(texts) + 1)
+    types = [
+        (TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED)
+        if index in added
+        else (TokenType.NORMAL if index in texts else TokenType.UNUSED)
+        for index in range(rows)
+    ]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    writer = gguf.GGUFWriter(path, "qwen3")
+    tokens = [texts.get(index, f"[PAD{index}]") for index in range(rows)]
+    add_tokenizer(writer, tokens=tokens, types=types, pre=pre, merges=merges)
+    writer.add_tensor("token_embd.weight", np.zeros((rows, 1), dtype=np.float32))
+    return finish(writer, path)

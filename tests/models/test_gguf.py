@@ -1,0 +1,273 @@
+"""GGUF checkpoints of all architectures give configuration and logits of the networks they were written from."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import engine_tools as tools
+import numpy as np
+import pytest
+import torch
+from gguf_tools import add_tensors, add_tokenizer, finish, new_writer, permute, write_model
+from transformers import PreTrainedModel
+
+from meltcore import LLM, SamplingParams
+from meltcore.errors import ConfigError
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.models import loader
+from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.models.decoder_config import DecoderConfig
+from meltcore.models.gguf_config import read_config
+from meltcore.models.gguf_file import GGUFModel
+from meltcore.models.loader import build_meta_model, build_model, load_weights
+from meltcore.models.model import Model
+
+sys.path.append(str(Path(__file__).parents[1] / "load"))
+from gguf_file import write_gguf
+
+# Settings that GGUF files cannot express are left at what llama.cpp computes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "gemma3_text": {
+        "num_hidden_layers": 7,
+        "layer_types": None,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
+    },
+}
+CPU = torch.device("cpu")
+
+
+def reference_of(family: str, **changes: Any) -> PreTrainedModel:
+    reference = tools.make_reference(3, family, **(FAMILIES[family] | changes))
+    reference.tie_weights()
+    return reference
+
+
+def config_of(path: Path) -> DecoderConfig:
+    return build_model(open_checkpoint(str(path), files="text"), torch.float32, torch.device("meta")).config
+
+
+def error_against(reference: PreTrainedModel, path: Path) -> float:
+    seen = tools.open_engine(path, max_model_len=512)
+    prompt = tools.random_prompt(200, 1)
+    seen.add("one", prompt, max_tokens=5)
+    generated = seen.run()["one"]
+    return tools.relative_error(torch.stack(seen.logits["one"]), tools.reference_logits(reference, prompt, generated))
+
+
+def loaded(path: Path) -> Model:
+    checkpoint = open_checkpoint(str(path), files="all")
+    model = build_model(checkpoint, torch.float32, CPU)
+    load_weights(model, checkpoint, lambda stage, fraction: None)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_configuration_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    reference = reference_of(family)
+    reference.save_pretrained(tmp_path)
+    file = write_model(tmp_path / "model.gguf", reference)
+    published = config_of(tmp_path)
+    assert config_of(file) == published
+    assert error_against(reference, file) <= 1e-4
+
+
+@pytest.mark.parametrize("store", ["BF16", "F16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
+def test_16_bit_files_give_the_logits_of_the_rounded_weights(tmp_path: Path, family: str, store: str) -> None:
+    reference = reference_of(family)
+    file = write_model(tmp_path / "model.gguf", reference, store)
+    dtype = torch.bfloat16 if store == "BF16" else torch.float16
+    for name, weight in reference.named_parameters():
+        if weight.dim() > 1 and not name.endswith("mlp.gate.weight"):
+            weight.data = weight.data.to(dtype).float()
+    assert error_against(reference, file) <= 1e-4
+    stated = open_checkpoint(str(file), files="text").config["torch_dtype"]
+    assert stated == ("float16" if store == "F16" and family != "gemma3_text" else "bfloat16")
+
+
+def test_split_file_loads_what_one_file_does(tmp_path: Path) -> None:
+    reference = reference_of("llama")
+    whole = loaded(write_model(tmp_path / "whole.gguf", reference))
+    (tmp_path / "parts").mkdir()
+    write_model(tmp_path / "parts" / "m.gguf", reference, split_tensors=7)
+    parts = sorted((tmp_path / "parts").iterdir())
+    assert len(parts) == 5
+    split = loaded(tmp_path / "parts")
+    for name, weight in whole.named_parameters():
+        assert torch.equal(weight, dict(split.named_parameters())[name]), name
+    parts[2].unlink()
+    with pytest.raises(ConfigError, match=r"one of 5 parts; missing: m-00003-of-00005\.gguf"):
+        open_checkpoint(str(parts[0]), files="all")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
+def test_each_rank_loads_its_share(tmp_path: Path, family: str) -> None:
+    """Rows of permuted heads, experts and norms of a rank are those that it loads from the published layout."""
+    reference = reference_of(family)
+    reference.save_pretrained(tmp_path)
+    file = write_model(tmp_path / "model.gguf", reference)
+    for rank in range(2):
+        models = []
+        for path in (tmp_path, file):
+            checkpoint = open_checkpoint(str(path), files="all")
+            models.append(build_model(checkpoint, torch.float32, CPU, group=TensorParallelGroup(rank, 2)))
+            load_weights(models[-1], checkpoint, lambda stage, fraction: None)
+        ours, theirs = (dict(model.named_parameters()) for model in models[::-1])
+        assert ours.keys() == theirs.keys()
+        for name, weight in theirs.items():
+            torch.testing.assert_close(ours[name], weight, rtol=1e-6, atol=1e-6)
+
+
+def header_of(path: Path, family: str, **changes: Any) -> dict[str, Any]:
+    """Return the config.json of a header whose matrices have no rows but those that the configuration reads."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, **(tools.FAMILIES[family] | FAMILIES[family] | {"vocab_size": 300} | changes))
+    writer = new_writer(path, config)
+    add_tokenizer(writer, tokens=[f"t{index}" for index in range(300)])
+    writer.add_tensor("token_embd.weight", np.zeros((300, config.hidden_size), dtype=np.float32))
+    for layer in range(config.num_hidden_layers):
+        writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.zeros(config.hidden_size, dtype=np.float32))
+    return read_config(GGUFModel(finish(writer, path)))
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+@pytest.mark.parametrize("original", [64, 8192])
+def test_llama3_scaling_is_recovered_from_its_tensor(tmp_path: Path, factor: float, original: int) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
+    config = header_of(tmp_path / "model.gguf", "llama", head_dim=128, num_hidden_layers=2, rope_parameters=rope)
+    assert config["rope_scaling"] == {name: value for name, value in rope.items() if name != "rope_theta"}
+    other = rope | {"high_freq_factor": 9.0}
+    with pytest.raises(ConfigError, match=rf"rope_freqs.weight divides rotary frequencies by up to {factor:g}"):
+        header_of(tmp_path / "other.gguf", "llama", head_dim=128, num_hidden_layers=2, rope_parameters=other)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn"])
+def test_stated_scaling_is_read(tmp_path: Path, rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
+    config = header_of(tmp_path / "model.gguf", "qwen2", num_hidden_layers=1, rope_parameters=rope)
+    expected = {"rope_type": rope_type, "factor": 4.0}
+    assert config["rope_scaling"] == expected | (
+        {"original_max_position_embeddings": 512} if rope_type == "yarn" else {}
+    )
+    assert config["rope_theta"] == 1e6
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "heads", "head_dim"),
+    [("1b", 26, 1152, 4, 256), ("4b", 34, 2560, 8, 256), ("27b", 62, 5376, 32, 128)],
+)
+def test_gemma_files_that_leave_fields_out_have_the_published_ones(
+    tmp_path: Path, name: str, layers: int, hidden: int, heads: int, head_dim: int
+) -> None:
+    """Scale, pattern, local base and linear scaling of Gemma 3, by its size."""
+    published = build_model(
+        open_checkpoint(f"google/gemma-3-{name}-it", files="config"), torch.float32, torch.device("meta")
+    ).config
+    ours = header_of(
+        tmp_path / "model.gguf",
+        "gemma3_text",
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=published.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=published.num_key_value_heads,
+        head_dim=head_dim,
+        max_position_embeddings=published.max_position_embeddings,
+        sliding_window=published.sliding_window,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    from meltcore.models.gemma3 import Gemma3
+
+    with torch.device("meta"):
+        assert Gemma3(ours).config == replace(published, vocab_size=300)
+
+
+def test_bundled_model_answers_as_from_its_folder(tmp_path: Path) -> None:
+    """Weights, tokenizer, chat template and end tokens of one file."""
+    write_gguf(open_checkpoint(BUNDLED_MODEL, files="all").folder, tmp_path / "sums.gguf")
+    chats = [[{"role": "user", "content": f"What is {a} * 8?"}] for a in range(3, 9)]
+    greedy = SamplingParams(max_tokens=24)
+    answers = []
+    for model in (BUNDLED_MODEL, str(tmp_path / "sums.gguf")):
+        llm = LLM(model, device="cpu", memory_bytes=2**28)
+        answers.append([(each.token_ids, each.text, each.finish_reason) for each in llm.chat(chats, greedy)])
+        llm.close()
+    assert answers[0] == answers[1]
+    assert {reason for _, _, reason in answers[0]} == {"stop"}
+
+
+def test_tensors_are_named_as_in_the_file(tmp_path: Path) -> None:
+    reference = reference_of("llama")
+    writer = new_writer(tmp_path / "extra.gguf", reference.config)
+    add_tokenizer(writer, tokens=["a", "b"])
+    add_tensors(writer, reference)
+    writer.add_tensor("blk.1.attn_q.bias", np.zeros(128, dtype=np.float32))
+    with pytest.raises(ConfigError, match=r"extra\.gguf: 1 unexpected tensors: blk\.1\.attn_q\.bias$"):
+        outline(finish(writer, tmp_path / "extra.gguf"))
+    writer = new_writer(tmp_path / "less.gguf", reference.config)
+    add_tokenizer(writer, tokens=["a", "b"])
+    add_tensors(writer, reference)
+    del writer.tensors[0]["blk.1.ffn_up.weight"], writer.tensors[0]["output_norm.weight"]
+    with pytest.raises(
+        ConfigError, match=r"less\.gguf: 2 missing tensors: model\.layers\.1\.mlp\.up_proj\.weight, model"
+    ):
+        outline(finish(writer, tmp_path / "less.gguf"))
+
+
+def outline(path: Path) -> None:
+    build_meta_model(open_checkpoint(str(path), files="all"), torch.float32, CPU)
+
+
+def test_sizes_that_the_tensors_contradict_are_not_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader.Model, "to_empty", lambda *_, **__: pytest.fail("weights were allocated"))
+    monkeypatch.setattr(loader, "host_available_bytes", lambda: 2**50)
+    reference = reference_of("qwen3")
+    writer = new_writer(tmp_path / "wide.gguf", reference.config)
+    writer.kv_data[0].pop("qwen3.feed_forward_length")
+    writer.add_feed_forward_length(2**20)
+    add_tokenizer(writer, tokens=["a", "b"])
+    add_tensors(writer, reference)
+    file = finish(writer, tmp_path / "wide.gguf")
+    message = r"wide\.gguf: blk\.0\.ffn_gate\.weight has shape \[96, 64\]; the configuration asks for \[1048576, 64\]"
+    with pytest.raises(ConfigError, match=message):
+        build_model(open_checkpoint(str(file), files="all"), torch.float32, CPU)
+    monkeypatch.setattr(loader, "host_available_bytes", lambda: 2**20)
+    with pytest.raises(ConfigError, match=r"the weights take .* GiB of host memory are available"):
+        build_model(open_checkpoint(str(file), files="all"), torch.float32, CPU)
+
+
+def test_wrong_field_names_the_file(tmp_path: Path) -> None:
+    reference = reference_of("qwen3_moe")
+    writer = new_writer(tmp_path / "moe.gguf", reference.config)
+    writer.kv_data[0].pop("qwen3moe.expert_used_count")
+    writer.add_expert_used_count(9)
+    add_tokenizer(writer, tokens=["a", "b"])
+    add_tensors(writer, reference)
+    with pytest.raises(ConfigError, match=r"moe\.gguf, as config.json: num_experts_per_tok must be from 1 to"):
+        outline(finish(writer, tmp_path / "moe.gguf"))
+
+
+def test_permuted_rows_are_those_of_interleaved_rotation() -> None:
+    """The fixture's permutation, by its meaning: rows of a head are i, i + head_dim / 2, i + 1, ..."""
+    rows = permute(torch.arange(16.0)[:, None], heads=2).flatten().tolist()
+    assert rows == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]

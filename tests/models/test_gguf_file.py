@@ -1,0 +1,305 @@
+"""GGUF files that are cut short, hostile or unsupported are refused by name, quickly and without allocating."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGMLQuantizationType, GGUFValueType
+from gguf_tools import add_tokenizer, finish
+
+from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.gguf_config import read_config
+from meltcore.models.gguf_file import GGUFFile, GGUFModel
+
+F32 = int(GGMLQuantizationType.F32)
+TEXT, ARRAY, UINT32 = (int(each) for each in (GGUFValueType.STRING, GGUFValueType.ARRAY, GGUFValueType.UINT32))
+HIDDEN, VOCAB = 32, 40
+LIMIT_S, LIMIT_BYTES = 2.0, 2**20
+
+
+def text(value: bytes | str) -> bytes:
+    encoded = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def tensor(name: str = "w", dims: tuple[int, ...] = (8, 2), kind: int = F32, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def file_of(
+    *parts: bytes, tensors: int = 0, values: int = 0, magic: bytes = b"GGUF", version: int = 3, data: int = 0
+) -> bytes:
+    header = magic + struct.pack("<IQQ", version, tensors, values) + b"".join(parts)
+    return header + bytes(-len(header) % 32 + data)
+
+
+HOSTILE = {
+    "empty": (b"", "cannot be read"),
+    "other format": (b"not a GGUF file" * 9, r"begins with b'not '; a GGUF file begins with b'GGUF'"),
+    "magic of big-endian": (file_of(magic=b"FUGG"), "big-endian GGUF; little-endian is supported"),
+    "big-endian": (file_of(version=3 << 24), "big-endian GGUF"),
+    "version 1": (file_of(version=1), "GGUF version 1; supported: 2, 3"),
+    "version 4": (file_of(version=4), "GGUF version 4; supported: 2, 3"),
+    "cut in the header": (file_of()[:10], "the number of tensors takes 8 bytes from byte 8 on; the file has 10"),
+    "2^60 tensors": (file_of(tensors=2**60), "takes 4 bytes from byte 32 on; the file has 32"),
+    "2^60 values": (file_of(values=2**60), "takes 4 bytes from byte 32 on; the file has 32"),
+    "long key": (file_of(struct.pack("<Q", 2**62), values=1), "takes 4611686018427387904 bytes from byte 32 on"),
+    "long text": (file_of(text("a.b") + struct.pack("<IQ", TEXT, 2**63), values=1), "a.b takes 9223372036854775808"),
+    "key is no UTF-8": (file_of(text(b"\xff\xfe"), values=1), "is not UTF-8"),
+    "unknown value type": (file_of(text("a.b") + struct.pack("<I", 99), values=1), "a.b has the unknown type 99"),
+    "long array": (
+        file_of(text("a.b") + struct.pack("<IIQ", ARRAY, UINT32, 2**61), values=1),
+        "a.b takes 9223372036854775808 bytes",
+    ),
+    "long array of texts": (
+        file_of(text("a.b") + struct.pack("<IIQ", ARRAY, TEXT, 2**61), values=1, data=64),
+        "text [0-9]+ of 2305843009213693952 in a.b",
+    ),
+    "text in an array beyond the end": (
+        file_of(text("a.b") + struct.pack("<IIQQ", ARRAY, TEXT, 2, 2**63), values=1),
+        "text 1 of 2 in a.b",
+    ),
+    "array of arrays": (
+        file_of(text("a.b") + struct.pack("<IIQ", ARRAY, ARRAY, 2**61), values=1),
+        "a.b is an array of arrays",
+    ),
+    "key twice": (file_of(*[text("a.b") + struct.pack("<II", UINT32, 7)] * 2, values=2), "metadata has a.b twice"),
+    "tensor twice": (file_of(tensor(), tensor(), tensors=2, data=64), "tensor w is there twice"),
+    "2^60 dimensions": (
+        file_of(text("w") + struct.pack("<I", 2**32 - 1), tensors=1),
+        "w has 4294967295 dimensions; supported: 1 to 4",
+    ),
+    "no dimensions": (file_of(tensor(dims=()), tensors=1), "w has 0 dimensions"),
+    "a dimension of 2^60": (
+        file_of(tensor(dims=(2**60, 2**60)), tensors=1, data=64),
+        r"w, F32 \[1152921504606846976, 1152921504606846976\], ends at byte [0-9]+; the file has",
+    ),
+    "a dimension of 0": (file_of(tensor(dims=(8, 0)), tensors=1), "w has shape .* no dimension of 0"),
+    "half a block": (
+        file_of(tensor(dims=(40, 2), kind=GGMLQuantizationType.Q8_0), tensors=1, data=128),
+        r"w has shape \[2, 40\]; Q8_0 needs a multiple of 32 values per row",
+    ),
+    "unknown type": (file_of(tensor(kind=77), tensors=1, data=64), "w has the unknown type 77"),
+    "removed type": (file_of(tensor(kind=4), tensors=1, data=64), "w has the unknown type 4"),
+    "offset beyond the end": (file_of(tensor(offset=2**62), tensors=1, data=64), "w, F32 .* ends at byte 46116860"),
+    "offset that is not aligned": (file_of(tensor(offset=8), tensors=1, data=72), "w begins at 8, .* multiple of 32"),
+    "overlapping tensors": (
+        file_of(tensor(), tensor("v", offset=32), tensors=2, data=96),
+        "v begins at byte [0-9]+, within w",
+    ),
+    "cut in the weights": (file_of(tensor(), tensors=1, data=63), "w, F32 .* the file has .* cut short"),
+    "alignment of 0": (
+        file_of(text("general.alignment") + struct.pack("<II", UINT32, 0), values=1),
+        "general.alignment must be a power of two up to 65536; got 0",
+    ),
+    "alignment of 2^31": (
+        file_of(text("general.alignment") + struct.pack("<II", UINT32, 2**31), values=1),
+        "general.alignment must be a power of two up to 65536; got 2147483648",
+    ),
+}
+
+
+def refused_quickly(path: Path, message: str) -> None:
+    """Check that opening raises ConfigError that names the file, within the limits of time and memory."""
+    tracemalloc.start()
+    started = time.process_time()
+    try:
+        with pytest.raises(ConfigError, match=message) as error:
+            open_checkpoint(str(path), files="text")
+        assert time.process_time() - started < LIMIT_S
+        assert tracemalloc.get_traced_memory()[1] < LIMIT_BYTES
+    finally:
+        tracemalloc.stop()
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
+    content, message = HOSTILE[name]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    refused_quickly(path, message)
+
+
+def test_header_is_bounded_in_a_file_of_any_size(tmp_path: Path) -> None:
+    """2^40 empty texts in a sparse file of 8 TiB: the walk ends at 64 MiB."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(file_of(text("a.b") + struct.pack("<IIQ", ARRAY, TEXT, 2**40), values=1))
+    with path.open("r+b") as file:
+        file.truncate(2**43)
+    started = time.process_time()
+    with pytest.raises(ConfigError, match=r"in a\.b takes 8 bytes from byte [0-9]+ on; a header may have 67108864"):
+        GGUFFile(path)
+    assert time.process_time() - started < LIMIT_S
+
+
+def write(path: Path, change: dict[str, Any] | None = None, *, kind: str = "F32", tokens: bool = True) -> Path:
+    """Write the header of a Qwen3 of one layer. change: metadata to replace, None to leave a key out."""
+    metadata: dict[str, Any] = {
+        "context_length": 128,
+        "embedding_length": HIDDEN,
+        "block_count": 1,
+        "feed_forward_length": 48,
+        "attention.head_count": 2,
+        "attention.head_count_kv": 1,
+        "attention.key_length": 16,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }
+    writer = gguf.GGUFWriter(path, "qwen3")
+    if tokens:
+        add_tokenizer(writer, tokens=[f"t{index}" for index in range(VOCAB)])
+    for key, value in (metadata | (change or {})).items():
+        full_key = key if key.startswith(("tokenizer.", "general.", "split.")) else f"qwen3.{key}"
+        writer.kv_data[0].pop(full_key, None)
+        if value is not None:
+            writer.add_key_value(full_key, value, GGUFValueType.get_type(value))
+    raw = GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[raw]
+    writer.add_tensor("token_embd.weight", np.zeros((VOCAB, HIDDEN), dtype=np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((256, 256 // block * block_bytes), dtype=np.uint8), raw_dtype=raw)
+    return finish(writer, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; supported: gemma3, llama, qwen2"),
+        ({"general.architecture": None}, "general.architecture is None"),
+        ({"context_length": None}, "lacks qwen3.context_length"),
+        ({"context_length": 2**30}, "qwen3.context_length must be a whole number from 2 to 16777216; got 1073741824"),
+        ({"context_length": "long"}, "qwen3.context_length must be a whole number .*; got 'long'"),
+        ({"block_count": 2}, "block_count is 2; the file has tensors of 1 layers"),
+        ({"embedding_length": 64}, r"token_embd.weight has shape \[40, 32\]; it must be \[vocabulary, 64\]"),
+        (
+            {"attention.head_count": 3, "attention.head_count_kv": 2},
+            "head_count must be a multiple of head_count_kv, 2",
+        ),
+        ({"attention.head_count_kv": [1, 2]}, r"head_count_kv differs between layers: \[1, 2\]"),
+        (
+            {"attention.key_length": None, "embedding_length": 32, "attention.head_count": 3},
+            "multiple of head_count, 3",
+        ),
+        ({"attention.value_length": 8}, "qwen3.attention.value_length is 8, which is not computed here"),
+        ({"rope.dimension_count": 8}, "qwen3.rope.dimension_count is 8, which is not computed here"),
+        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, "rope.scaling.type is 'longrope'"),
+        ({"rope.scaling.factor": 0.5}, "qwen3.rope.scaling.factor must be a number from 1 to 1e6; got 0.5"),
+        ({"rope.freq_base": 0.5}, "qwen3.rope.freq_base must be a number from 1 to 1e12; got 0.5"),
+        ({"attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon must be a number above 0"),
+        ({"attention.sliding_window": 64}, "qwen3.attention.sliding_window is 64, which is not computed here"),
+        ({"expert_count": 8}, "qwen3.expert_count is 8, which is not computed here"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which is not computed here"),
+        ({"attention.causal": False}, "attention.causal is False, which is not computed here"),
+        ({"tokenizer.ggml.tokens": None}, r"has no tokenizer \(tokenizer.ggml.tokens\); name one with --tokenizer"),
+        ({"tokenizer.ggml.tokens": [f"t{i}" for i in range(41)]}, "has 41 tokens; token_embd.weight has 40"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens must be an array of texts; got an array of 2 INT32"),
+        ({"tokenizer.ggml.eos_token_id": 40}, "eos_token_id must be from 0 to 39; got 40"),
+        ({"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id must be from 0 to 39; got '</s>'"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "token_type has 2 values for 40 tokens"),
+        ({"split.count": 2}, "split.count is 2, and the file's name asks for 1"),
+        ({"split.tensors.count": 9}, "split.tensors.count is 9; the parts hold 2"),
+    ],
+)
+def test_wrong_metadata_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "model.gguf", change)
+    refused_quickly(path, message)
+
+
+@pytest.mark.parametrize("kind", ["Q5_K", "Q5_0", "Q4_1", "IQ4_XS", "IQ2_XXS", "MXFP4", "Q3_K", "TQ1_0"])
+def test_unsupported_weights_are_named_with_their_type(tmp_path: Path, kind: str) -> None:
+    refused_quickly(
+        write(tmp_path / "model.gguf", kind=kind),
+        rf"blk\.0\.attn_q\.weight is stored as {kind}; supported: F32, F16, BF16",
+    )
+
+
+def test_blocks_are_those_that_were_written(tmp_path: Path) -> None:
+    """The seam for quantized weights: the bytes of whole rows, memory-mapped, with GGML's own sizes of blocks."""
+    values = np.random.default_rng(0).standard_normal((6, 512), dtype=np.float32)
+    for kind in ("Q8_0", "Q4_0"):
+        raw = GGMLQuantizationType[kind]
+        blocks = gguf.quants.quantize(values, raw)
+        writer = gguf.GGUFWriter(tmp_path / f"{kind}.gguf", "qwen3")
+        writer.add_tensor("first", np.zeros(3, dtype=np.float32))
+        writer.add_tensor("w", blocks.reshape(2, 3, -1), raw_dtype=raw)
+        file = GGUFFile(finish(writer, tmp_path / f"{kind}.gguf"))
+        entry = file.tensors["w"]
+        assert (entry.type.name, entry.shape) == (kind, (2, 3, 512))
+        assert file.blocks("w").shape == (6, entry.row_bytes)
+        assert np.array_equal(file.blocks("w"), blocks)
+        assert not file.blocks("w").flags.owndata
+
+
+def test_metadata_has_the_values_that_were_written(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen3")
+    written = {"i8": -5, "u64": 2**60, "f32": 1e-6, "f64": 0.1, "yes": True, "text": "é日"}
+    for add, (key, value) in zip(
+        ("int8", "uint64", "float32", "float64", "bool", "string"), written.items(), strict=True
+    ):
+        getattr(writer, f"add_{add}")(key, value)
+    writer.add_array("numbers", [1.5, 2.5])
+    writer.add_array("texts", ["", "ü", "b"])
+    file = GGUFFile(finish(writer, tmp_path / "a.gguf"))
+    assert {key: file.metadata[key] for key in written} == written
+    assert file.numbers("numbers").tolist() == [1.5, 2.5]
+    assert file.texts("texts") == ["", "ü", "b"]
+
+
+def test_parts_are_found_by_any_of_them(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3", split_max_tensors=1)
+    for index in range(3):
+        writer.add_tensor(f"w{index}", np.full(4, index, dtype=np.float32))
+    finish(writer, tmp_path / "m.gguf")
+    parts = [tmp_path / f"m-0000{index}-of-00003.gguf" for index in (1, 2, 3)]
+    for part in parts:
+        model = GGUFModel(part)
+        assert [file.path for file in model.files] == parts
+        assert list(model.tensors) == ["w0", "w1", "w2"]
+        assert model.metadata["general.architecture"] == "qwen3"
+    parts[1].rename(tmp_path / "part.gguf")
+    with pytest.raises(ConfigError, match=r"one of 3 parts; missing: m-00002-of-00003\.gguf"):
+        GGUFModel(parts[0])
+    with pytest.raises(ConfigError, match=r"part\.gguf: split.no is 1, and the file's name asks for 0"):
+        GGUFModel(tmp_path / "part.gguf")
+    (tmp_path / "m-00002-of-00003.gguf").write_bytes(parts[2].read_bytes())
+    with pytest.raises(ConfigError, match=r"m-00002-of-00003\.gguf: split.no is 2, and the file's name asks for 1"):
+        GGUFModel(parts[0])
+
+
+def test_folder_with_one_checkpoint_is_opened_and_several_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf")
+    (tmp_path / "mmproj-a.gguf").write_bytes(b"of a vision projector")
+    opened = open_checkpoint(str(tmp_path), files="all")
+    assert opened.config == read_config(GGUFModel(tmp_path / "a.gguf"))
+    assert opened.config["architectures"] == ["Qwen3ForCausalLM"]
+    write(tmp_path / "b.gguf")
+    with pytest.raises(ConfigError, match=r"has 2 GGUF checkpoints, so name one of them: a\.gguf, b\.gguf"):
+        open_checkpoint(str(tmp_path), files="all")
+    with pytest.raises(ConfigError, match=r"none\.gguf: no such file"):
+        open_checkpoint(str(tmp_path / "none.gguf"), files="all")
+
+
+def test_damaged_headers_give_config_errors(tmp_path: Path) -> None:
+    """Bytes of a good header changed at random: the file is read, or refused, never anything else."""
+    path = write(tmp_path / "model.gguf")
+    content, generator = path.read_bytes()[:4096], random.Random(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(generator.randint(1, 4)):
+            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        path.write_bytes(damaged[: generator.choice((len(damaged), generator.randrange(len(damaged))))])
+        try:
+            open_checkpoint(str(path), files="text")
+        except ConfigError:
+            refused += 1
+    assert refused > 100

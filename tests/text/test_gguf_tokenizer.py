@@ -1,0 +1,244 @@
+"""Tokenizers and chat templates of GGUF files: those of the source, refusals by name, and the time of a start."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import TokenType
+
+from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import BUNDLED_MODEL, Checkpoint, open_checkpoint
+from meltcore.models.gguf_file import GGUFModel
+from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.tokenizer import Tokenizer
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+from gguf_tools import add_tokenizer, export_tokenizer, finish
+
+QWEN = Path(__file__).parents[2].parent / "shared" / "data" / "qwen3-tokenizer"
+TEXTS = [
+    "",
+    "Hello  world,\tit's DON'T \r\n\r\n  123 4567.89\n",
+    "def f(x):\n    return x  # nothing\n" * 9,
+    "日本語とかなカナ, 한국어, Ελληνικά, עברית, हिन्दी, ಕನ್ನಡ",
+    "e\u0301 and \u00e9, \u1e9b\u0323, 👩‍👩‍👧 🏳️‍🌈, \u200b\ufeff\x00\x7f",
+    "<|im_start|>user\nWhat is 7 * 8?<|im_end|>\n<think>\n\n</think><|endoftext|> <tool_call>{}</tool_call>",
+    "<|im_start|> <|im_end|",
+]
+NORMAL, CONTROL, UNKNOWN, USER, BYTE = 1, 3, 2, 4, 6
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    return Tokenizer.from_checkpoint(Checkpoint("m", path.parent, {}, {}, GGUFModel(path)))
+
+
+def check_equal(ours: Tokenizer, source: Tokenizer) -> None:
+    generator = random.Random(0)
+    drawn = ["".join(map(chr, generator.choices(range(1, 0x3000), k=40))) for _ in range(30)]
+    for text in TEXTS + drawn:
+        ids = source.encode(text, add_special_tokens=True)
+        assert ours.encode(text, add_special_tokens=True) == ids
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == source.decode(ids, skip_special_tokens=skip)
+    assert (ours.vocab_size, ours.is_byte_level) == (source.vocab_size, True)
+    assert [ours.token_bytes(i) for i in range(ours.vocab_size)] == [
+        source.token_bytes(i) for i in range(ours.vocab_size)
+    ]
+
+
+def test_bundled_vocabulary_tokenizes_as_its_source(tmp_path: Path) -> None:
+    folder = open_checkpoint(BUNDLED_MODEL, files="text").folder
+    ours, source = tokenizer_of(export_tokenizer(folder, tmp_path / "m.gguf")), Tokenizer.from_folder(folder)
+    check_equal(ours, source)
+    assert ours.special_ids == source.special_ids
+
+
+@pytest.mark.skipif(not QWEN.exists(), reason="needs Qwen3's tokenizer beside the repository")
+def test_qwen3_vocabulary_tokenizes_as_its_source(tmp_path: Path) -> None:
+    """With the 151,936 rows of the published embedding, of which the last 267 are no tokens."""
+    ours = tokenizer_of(export_tokenizer(QWEN, tmp_path / "m.gguf", rows=151_936))
+    check_equal(ours, Tokenizer.from_folder(QWEN))
+
+
+def test_llama3_splits_digits_by_three_and_keeps_words_that_are_tokens(tmp_path: Path) -> None:
+    """Equal to a tokenizer.json with Llama 3's published settings."""
+    folder = open_checkpoint(BUNDLED_MODEL, files="text").folder
+    file = export_tokenizer(folder, tmp_path / "m.gguf", pre="llama-bpe")
+    backend = tokenizer_of(file)._backend
+    assert [text for text, _ in backend.pre_tokenizer.pre_tokenize_str("x12345 6")] == ["x", "123", "45", "Ġ", "6"]
+    assert backend.normalizer is None
+    assert backend.model.ignore_merges
+
+
+def sentencepiece_vocabulary(num_words: int) -> tuple[list[str], list[int], list[float]]:
+    """Return tokens, types and scores: specials, bytes, characters, words of distinct letters in random order."""
+    generator = random.Random(1)
+    letters = ["▁", *"abcdefghijkl", "é", "日"]
+    words = list(letters)
+    while len(words) < num_words:
+        word = generator.choice(words) + generator.choice(words)
+        if len(word) <= 6 and len(set(word)) == len(word) and word not in words:
+            words.append(word)
+    special = ["<unk>", "<s>", "</s>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "  ", "\n\n", *words]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, USER, USER, *[NORMAL] * len(words)]
+    order = list(range(len(words)))
+    generator.shuffle(order)
+    return tokens, types, [0.0] * 261 + [-float(each) for each in order]
+
+
+def write_sentencepiece(path: Path, *, prefix: bool, num_words: int = 300, **metadata: Any) -> Path:
+    tokens, types, scores = sentencepiece_vocabulary(num_words)
+    writer = gguf.GGUFWriter(path, "llama")
+    add_tokenizer(writer, tokens=tokens, types=types, model="llama", pre="default", scores=scores, eos=2)
+    writer.add_bos_token_id(1)
+    writer.add_add_space_prefix(prefix)
+    for key, value in metadata.items():
+        writer.add_key_value(f"tokenizer.ggml.{key}", value, gguf.GGUFValueType.get_type(value))
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 1), dtype=np.float32))
+    return finish(writer, path)
+
+
+def joined_by_score(text: str, tokens: list[str], scores: list[float]) -> list[int]:
+    """SentencePiece's rule, one join at a time: the neighbors that give the token of highest score."""
+    score_of = dict(zip(tokens, scores, strict=True))
+    parts = list(text)
+    while True:
+        joins = [(score_of[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in score_of]
+        if not joins:
+            break
+        first = -max(joins)[1]
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    return [i for part in parts for i in ([ids[part]] if part in ids else [3 + byte for byte in part.encode()])]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_scores_give_the_tokens_of_sentencepiece(tmp_path: Path, prefix: bool) -> None:
+    tokens, _, scores = sentencepiece_vocabulary(300)
+    ours = tokenizer_of(write_sentencepiece(tmp_path / "m.gguf", prefix=prefix))
+    generator = random.Random(2)
+    for _ in range(200):
+        text = "a" + "".join(generator.choices("abcdefghijkl é日ß🏳", k=generator.randint(1, 30))).rstrip()
+        while "  " in text:
+            text = text.replace("  ", " ")
+        spaced = (("▁" if prefix else "") + text).replace(" ", "▁")
+        expected = joined_by_score(spaced, tokens, scores)
+        assert ours.encode(text, add_special_tokens=True) == [1, *expected]  # BOS by default
+        assert ours.decode(expected) == text
+    assert ours.special_ids == {0, 1, 2}
+    assert not ours.is_byte_level
+
+
+def test_user_defined_tokens_are_matched_whole(tmp_path: Path) -> None:
+    ours = tokenizer_of(write_sentencepiece(tmp_path / "m.gguf", prefix=False, add_bos_token=False, add_eos_token=True))
+    double_space, newlines = 259, 260
+    ids = ours.encode("a  b\n\nc</s>", add_special_tokens=True)
+    assert [ours.decode([i], skip_special_tokens=False) for i in ids] == ["a", "  ", "b", "\n\n", "c", "</s>", "</s>"]
+    assert (ids[1], ids[3]) == (double_space, newlines)
+    assert ours.decode(ids) == "a  b\n\nc"
+
+
+def test_end_tokens_and_template_come_from_the_metadata(tmp_path: Path) -> None:
+    folder = open_checkpoint(BUNDLED_MODEL, files="text").folder
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer_config.json").write_text('{"eos_token": "x", "chat_template": "other"}')
+    for name, has_template in (("with", True), ("without", False)):
+        writer = gguf.GGUFWriter(tmp_path / f"{name}.gguf", "qwen3")
+        for add, value in (("context_length", 64), ("embedding_length", 32), ("block_count", 1), ("head_count", 2)):
+            getattr(writer, f"add_{add}")(value)
+        writer.add_feed_forward_length(48)
+        writer.add_layer_norm_rms_eps(1e-6)
+        tokens = ["a", "</s>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>"]
+        add_tokenizer(writer, tokens=tokens, types=[NORMAL, CONTROL, CONTROL, NORMAL, CONTROL], merges=["a a"])
+        writer.add_bos_token_id(0)
+        writer.add_eot_token_id(4)
+        if has_template:
+            writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+        writer.add_tensor("token_embd.weight", np.zeros((5, 32), dtype=np.float32))
+        writer.add_tensor("blk.0.attn_norm.weight", np.zeros(32, dtype=np.float32))
+        checkpoint = open_checkpoint(str(finish(writer, tmp_path / f"{name}.gguf")), files="text")
+        # The end token, the end-of-turn token, and a control token by its text; <|eot_id|> is a normal token here.
+        assert checkpoint.eos_token_ids == (1, 4, 2)
+        template = ChatTemplate.from_checkpoint(checkpoint)
+        if has_template:
+            assert template is not None
+            assert template.render([{"role": "user", "content": "hi"}]) == "ahi</s>"
+        else:
+            assert template is None
+        named = open_checkpoint(str(tmp_path / f"{name}.gguf"), files="text", tokenizer=str(folder))
+        assert named.eos_token_ids == (1, 4, 2)  # the bundled tokenizer's <|im_end|> is 2
+        assert Tokenizer.from_checkpoint(named).vocab_size == Tokenizer.from_folder(folder).vocab_size
+        theirs, own = ChatTemplate.from_checkpoint(named), ChatTemplate.from_folder(folder)
+        assert theirs is not None
+        assert own is not None
+        message = [{"role": "user", "content": "hi"}]
+        assert theirs.render(message) == own.render(message)
+
+
+def test_named_tokenizer_replaces_that_of_a_folder(tmp_path: Path) -> None:
+    bundled = open_checkpoint(BUNDLED_MODEL, files="text").folder
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(str(tmp_path), files="text", tokenizer=str(bundled))
+    assert Tokenizer.from_checkpoint(checkpoint).vocab_size == Tokenizer.from_folder(bundled).vocab_size
+    assert checkpoint.eos_token_ids == (2,)
+    assert ChatTemplate.from_checkpoint(checkpoint) is not None
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_checkpoint(open_checkpoint(str(tmp_path), files="text", tokenizer=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "t5"}, "tokenizer.ggml.model is 't5'; supported: gpt2, llama .*--tokenizer"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; supported: llama-bpe, .*qwen2"),
+        ({"merges": ["ab"]}, "tokenizer.ggml.merges has 'ab'; a merge is two tokens"),
+        ({"merges": ["a zz"]}, "the tokenizer cannot be built: .*zz"),
+        ({"tokens": ["a", "b", "a"]}, "tokenizer.ggml.tokens has 'a' twice"),
+        ({"merges": None}, "lacks tokenizer.ggml.merges"),
+        ({"model": "llama"}, "lacks tokenizer.ggml.scores"),
+        ({"model": "llama", "scores": [1.0]}, "tokenizer.ggml.scores has 1 values for 3 tokens"),
+    ],
+)
+def test_what_cannot_be_built_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3")
+    add_tokenizer(writer, **({"tokens": ["a", "b", "ab"], "merges": ["a b"]} | changes))
+    writer.add_tensor("token_embd.weight", np.zeros((3, 1), dtype=np.float32))
+    with pytest.raises(ConfigError, match=message) as error:
+        tokenizer_of(finish(writer, tmp_path / "m.gguf"))
+    assert "m.gguf" in str(error.value)
+
+
+def test_start_with_262144_tokens_takes_under_5_seconds(tmp_path: Path) -> None:
+    """Gemma's size: the header is read, merges follow from scores, and the bytes of all tokens are looked up."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [CONTROL, CONTROL, CONTROL, UNKNOWN, *[BYTE] * 256]
+    letters = ["▁", *map(chr, range(ord("a"), ord("z") + 1)), *map(chr, range(0x900, 0x970))]
+    words, position = list(letters), 0
+    while len(tokens) + len(words) < 262_144:  # each word begins with another one, as in a trained vocabulary
+        words += [words[position] + letter for letter in letters[: 3 + position % 5]]
+        position += 1
+    words = words[: 262_144 - len(tokens)]
+    tokens, types = tokens + words, types + [NORMAL] * len(words)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma3")
+    scores = [-float(i) for i in range(len(tokens))]
+    add_tokenizer(writer, tokens=tokens, types=types, model="llama", pre="default", scores=scores)
+    writer.add_add_space_prefix(False)
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 1), dtype=np.float32))
+    file = finish(writer, tmp_path / "m.gguf")
+    started = time.process_time()
+    tokenizer = tokenizer_of(file)
+    for token_id in range(tokenizer.vocab_size):
+        tokenizer.token_bytes(token_id)
+    assert tokenizer.vocab_size == 262_144
+    assert time.process_time() - started < 5.0
+    assert TokenType.BYTE == BYTE
