@@ -202,3 +202,5 @@ def test_refuses_what_no_layer_can_hold() -> None:
     with pytest.raises(ValueError, match="rows 0 to 16 have several formats"):
         layer.merged_loader(0, 2)
     assert ggml_method(Q4_0).experts is None
+    with pytest.raises(ValueError, match=r"a Q4_K weight is loaded from blocks in uint8, not from torch\.float32"):
+        layer.loader(0).copy_(torch.zeros(8, 256))

@@ -46,6 +46,10 @@ class _PackedRows(nn.Module):
         target = GgmlTensor(self.ggml_type, self.columns, values, scales, subscales)
 
         def store(source: torch.Tensor) -> None:
+            if source.dtype != torch.uint8:
+                raise ValueError(
+                    f"a {self.ggml_type.name} weight is loaded from blocks in uint8, not from {source.dtype}"
+                )
             # The file's bytes are copied to the device and arranged there.
             packed = pack(source.to(values.device), self.ggml_type)
             for array, packed_array in zip(target.arrays, packed.arrays, strict=True):
