@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import gguf
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType, TokenType
+from gguf.quants import quantize
 from transformers import PreTrainedModel
 
 Store = tuple[GGMLQuantizationType, Callable[[torch.Tensor], np.ndarray]]
@@ -18,6 +20,13 @@ TYPES: dict[str, Store] = {
     "F32": (GGMLQuantizationType.F32, lambda tensor: tensor.numpy()),
     "F16": (GGMLQuantizationType.F16, lambda tensor: tensor.half().numpy()),
     "BF16": (GGMLQuantizationType.BF16, lambda tensor: tensor.bfloat16().view(torch.uint8).numpy()),
+}
+TYPES |= {
+    name: (
+        GGMLQuantizationType[name],
+        partial(lambda kind, tensor: quantize(tensor.numpy(), kind), GGMLQuantizationType[name]),
+    )
+    for name in ("Q8_0", "Q4_0")
 }
 ARCHITECTURES = {
     "llama": "llama",
@@ -127,7 +136,10 @@ def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, store: str = "F
         if writer.arch == "llama" and ".k_proj." in name:
             tensor = permute(tensor, config.num_key_value_heads)
         for stored_name, part in gguf_tensors(name, tensor, is_gemma):
-            raw_type, convert = TYPES[store if part.dim() > 1 and "_inp" not in stored_name else "F32"]
+            kind = store if part.dim() > 1 and "_inp" not in stored_name else "F32"
+            if store == "Q4_0" and any(each in stored_name for each in ("attn_v", "ffn_down", "token_embd")):
+                kind = "Q8_0"  # as mixed files have it
+            raw_type, convert = TYPES[kind]
             writer.add_tensor(stored_name, convert(part.contiguous()), raw_dtype=raw_type)
 
 

@@ -11,7 +11,8 @@ import engine_tools as tools
 import numpy as np
 import pytest
 import torch
-from gguf_tools import add_tensors, add_tokenizer, finish, new_writer, permute, write_model
+from gguf.quants import dequantize
+from gguf_tools import add_tensors, add_tokenizer, finish, gguf_tensors, new_writer, permute, write_model
 from transformers import PreTrainedModel
 
 from meltcore import LLM, SamplingParams
@@ -92,6 +93,42 @@ def test_16_bit_files_give_the_logits_of_the_rounded_weights(tmp_path: Path, fam
     assert error_against(reference, file) <= 1e-4
     stated = open_checkpoint(str(file), files="text").config["torch_dtype"]
     assert stated == ("float16" if store == "F16" and family != "gemma3_text" else "bfloat16")
+
+
+@pytest.mark.parametrize("store", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
+def test_quantized_files_give_the_logits_of_the_dequantized_weights(tmp_path: Path, family: str, store: str) -> None:
+    """With --dtype float32, where only the weights are rounded. Q4_0 files have Q8_0 values beside Q4_0 queries."""
+    reference = reference_of(family, **({"moe_intermediate_size": 64} if family == "qwen3_moe" else {}))
+    file = write_model(tmp_path / "model.gguf", reference, store)
+    model = GGUFModel(file)
+    stored = {
+        name: torch.from_numpy(dequantize(model.file_of[name].blocks(name), tensor.type)).view(tensor.shape)
+        for name, tensor in model.tensors.items()
+        if tensor.type.name in ("Q8_0", "Q4_0")
+    }
+    with torch.no_grad():
+        for name, weight in reference.named_parameters():
+            parts = gguf_tensors(name, weight, family == "gemma3_text")
+            if parts[0][0] not in stored:
+                continue
+            values = torch.cat([stored[part_name] for part_name, _ in parts], dim=weight.dim() - 2)
+            if family == "llama" and ".q_proj." in name:
+                values = unpermute(values, reference.config.num_attention_heads)
+            if family == "llama" and ".k_proj." in name:
+                values = unpermute(values, reference.config.num_key_value_heads)
+            weight.copy_(values)
+    assert len(stored) > 15
+    assert error_against(reference, file) <= 1e-4
+    with pytest.raises(ConfigError, match=r"is quantized already .* cannot be served with --quantization fp8"):
+        build_meta_model(open_checkpoint(str(file), files="all"), torch.float32, CPU, "fp8")
+    with pytest.raises(ConfigError, match=r"--load-format dummy takes shapes from a config\.json; .* is a GGUF file"):
+        tools.open_engine(file, load_format="dummy")
+
+
+def unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def test_split_file_loads_what_one_file_does(tmp_path: Path) -> None:

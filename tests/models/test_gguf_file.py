@@ -218,7 +218,7 @@ def test_wrong_metadata_is_named(tmp_path: Path, change: dict[str, Any], message
 def test_unsupported_weights_are_named_with_their_type(tmp_path: Path, kind: str) -> None:
     refused_quickly(
         write(tmp_path / "model.gguf", kind=kind),
-        rf"blk\.0\.attn_q\.weight is stored as {kind}; supported: F32, F16, BF16",
+        rf"blk\.0\.attn_q\.weight is stored as {kind}; supported: F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q6_K$",
     )
 
 

@@ -66,6 +66,13 @@ _DTYPES = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
+# Stay quantized on the device (layers/ggml_weights.py).
+QUANTIZED_TYPES = (
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q6_K,
+)
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # Gemma 3 by its number of layers: 34 (4B), 48 (12B) and 62 (27B) have linear scaling, and 27B a scale of its own.
 _GEMMA_4B_LAYERS, _GEMMA_27B_LAYERS, _GEMMA_FACTOR, _GEMMA_PATTERN = 34, 62, 8.0, 6
@@ -194,10 +201,10 @@ def _read_tensors(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
             f"{model.path}: block_count is {config['num_hidden_layers']}; the file has tensors of {len(layers)} layers"
         )
     for name, tensor in model.tensors.items():
-        if tensor.type not in _DTYPES:
+        if tensor.type not in (*_DTYPES, *QUANTIZED_TYPES):
             raise ConfigError(
                 f"{model.file_of[name].path}: {name} is stored as {tensor.type.name}; "
-                f"supported: {', '.join(each.name for each in _DTYPES)}"
+                f"supported: {', '.join(each.name for each in (*_DTYPES, *QUANTIZED_TYPES))}"
             )
     query = model.tensors.get("blk.0.attn_q.weight")
     dtype = _DTYPES.get(query.type, "bfloat16") if query is not None else "bfloat16"

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, WeightLoader, permuted_loader
-from meltcore.models.gguf_config import EMBEDDING, HEAD, ROPE_FACTORS
+from meltcore.models.gguf_config import EMBEDDING, HEAD, QUANTIZED_TYPES, ROPE_FACTORS
 from meltcore.models.gguf_file import GGUFFile, GGUFTensor
 from meltcore.models.tensor_file import TensorEntry, TensorFile
 
@@ -44,7 +44,10 @@ _PERMUTED = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
 class GGUFWeights(TensorFile):
     """The tensors of an open GGUF file by their published names. Stacked experts have an entry each."""
 
-    DTYPES: ClassVar = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    # A quantized tensor is read as its blocks: uint8 [..., bytes of a row].
+    DTYPES: ClassVar = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16} | {
+        quantized_type.name: torch.uint8 for quantized_type in QUANTIZED_TYPES
+    }
 
     def __init__(self, file: GGUFFile, config: Mapping[str, Any]) -> None:
         """Open the file of a header that has been read. config: of the checkpoint."""
@@ -74,6 +77,8 @@ class GGUFWeights(TensorFile):
     def _published(self, stored_name: str, tensor: GGUFTensor) -> Iterator[tuple[str, TensorEntry]]:
         """Yield the published names and the entries of a tensor. An unknown one keeps its name."""
         dtype_name, shape, offset = tensor.type.name, tensor.shape, tensor.offset
+        if tensor.type in QUANTIZED_TYPES:
+            shape = (*shape[:-1], tensor.row_bytes)
         block, _, rest = stored_name.removeprefix("blk.").partition(".")
         part, _, kind = rest.rpartition(".")
         names = _GEMMA_LAYER if self._model_type == "gemma3_text" else _LAYER

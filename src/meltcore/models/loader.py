@@ -20,7 +20,7 @@ from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
 from meltcore.models.model import Model
-from meltcore.models.quantization import quantize_to_fp8
+from meltcore.models.quantization import quantize_as_stored, quantize_to_fp8
 from meltcore.models.registry import ARCHITECTURES, ModelClass
 from meltcore.models.safetensors_file import SafetensorsFile
 from meltcore.models.tensor_file import TensorEntry, TensorFile
@@ -74,6 +74,8 @@ def build_meta_model(
         model = _network(checkpoint, ARCHITECTURES[supported_names[0]])
         if group is not None:
             model.shard(group)
+        if checkpoint.gguf is not None:
+            _keep_quantized(model, checkpoint, quantization)
         if quantization == "fp8":
             if model.config.experts is not None:
                 raise ConfigError(f"--quantization fp8 does not compute routed experts, which {checkpoint.name} has")
@@ -85,6 +87,21 @@ def build_meta_model(
         with ExitStack() as stack:
             _plan_reads(model, checkpoint, [stack.enter_context(file) for file in _open_files(checkpoint)])
     return model
+
+
+def _keep_quantized(model: Model, checkpoint: Checkpoint, quantization: Quantization) -> None:
+    """Make the layers of a quantized GGUF checkpoint keep its blocks."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(file) for file in _open_files(checkpoint)]
+        dtype_names = {name: entry.dtype_name for file in files for name, entry in file.entries.items()}
+        quantized = [name for file in files for name in file.entries if file.dtype(name) == torch.uint8]
+    if quantized and quantization != "none":
+        raise ConfigError(
+            f"{checkpoint.name} is quantized already ({quantized[0]} is {dtype_names[quantized[0]]}); "
+            f"it cannot be served with --quantization {quantization}"
+        )
+    if quantized:
+        quantize_as_stored(model, dtype_names)
 
 
 def _network(checkpoint: Checkpoint, model_class: ModelClass) -> Model:

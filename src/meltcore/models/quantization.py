@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 
 from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8_CAPABILITY
 from meltcore.kernels.quant.fp8_linear import SIZE_MULTIPLE
+from meltcore.kernels.quant.ggml import GgmlType
+from meltcore.layers.attention import Attention
+from meltcore.layers.embedding import ParallelLMHead
+from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
+from meltcore.layers.ggml_weights import ggml_method
 from meltcore.layers.linear import LinearBase
 from meltcore.layers.quantization import FP8_PER_CHANNEL
+from meltcore.models.decoder import Block, Decoder
 from meltcore.models.model import Model
 
 
@@ -43,3 +51,40 @@ def quantize_to_fp8(model: Model, device: torch.device) -> None:
                     f"--quantization fp8 needs sizes that are multiples of {SIZE_MULTIPLE}; {name} has {list(sizes)}"
                 )
             layer.quantize(FP8_PER_CHANNEL)
+
+
+def quantize_as_stored(model: Model, dtype_names: Mapping[str, str]) -> None:
+    """Make every layer keep the blocks of the GGUF tensors that it is loaded from. Called on the meta device.
+
+    dtype_names: the GGML type of each tensor by its published name. Raises ConfigError where experts are quantized in
+    part.
+    """
+    assert isinstance(model, Decoder)
+    for layer, names in _tensors_of_layers(model):
+        types = [GgmlType.__members__.get(dtype_names.get(name, "")) for name in names]
+        if not any(each is not None for each in types):
+            continue
+        if isinstance(layer, SparseMoeBlock) and None in types:
+            stored = ", ".join(f"{name} as {dtype_names.get(name)}" for name in names)
+            raise ConfigError(f"experts must all be quantized or none; the file has {stored}")
+        layer.quantize(ggml_method(*types))
+
+
+def _tensors_of_layers(
+    model: Decoder,
+) -> Iterator[tuple[LinearBase | ParallelLMHead | SparseMoeBlock, tuple[str, ...]]]:
+    """Yield each layer that can be quantized, and the published names of the tensors that it merges."""
+    yield model.embedding, (f"{model.prefix}embed_tokens.weight",)
+    if not model.config.tie_word_embeddings:
+        yield model.lm_head, ("lm_head.weight",)
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        attention, mlp, prefix = block.attention, block.mlp, f"{model.prefix}layers.{index}"
+        if isinstance(attention, Attention):
+            yield attention.qkv_proj, tuple(f"{prefix}.self_attn.{name}_proj.weight" for name in "qkv")
+            yield attention.o_proj, (f"{prefix}.self_attn.o_proj.weight",)
+        if isinstance(mlp, GatedMLP):
+            yield mlp.gate_up_proj, (f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight")
+            yield mlp.down_proj, (f"{prefix}.mlp.down_proj.weight",)
+        else:
+            yield mlp, tuple(f"{prefix}.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up", "down"))

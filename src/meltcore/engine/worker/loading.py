@@ -44,6 +44,10 @@ def load(
 
     Raises ConfigError for a setting that cannot work, if possible before any weight is read.
     """
+    if config.load_format == "dummy" and checkpoint.gguf is not None:
+        raise ConfigError(
+            f"--load-format dummy takes shapes from a config.json; {checkpoint.name} is a GGUF file, which has weights"
+        )
     checkpoint = apply_overrides(checkpoint, config.hf_overrides)
     dtype = _choose_dtype(checkpoint, config, device)
     model = build_model(checkpoint, dtype, device, config.quantization, group)
