@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +20,11 @@ def pytest_configure() -> None:
     """One thread a process where all cores have theirs; before torch is imported, which asks once.
 
     And Ctrl-C and hang-up as ever: a shell that starts the tests in the background has the one ignored, nohup the
-    other, and some tests send them to themselves or to what they start.
+    other, and some tests send them to themselves or to what they start. And bytecode is kept: without it, hundreds of
+    child processes would each compile the package anew.
     """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
