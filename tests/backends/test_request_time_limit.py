@@ -11,22 +11,29 @@ from meltcore.backends import open_requests
 from meltcore.backends.open_requests import RequestTimeLimit
 
 
-def generation(age_s: float) -> Generation:
-    return Generation("g", arrived_s=time.monotonic() - age_s, streaming=True)
+def generation(age_s: float, name: str = "g") -> Generation:
+    return Generation(name, arrived_s=time.monotonic() - age_s, streaming=True)
 
 
 def test_each_overdue_request_is_ended_once_and_no_other() -> None:
     async def run() -> None:
-        ended: list[Generation] = []
-        limit = RequestTimeLimit(0.2, ended.append)
-        late, later, answered = generation(0.1), generation(0.0), generation(0.1)
+        ended: list[tuple[str, float]] = []  # request, age in s
+        both = asyncio.Event()
+
+        def end(each: Generation) -> None:
+            ended.append((each.request_id, time.monotonic() - each.arrived_s))
+            if len(ended) == 2:
+                both.set()
+
+        limit = RequestTimeLimit(0.2, end)
+        late, later, answered = generation(0.1, "late"), generation(0.0, "later"), generation(0.1, "answered")
         for each in (later, late, answered):  # a long upload comes in after younger requests
             limit.watch(each)
         limit.forget(answered)
-        await asyncio.sleep(0.15)
-        assert ended == [late]
-        await asyncio.sleep(0.15)
-        assert ended == [late, later]
+        await asyncio.wait_for(both.wait(), 10)
+        await asyncio.sleep(0.05)
+        assert sorted(name for name, _ in ended) == ["late", "later"]
+        assert all(age_s >= 0.2 for _, age_s in ended)
         limit.forget(late)
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -142,8 +142,13 @@ class RunningServer:
         return [pid for pid, command in self._children() if "fleet.api_server" in command]
 
     def _children(self) -> list[tuple[int, str]]:
-        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [(int(pid), Path(f"/proc/{pid}/cmdline").read_bytes().decode()) for pid in found]
+        """Without those that have just ended, and those that are still a copy of their parent."""
+        own = Path(f"/proc/{self.process.pid}")
+        command, found = (own / "cmdline").read_bytes(), []
+        for pid in (own / "task" / own.name / "children").read_text().split():
+            with suppress(OSError):
+                found.append((int(pid), Path(f"/proc/{pid}/cmdline").read_bytes()))
+        return [(pid, theirs.decode()) for pid, theirs in found if theirs not in (b"", command)]
 
 
 class Answer(msgspec.Struct):

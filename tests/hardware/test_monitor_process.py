@@ -32,7 +32,7 @@ def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> Non
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except OSError:  # also where it ends between open and read
         return False
     return state != "Z"
 

@@ -49,7 +49,7 @@ def _runs(pid: int) -> bool:
     """Returns False also for a killed child without a wait."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except OSError:  # also where it ends between open and read
         return False
 
 
