@@ -1,4 +1,4 @@
-"""One rank of an all-reduce over processes, interpreted: `python all_reduce_rank.py FOLDER RANK RANKS STEPS SHOTS`.
+"""One rank of an all-reduce over processes, interpreted: `python all_reduce_rank.py FOLDER RANK RANKS STEPS`.
 
 The buffers are files that all ranks map. Prints "equal" if every result is right.
 """
@@ -19,14 +19,14 @@ from meltcore.kernels.norm import Norm, rms_norm
 COUNTS = (8, 1504, 64, 520, 1024)
 
 
-def main(folder: Path, rank: int, ranks: int, steps: int, shots: int) -> None:
-    all_reduce_file._TWO_SHOT_SAVES_BYTES = 0 if shots == 2 else 2**40
+def main(folder: Path, rank: int, ranks: int, steps: int) -> None:
     buffers = [
         np.memmap(folder / f"buffer-{each}", dtype=np.uint8, mode="r+", shape=(buffer_bytes(ranks),))
         for each in range(ranks)
     ]
     memory = SymmetricMemory.of([buffer.ctypes.data for buffer in buffers], rank, torch.device("cpu"))
-    for step in range(steps):
+    for step in range(2 * steps):
+        all_reduce_file._TWO_SHOT_SAVES_BYTES = 2**40 if step < steps else 0  # one-shot, then two-shot
         count = COUNTS[step % len(COUNTS)]
         numbers = torch.arange(count, dtype=torch.float32) + step
         expected = numbers * ranks * (ranks + 1) / 2 + 0.5

@@ -38,9 +38,15 @@ def assert_aligned(alignment: Alignment, topk_ids: torch.Tensor, experts: int, b
     assert seen == expected
 
 
-@pytest.mark.parametrize("block_m", [16, 64, 128])
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k"), [(300, 128, 8), (70, 5, 3), (1, 300, 2), (700, 257, 9), (129, 1, 1), (256, 2, 1)]
+    ("tokens", "experts", "top_k", "block_m"),
+    [
+        (300, 128, 8, 16),
+        (300, 128, 8, 128),
+        (1, 300, 2, 16),
+        (700, 257, 9, 64),
+        *((*shape, block_m) for shape in ((70, 5, 3), (129, 1, 1), (256, 2, 1)) for block_m in (16, 64, 128)),
+    ],
 )
 def test_each_expert_has_tiles_of_its_own_and_ascending_pairs(
     tokens: int, experts: int, top_k: int, block_m: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

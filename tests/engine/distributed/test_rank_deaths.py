@@ -69,32 +69,23 @@ def failure(client: EngineClient) -> str:
     return message.message
 
 
-def test_engine_with_ranks_serves_and_cleans_up(start: StartEngineClient) -> None:
+def test_engine_with_ranks_serves_under_signals_to_the_service_and_cleans_up(start: StartEngineClient) -> None:
+    """systemd sends SIGTERM to all of them. The API server drains, for which it needs the engine."""
     client = start()
     assert client.ready().device.startswith("2 x ")
     rank = rank_of(client)
-    prompt = tools.random_prompt(20, 0)
-    client.send(AddRequest("a", prompt, SamplingParams(max_tokens=5, ignore_eos=True)))
-    assert sum(len(output.token_ids) for output in client.outputs(1)["a"]) == 5
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        name = number.name
+        client.send(AddRequest(name, tools.random_prompt(20, 0), SamplingParams(max_tokens=40, ignore_eos=True)))
+        first = client.receive()
+        for process in (client.process.pid, rank):
+            os.kill(process, number)
+        assert isinstance(first, StepOutputs)
+        already = sum(len(output.token_ids) for output in first.outputs)
+        assert already + sum(len(output.token_ids) for output in client.outputs(1)[name]) == 40, name
     client.send(Shutdown())
     assert client.process.wait(WITHIN_S) == 0
     assert ends(rank)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
-def test_engine_and_ranks_ignore_signals_to_the_service(number: signal.Signals, start: StartEngineClient) -> None:
-    """systemd sends SIGTERM to all of them. The API server drains, for which it needs the engine."""
-    client = start()
-    client.ready()
-    client.send(AddRequest("a", tools.random_prompt(20, 0), SamplingParams(max_tokens=40, ignore_eos=True)))
-    first = client.receive()
-    for process in (client.process.pid, rank_of(client)):
-        os.kill(process, number)
-    assert isinstance(first, StepOutputs)
-    already = sum(len(output.token_ids) for output in first.outputs)
-    assert already + sum(len(output.token_ids) for output in client.outputs(1)["a"]) == 40
-    client.send(Shutdown())
-    assert client.process.wait(WITHIN_S) == 0
 
 
 def test_rank_exits_when_the_engine_is_killed(start: StartEngineClient, temporary_folder: Path) -> None:
