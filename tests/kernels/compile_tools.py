@@ -49,12 +49,17 @@ class Binary(NamedTuple):
 
 
 class Task(NamedTuple):
-    """The compile cases of one kernel file, by the module's name, for one architecture, model and type."""
+    """The compile cases of one kernel file, by the module's name, for one architecture, model and type.
+
+    first, stride: which of the cases, as of a slice.
+    """
 
     module: str
     capability: int
     shape: ModelShape
     dtype: torch.dtype
+    first: int = 0
+    stride: int = 1
 
 
 class CompilePool:
@@ -119,4 +124,4 @@ def compile_file(task: Task) -> list[Binary]:
     import compile_cases_gemm
 
     cases = (compile_cases_attention.BY_NAME | compile_cases_gemm.BY_NAME)[task.module]
-    return compile_launches(cases(task.shape, task.dtype))
+    return compile_launches(cases(task.shape, task.dtype)[task.first :: task.stride])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from compile_tools import CompilePool, Task
 from kernel_tools import kernel_modules
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
@@ -18,6 +22,8 @@ from triton.runtime.jit import JITFunction
 from meltcore.kernels.launch import force_implementation
 
 _convert_float = interpreter._convert_float
+_get_np_dtype = interpreter._get_np_dtype
+_numpy_types: dict[str, np.dtype] = {}  # by the name of the Triton type
 
 
 def _convert_with_rounding(values: np.ndarray, source: tl.dtype, target: tl.dtype, mode: Any) -> np.ndarray:
@@ -57,12 +63,64 @@ def implementation(request: pytest.FixtureRequest, device: torch.device) -> Iter
     force_implementation(None)
 
 
+def _numpy_type(dtype: tl.dtype) -> np.dtype:
+    name = dtype.scalar.name
+    if name not in _numpy_types:
+        _numpy_types[name] = _get_np_dtype(dtype)
+    return _numpy_types[name]
+
+
+class LanguagePatches:
+    """Replaces triton.language by its interpreted form once per launch.
+
+    Triton 3.6 replaces it anew for every call of a device function, `tl.sum` included, and restores only what the
+    launch itself replaced. That takes most of a launch's time.
+    """
+
+    def __init__(self) -> None:
+        self._patch_language = interpreter._patch_lang
+        self._scopes: dict[frozenset[str], Any] = {}  # of this launch, by the modules that are replaced
+        self._modules: dict[str, frozenset[str]] = {}
+
+    def patch(self, function: Callable[..., object]) -> LanguagePatches:
+        """For the language modules that the function's file imports. The launch calls `restore` of the first one."""
+        file = function.__module__
+        if file not in self._modules:
+            found = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+            self._modules[file] = frozenset(module.__name__ for module in found)
+        modules = self._modules[file]
+        if modules not in self._scopes:
+            self._scopes[modules] = self._patch_language(function)
+        return self
+
+    def restore(self) -> None:
+        for scope in reversed(self._scopes.values()):
+            scope.restore()
+        self._scopes.clear()
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[CompilePool]:
+    """Compiles for all the tests that were selected while they wait for one after the other.
+
+    With parallel test processes, only the requested ones: every core is busy then.
+    """
+    alone = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
+    with closing(CompilePool()) as pool:
+        for item in request.session.items if alone else []:
+            given = getattr(getattr(item, "callspec", None), "params", {})
+            if isinstance(task := given.get("task"), Task):
+                pool.give(task)
+        yield pool
+
+
 @pytest.fixture(autouse=True)
 def interpreter_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fixes two faults in the interpreter of Triton 3.6.
+    """Fixes faults in the interpreter of Triton 3.6.
 
     It takes a loop's bounds by int() of a [1] array, which NumPy 2.4 no longer allows, and multiplies the bit patterns
-    of bfloat16 matrices.
+    of bfloat16 matrices. And it is slow: it replaces its language for every call, computes for every integer sum
+    whether it overflows, which nothing reads, and makes its table of types for every tensor.
     """
     patch_tensor = interpreter._patch_lang_tensor
     create_dot = InterpreterBuilder.create_dot
@@ -75,6 +133,10 @@ def interpreter_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
         return create_dot(self, _widened(left), _widened(right), *rest)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(interpreter, "_patch_lang", LanguagePatches().patch)
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", _numpy_type)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
