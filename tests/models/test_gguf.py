@@ -25,6 +25,7 @@ from meltcore.models.gguf_config import read_config
 from meltcore.models.gguf_file import GGUFModel
 from meltcore.models.loader import build_meta_model, build_model, load_weights
 from meltcore.models.model import Model
+from meltcore.models.quantization import weight_dtypes
 
 sys.path.append(str(Path(__file__).parents[1] / "load"))
 from gguf_file import write_gguf
@@ -120,6 +121,8 @@ def test_quantized_files_give_the_logits_of_the_dequantized_weights(tmp_path: Pa
             weight.copy_(values)
     assert len(stored) > 15
     assert error_against(reference, file) <= 1e-4
+    formats = {"Q8_0": {"q8_0"}, "Q4_0": {"q4_0", "q8_0"}}[store]
+    assert set(weight_dtypes(loaded(file))) == formats | {"float32"}
     with pytest.raises(ConfigError, match=r"is quantized already .* cannot be served with --quantization fp8"):
         build_meta_model(open_checkpoint(str(file), files="all"), torch.float32, CPU, "fp8")
     with pytest.raises(ConfigError, match=r"--load-format dummy takes shapes from a config\.json; .* is a GGUF file"):

@@ -26,7 +26,7 @@ from meltcore.layers.quantization import DenseWeight, EmbeddingWeight, LinearWei
 from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, WeightLoader, as_slice, shard_loader
 
 
-class _PackedRows(nn.Module):
+class PackedRows(nn.Module):
     """The arrays of a packed tensor of `shape` [..., columns], as parameters."""
 
     def __init__(self, ggml_type: GgmlType, shape: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class GgmlWeight(nn.Module):
 
     def __init__(self, ggml_type: GgmlType, output_sizes: Sequence[int], input_size: int) -> None:
         super().__init__()
-        self.blocks = _PackedRows(ggml_type, (sum(output_sizes), input_size))
+        self.blocks = PackedRows(ggml_type, (sum(output_sizes), input_size))
         self._dtype = torch.get_default_dtype()
 
     @property
@@ -183,12 +183,12 @@ class GgmlExperts(nn.Module):
         gate, up, down = types
         self._intermediate_size, self._local_columns, local_size = intermediate_size, local_columns, len(local_columns)
         shapes = [(gate, 2 * local_size)] if gate == up else [(gate, local_size), (up, local_size)]
-        self.gate_up_proj = nn.ModuleList(_PackedRows(each, (num_experts, rows, hidden_size)) for each, rows in shapes)
-        self.down_proj = _PackedRows(down, (num_experts, hidden_size, local_size))
+        self.gate_up_proj = nn.ModuleList(PackedRows(each, (num_experts, rows, hidden_size)) for each, rows in shapes)
+        self.down_proj = PackedRows(down, (num_experts, hidden_size, local_size))
 
     def outputs(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Compute the unweighted outputs of each token's experts. See `ExpertsWeight.outputs`."""
-        gate_up = [part.tensor for part in self.gate_up_proj if isinstance(part, _PackedRows)]
+        gate_up = [part.tensor for part in self.gate_up_proj if isinstance(part, PackedRows)]
         return ggml_expert_outputs(hidden, routing, gate_up, self.down_proj.tensor)
 
     def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -226,7 +226,7 @@ class GgmlExperts(nn.Module):
 
     def _rows_loader(self, experts: int | slice, *, is_up: bool) -> WeightLoader:
         part, size = self.gate_up_proj[-1 if is_up else 0], len(self._local_columns)
-        assert isinstance(part, _PackedRows)
+        assert isinstance(part, PackedRows)
         first = size if is_up and len(self.gate_up_proj) == 1 else 0
         target = part.loader(experts, slice(first, first + size))
         *leading, _, row_bytes = target.shape

@@ -13,7 +13,7 @@ from meltcore.kernels.quant.ggml import GgmlType
 from meltcore.layers.attention import Attention
 from meltcore.layers.embedding import ParallelLMHead
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
-from meltcore.layers.ggml_weights import ggml_method
+from meltcore.layers.ggml_weights import PackedRows, ggml_method
 from meltcore.layers.linear import LinearBase
 from meltcore.layers.quantization import FP8_PER_CHANNEL
 from meltcore.models.decoder import Block, Decoder
@@ -88,3 +88,14 @@ def _tensors_of_layers(
             yield mlp.down_proj, (f"{prefix}.mlp.down_proj.weight",)
         else:
             yield mlp, tuple(f"{prefix}.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+
+def weight_dtypes(model: Model) -> list[str]:
+    """Return the names of the types that the weights are stored in, sorted: those of torch, and formats of ggml."""
+    names: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, PackedRows):
+            names.add(module.ggml_type.name.lower())
+        else:
+            names |= {str(weight.dtype).removeprefix("torch.") for weight in module.parameters(recurse=False)}
+    return sorted(names)

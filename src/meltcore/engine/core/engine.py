@@ -30,6 +30,7 @@ from meltcore.layers.uniform_routing import set_uniform_routing
 from meltcore.models.checkpoint import CheckpointFiles, open_checkpoint
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.loader import Progress
+from meltcore.models.quantization import weight_dtypes
 from meltcore.protocol.generation import (
     AddRequest,
     EngineStats,
@@ -264,7 +265,7 @@ class GenerationEngine:
             vocab_size=self.vocab_size,
             pages_total=self.pool.total,
             page_size=PAGE_SIZE,
-            weight_dtypes=sorted({_dtype_name(weight.dtype) for weight in self.runner.model.parameters()}),
+            weight_dtypes=weight_dtypes(self.runner.model),
             kv_cache_dtype=_dtype_name(self.runner.kv_cache_dtype),
             speculative_decoding="none",  # a step yields one token per sequence
         )
