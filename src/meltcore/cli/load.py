@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("url", metavar="URL", help="Address of the server, with or without /v1.")
     add_options(parser, LoadConfig)
+    parser.set_defaults(concurrency=None)  # to tell a given 10 from the default
     parser.add_argument(
         "--timeout",
         type=number(float, exclusive_minimum=0),
@@ -125,13 +126,15 @@ def _measure_with_monitor(
 
 
 def _load_config(args: argparse.Namespace) -> "LoadConfig":
-    """Returns the settings of the command line. Raises ConfigError for invalid or contradictory options."""
+    """Return the settings of the command line. Raises ConfigError for invalid or contradictory options."""
     from meltcore.errors import ConfigError
     from meltcore.load.config import LoadConfig, Timeouts
     from meltcore.load.workload import check_workload
     from meltcore.options import from_options
 
-    if args.request_rate and args.concurrency != LoadConfig.concurrency:
+    if args.concurrency is None:
+        args.concurrency = LoadConfig.concurrency
+    elif args.request_rate:
         raise ConfigError("--concurrency makes closed-loop levels and --request-rate open-loop ones: give one of them")
     check_workload(args.workload, max_tokens=args.max_tokens)
     return from_options(

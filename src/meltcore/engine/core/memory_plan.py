@@ -182,9 +182,9 @@ def _memory_error(
         )
         advice += [f"--max-num-seqs {max_slots} or less"] if 0 < max_slots < max_num_seqs else []
     return (
-        f"{_size(budget.total)} hold the weights ({_size(budget.weights)}){states}{tables}, a reserve of "
-        f"{_size(budget.reserve)} and pages for {max_fitting_len} tokens; --max-model-len {max_model_len} needs "
-        f"{_size(needed_pages)} of pages. "
+        f"{_size(budget.total)} must hold the weights ({_size(budget.weights)}){states}{tables} and a reserve of "
+        f"{_size(budget.reserve)}, which leaves pages for {max_fitting_len} tokens; --max-model-len {max_model_len} "
+        f"needs {_size(needed_pages)} of pages. "
         + (f"Set {' or '.join(advice)}, or raise --memory." if advice else "Raise --memory.")
     )
 
