@@ -6,7 +6,7 @@ import pytest
 from sample_scores import sample_device, sample_health, sample_score_level, sample_scored_run
 
 from meltcore.report.render import render
-from meltcore.report.score import format_percentile_ms, score_charts, time_figure
+from meltcore.report.score import format_percentile_ms, gpu_timeline_figure, score_charts
 from meltcore.results.percentiles import distribution
 from meltcore.results.score import ScoredRun
 
@@ -102,7 +102,7 @@ def test_time_lines_break_where_nothing_was_read() -> None:
     assert whole.lines is not None
     assert holed.lines is not None
     whole.lines.values["sm_clock_mhz"] = [1980.0] * len(whole.lines.values["sm_clock_mhz"])
-    assert str(time_figure(holed)).count("<polyline") == str(time_figure(whole)).count("<polyline") + 1
+    assert str(gpu_timeline_figure(holed)).count("<polyline") == str(gpu_timeline_figure(whole)).count("<polyline") + 1
 
 
 def test_what_a_product_does_not_count_has_no_strip() -> None:
@@ -110,7 +110,7 @@ def test_what_a_product_does_not_count_has_no_strip() -> None:
     assert device.lines is not None
     for key in [key for key in device.lines.values if key.endswith("_percent")]:
         del device.lines.values[key]
-    drawn = str(time_figure(device))
+    drawn = str(gpu_timeline_figure(device))
     assert "power, W" in drawn
     assert "SM active" not in drawn
 

@@ -158,7 +158,7 @@ class Choice:
         return msgspec.structs.replace(output, token_ids=[], finish_reason="length", stop_token_id=None, logprobs=None)
 
     def logprob_text_offset(self, token_id: int) -> int:
-        """Return the offset in characters of the next logprobs entry, `token_id`, in the text of the answer."""
+        """Return the text_offset of the next logprobs entry, and advance it by the text of `token_id`."""
         offset = self.logprob_offset
         if self.offset_decoder is not None and not self.detokenizer.is_hidden(token_id):
             self.logprob_offset += len(self.offset_decoder.add(token_id))

@@ -151,7 +151,7 @@ class ServerStats(_Columns):
         self.set("cpu_s", time.process_time())
 
     def closed_connections(self) -> list[float]:
-        """Return the connections that each process has closed since the start, by its row."""
+        """Return how many connections each process has closed since the start, in the order of the stats' rows."""
         column = self._column["connections_closed"]
         return [row[column] for row in self.shared.rows]
 

@@ -47,7 +47,7 @@ class StuckWatch:
                 engine.fail(problem)
 
     def _problem(self, replica: int, engine: LocalEngineProcess, now_s: float) -> str | None:
-        """Return why a replica looks stuck now, None if it does not. An idle one may be stopped."""
+        """Return why a replica looks stuck, or None. An idle one is never reported, even if SIGSTOP suspended it."""
         if engine.loaded is not None and not self._stats.open_requests(replica):
             return None
         if engine.is_stopped():

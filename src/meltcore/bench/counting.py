@@ -28,10 +28,11 @@ DRIFT_LIMIT = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class LevelWindow:
-    """The counts in (`start_s`, `end_s`], both at the end of a step, so that no partial step distorts a rate.
+    """Token counts, request counts and latencies of a level within (`start_s`, `end_s`].
 
-    `ttft_s`: [requests whose first token came], `itl_s`: [later tokens], `e2e_s`: [requests that ended].
-    `prompt_tokens` belong to the requests whose first token came. `waiting` requests had no token at the end.
+    Both are ends of steps, so that no partial step distorts a rate. `ttft_s` has a value per request that got its first
+    token in the window, `itl_s` per later token, `e2e_s` per finished request. `prompt_tokens` are of requests that got
+    their first token. `waiting` requests had no token at the end.
     """
 
     start_s: float

@@ -21,7 +21,7 @@ from meltcore.engine.distributed.rank_start import StartedRanks
 
 
 def main() -> int:
-    """Serve the clients of this process's folder; returns the exit status."""
+    """Run an engine process, which serves clients through its socket folder. Returns the exit status."""
     # The server decides when this process ends. It may have requests to drain when systemd, or the end of a job, sends
     # SIGTERM to all processes of a service.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -97,8 +97,8 @@ class WorkerPool:
     ) -> None:
         """Create the pool.
 
-        `on_lost(worker, how, open_requests)`: called when a worker died. `on_unreadable(model, replica, reason)`: see
-        EngineLink.
+        `on_lost(worker_id, exit_reason, open_requests)`: called when a worker died. `on_unreadable(model, replica,
+        reason)`: called when a worker could not decode a message of that engine.
         """
         self._config = config
         self._stats = stats

@@ -77,7 +77,7 @@ class GGUFFile:
     """The header of one GGUF file. `metadata` has numbers, texts and undecoded arrays by key, `tensors` by name."""
 
     def __init__(self, path: Path) -> None:
-        """Read and check the header. Raises ConfigError naming the key or tensor that cannot be."""
+        """Read and check the header. Raises ConfigError naming the key or tensor that is invalid."""
         self.path = path
         try:
             with path.open("rb") as file:

@@ -63,7 +63,7 @@ class GGUFWeights(TensorFile):
                 self._stored_names[name] = stored_name
 
     def stored_name(self, name: str) -> str:
-        """Return the name in the file of the published tensor `name`."""
+        """Return the GGUF name of a tensor from its Hugging Face name."""
         return self._stored_names.get(name, name)
 
     def adapt(self, name: str, target: WeightLoader) -> WeightLoader:

@@ -40,8 +40,8 @@ class Cell:
 class Column:
     """A column of a table.
 
-    `console` replaces the head on the console; None leaves the column out there. `group` is a second head above all
-    neighboring columns of the same group. `align` "text" means left-aligned and wrapped.
+    `console` is the head on the console: empty for `head`, None to hide the column there. `group` is a second head that
+    spans all neighboring columns of the same group. `align` "text" means left-aligned and wrapped.
     """
 
     head: str

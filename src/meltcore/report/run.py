@@ -332,21 +332,21 @@ def _charts(levels: Sequence[LevelResult]) -> list[Figure]:
 def _level_line(
     name: str, color: int, levels: Sequence[LevelResult], values: Sequence[float | None], unit: str
 ) -> Line:
-    """Returns a line over the load of the levels, broken where the workload changes."""
+    """Return the chart line of `values` over the offered load of levels, with a gap where the workload changes."""
     marks: list[Mark] = []
     workload = None
     for level, value in sorted(
-        zip(levels, values, strict=True), key=lambda level_and_value: _load_value(level_and_value[0])
+        zip(levels, values, strict=True), key=lambda level_and_value: _offered_load(level_and_value[0])
     ):
         tooltip = f"{format_load(level)}: {name} {format_number(value)} {unit}"
         if level.workload != workload:
-            marks.append(Mark(_load_value(level), None))
+            marks.append(Mark(_offered_load(level), None))
             workload = level.workload
-        marks.append(Mark(_load_value(level), value, tooltip))
+        marks.append(Mark(_offered_load(level), value, tooltip))
     return Line(name, color, marks, dashed=name == "steady window")
 
 
-def _load_value(level: LevelResult) -> float:
+def _offered_load(level: LevelResult) -> float:
     return level.rate_per_s or 0.0 if level.load_kind == "open" else float(level.concurrency)
 
 

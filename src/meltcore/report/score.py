@@ -240,7 +240,7 @@ def score_charts(devices: Sequence[GpuScore]) -> list[Figure]:
     ]  # fmt: skip
 
 
-def time_figure(device: GpuScore) -> Figure | None:
+def gpu_timeline_figure(device: GpuScore) -> Figure | None:
     """Draws all metrics over the whole run, with the scored windows shaded; None if nothing was recorded."""
     series = device.lines
     if series is None:
@@ -305,7 +305,7 @@ def _device_section(device: GpuScore) -> Section:
         trend = "" if device.spread.change is None else f", last third {signed_percent(device.spread.change)}"
         blocks.append(Text(f"Over time: varies by {100 * device.spread.variation:.1f} %{trend}.", "small"))
     blocks += [Text(line, "small") for line in [_summary_line(device)] if line]
-    blocks += [figure for figure in [time_figure(device)] if figure is not None]
+    blocks += [figure for figure in [gpu_timeline_figure(device)] if figure is not None]
     if device.levels or device.sustained is not None:
         blocks += [_levels_table(device), *_utilization_table(device)]
     if health is not None:

@@ -202,9 +202,9 @@ class ContextSearch:
         self.points.append(point)
         return point.ok
 
-    def _load(self, prompt: int, answer: int, *, concurrency: int) -> LoadConfig:
+    def _load(self, input_len: int, output_len: int, *, concurrency: int) -> LoadConfig:
         vocab = "" if self.vocab_size is None else f",vocab={self.vocab_size}"
-        workload = f"random:in={prompt},out={answer}{vocab}"
+        workload = f"random:in={input_len},out={output_len}{vocab}"
         return replace(
             self.load, concurrency=(concurrency,), num_prompts=(concurrency,), num_warmups=0, workload=workload
         )

@@ -15,7 +15,7 @@ from meltcore.hardware.nvml.select import GpuInfo
 
 
 class RecordingStart(msgspec.Struct, kw_only=True, tag="start"):
-    """First line. `started` is UTC in ISO 8601, read at `t_s` of the monotonic clock."""
+    """The first line of a recording. `started` is UTC in ISO 8601, read at `t_s` of the monotonic clock."""
 
     t_s: float
     started: str

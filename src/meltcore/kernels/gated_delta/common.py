@@ -106,10 +106,10 @@ def require_layout(projected: torch.Tensor, params: GatedDeltaParams, shape: Gat
 
 
 def make_chunk_indices(query_lens: Sequence[int], num_decodes: int) -> np.ndarray:
-    """Return the chunks of all sequences after the first `num_decodes`, which decode: [chunks, 2] int32.
+    """Return (sequence index, chunk index) of every prefill chunk of a step: [chunks, 2] int32.
 
-    query_lens: tokens of each sequence in this step. A row holds the index of a sequence and the number of one of its
-    chunks, counted from the sequence's first token in this step.
+    query_lens: tokens of each sequence in this step. The first `num_decodes` sequences decode and have no chunk. Chunks
+    are counted from the sequence's first token in this step.
     """
     chunk_counts = -(-np.asarray(query_lens[num_decodes:], dtype=np.int32) // CHUNK)
     sequences = np.arange(num_decodes, len(query_lens), dtype=np.int32).repeat(chunk_counts)

@@ -53,11 +53,14 @@ def _prefill_reference(
     shape: GatedDeltaShape,
     out: torch.Tensor,
 ) -> None:
-    first_tokens = metadata.query_start_loc.tolist()
-    for sequence in range(metadata.num_decodes, len(first_tokens) - 1):
-        if first_tokens[sequence] == first_tokens[sequence + 1]:
+    query_start_loc = metadata.query_start_loc.tolist()
+    for sequence in range(metadata.num_decodes, len(query_start_loc) - 1):
+        if query_start_loc[sequence] == query_start_loc[sequence + 1]:
             continue  # padding
-        tokens, slot = slice(first_tokens[sequence], first_tokens[sequence + 1]), int(metadata.state_slots[sequence])
+        tokens, slot = (
+            slice(query_start_loc[sequence], query_start_loc[sequence + 1]),
+            int(metadata.state_slots[sequence]),
+        )
         context_len = int(metadata.context_lens[sequence])
         out[tokens] = _sequence_reference(projected[tokens], params, slot, context_len, shape)
 

@@ -13,7 +13,7 @@ import torch
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 
-_SELECTED = tl.constexpr(-(2**63)) if tl else None  # below every key of an expert that can be selected
+_MASKED_KEY = tl.constexpr(-(2**63)) if tl else None  # below the keys of all experts that can still be selected
 
 
 class Routing(NamedTuple):
@@ -132,7 +132,7 @@ def _select_experts_kernel(
     logits, gate = logits.to(TYPE).to(tl.float32), gate.to(TYPE).to(tl.float32)
     if UNIFORM:
         logits = _uniform_logits(counters_ptr, seed, token, expert, EXPERT_BLOCK)
-    keys = tl.where(expert < EXPERTS, _sort_key(logits, expert, EXPERT_BLOCK), _SELECTED)
+    keys = tl.where(expert < EXPERTS, _sort_key(logits, expert, EXPERT_BLOCK), _MASKED_KEY)
     max_logit = _logit_of_key(tl.max(keys, axis=0))
     slot = tl.arange(0, TOP_K_BLOCK)
     topk_ids = tl.zeros((TOP_K_BLOCK,), dtype=tl.int32)
@@ -141,7 +141,7 @@ def _select_experts_kernel(
         best_key = tl.max(keys, axis=0)
         topk_ids = tl.where(slot == k, EXPERT_BLOCK - 1 - (best_key & (EXPERT_BLOCK - 1)).to(tl.int32), topk_ids)
         topk_weights = tl.where(slot == k, tl.exp(_logit_of_key(best_key) - max_logit), topk_weights)
-        keys = tl.where(keys == best_key, _SELECTED, keys)
+        keys = tl.where(keys == best_key, _MASKED_KEY, keys)
     if NORM_TOPK_PROB:
         total = tl.sum(topk_weights, axis=0)
     else:
