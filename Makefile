@@ -13,7 +13,7 @@ help:  ## List the targets.
 demo: $(STAMP)  ## Serve the bundled model, check it, load it with 10 to 10,000 concurrent requests, report.
 	$(BIN)/meltcore demo
 
-test: $(STAMP)  ## Run every test (about 9 minutes on two idle cores).
+test: $(STAMP)  ## Run every test (about 12 minutes on two idle cores).
 	$(PYTEST)
 
 test-failed: $(STAMP)  ## Run the tests again that failed in the last run, one at a time.
