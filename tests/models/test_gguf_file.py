@@ -192,6 +192,7 @@ def write(path: Path, change: dict[str, Any] | None = None, *, kind: str = "F32"
         ({"attention.value_length": 8}, "qwen3.attention.value_length is 8, which is not computed here"),
         ({"rope.dimension_count": 8}, "qwen3.rope.dimension_count is 8, which is not computed here"),
         ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, "rope.scaling.type is 'longrope'"),
+        ({"rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'"),
         ({"rope.scaling.factor": 0.5}, "qwen3.rope.scaling.factor must be a number from 1 to 1e6; got 0.5"),
         ({"rope.freq_base": 0.5}, "qwen3.rope.freq_base must be a number from 1 to 1e12; got 0.5"),
         ({"attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon must be a number above 0"),

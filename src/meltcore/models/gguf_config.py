@@ -227,10 +227,10 @@ def _read_rope(keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
         return _llama3_rope(keys.model, config)
     if rope_type is None and factor is not None:
         rope_type = "linear"
+    if rope_type not in (None, "none", "linear", "yarn"):
+        raise keys.unsupported("rope.scaling.type")
     if rope_type in (None, "none") or factor in (None, 1.0):
         return None
-    if rope_type not in ("linear", "yarn"):
-        raise keys.unsupported("rope.scaling.type")
     rope = {"rope_type": rope_type, "factor": factor}
     original = keys.optional("original_max_position_embeddings", "rope.scaling.original_context_length")
     if original is not None:
