@@ -41,6 +41,11 @@ _FURTHER = """\
 - Reasoning: by default its template enables reasoning before the answer; with `enable_thinking` false, as it was
   measured, it answers directly.
 """
+_FURTHER_GEMMA = """\
+- Layers: every other one has a sliding window of 96 tokens. Those layers have a rotary embedding of base 1,000, the
+  others one of base 100,000 with linear scaling. Tensor names are those of Gemma 3; the tokenizer and the chat template
+  are those of `meltcore/sums`.
+"""
 _WORDS = {
     "qwen3": {
         "name": "meltcore/sums",
@@ -57,6 +62,14 @@ _WORDS = {
         "further": _FURTHER,
         "again": f"{_SCRIPT} --architecture qwen3_5 --minutes 3.4",
         "minutes": "3.4",
+    },
+    "gemma3": {
+        "name": "meltcore/sums-gemma",
+        "network": "Gemma3ForCausalLM",
+        "faults": "a wrong window, rotary embedding, norm, position or memory page",
+        "further": _FURTHER_GEMMA,
+        "again": f"{_SCRIPT} --architecture gemma3 --minutes 5",
+        "minutes": "5",
     },
 }
 

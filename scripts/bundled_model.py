@@ -21,8 +21,8 @@ _BALANCE = 0.01
 
 
 def model_config(architecture: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return config.json as the checkpoints of the family have it: "qwen3" or "qwen3_5"."""
-    return _qwen3(tokenizer) if architecture == "qwen3" else _qwen3_5(tokenizer)
+    """Return config.json as the checkpoints of the family have it: "qwen3", "qwen3_5" or "gemma3"."""
+    return {"qwen3": _qwen3, "qwen3_5": _qwen3_5, "gemma3": _gemma3}[architecture](tokenizer)
 
 
 def _qwen3(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -106,6 +106,45 @@ def _qwen3_5(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
+def _gemma3(tokenizer: Tokenizer) -> dict[str, Any]:
+    """2 million parameters in 4 layers, every other one with a sliding window.
+
+    The window is shorter than most questions, and the two kinds of layers differ in base and scaling of their rotary
+    embedding, so that a wrong window or table turns answers wrong.
+    """
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id(TURN_END),
+        "final_logit_softcapping": None,
+        "head_dim": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 192,
+        "initializer_range": 0.02,
+        "intermediate_size": 512,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
+        "query_pre_attn_scalar": 48,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 1000,
+        "rope_scaling": {"factor": 2.0, "rope_type": "linear"},
+        "rope_theta": 100000,
+        "sliding_window": 96,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": tokenizer.get_vocab_size(),
+    }
+
+
 class Trainee:
     """A new fp32 model and its forward of a packed row, which keeps sequences separate."""
 
@@ -132,7 +171,7 @@ class Trainee:
         hidden = self.model.model(
             input_ids=batch.ids[None],
             position_ids=batch.positions[None],
-            attention_mask={"full_attention": None, "linear_attention": None},
+            attention_mask=dict.fromkeys(("full_attention", "linear_attention", "sliding_attention")),
             use_cache=False,
             starts=batch.starts,
             longest=max(batch.lengths),
@@ -173,17 +212,30 @@ def _packed_attention(
     scaling: float,
     starts: torch.Tensor,
     longest: int,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence of the row. query: [1, heads, T, head_dim] -> [1, T, heads, head_dim]."""
+    """Causal attention within each sequence of the row. query: [1, heads, T, head_dim] -> [1, T, heads, head_dim].
+
+    sliding_window: the last keys that a query sees, its own among them; None: all.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if query.is_cuda:
         q, k, v = (each[0].transpose(0, 1).to(torch.bfloat16) for each in (query, key, value))
-        causal = (-1, 0)
-        return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=causal)[None], None
+        window = (sliding_window - 1 if sliding_window else -1, 0)
+        return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling, window_size=window)[None], None
     apart = zip(
         *(each.split(starts.diff().tolist(), dim=2) for each in (query, key, value.to(query.dtype))), strict=True
     )
-    mixed = [scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling) for q, k, v in apart]
+    mixed = [
+        scaled_dot_product_attention(q, k, v, attn_mask=_mask(q.shape[2], sliding_window), scale=scaling)
+        for q, k, v in apart
+    ]
     return torch.cat(mixed, dim=2).transpose(1, 2), None
+
+
+def _mask(tokens: int, sliding_window: int | None) -> torch.Tensor:
+    """Return which keys each query sees: [tokens, tokens]."""
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    return causal.triu(1 - sliding_window) if sliding_window else causal

@@ -2,6 +2,7 @@
 
     python scripts/make_bundled_model.py --minutes 7.3 --out src/meltcore/bundled/sums
     python scripts/make_bundled_model.py --architecture qwen3_5 --minutes 3.4 --out src/meltcore/bundled/sums-hybrid
+    python scripts/make_bundled_model.py --architecture gemma3 --minutes 5 --out src/meltcore/bundled/sums-gemma
 
 Needs the package on the path with its engine and test extras. On one H200 it takes the minutes given and one more.
 """
@@ -115,7 +116,9 @@ def _without_out(arguments: list[str]) -> list[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("src/meltcore/bundled/sums"), help="checkpoint folder")
-    parser.add_argument("--architecture", choices=("qwen3", "qwen3_5"), default="qwen3", help="default: qwen3")
+    parser.add_argument(
+        "--architecture", choices=("qwen3", "qwen3_5", "gemma3"), default="qwen3", help="default: qwen3"
+    )
     parser.add_argument("--minutes", type=float, default=7.3, help="training time (default 7.3, meant for one H200)")
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens per step (default 32768)")
     parser.add_argument("--workers", type=int, default=14, help="processes that make problems (default 14)")

@@ -7,6 +7,7 @@ from typing import Any
 
 import engine_tools as tools
 import pytest
+import sliding_tools
 import torch
 from transformers import PreTrainedModel
 
@@ -103,6 +104,39 @@ def test_recurrent_states_on_cuda(
         theirs = tools.reference_logits(recurrent_reference, prompt, tokens[request_id])
         assert tools.relative_error(ours, theirs) <= 1e-4
     assert seen.engine.stats().prefix_hit_tokens_total >= 3 * 128
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("short_of_pages", [False, True])
+@pytest.mark.parametrize("settings", [{}, NO_PREFILL_GRAPHS, EAGER])
+@pytest.mark.parametrize("network", sliding_tools.NETWORKS.values(), ids=sliding_tools.NETWORKS.keys())
+def test_sliding_windows_on_cuda(
+    network: sliding_tools.Network, tmp_path: Path, overlap: bool, short_of_pages: bool, settings: dict[str, Any]
+) -> None:
+    """Several sub-groups of pages in one page table; prompts in chunks past the window; cached beginnings."""
+    reference = sliding_tools.make_reference(network)
+    sliding_tools.save(reference, tmp_path)
+    pages = 8 * network.sub_groups() if short_of_pages else None
+    seen = tools.open_engine(
+        tmp_path,
+        device="cuda",
+        overlap=overlap,
+        pages=pages,
+        max_model_len=400,
+        max_num_batched_tokens=160,
+        **settings,
+    )
+    prompts = {f"r{index}": tools.random_prompt(20 + 45 * index, 50 + index) for index in range(6)}
+    prompts["again"] = [*prompts["r5"], 7, 8]
+    for request_id, prompt in prompts.items():
+        seen.add(request_id, prompt, max_tokens=130)
+    tokens = seen.run()
+    for request_id, prompt in prompts.items():
+        ours = torch.stack(seen.logits[request_id]).cpu()
+        theirs = tools.reference_logits(reference, prompt, tokens[request_id])
+        assert tools.relative_error(ours, theirs) <= 1e-4
+    if short_of_pages and "f" in network.layers:
+        assert seen.engine.stats().preemptions_total > 0
 
 
 def test_graphs_give_the_bits_of_eager_steps_at_the_same_batch(checkpoint: Path) -> None:
