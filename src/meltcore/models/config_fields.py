@@ -35,6 +35,10 @@ def _is_id(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _is_group_size(value: Any) -> bool:
+    return type(value) is int and (value > 0 or value == -1)
+
+
 def _is_text_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -69,13 +73,13 @@ _THETA = Rule("a number from 1 to 1e12", lambda value: type(value) in (int, floa
 # The largest numbers are far beyond any model, and small enough that no product of them overflows.
 _COUNT = _integer_rule(1, 2**14)
 _WIDTH = _integer_rule(1, 2**20)
+_SIZES = Rule("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_is_id, value)))
 
 RULES: dict[str, Rule] = {
     # config.json
     "architectures": _TEXT_LIST,
     "text_config": _OBJECT,
     "quantization_config": _OBJECT,
-    "quant_method": _TEXT,
     "hidden_size": _WIDTH,
     "intermediate_size": _WIDTH,
     "num_hidden_layers": _COUNT,
@@ -135,6 +139,38 @@ RULES: dict[str, Rule] = {
     "mlp_only_layers": Rule(
         "a list of whole numbers of at least 0", lambda value: isinstance(value, list) and all(map(_is_id, value))
     ),
+    # Of quantization_config
+    "quant_method": _TEXT,
+    "modules_to_not_convert": _TEXT_LIST,
+    "ignored_layers": _TEXT_LIST,
+    "weight_block_size": _SIZES,
+    "activation_scheme": _TEXT,
+    "fmt": _TEXT,
+    "format": _TEXT,
+    "config_groups": Rule(
+        "an object of objects",
+        lambda value: isinstance(value, dict) and all(isinstance(group, dict) for group in value.values()),
+    ),
+    "ignore": _TEXT_LIST,
+    "targets": _TEXT_LIST,
+    "weights": _OBJECT,
+    "input_activations": _OBJECT,
+    "kv_cache_scheme": _OBJECT,
+    "num_bits": _COUNT,
+    "strategy": _TEXT,
+    "symmetric": _FLAG,
+    "block_structure": _SIZES,
+    "dynamic": Rule("true, false or an object", lambda value: isinstance(value, (bool, dict))),
+    "bits": _COUNT,
+    "group_size": Rule(
+        "a whole number of at least 1, or -1", lambda value: (_is_id(value) and value > 0) or value == -1
+    ),
+    "zero_point": _FLAG,
+    "version": _TEXT,
+    "desc_act": _FLAG,
+    "sym": _FLAG,
+    "checkpoint_format": _TEXT,
+    "lm_head": _FLAG,
     # generation_config.json, and config.json
     "eos_token_id": Rule(
         "a whole number of at least 0, or a list of them",
@@ -187,6 +223,10 @@ class Fields:
     def nested_fields(self, name: str) -> Fields:
         """Return the object in a field, an empty object if the field is absent."""
         return Fields(self.optional(name, {}), self._file, f"{self._prefix}{name}.")
+
+    def entry(self, name: str) -> Fields:
+        """Return an object under a name that no rule has, such as that of a group."""
+        return Fields(self._values[name], self._file, f"{self._prefix}{name}.")
 
     def has(self, name: str) -> bool:
         """Return whether the field is present and not null."""

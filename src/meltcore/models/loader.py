@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
 from meltcore.models.model import Model
 from meltcore.models.quantization import quantize_as_stored, quantize_to_fp8
+from meltcore.models.quantization_config import read_quantization_config
 from meltcore.models.registry import ARCHITECTURES, ModelClass
 from meltcore.models.safetensors_file import SafetensorsFile
 from meltcore.models.tensor_file import TensorEntry, TensorFile
@@ -69,7 +70,7 @@ def build_meta_model(
     if not supported_names:
         names_text = ", ".join(names) or "nothing"
         raise ConfigError(f"{checkpoint.name}: config.json names {names_text}; we have {', '.join(ARCHITECTURES)}")
-    _check_not_quantized(config)
+    _check_not_quantized(checkpoint.config)
     with torch.device("meta"), _default_dtype(dtype):
         model = _network(checkpoint, ARCHITECTURES[supported_names[0]])
         if group is not None:
@@ -136,16 +137,15 @@ def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: 
         )
 
 
-def _check_not_quantized(config: Fields) -> None:
+def _check_not_quantized(config: Mapping[str, Any]) -> None:
     """Raise ConfigError if the checkpoint is quantized, since its scales are not supported."""
-    for fields in (config, config.nested_fields("text_config")):
-        if fields.has("quantization_config"):
-            method = fields.nested_fields("quantization_config").optional("quant_method", "that has no name")
-            raise fields.field_error(
-                "quantization_config",
-                f"says that weights are quantized, quant_method {method}; an unquantized checkpoint is needed here "
-                "(--quantization fp8 quantizes it while loading)",
-            )
+    quantization_config = read_quantization_config(config)
+    if quantization_config is not None:
+        raise Fields(config).field_error(
+            "quantization_config",
+            f"says that weights are quantized, quant_method {quantization_config.quant_method}; an unquantized "
+            "checkpoint is needed here (--quantization fp8 quantizes it while loading)",
+        )
 
 
 @contextmanager
