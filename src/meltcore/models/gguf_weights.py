@@ -95,6 +95,23 @@ class GGUFWeights(TensorFile):
             yield stored_name, TensorEntry(dtype_name, shape, offset)
 
 
+def gguf_name(name: str, model_type: str) -> str:
+    """Return the GGUF name of a published tensor. All experts of a layer have the name of their one tensor.
+
+    Raises KeyError for a tensor that GGUF files lack.
+    """
+    outer = {published: stored for stored, published in _OUTER.items()}
+    if name in outer:
+        return outer[name]
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    part, _, kind = rest.rpartition(".")
+    names = _GEMMA_LAYER if model_type == "gemma3_text" else _LAYER
+    if part.startswith("mlp.experts."):
+        names, part = _EXPERTS, part.rpartition(".")[2]
+    stored_parts = {published: stored for stored, published in names.items()}
+    return f"blk.{layer}.{stored_parts[part]}.{kind}"
+
+
 def _unpermuted(target: WeightLoader, head_dim: int) -> WeightLoader:
     """Return a loader of rows in llama.cpp's order into `target`, whose parts hold whole heads."""
     if isinstance(target, ShardLoader):
