@@ -13,8 +13,9 @@ from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant.ggml import GgmlType
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from meltcore.layers.feed_forward import SparseMoeBlock
-from meltcore.layers.ggml_weights import GgmlExperts, GgmlWeight, MergedGgmlWeight, ggml_method
+from meltcore.layers.ggml_weights import GgmlExperts, GgmlWeight, ggml_method
 from meltcore.layers.linear import ColumnParallelLinear, RowParallelLinear
+from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.norm import RMSNorm
 from meltcore.layers.quantization import DenseExperts, QuantizationMethod
 from meltcore.layers.tensor_parallel import TensorParallelGroup
@@ -54,11 +55,11 @@ def test_merged_matrices_keep_their_formats(types: tuple[GgmlType | None, ...], 
     stored, wide = zip(*(file_tensor(each, size, 512) for each, size in zip(types, sizes, strict=True)), strict=True)
     order = torch.randperm(24)
     for index, tensor in enumerate(stored):
-        loader = layer.loader(index, order if index == 0 else None)
+        loader = layer.tensors(index, order if index == 0 else None)["weight"]
         assert loader.shape == tensor.shape
         loader.copy_(tensor)
-    assert isinstance(layer.weight, MergedGgmlWeight) == (part_count > 1)
-    if isinstance(layer.weight, MergedGgmlWeight):
+    assert isinstance(layer.weight, MergedWeight) == (part_count > 1)
+    if isinstance(layer.weight, MergedWeight):
         assert len(layer.weight.parts) == part_count
     expected = torch.cat([wide[0][order], *wide[1:]])
     hidden, norm = torch.randn(5, 512), Norm(torch.rand(512), 1e-6)
@@ -96,8 +97,8 @@ def test_shards_end_where_blocks_end(ggml_type: GgmlType, quantized_first: bool)
     sums, rows = [], []
     for group, columns in zip(RANKS, hidden.chunk(2, 1), strict=True):
         row_parallel, column_parallel = sharded(group, ggml_method(ggml_type), quantized_first=quantized_first)
-        row_parallel.loader(0).copy_(stored)
-        column_parallel.loader(0).copy_(stored)
+        row_parallel.tensors(0)["weight"].copy_(stored)
+        column_parallel.tensors(0)["weight"].copy_(stored)
         sums.append(row_parallel.weight.matmul(columns.contiguous()))
         rows.append(column_parallel(hidden))
     assert_close(sums[0] + sums[1], hidden @ wide.T)
@@ -124,7 +125,7 @@ def test_embedding_and_head_dequantize_rows(ggml_type: GgmlType) -> None:
     token_ids = torch.tensor([3, 39, 3, 20])
     embedding = VocabParallelEmbedding(40, 256, scale=2.0)
     embedding.quantize(ggml_method(ggml_type))
-    embedding.loader.copy_(stored)
+    embedding.tensors()["weight"].copy_(stored)
     assert isinstance(embedding.weight, GgmlWeight)
     assert embedding.weight.dtype == torch.float32
     assert torch.equal(embedding(token_ids).values, 2.0 * wide[token_ids])
@@ -136,7 +137,7 @@ def test_embedding_and_head_dequantize_rows(ggml_type: GgmlType) -> None:
         head = ParallelLMHead(40, 256)
         head.shard(group)
         head.quantize(ggml_method(ggml_type))
-        head.loader.copy_(stored)
+        head.tensors()["weight"].copy_(stored)
         logits.append(head.logits(hidden))
         rows.append(head.weight.embeddings(token_ids, 20 * group.rank))
         assert head.local_vocab_size == 20
@@ -164,19 +165,19 @@ def test_experts_match_dequantized_ones(types: tuple[GgmlType, GgmlType, GgmlTyp
         experts = method.experts(count, size, width, kept)
         assert isinstance(experts, GgmlExperts)
         for expert in range(count):
-            experts.gate_loader(expert).copy_(gate[expert])
-            experts.up_loader(expert).copy_(up[expert])
-            experts.down_loader(expert).copy_(down[expert])
+            experts.gate_tensors(expert)["weight"].copy_(gate[expert])
+            experts.up_tensors(expert)["weight"].copy_(up[expert])
+            experts.down_tensors(expert)["weight"].copy_(down[expert])
         outputs = experts.outputs(hidden, routing)
         shards.append(outputs)
         if types[0] == types[1]:
             fused = method.experts(count, size, width, kept)
-            fused.fused_gate_up_loader(count).copy_(torch.cat([gate, up], 1))
-            fused.fused_down_loader(count).copy_(down)
+            fused.fused_gate_up_tensors(count)["weight"].copy_(torch.cat([gate, up], 1))
+            fused.fused_down_tensors(count)["weight"].copy_(down)
             assert torch.equal(fused.outputs(hidden, routing), outputs)
         else:
             with pytest.raises(ValueError, match="different formats"):
-                experts.fused_gate_up_loader(count)
+                experts.fused_gate_up_tensors(count)["weight"]
     assert_close(shards[0], expected)
     assert_close(shards[1] + shards[2], expected)
     residual = torch.randn(7, size)
@@ -188,9 +189,9 @@ def experts_of(types: tuple[GgmlType, ...], tensors: list[tuple[torch.Tensor, to
     count, size, width = len(tensors[0][0]), tensors[2][0].shape[1], tensors[0][0].shape[1]
     experts = GgmlExperts(types, count, size, width, range(width))
     for expert in range(count):
-        experts.gate_loader(expert).copy_(tensors[0][0][expert])
-        experts.up_loader(expert).copy_(tensors[1][0][expert])
-        experts.down_loader(expert).copy_(tensors[2][0][expert])
+        experts.gate_tensors(expert)["weight"].copy_(tensors[0][0][expert])
+        experts.up_tensors(expert)["weight"].copy_(tensors[1][0][expert])
+        experts.down_tensors(expert)["weight"].copy_(tensors[2][0][expert])
     return experts
 
 
@@ -200,7 +201,7 @@ def test_refuses_what_no_layer_can_hold() -> None:
     layer = ColumnParallelLinear(256, 8, 8)
     layer.quantize(ggml_method(Q4_K, Q6_K))
     with pytest.raises(ValueError, match="rows 0 to 16 have several formats"):
-        layer.merged_loader(0, 2)
+        layer.tensors(0, stop=2)
     assert ggml_method(Q4_0).experts is None
     with pytest.raises(ValueError, match=r"a Q4_K weight is loaded from blocks in uint8, not from torch\.float32"):
-        layer.loader(0).copy_(torch.zeros(8, 256))
+        layer.tensors(0)["weight"].copy_(torch.zeros(8, 256))

@@ -10,7 +10,7 @@ from torch import nn
 from meltcore.layers.quantization import UNQUANTIZED, EmbeddingWeight, QuantizationMethod
 from meltcore.layers.residual import ResidualStream
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.layers.weight_loader import WeightLoader, as_slice, shard_loader
+from meltcore.layers.weight_loader import MatrixPart, WeightLoader
 
 
 class ParallelLMHead(nn.Module):
@@ -24,12 +24,13 @@ class ParallelLMHead(nn.Module):
         self._group: TensorParallelGroup | None = None
         self.quantize(UNQUANTIZED)
 
-    @property
-    def loader(self) -> WeightLoader:
-        """The weight loader of the checkpoint's tensor [vocab_size, hidden_size]."""
-        vocab_size, hidden_size = self._checkpoint_shape
-        shape = (vocab_size, len(self.weight.source_columns(0, range(hidden_size))))
-        return shard_loader(self.weight.loader(0, len(self._local_tokens)), shape, as_slice(self._local_tokens))
+    def tensors(self) -> dict[str, WeightLoader]:
+        """Return the loaders of the tensors of the checkpoint's matrix [vocab_size, hidden_size].
+
+        By the last part of their names.
+        """
+        shape, rows = self._checkpoint_shape, range(len(self._local_tokens))
+        return self.weight.tensors(MatrixPart(shape, (self._local_tokens,), range(shape[1]), rows))
 
     @property
     def local_vocab_size(self) -> int:
@@ -43,7 +44,12 @@ class ParallelLMHead(nn.Module):
         self.quantize(self._method)
 
     def quantize(self, method: QuantizationMethod) -> None:
-        """Allocate the weight in the format of `method`. Must be called before weights are loaded."""
+        """Allocate the weight in the format of `method`. Must be called before weights are loaded.
+
+        Raises ValueError if the method does not support embeddings.
+        """
+        if method.embedding is None:
+            raise ValueError("this quantization method does not support embeddings")
         self._method = method
         self.weight = method.embedding((len(self._local_tokens),), self._checkpoint_shape[1])
 

@@ -7,23 +7,29 @@ unquantized one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 from torch import nn
 
-from meltcore.kernels.activation import swiglu
 from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.routing import Routing
-from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, empty, pack
 from meltcore.kernels.quant.ggml_decode import ggml_embedding
 from meltcore.kernels.quant.ggml_experts import ggml_expert_outputs
 from meltcore.kernels.quant.ggml_linear import ggml_linear
+from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.quantization import DenseWeight, EmbeddingWeight, LinearWeight, QuantizationMethod
-from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, WeightLoader, as_slice, shard_loader
+from meltcore.layers.weight_loader import (
+    ConvertingLoader,
+    MatrixPart,
+    ShardLoader,
+    WeightLoader,
+    as_slice,
+    shard_loader,
+)
 
 
 class PackedRows(nn.Module):
@@ -80,14 +86,10 @@ class GgmlWeight(nn.Module):
         """The device of the weight."""
         return self.blocks.tensor.values.device
 
-    def loader(self, start: int, stop: int) -> WeightLoader:
-        """Return the weight loader of rows `start` to `stop` - 1."""
-        return self.blocks.loader(slice(start, stop))
-
-    def source_columns(self, row: int, columns: range) -> range:
-        """Return the bytes of a file's row that hold `columns`, which must be whole blocks."""
-        del row  # the same for every matrix
-        return self.blocks.source_columns(columns)
+    def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
+        """Return the loader of a checkpoint's matrix in blocks. Its shard must have whole ones."""
+        blocks = self.blocks
+        return {"weight": part.loader(lambda start, stop: blocks.loader(slice(start, stop)), blocks.source_columns)}
 
     def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
         """Dequantize the rows of tokens, with zeros for those of other ranks. See `EmbeddingWeight.embeddings`."""
@@ -102,66 +104,8 @@ class GgmlWeight(nn.Module):
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return norm(hidden) W^T with the options of `EmbeddingWeight.matmul`. Rows of `out` may be strided."""
-        return ggml_linear(hidden, self.blocks.tensor, norm, gated=gated, residual=residual, out=out)
-
-
-class MergedGgmlWeight(nn.Module):
-    """A weight [sum(output_sizes), input_size] of matrices in several formats, such as Q4_K with a Q6_K v_proj.
-
-    Neighboring matrices of one format are one part and one GEMM.
-    """
-
-    def __init__(self, types: Sequence[GgmlType | None], output_sizes: Sequence[int], input_size: int) -> None:
-        super().__init__()
-        self._rows: list[range] = []
-        self.parts = nn.ModuleList()
-        start = 0
-        for ggml_type, group in groupby(zip(types, output_sizes, strict=True), key=lambda matrix: matrix[0]):
-            rows = range(start, start + sum(size for _, size in group))
-            weight = DenseWeight if ggml_type is None else partial(GgmlWeight, ggml_type)
-            self.parts.append(weight((len(rows),), input_size))
-            self._rows.append(rows)
-            start = rows.stop
-
-    def loader(self, start: int, stop: int) -> WeightLoader:
-        """Return the weight loader of rows `start` to `stop` - 1. Raises ValueError for rows of several parts."""
-        rows, part = self._part(start)
-        if stop > rows.stop:
-            raise ValueError(f"rows {start} to {stop} have several formats and cannot be loaded from one tensor")
-        return part.loader(start - rows.start, stop - rows.start)
-
-    def source_columns(self, row: int, columns: range) -> range:
-        """Return the columns of the file's tensor that hold `columns` of the matrix of row `row`."""
-        return self._part(row)[1].source_columns(0, columns)
-
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
         """Return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
-        hidden = rms_norm(hidden, *norm) if norm else hidden
-        output = hidden.new_empty(len(hidden), self._rows[-1].stop)
-        for rows, part in zip(self._rows, self.parts, strict=True):
-            columns = output[:, as_slice(rows)]
-            if isinstance(part, GgmlWeight):
-                part.matmul(hidden, out=columns)
-            else:
-                assert isinstance(part, DenseWeight)
-                columns.copy_(part.matmul(hidden))
-        if gated:
-            return swiglu(output)
-        return output if residual is None else residual.add_(output)
-
-    def _part(self, row: int) -> tuple[range, LinearWeight]:
-        """Return the rows and the weight of the part that holds `row`."""
-        rows, part = next(found for found in zip(self._rows, self.parts, strict=True) if row in found[0])
-        assert isinstance(part, GgmlWeight | DenseWeight)
-        return rows, part
+        return ggml_linear(hidden, self.blocks.tensor, norm, gated=gated, residual=residual, out=out)
 
 
 class GgmlExperts(nn.Module):
@@ -195,19 +139,19 @@ class GgmlExperts(nn.Module):
         """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
         return combine(self.outputs(hidden, routing), routing.topk_weights, residual)
 
-    def gate_loader(self, expert: int) -> WeightLoader:
+    def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loader of one expert's tensor gate_proj, [intermediate_size, bytes of a row]."""
-        return self._rows_loader(expert, is_up=False)
+        return {"weight": self._rows_loader(expert, is_up=False)}
 
-    def up_loader(self, expert: int) -> WeightLoader:
+    def up_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loader of one expert's tensor up_proj, [intermediate_size, bytes of a row]."""
-        return self._rows_loader(expert, is_up=True)
+        return {"weight": self._rows_loader(expert, is_up=True)}
 
-    def down_loader(self, expert: int) -> WeightLoader:
+    def down_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loader of one expert's tensor down_proj, [hidden_size, bytes of a row]."""
-        return self._columns_loader(expert)
+        return {"weight": self._columns_loader(expert)}
 
-    def fused_gate_up_loader(self, num_experts: int) -> WeightLoader:
+    def fused_gate_up_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loader of a tensor [num_experts, 2 * intermediate_size, bytes of a row], gate above up.
 
         Raises ValueError if the formats of gate and up differ.
@@ -218,11 +162,11 @@ class GgmlExperts(nn.Module):
         full_size = self._intermediate_size
         shape = torch.Size((num_experts, 2 * full_size, gate.shape[-1]))
         gate_rows, up_rows = slice(full_size), slice(full_size, 2 * full_size)
-        return ShardLoader(shape, (((slice(None), gate_rows), gate), ((slice(None), up_rows), up)))
+        return {"weight": ShardLoader(shape, (((slice(None), gate_rows), gate), ((slice(None), up_rows), up)))}
 
-    def fused_down_loader(self, num_experts: int) -> WeightLoader:
+    def fused_down_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loader of a tensor [num_experts, hidden_size, bytes of a row]."""
-        return self._columns_loader(slice(num_experts))
+        return {"weight": self._columns_loader(slice(num_experts))}
 
     def _rows_loader(self, experts: int | slice, *, is_up: bool) -> WeightLoader:
         part, size = self.gate_up_proj[-1 if is_up else 0], len(self._local_columns)
@@ -259,7 +203,7 @@ def _linear_weight(types: Sequence[GgmlType | None], output_sizes: Sequence[int]
     if len(types) != len(output_sizes):
         raise ValueError(f"{len(types)} formats are given for a layer of {len(output_sizes)} matrices")
     if len(set(types)) > 1:
-        return MergedGgmlWeight(types, output_sizes, input_size)
+        return MergedWeight([_format(each) for each in types], output_sizes, input_size)
     return _embedding_weight(types[:1], output_sizes, input_size)
 
 
@@ -267,6 +211,10 @@ def _embedding_weight(
     types: Sequence[GgmlType | None], output_sizes: Sequence[int], input_size: int
 ) -> EmbeddingWeight:
     (ggml_type,) = types
-    return (
-        DenseWeight(output_sizes, input_size) if ggml_type is None else GgmlWeight(ggml_type, output_sizes, input_size)
-    )
+    return _format(ggml_type)(output_sizes, input_size)
+
+
+@cache
+def _format(ggml_type: GgmlType | None) -> Callable[[Sequence[int], int], EmbeddingWeight]:
+    """Return the weight class of a type: the same object for the same type."""
+    return DenseWeight if ggml_type is None else partial(GgmlWeight, ggml_type)

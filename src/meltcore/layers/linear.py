@@ -8,7 +8,7 @@ from meltcore.layers.norm import RMSNorm
 from meltcore.layers.quantization import UNQUANTIZED, LinearWeight, QuantizationMethod
 from meltcore.layers.residual import ResidualStream
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.layers.weight_loader import WeightLoader, as_slice, merged_shard_loader, permuted_loader, shard_loader
+from meltcore.layers.weight_loader import MatrixPart, WeightLoader, as_slice, permuted_loader, shard_loader
 
 
 class LinearBase(nn.Module):
@@ -41,26 +41,29 @@ class LinearBase(nn.Module):
         self._method = method
         self._allocate()
 
-    def loader(self, index: int, row_order: torch.Tensor | None = None) -> WeightLoader:
-        """Return the loader of checkpoint matrix `index`.
+    def tensors(
+        self, first: int, row_order: torch.Tensor | None = None, *, stop: int | None = None
+    ) -> dict[str, WeightLoader]:
+        """Return the loaders of the tensors of checkpoint matrix `first`, by the last part of their names.
 
-        row_order: row i of this rank's rows is row row_order[i] of the checkpoint's; None keeps the order.
+        row_order: row i of this rank's rows is row row_order[i] of the checkpoint's; None keeps the order. stop: the
+        checkpoint has matrices `first` to `stop` - 1 of this layer concatenated in one.
         """
-        rows = self._weight_rows(index)
-        return shard_loader(
-            permuted_loader(self.weight.loader(rows.start, rows.stop), row_order),
-            (self._checkpoint_outputs[index], self._source_width(rows.start)),
-            as_slice(self._outputs[index]),
-            as_slice(self.weight.source_columns(rows.start, self._inputs)),
-        )
+        indices = range(first, first + 1 if stop is None else stop)
+        num_rows = sum(self._checkpoint_outputs[index] for index in indices)
+        rows = range(self._weight_rows(first).start, self._weight_rows(indices[-1]).stop)
+        outputs: list[range] = []
+        start = 0
+        for index in indices:
+            kept = self._outputs[index]
+            outputs.append(range(start + kept.start, start + kept.stop))
+            start += self._checkpoint_outputs[index]
+        shape = (num_rows, self._checkpoint_inputs)
+        return self.weight.tensors(MatrixPart(shape, tuple(outputs), self._inputs, rows, row_order))
 
     def _allocate(self) -> None:
         self._method.check_columns(self._checkpoint_inputs, self._inputs)
         self.weight = self._method.linear(self.output_sizes, self.input_size)
-
-    def _source_width(self, row: int) -> int:
-        """Return the number of columns of the checkpoint's tensor that holds the matrix of row `row`."""
-        return len(self.weight.source_columns(row, range(self._checkpoint_inputs)))
 
     def _weight_rows(self, index: int) -> range:
         """Return the rows of the merged weight that hold checkpoint matrix `index`."""
@@ -79,17 +82,6 @@ class ColumnParallelLinear(LinearBase):
         """Keep the outputs local_outputs[i] of matrix i. Must be called before weights are loaded."""
         self._outputs = local_outputs
         self._allocate()
-
-    def merged_loader(self, first: int, stop: int) -> WeightLoader:
-        """Return the loader of one checkpoint matrix that concatenates matrices `first` to `stop` - 1 of this layer."""
-        rows = [self._weight_rows(index) for index in range(first, stop)]
-        sizes = self._checkpoint_outputs[first:stop]
-        full_loader = self.weight.loader(rows[0].start, rows[-1].stop)
-        if full_loader.shape[0] == sum(sizes):
-            return full_loader
-        targets = [self.weight.loader(row_range.start, row_range.stop) for row_range in rows]
-        shape = (sum(sizes), self._source_width(rows[0].start))
-        return merged_shard_loader(shape, self._outputs[first:stop], sizes, targets)
 
     def bias_loader(self, index: int, row_order: torch.Tensor | None = None) -> WeightLoader:
         """Return the loader of the bias of checkpoint matrix `index`. Raises ValueError if the layer has no bias."""

@@ -20,7 +20,14 @@ from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant.fp8 import FP8, Fp8Tensor, quantize
 from meltcore.kernels.quant.fp8_linear import fp8_linear
-from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, WeightLoader, as_slice, shard_loader
+from meltcore.layers.weight_loader import (
+    ConvertingLoader,
+    MatrixPart,
+    ShardLoader,
+    WeightLoader,
+    as_slice,
+    shard_loader,
+)
 
 
 class LinearWeight(Protocol):
@@ -29,11 +36,11 @@ class LinearWeight(Protocol):
     output_sizes: the rows of each checkpoint matrix that the layer merges.
     """
 
-    def loader(self, start: int, stop: int) -> WeightLoader:
-        """Return the weight loader of rows `start` to `stop` - 1, which must be of matrices in one format."""
+    def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
+        """Return the loaders of the tensors of a checkpoint's matrix, by the last part of their names.
 
-    def source_columns(self, row: int, columns: range) -> range:
-        """Return the columns of the checkpoint's tensor that hold `columns` of the matrix of row `row`."""
+        Raises ValueError if the part's rows are in several formats.
+        """
 
     def matmul(
         self,
@@ -42,11 +49,13 @@ class LinearWeight(Protocol):
         *,
         gated: bool = False,
         residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return norm(hidden) W^T: [tokens, input_size] -> [tokens, output_size].
 
-        norm: None for an input that is normalized already. gated: return silu(first half) * second half of the outputs.
-        residual: [tokens, output_size], to which the result is added in place.
+        norm: None for an input that is normalized already. At most one of the following may be given. gated: return
+        silu(first half) * second half of the outputs. residual: [tokens, output_size], to which the result is added in
+        place. out: memory for the result, whose rows may be strided; None: new memory.
         """
 
 
@@ -68,20 +77,6 @@ class EmbeddingWeight(LinearWeight, Protocol):
         every token has a row.
         """
 
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return norm(hidden) W^T with the options of `LinearWeight.matmul`.
-
-        out: contiguous memory for the result; None: new memory.
-        """
-
 
 class ExpertsWeight(Protocol):
     """The interface of the weights of routed experts, a module constructed as `DenseExperts` is."""
@@ -95,20 +90,35 @@ class ExpertsWeight(Protocol):
     def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
 
-    def gate_loader(self, expert: int) -> WeightLoader:
-        """Return the loader of one expert's checkpoint tensor gate_proj, [intermediate_size, hidden_size]."""
+    def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
+        """Return the loaders of one expert's matrix gate_proj, [intermediate_size, hidden_size].
 
-    def up_loader(self, expert: int) -> WeightLoader:
-        """Return the loader of one expert's checkpoint tensor up_proj, [intermediate_size, hidden_size]."""
+        By the last part of their names.
+        """
 
-    def down_loader(self, expert: int) -> WeightLoader:
-        """Return the loader of one expert's checkpoint tensor down_proj, [hidden_size, intermediate_size]."""
+    def up_tensors(self, expert: int) -> dict[str, WeightLoader]:
+        """Return the loaders of one expert's matrix up_proj, [intermediate_size, hidden_size].
 
-    def fused_gate_up_loader(self, num_experts: int) -> WeightLoader:
-        """Return the loader of a checkpoint tensor with gate_up_proj of the first `num_experts` experts."""
+        By the last part of their names.
+        """
 
-    def fused_down_loader(self, num_experts: int) -> WeightLoader:
-        """Return the loader of a checkpoint tensor with down_proj of the first `num_experts` experts."""
+    def down_tensors(self, expert: int) -> dict[str, WeightLoader]:
+        """Return the loaders of one expert's matrix down_proj, [hidden_size, intermediate_size].
+
+        By the last part of their names.
+        """
+
+    def fused_gate_up_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
+        """Return the loaders of checkpoint tensors with gate_up_proj of the first `num_experts` experts.
+
+        By the last part of the names of one expert's tensors. None if no checkpoint of the format merges experts.
+        """
+
+    def fused_down_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
+        """Return the loaders of checkpoint tensors with down_proj of the first `num_experts` experts.
+
+        By the last part of the names of one expert's tensors. None if no checkpoint of the format merges experts.
+        """
 
 
 class DenseWeight(nn.Module):
@@ -128,14 +138,9 @@ class DenseWeight(nn.Module):
         """The device of the weight."""
         return self.values.device
 
-    def loader(self, start: int, stop: int) -> WeightLoader:
-        """Return the weight loader of rows `start` to `stop` - 1."""
-        return self.values[start:stop]
-
-    def source_columns(self, row: int, columns: range) -> range:
-        """Return `columns`."""
-        del row  # the same for every matrix
-        return columns
+    def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
+        """Return the loader of a checkpoint's matrix."""
+        return {"weight": part.loader(lambda start, stop: self.values[start:stop])}
 
     def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
         """Look up tokens, with zeros for those of other ranks. See `EmbeddingWeight.embeddings`."""
@@ -150,10 +155,9 @@ class DenseWeight(nn.Module):
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return norm(hidden) W^T with the options of `LinearWeight.matmul`.
-
-        out: contiguous memory for the result; None: new memory.
-        """
+        """Return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
+        if out is not None and not out.is_contiguous():
+            return out.copy_(linear(hidden, self.values, norm, gated=gated))
         return linear(hidden, self.values, norm, gated=gated, residual=residual, out=out)
 
 
@@ -168,7 +172,11 @@ class Fp8Weight(nn.Module):
         self.values = nn.Parameter(torch.empty(sum(output_sizes), input_size, dtype=FP8), requires_grad=False)
         self.scales = nn.Parameter(torch.empty(sum(output_sizes), dtype=torch.float32), requires_grad=False)
 
-    def loader(self, start: int, stop: int) -> WeightLoader:
+    def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
+        """Return the loader of a checkpoint's unquantized matrix."""
+        return {"weight": part.loader(self._rows_loader)}
+
+    def _rows_loader(self, start: int, stop: int) -> WeightLoader:
         """Return the weight loader of rows `start` to `stop` - 1. Each row is quantized independently of the others."""
         values, scales = self.values[start:stop], self.scales[start:stop]
 
@@ -179,11 +187,6 @@ class Fp8Weight(nn.Module):
 
         return ConvertingLoader(values.shape, store)
 
-    def source_columns(self, row: int, columns: range) -> range:
-        """Return `columns`."""
-        del row  # the same for every matrix
-        return columns
-
     def matmul(
         self,
         hidden: torch.Tensor,
@@ -191,9 +194,11 @@ class Fp8Weight(nn.Module):
         *,
         gated: bool = False,
         residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Quantize `hidden` per token and return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
-        return fp8_linear(hidden, Fp8Tensor(self.values, self.scales), norm, gated=gated, residual=residual)
+        result = fp8_linear(hidden, Fp8Tensor(self.values, self.scales), norm, gated=gated, residual=residual)
+        return result if out is None else out.copy_(result)
 
 
 class DenseExperts(nn.Module):
@@ -220,56 +225,62 @@ class DenseExperts(nn.Module):
         """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
         return add_experts(residual, hidden, routing, self.gate_up_proj, self.down_proj)
 
-    def gate_loader(self, expert: int) -> WeightLoader:
-        """Return the loader of one expert's checkpoint tensor gate_proj, [intermediate_size, hidden_size]."""
-        return self._rows_loader(self.gate_up_proj[expert, : len(self._local_columns)])
+    def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
+        """Return the loader of one expert's gate_proj, [intermediate_size, hidden_size]."""
+        return {"weight": self._rows_loader(self.gate_up_proj[expert, : len(self._local_columns)])}
 
-    def up_loader(self, expert: int) -> WeightLoader:
-        """Return the loader of one expert's checkpoint tensor up_proj, [intermediate_size, hidden_size]."""
-        return self._rows_loader(self.gate_up_proj[expert, len(self._local_columns) :])
+    def up_tensors(self, expert: int) -> dict[str, WeightLoader]:
+        """Return the loader of one expert's up_proj, [intermediate_size, hidden_size]."""
+        return {"weight": self._rows_loader(self.gate_up_proj[expert, len(self._local_columns) :])}
 
-    def down_loader(self, expert: int) -> WeightLoader:
-        """Return the loader of one expert's checkpoint tensor down_proj, [hidden_size, intermediate_size]."""
+    def down_tensors(self, expert: int) -> dict[str, WeightLoader]:
+        """Return the loader of one expert's down_proj, [hidden_size, intermediate_size]."""
         target = self.down_proj[expert]
-        return shard_loader(target, (len(target), self._intermediate_size), slice(None), as_slice(self._local_columns))
+        shape = (len(target), self._intermediate_size)
+        return {"weight": shard_loader(target, shape, slice(None), as_slice(self._local_columns))}
 
-    def fused_gate_up_loader(self, num_experts: int) -> WeightLoader:
+    def fused_gate_up_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loader of a checkpoint tensor with gate_up_proj of the first `num_experts` experts.
 
         Its shape is [num_experts, 2 * intermediate_size, hidden_size].
         """
         target, full_size, local_columns = self.gate_up_proj[:num_experts], self._intermediate_size, self._local_columns
         if len(local_columns) == full_size:
-            return target
+            return {"weight": target}
         gate_target, up_target = target[:, : len(local_columns)], target[:, len(local_columns) :]
         up_rows = slice(full_size + local_columns.start, full_size + local_columns.stop)
-        return ShardLoader(
+        loader = ShardLoader(
             torch.Size((num_experts, 2 * full_size, target.shape[2])),
             (((slice(None), as_slice(local_columns)), gate_target), ((slice(None), up_rows), up_target)),
         )
+        return {"weight": loader}
 
-    def fused_down_loader(self, num_experts: int) -> WeightLoader:
+    def fused_down_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loader of a checkpoint tensor with down_proj of the first `num_experts` experts.
 
         Its shape is [num_experts, hidden_size, intermediate_size].
         """
         target = self.down_proj[:num_experts]
         shape = (*target.shape[:2], self._intermediate_size)
-        return shard_loader(target, shape, slice(None), slice(None), as_slice(self._local_columns))
+        return {"weight": shard_loader(target, shape, slice(None), slice(None), as_slice(self._local_columns))}
 
     def _rows_loader(self, target: torch.Tensor) -> WeightLoader:
         return shard_loader(target, (self._intermediate_size, target.shape[1]), as_slice(self._local_columns))
 
 
+# From the rows of each matrix that a layer merges, and its columns, to its weight.
+LinearFormat = Callable[[Sequence[int], int], LinearWeight]
+
+
 class QuantizationMethod(NamedTuple):
     """The weight classes of a format: for linear layers, for embedding and output head, and for experts.
 
-    experts: None if the format does not support experts. column_multiple: of the columns of a shard, the size of the
-    format's blocks.
+    embedding, experts: None if the format does not support them. column_multiple: of the columns of a shard, the size
+    of the format's blocks.
     """
 
-    linear: Callable[[Sequence[int], int], LinearWeight]
-    embedding: Callable[[Sequence[int], int], EmbeddingWeight]
+    linear: LinearFormat
+    embedding: Callable[[Sequence[int], int], EmbeddingWeight] | None
     experts: Callable[[int, int, int, range], ExpertsWeight] | None
     column_multiple: int = 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,10 +23,14 @@ class WeightLoader(Protocol):
 
 
 class ConvertingLoader(NamedTuple):
-    """Passes a checkpoint tensor of `shape` to `store`, which converts and stores it."""
+    """Passes a checkpoint tensor of `shape` to `store`, which converts and stores it.
+
+    dtypes: the types that the tensor may be stored in; none: any type of unquantized weights.
+    """
 
     shape: torch.Size
     store: Callable[[torch.Tensor], object]
+    dtypes: tuple[torch.dtype, ...] = ()
 
     def copy_(self, source: torch.Tensor) -> None:
         """Convert and store `source`."""
@@ -43,6 +47,13 @@ class ShardLoader(NamedTuple):
         """Store each slice of `source` in its target."""
         for index, target in self.slices:
             target.copy_(source[index])
+
+
+def stored_dtypes(target: WeightLoader) -> tuple[torch.dtype, ...]:
+    """Return the types that the checkpoint tensor may be stored in; none: any type of unquantized weights."""
+    if isinstance(target, ShardLoader):
+        return stored_dtypes(target.slices[0][1])
+    return target.dtypes if isinstance(target, ConvertingLoader) else ()
 
 
 def shard_loader(target: WeightLoader, shape: Sequence[int], *index: slice) -> WeightLoader:
@@ -75,7 +86,57 @@ def permuted_loader(target: WeightLoader, row_order: torch.Tensor | None) -> Wei
     """
     if row_order is None or torch.equal(row_order, torch.arange(len(row_order))):
         return target
-    return ConvertingLoader(target.shape, lambda source: target.copy_(source[row_order.to(source.device)]))
+    return ConvertingLoader(
+        target.shape, lambda source: target.copy_(source[row_order.to(source.device)]), stored_dtypes(target)
+    )
+
+
+def all_columns(columns: range) -> range:
+    """Return `columns`: of a tensor that has one number per column of its matrix."""
+    return columns
+
+
+class MatrixPart(NamedTuple):
+    """This rank's part of a checkpoint's matrix of `shape`, and the rows of a layer's weight that keep it.
+
+    outputs: the ranges of the matrix's rows that are kept, one after another; inputs: its columns that are; rows: of
+    the weight. row_order: row i of the kept rows is their row row_order[i] in the checkpoint; None keeps the order.
+    """
+
+    shape: tuple[int, int]
+    outputs: tuple[range, ...]
+    inputs: range
+    rows: range
+    row_order: torch.Tensor | None = None
+
+    def loader(
+        self, target: Callable[[int, int], WeightLoader], source_columns: Callable[[range], range] = all_columns
+    ) -> WeightLoader:
+        """Return the loader of a checkpoint tensor that has the matrix's rows.
+
+        target: returns the loader of rows `start` to `stop` - 1 of the weight. source_columns: returns the tensor's
+        columns that hold some columns of the matrix.
+        """
+        columns, width = as_slice(source_columns(self.inputs)), len(source_columns(range(self.shape[1])))
+        shape = (self.shape[0], width)
+        whole = target(self.rows.start, self.rows.stop)
+        if len(self.outputs) == 1:
+            return shard_loader(permuted_loader(whole, self.row_order), shape, as_slice(self.outputs[0]), columns)
+        if tuple(whole.shape) == shape:
+            return whole
+        stops = list(accumulate(map(len, self.outputs), initial=self.rows.start))
+        return ShardLoader(
+            torch.Size(shape),
+            tuple(
+                ((as_slice(kept), columns), target(start, stop))
+                for kept, (start, stop) in zip(self.outputs, pairwise(stops), strict=True)
+            ),
+        )
+
+    def source_rows(self) -> torch.Tensor:
+        """Return the row in the checkpoint of each row of the weight, [rows] int64."""
+        kept = torch.cat([torch.arange(rows.start, rows.stop, device="cpu") for rows in self.outputs])
+        return kept if self.row_order is None else kept[self.row_order]
 
 
 def as_slice(index_range: range) -> slice:

@@ -30,6 +30,7 @@ from meltcore.models.tensor_names import (
     expert_tensors,
     fused_expert_tensors,
     gated_delta_tensors,
+    named_tensors,
     norm_tensors,
 )
 
@@ -218,12 +219,10 @@ class Decoder(Model):
 
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
         """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""
-        loaders: dict[str, WeightLoader] = {
-            f"{self.prefix}embed_tokens.weight": self.embedding.loader,
-            f"{self.prefix}norm.weight": self.norm.loader,
-        }
+        loaders = named_tensors(f"{self.prefix}embed_tokens", self.embedding.tensors())
+        loaders[f"{self.prefix}norm.weight"] = self.norm.loader
         if not self.config.tie_word_embeddings:
-            loaders["lm_head.weight"] = self.lm_head.loader
+            loaders |= named_tensors("lm_head", self.lm_head.tensors())
         for index, block in enumerate(self._blocks()):
             prefix = f"{self.prefix}layers.{index}."
             loaders |= {prefix + name: tensor for name, tensor in block.checkpoint_tensors().items()}

@@ -16,7 +16,7 @@ from meltcore.config import Quantization
 from meltcore.errors import ConfigError
 from meltcore.host_memory import host_available_bytes
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader
+from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, stored_dtypes
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
 from meltcore.models.model import Model
@@ -263,6 +263,7 @@ class _Part(NamedTuple):
 
 def _split_into_parts(name: str, entry: TensorEntry, target: WeightLoader, file: TensorFile) -> Iterator[_Part]:
     """Yield the reads of the tensor's slices that this rank holds. A plain tensor is read in bounded parts."""
+    file.check_dtype(name, stored_dtypes(target))
     dtype = file.dtype(name)
     if entry.shape != tuple(target.shape):
         mismatch = f"{list(entry.shape)}; the configuration asks for {list(target.shape)}"

@@ -23,8 +23,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 class SafetensorsFile(TensorFile):
     """An open safetensors file. `entries` has its tensors by name. Several threads may call `read` concurrently."""
 
-    # Narrower types and integers belong to quantized checkpoints, and mean nothing without their scales.
     DTYPES: ClassVar = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    # They mean nothing without their scales.
+    QUANTIZED_DTYPES: ClassVar = {"F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
 
     def __init__(self, path: Path) -> None:
         """Open the file and read its header. Raises ConfigError when the file is unreadable or has another format."""
@@ -48,7 +49,7 @@ class SafetensorsFile(TensorFile):
             if not isinstance(dtype_name, str) or any(type(value) is not int or value < 0 for value in (*shape, begin)):
                 raise ValueError(f"{name} has the type {dtype_name!r} and the shape {list(shape)} from {begin!r} on")
             # The file may hold tensors of other types that are not read.
-            dtype = self.DTYPES.get(dtype_name)
+            dtype = (self.DTYPES | self.QUANTIZED_DTYPES).get(dtype_name)
             size_matches = dtype is None or end - begin == math.prod(shape) * dtype.itemsize
             if not size_matches or not begin <= end <= size - 8 - header_bytes:
                 raise ValueError(f"{name} stands from {begin} to {end} in a file of {size} bytes")

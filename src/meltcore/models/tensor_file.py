@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, NamedTuple, Self
@@ -36,6 +36,7 @@ class TensorFile:
     """An open file of tensors: `entries` by name. Several threads may call `read` concurrently."""
 
     DTYPES: ClassVar[dict[str, torch.dtype]]  # by the format's names: the types that weights may be stored in
+    QUANTIZED_DTYPES: ClassVar[dict[str, torch.dtype]] = {}  # and those of quantized weights with scales
     entries: dict[str, TensorEntry]
 
     def __init__(self, path: Path) -> None:
@@ -55,14 +56,25 @@ class TensorFile:
         os.close(self._file)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a tensor. Raises ConfigError for a type that unquantized weights cannot have."""
+        """Return the type of a tensor. Raises ConfigError for one that weights cannot have."""
+        dtypes = self.DTYPES | self.QUANTIZED_DTYPES
         dtype_name = self.entries[name].dtype_name
-        if dtype_name not in self.DTYPES:
-            raise ConfigError(
-                f"{self.path}: {self.stored_name(name)} is stored as {dtype_name}; "
-                f"weights must be unquantized: {', '.join(self.DTYPES)}"
-            )
-        return self.DTYPES[dtype_name]
+        if dtype_name not in dtypes:
+            raise self._dtype_error(name, f"weights must be unquantized: {', '.join(self.DTYPES)}")
+        return dtypes[dtype_name]
+
+    def check_dtype(self, name: str, dtypes: Collection[torch.dtype]) -> None:
+        """Raise ConfigError if a tensor has another type than `dtypes`: if there are none, than unquantized ones."""
+        if dtypes and self.dtype(name) not in dtypes:
+            names = [dtype_name for dtype_name, dtype in self.QUANTIZED_DTYPES.items() if dtype in dtypes]
+            raise self._dtype_error(name, f"quantization_config asks for {' or '.join(names)}")
+        if not dtypes and self.entries[name].dtype_name not in self.DTYPES:
+            raise self._dtype_error(name, f"weights must be unquantized: {', '.join(self.DTYPES)}")
+
+    def _dtype_error(self, name: str, reason: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: {self.stored_name(name)} is stored as {self.entries[name].dtype_name}; {reason}"
+        )
 
     def stored_name(self, name: str) -> str:
         """Return the name that the file gives the tensor `name` of the model."""

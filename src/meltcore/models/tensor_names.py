@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -44,10 +45,10 @@ def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, Weight
     rotary_dim: number of rotary dimensions per head. They are reordered from the published order to half_split_order.
     """
     dim_order = half_split_order(attention.head_dim, rotary_dim)
-    loaders: dict[str, WeightLoader] = {"self_attn.o_proj.weight": attention.o_proj.loader(0)}
+    loaders = named_tensors("self_attn.o_proj", attention.o_proj.tensors(0))
     orders = (_query_order(attention, dim_order), _head_order(attention.num_kv_heads, dim_order), None)
     for matrix_index, (name, order) in enumerate(zip(("q_proj", "k_proj", "v_proj"), orders, strict=True)):
-        loaders[f"self_attn.{name}.weight"] = attention.qkv_proj.loader(matrix_index, order)
+        loaders |= named_tensors(f"self_attn.{name}", attention.qkv_proj.tensors(matrix_index, order))
         if attention.qkv_proj.bias is not None:
             loaders[f"self_attn.{name}.bias"] = attention.qkv_proj.bias_loader(matrix_index, order)
     if attention.q_norm is not None and attention.k_norm is not None:
@@ -75,25 +76,26 @@ def _query_order(attention: Attention, dim_order: torch.Tensor) -> torch.Tensor:
 
 def gated_delta_tensors(layer: GatedDeltaNet) -> dict[str, WeightLoader]:
     """Return the weight loaders of a Gated DeltaNet layer, by tensor name."""
+    queries_keys_and_values = layer.in_proj.tensors(0, stop=3)
     return {
-        "linear_attn.in_proj_qkv.weight": layer.in_proj.merged_loader(0, 3),  # queries, keys and values
-        "linear_attn.in_proj_z.weight": layer.in_proj.loader(3),
-        "linear_attn.in_proj_b.weight": layer.in_proj.loader(4),
-        "linear_attn.in_proj_a.weight": layer.in_proj.loader(5),
+        **named_tensors("linear_attn.in_proj_qkv", queries_keys_and_values),
+        **named_tensors("linear_attn.in_proj_z", layer.in_proj.tensors(3)),
+        **named_tensors("linear_attn.in_proj_b", layer.in_proj.tensors(4)),
+        **named_tensors("linear_attn.in_proj_a", layer.in_proj.tensors(5)),
+        **named_tensors("linear_attn.out_proj", layer.out_proj.tensors(0)),
         "linear_attn.conv1d.weight": layer.conv_loader(),
         "linear_attn.A_log": layer.head_loader(layer.a_log),
         "linear_attn.dt_bias": layer.head_loader(layer.dt_bias),
         "linear_attn.norm.weight": layer.value_norm,
-        "linear_attn.out_proj.weight": layer.out_proj.loader(0),
     }
 
 
 def dense_tensors(mlp: GatedMLP) -> dict[str, WeightLoader]:
     """Return the weight loaders of a dense feed-forward, by tensor name."""
     return {
-        "mlp.gate_proj.weight": mlp.gate_up_proj.loader(0),
-        "mlp.up_proj.weight": mlp.gate_up_proj.loader(1),
-        "mlp.down_proj.weight": mlp.down_proj.loader(0),
+        **named_tensors("mlp.gate_proj", mlp.gate_up_proj.tensors(0)),
+        **named_tensors("mlp.up_proj", mlp.gate_up_proj.tensors(1)),
+        **named_tensors("mlp.down_proj", mlp.down_proj.tensors(0)),
     }
 
 
@@ -105,20 +107,26 @@ def expert_tensors(mlp: SparseMoeBlock) -> dict[str, WeightLoader]:
         loaders["mlp.shared_expert_gate.weight"] = mlp.router[mlp.num_experts :]
         names.append("mlp.shared_expert")
     for expert, name in enumerate(names):
-        loaders |= {
-            f"{name}.gate_proj.weight": mlp.experts.gate_loader(expert),
-            f"{name}.up_proj.weight": mlp.experts.up_loader(expert),
-            f"{name}.down_proj.weight": mlp.experts.down_loader(expert),
-        }
+        loaders |= named_tensors(f"{name}.gate_proj", mlp.experts.gate_tensors(expert))
+        loaders |= named_tensors(f"{name}.up_proj", mlp.experts.up_tensors(expert))
+        loaders |= named_tensors(f"{name}.down_proj", mlp.experts.down_tensors(expert))
     return loaders
 
 
 def fused_expert_tensors(mlp: SparseMoeBlock) -> dict[str, FusedTensor]:
     """Return the tensors of checkpoints that merge all routed experts in one tensor, by tensor name."""
     names = [name for name in expert_tensors(mlp) if ".experts." in name]
-    down_names = tuple(name for name in names if "down_proj" in name)
-    gate_up_names = tuple(name for name in names if "down_proj" not in name)
-    return {
-        "mlp.experts.gate_up_proj": FusedTensor(mlp.experts.fused_gate_up_loader(mlp.num_experts), gate_up_names),
-        "mlp.experts.down_proj": FusedTensor(mlp.experts.fused_down_loader(mlp.num_experts), down_names),
-    }
+    fused: dict[str, FusedTensor] = {}
+    for fused_name, parts, tensors in (
+        ("gate_up_proj", ("gate_proj", "up_proj"), mlp.experts.fused_gate_up_tensors(mlp.num_experts)),
+        ("down_proj", ("down_proj",), mlp.experts.fused_down_tensors(mlp.num_experts)),
+    ):
+        for end, tensor in tensors.items():
+            merged = tuple(name for name in names if name.endswith(tuple(f".{part}.{end}" for part in parts)))
+            fused[f"mlp.experts.{fused_name}{end.removeprefix('weight')}"] = FusedTensor(tensor, merged)
+    return fused
+
+
+def named_tensors(module: str, tensors: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:
+    """Return the weight loaders of a module's tensors by their names, from those by the last part of their names."""
+    return {f"{module}.{end}": tensor for end, tensor in tensors.items()}
