@@ -74,8 +74,8 @@ class Row:
 
 
 def need_gpu(count: int = 1, model: str = "") -> None:
-    """Exits with one line where there are fewer NVIDIA GPUs. A bundled model or a local folder needs none."""
-    if model.startswith("meltcore/") or (model and Path(model).is_dir()):
+    """Exits with one line where there are fewer NVIDIA GPUs. A bundled model, a local folder or file needs none."""
+    if model.startswith("meltcore/") or (model and Path(model).exists()):
         return
     import torch  # not every benchmark has it
 

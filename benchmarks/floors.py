@@ -1,7 +1,8 @@
 """The least time of a closed batch of requests on a GPU, from the bytes to be read and the GEMMs to be computed.
 
-A decode step reads its weights (of experts, those that uniform routing selects) and its keys and values once, and
-reads and writes recurrent states. Prefill takes as long as its GEMMs or as reading the weights once.
+A decode step reads its weights as they are stored (of experts, those that uniform routing selects) and the keys and
+values that its queries see, of sliding windows the newest ones. It reads and writes recurrent states. Prefill takes as
+long as its GEMMs or as reading the weights once.
 Prefill and decode steps are added. With several GPUs each reads its shard; communication is not counted.
 """
 
@@ -11,9 +12,11 @@ from typing import NamedTuple
 
 from attention import matmul_flops_per_us, read_bytes_per_us
 from offline_work import Work
+from torch import nn
 from uniform_routing import expected_experts
 
 from meltcore.layers.feed_forward import SparseMoeBlock
+from meltcore.layers.ggml_weights import PackedRows
 from meltcore.models.decoder import Decoder
 from meltcore.models.kv_cache_specs import group_layers
 
@@ -34,9 +37,10 @@ class Limits(NamedTuple):
 class Needs(NamedTuple):
     """What one rank's share of a model needs, all layers together.
 
-    step_bytes: weights that every step reads; expert_bytes: of one routed expert; kv_bytes: per token of context;
-    state_bytes: per sequence, read and written; token_weights: weights per prompt token, without the head;
-    head_weights: of the LM head, for each token that is sampled.
+    step_bytes: weights that every step reads; expert_bytes: of one routed expert; kv_bytes: per token of context, in
+    layers of full attention; window_bytes: the same in layers with a sliding window, by window; state_bytes: per
+    sequence, read and written; token_weights: weights per prompt token, without the head; head_weights: of the LM head,
+    for each token that is sampled.
     """
 
     step_bytes: float
@@ -44,34 +48,46 @@ class Needs(NamedTuple):
     experts: int
     top_k: int
     kv_bytes: int
+    window_bytes: dict[int, int]
     state_bytes: int
     token_weights: float
     head_weights: int
 
     @classmethod
     def of(cls, model: Decoder) -> Needs:
-        weights = list(model.parameters())
-        if not model.config.tie_word_embeddings:
-            weights = [weight for weight in weights if weight is not model.embedding.weight.values]
         routed = [block for block in model.modules() if isinstance(block, SparseMoeBlock)]
-        chosen = [weight for block in routed for weight in (block.experts.gate_up_proj, block.experts.down_proj)]
         experts, top_k = (routed[0].num_experts, routed[0].top_k) if routed else (0, 0)
-        expert_bytes = sum(weight.nbytes / len(weight) for weight in chosen)
-        expert_weights = sum(weight.numel() / len(weight) for weight in chosen)
+        expert_bytes, expert_weights = 0.0, 0.0
+        for block in routed:
+            stored_experts = block.num_experts + block.shared_expert
+            expert_bytes += _num_bytes(block.experts) / stored_experts
+            expert_weights += _num_weights(block.experts) / stored_experts
+        step_bytes, weights = _num_bytes(model), _num_weights(model)
+        if not model.config.tie_word_embeddings:
+            step_bytes -= _num_bytes(model.embedding)
+            weights -= _num_weights(model.embedding)
+        head_weights = _num_weights(model.lm_head)
         caches = group_layers(model.kv_cache_specs())
-        element_size = model.dtype.itemsize
+        token_bytes = {
+            group.window: len(group.layers) * group.spec.page_bytes(1, model.dtype.itemsize)
+            for group in caches.attention
+        }
         return cls(
-            step_bytes=sum(weight.nbytes for weight in weights) - experts * expert_bytes,
+            step_bytes=step_bytes - experts * expert_bytes,
             expert_bytes=expert_bytes,
             experts=experts,
             top_k=top_k,
-            kv_bytes=len(caches.sub_groups) * caches.page_bytes(1, element_size),
-            state_bytes=2 * caches.slot_bytes(element_size),
-            token_weights=sum(weight.numel() for weight in weights)
-            - model.lm_head.weight.values.numel()
-            - (experts - top_k) * expert_weights,
-            head_weights=model.lm_head.weight.values.numel(),
+            kv_bytes=token_bytes.pop(None, 0),
+            window_bytes={window: size for window, size in token_bytes.items() if window is not None},
+            state_bytes=2 * caches.slot_bytes(model.dtype.itemsize),
+            token_weights=weights - head_weights - (experts - top_k) * expert_weights,
+            head_weights=head_weights,
         )
+
+    def context_bytes(self, context: float) -> float:
+        """Bytes of the keys and values that a query after `context` tokens sees."""
+        sliding = sum(min(context, window) * size for window, size in self.window_bytes.items())
+        return context * self.kv_bytes + sliding
 
     def weight_bytes(self, tokens: float) -> float:
         """Bytes of the weights that a step of `tokens` tokens reads."""
@@ -80,7 +96,7 @@ class Needs(NamedTuple):
 
     def decode_us(self, sequences: int, context: float, limits: Limits) -> float:
         """Microseconds of a decode step of `sequences` sequences."""
-        read = self.weight_bytes(sequences) + sequences * (context * self.kv_bytes + self.state_bytes)
+        read = self.weight_bytes(sequences) + sequences * (self.context_bytes(context) + self.state_bytes)
         computed = 2 * sequences * (self.token_weights + self.head_weights)
         return max(read / limits.bytes_per_us, computed / limits.flops_per_us)
 
@@ -101,3 +117,17 @@ def floor_s(needs: Needs, work: Work, batch: int, limits: Limits) -> float:
             decode_us = sum(needs.decode_us(sequences, prompt + done, limits) for done in range(1, work.out))
             total_us += times * (needs.prompts_us(sequences, prompt, limits) + decode_us)
     return total_us / 1e6
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
+
+
+def _num_weights(module: nn.Module) -> int:
+    """Number of weights, which in a block-quantized tensor take less than an element of its arrays each."""
+    return sum(
+        part.tensor.values.shape[:-1].numel() * part.columns
+        if isinstance(part, PackedRows)
+        else sum(weight.numel() for weight in part.parameters(recurse=False))
+        for part in module.modules()
+    )

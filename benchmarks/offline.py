@@ -1,5 +1,7 @@
 """Output tokens per second of our engine's offline API on dummy weights, beside a peer's on the same prompts.
 
+A GGUF file is loaded with its weights, unless --load-format dummy only takes their shapes and formats.
+
 A level of c is c requests that start together, of uniform random prompt lengths and equal output lengths; EOS ignored,
 greedy, prefix cache off, prefill in the wall time. The median of the repetitions is quoted, with its share of the floor
 (floors.py). With --debug uniform-routing a row says how many experts a decode step used, and is invalid where that
@@ -9,6 +11,7 @@ is not the expected number. All seven levels of the throughput evaluation, 1 to 
     python benchmarks/offline.py --peer benchmarks/results/peer_vllm/h200.json
     python benchmarks/offline.py --model Qwen/Qwen3.5-35B-A3B --debug uniform-routing --seqs 64 \\
         --works "1,8,64@1024:1024/256" --peer benchmarks/results/peer_vllm/h200.json
+    python benchmarks/offline.py --model /dev/shm/gemma-3-27b-q4_0.gguf --works "1,16,64,256@1024:1024/256"
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from bench_output import Row, need_gpu, write_result
 from floors import Limits, Needs, floor_s
 from offline_reach import RATE, START, SUM, TARGETS, weighted_throughputs
-from offline_work import LONG, SHORT, Measured, Work, measure, parse_works, process_age_s
+from offline_work import LONG, SHORT, VOCAB, Measured, Work, measure, parse_works, process_age_s
 from uniform_routing import experts_used_by, record
 
 from meltcore import LLM, SamplingParams
@@ -98,6 +101,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="Tensor-parallel size.")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vocab", type=int, default=VOCAB, help="Prompts have token ids below it, the peer's too.")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), help="Default: auto for a GGUF file, else dummy.")
     parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
     parser.add_argument("--peer", type=Path, help="Result file of a peer, measured in the same run.")
     parser.add_argument("--peer-subject", help="Subject of the peer's run in that file (default: --model).")
@@ -106,7 +111,7 @@ def main() -> None:
 
     debug = tuple(filter(None, args.debug.split(",")))
     settings = {
-        "load_format": "dummy",
+        "load_format": args.load_format or ("auto" if args.model.endswith(".gguf") else "dummy"),
         "tensor_parallel_size": args.tp,
         "max_model_len": 4096,
         "max_num_seqs": args.seqs,
@@ -120,13 +125,13 @@ def main() -> None:
         answers = llm.generate(prompts, SamplingParams(max_tokens=out, ignore_eos=True))
         return sum(len(answer.token_ids) for answer in answers)
 
-    generate([[1000] * 8], 1)
+    generate([[args.vocab - 1] * 8], 1)
     start_s = process_age_s()
     start = Row(work=START, unit="s", value=start_s)
     rows = [peer.beside(start, start_s, peer.start_s, lower_is_better=True)]
     rates: dict[Work, float] = {}
     clear_routing_record()
-    for measured in measure(parse_works(args.works), generate, args.reps, args.seed):
+    for measured in measure(parse_works(args.works), generate, args.reps, args.seed, args.vocab):
         print(
             f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
         )
@@ -147,7 +152,8 @@ def main() -> None:
         row.limit_share = shares.get(row.work)
         row.target = TARGETS.get((args.model, args.tp), {}).get((row.work, row.unit))
     versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
-    write_result(rows, versions, subject=args.model, gpus=args.tp)
+    subject = Path(args.model).name if args.model.endswith(".gguf") else args.model
+    write_result(rows, versions, subject=subject, gpus=args.tp)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-LOWEST_ID, HIGHEST_ID = 1000, 140_000
+LOWEST_ID, VOCAB = 1000, 140_000  # of a prompt's tokens: VOCAB - 1 is the highest
 SHORT = "1,10,100,400,1000,2000@128:1024/128"
 LONG = "64,256@1024:1024/1024"
 MOST_WARM_UP = 2000  # requests: twice the largest batch, so that every shape of a step occurs
@@ -58,13 +58,13 @@ def parse_works(text: str) -> list[Work]:
     return works
 
 
-def measure(works: list[Work], generate: Generate, reps: int, seed: int) -> Iterator[Measured]:
-    """Measure each work after its own short warm-up. Equal seeds draw equal prompts in every engine."""
+def measure(works: list[Work], generate: Generate, reps: int, seed: int, vocab: int = VOCAB) -> Iterator[Measured]:
+    """Measure each work after its own short warm-up. Equal seeds and vocabularies draw equal prompts anywhere."""
     draw = random.Random(seed)
     for work in works:
         prompts = [
             [
-                [draw.randrange(LOWEST_ID, HIGHEST_ID) for _ in range(draw.randint(work.low, work.high))]
+                [draw.randrange(min(LOWEST_ID, vocab // 2), vocab) for _ in range(draw.randint(work.low, work.high))]
                 for _ in range(work.requests)
             ]
             for _ in range(reps)

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from offline_work import LONG, SHORT, measure, parse_works, process_age_s
+from offline_work import LONG, SHORT, VOCAB, measure, parse_works, process_age_s
 
 RESULTS = Path(__file__).parent / "results"  # bench_output.py needs Meltcore, which vLLM's environment may lack
 
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="Tensor-parallel size.")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vocab", type=int, default=VOCAB, help="Prompts have token ids below it.")
     parser.add_argument("--out", type=Path, default=RESULTS / "peer_vllm" / "h200.json", help="Result file.")
     parser.add_argument("--subject", help="Subject of the run in the result file (default: --model).")
     args = parser.parse_args()
@@ -63,7 +64,7 @@ def main() -> None:
         answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return sum(len(answer.outputs[0].token_ids) for answer in answers)
 
-    generate([[1000] * 8], 1)
+    generate([[args.vocab - 1] * 8], 1)
     result: dict[str, Any] = {
         "subject": args.subject or args.model,
         "versions": {"vllm": metadata.version("vllm"), "torch": metadata.version("torch")},
@@ -75,7 +76,7 @@ def main() -> None:
     earlier = json.loads(args.out.read_text())["runs"] if args.out.exists() else []
     runs = [*(run for run in earlier if run["subject"] != result["subject"]), result]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for measured in measure(parse_works(args.works), generate, args.reps, args.seed):
+    for measured in measure(parse_works(args.works), generate, args.reps, args.seed, args.vocab):
         print(
             f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
         )

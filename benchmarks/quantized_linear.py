@@ -20,7 +20,7 @@ from attention import check, median_us
 from bench_output import Row, Target, need_gpu, write_result
 from linear import READ_BYTES_PER_US
 
-from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, empty
+from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, pack, random_blocks
 from meltcore.kernels.quant.ggml_decode import dequantize
 from meltcore.kernels.quant.ggml_linear import ggml_linear
 
@@ -46,15 +46,9 @@ SHAPES = {
 }
 
 
-def random_weight(ggml_type: GgmlType, size: tuple[int, int]) -> GgmlTensor:
+def random_weight(ggml_type: GgmlType, size: tuple[int, int], generator: torch.Generator) -> GgmlTensor:
     """Random bits with scales that keep outputs near unit variance."""
-    weight = empty(ggml_type, size, torch.device("cuda"))
-    weight.values.random_(256)
-    weight.subscales.random_(256)
-    per_scale = {GgmlType.Q8_0: 74.0, GgmlType.Q4_0: 4.6, GgmlType.Q4_K: 250.0, GgmlType.Q6_K: 1370.0}[ggml_type]
-    scales = weight.scales.view(torch.float16)
-    scales.uniform_(0.5, 1.5).mul_(size[1] ** -0.5 / per_scale)
-    return weight
+    return pack(random_blocks(ggml_type, size, size[1] ** -0.5, generator), ggml_type)
 
 
 class Layer(NamedTuple):
@@ -81,7 +75,8 @@ def run_library(weights: list[torch.Tensor], inputs: dict[int, torch.Tensor]) ->
 
 
 def measure(model: str, shape: Shape, ggml_type: GgmlType) -> list[Row]:
-    layers = [Layer(*(random_weight(ggml_type, size) for size in shape)) for _ in range(LAYERS)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    layers = [Layer(*(random_weight(ggml_type, size, generator) for size in shape)) for _ in range(LAYERS)]
     dense = [
         dequantize(weight, torch.empty(len(weight.values), weight.columns, dtype=torch.bfloat16, device="cuda"))
         for weight in layers[0]

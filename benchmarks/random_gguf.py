@@ -17,6 +17,7 @@ import sys
 import time
 from math import prod
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import gguf
@@ -30,8 +31,8 @@ from gguf.constants import (
     RopeScalingType,
     TokenType,
 )
-from gguf.quants import dequantize
 
+from meltcore.kernels.quant.ggml import GgmlType, random_blocks
 from meltcore.kernels.rotary import Llama3Scaling, inverse_frequencies
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
 from meltcore.models.decoder_config import DecoderConfig
@@ -49,10 +50,7 @@ FILE_TYPES = {
     "bf16": (Type.BF16, LlamaFileType.MOSTLY_BF16),
 }
 HEAD_TYPES = {each.name.lower(): each for each in (Type.Q4_0, Type.Q8_0, Type.Q4_K, Type.Q6_K, Type.F16, Type.BF16)}
-# Bytes of a block that hold its float16 scales.
-SCALES = {Type.Q8_0: slice(0, 2), Type.Q4_0: slice(0, 2), Type.Q4_K: slice(0, 4), Type.Q6_K: slice(208, 210)}
 BUFFER_BYTES = 64 * 2**20  # of random weights, repeated in the file
-SAMPLE_BLOCKS = 4096
 GEMMA_SPECIAL = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "<end_of_turn>": 106}
 GEMMA_FIRST_BYTE, GEMMA_VOCAB = 238, 262_144
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -214,29 +212,16 @@ def add_sentencepiece(writer: gguf.GGUFWriter, _config: dict[str, Any], vocab_si
     writer.add_add_space_prefix(False)
 
 
-def random_blocks(stored: Type, columns: int, rng: np.random.Generator, num_bytes: int) -> np.ndarray[Any, Any]:
+def random_rows(stored: Type, columns: int, generator: torch.Generator, num_bytes: int) -> np.ndarray[Any, Any]:
     """Random weights with zero mean and variance 1 / columns as a file stores them, uint8 [blocks, bytes]."""
     block_size, block_bytes = GGML_QUANT_SIZES[stored]
-    count = max(1, num_bytes // block_bytes)
-    deviation = columns**-0.5
-    if stored not in SCALES:
-        wide = rng.standard_normal((count, block_size), dtype=np.float32) * np.float32(deviation)
-        if stored == Type.BF16:
-            wide = (wide.view(np.uint32) >> 16).astype(np.uint16)
-        return (wide.astype(np.float16) if stored == Type.F16 else wide).view(np.uint8)
-    blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
-    place = SCALES[stored]
-    # Random signs: the values of a block of Q4_0 have another mean than zero.
-    scales = rng.uniform(0.5, 1.5, (count, 1)) * rng.choice([-1.0, 1.0], (count, 1))
-    scales = np.repeat(scales, (place.stop - place.start) // 2, axis=1)
-    if stored == Type.Q4_K:  # a sub-block's minimum is the mean of its values: 7.5 times its scale
-        blocks[:, 8:12] = blocks[:, 4:8]
-        blocks[:, 12:16] = blocks[:, 12:16] % 16 * 17
-        scales[:, 1] *= 7.5
-    blocks[:, place] = scales.astype("<f2").view(np.uint8)
-    scales *= deviation / dequantize(blocks[:SAMPLE_BLOCKS], stored).std()
-    blocks[:, place] = scales.astype("<f2").view(np.uint8)
-    return blocks
+    shape, deviation = (max(1, num_bytes // block_bytes), block_size), columns**-0.5
+    if stored.name in GgmlType.__members__:
+        rows = random_blocks(GgmlType[stored.name], shape, deviation, generator)
+    else:
+        dtype = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}[stored]
+        rows = torch.empty(shape).normal_(0.0, deviation, generator=generator).to(dtype).view(torch.uint8)
+    return rows.numpy()
 
 
 def write_header(writer: gguf.GGUFWriter, tensors: list[StoredTensor]) -> None:
@@ -251,7 +236,7 @@ def write_header(writer: gguf.GGUFWriter, tensors: list[StoredTensor]) -> None:
 
 def write_data(path: Path, tensors: list[StoredTensor], buffer_bytes: int = BUFFER_BYTES) -> None:
     """Append the tensors to the header. Each begins at a random block of a buffer that it repeats."""
-    rng = np.random.default_rng(1)
+    generator, random = torch.Generator().manual_seed(1), Random(1)
     buffers: dict[tuple[Type, int], np.ndarray[Any, Any]] = {}
     with path.open("ab") as file:
         for tensor in tensors:
@@ -261,9 +246,9 @@ def write_data(path: Path, tensors: list[StoredTensor], buffer_bytes: int = BUFF
                 continue
             key = tensor.type, tensor.shape[-1]
             if key not in buffers:
-                buffers[key] = random_blocks(*key, rng, buffer_bytes)
+                buffers[key] = random_rows(*key, generator, buffer_bytes)
             data, block_bytes = memoryview(buffers[key].reshape(-1)), buffers[key].shape[1]
-            start, left = int(rng.integers(len(buffers[key]))) * block_bytes, tensor.num_bytes
+            start, left = random.randrange(len(buffers[key])) * block_bytes, tensor.num_bytes
             while left:
                 left -= file.write(data[start : start + left])
                 start = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from floors import Limits, Needs, floor_s
 from offline import Peer
 from offline_reach import TARGETS, weighted_throughputs
 from offline_work import Work, parse_works
+from random_gguf import layout, new_writer, text_config, write_header
 
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import open_checkpoint
@@ -53,6 +55,30 @@ def test_tied_table_is_read_as_the_head() -> None:
     dense = needs_of("Qwen/Qwen3-0.6B")
     assert dense.weight_bytes(1) == dense.weight_bytes(500) == 2 * 596_049_920
     assert dense.token_weights == 596_049_920 - 151_936 * 1024
+
+
+def test_window_bounds_the_keys_that_are_read() -> None:
+    """Gemma-3-27B has 508 KB per token up to 1,024 tokens, and 82 KB per token beyond."""
+    gemma = needs_of("google/gemma-3-27b-it")
+    assert gemma.context_bytes(1000) == 1000 * 507_904
+    assert gemma.context_bytes(3000) == 1024 * 507_904 + 1976 * 81_920
+
+
+@pytest.mark.parametrize(
+    ("model", "file_type", "step_gb", "weights"),
+    [("google/gemma-3-27b-it", "q4_0", 17.22, 27.01e9), ("Qwen/Qwen3-30B-A3B", "q8_0", 3.244, 3.04e9)],
+)
+def test_quantized_weights_count_as_the_bytes_that_they_take(
+    tmp_path: Path, model: str, file_type: str, step_gb: float, weights: float
+) -> None:
+    """Of a GGUF file; with their number in the operations. A token uses 8 of 128 experts."""
+    config, path = text_config(model), tmp_path / "model.gguf"
+    sizes, tensors = layout(config, file_type, None)
+    write_header(new_writer(path, config, sizes, file_type), tensors)
+    os.truncate(path, 40 * 10**9)  # a hole in place of the data
+    needs = needs_of(str(path))
+    assert needs.weight_bytes(1) / 1e9 == pytest.approx(step_gb, rel=2e-3)
+    assert needs.token_weights + needs.head_weights == pytest.approx(weights, rel=2e-3)
 
 
 def test_bytes_bound_a_single_prompt_of_a_routed_model_and_operations_bound_many(hybrid: Needs) -> None:

@@ -15,6 +15,7 @@ from meltcore.kernels.gemm.split_k import GemmConfig
 from meltcore.kernels.moe.grouped_gemm import Dispatch, Mode
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.quant import ggml as ggml_file
 from meltcore.kernels.quant import ggml_linear as linear_file
 from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, dequantize_reference, empty, pack, quantize_blocks
 from meltcore.kernels.quant.ggml_decode import dequantize, ggml_embedding
@@ -247,3 +248,17 @@ def test_expert_outputs_in_triton_match_the_reference(fused: bool, device: torch
     assert_near(compute(hidden.to(device), routing, gate_up, down), expected, torch.bfloat16)
     nothing = Routing(routing.topk_ids[:0], routing.topk_weights[:0])
     assert compute(hidden[:0].to(device), nothing, gate_up, down).shape == (0, 256)
+
+
+@FORMATS
+def test_drawn_weights_give_outputs_of_the_expected_variance(ggml_type: GgmlType) -> None:
+    """Also for inputs of another mean than zero, as after an activation."""
+    draw = torch.Generator().manual_seed(4)
+    blocks = ggml_file.random_blocks(ggml_type, (2000, 512), 0.02, draw)
+    weight = dequantize_reference(pack(blocks, ggml_type))
+    assert abs(weight.mean()) < 2e-4
+    inputs = torch.randn(512, 50, generator=draw)
+    for each in (inputs, inputs.abs()):
+        assert (weight @ each).std() == pytest.approx(0.02 * 512**0.5, rel=0.15)
+    with pytest.raises(ValueError, match="no multiple of"):
+        ggml_file.random_blocks(ggml_type, (2, 500), 0.02, draw)

@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 
 from meltcore import LLM, SamplingParams
 from meltcore.errors import ConfigError
+from meltcore.kernels.quant.ggml import dequantize_reference
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models import loader
 from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.gguf_config import read_config
 from meltcore.models.gguf_file import GGUFModel
-from meltcore.models.loader import build_meta_model, build_model, load_weights
+from meltcore.models.loader import build_meta_model, build_model, fill_dummy_weights, load_weights
 from meltcore.models.model import Model
 from meltcore.models.quantization import weight_dtypes
 
@@ -45,6 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 CPU = torch.device("cpu")
+# Sizes that two ranks divide into whole blocks of 32.
+WHOLE_BLOCKS: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64}
 
 
 def reference_of(family: str, **changes: Any) -> PreTrainedModel:
@@ -125,8 +128,32 @@ def test_quantized_files_give_the_logits_of_the_dequantized_weights(tmp_path: Pa
     assert set(weight_dtypes(loaded(file))) == formats | {"float32"}
     with pytest.raises(ConfigError, match=r"is quantized already .* cannot be served with --quantization fp8"):
         build_meta_model(open_checkpoint(str(file), files="all"), torch.float32, CPU, "fp8")
-    with pytest.raises(ConfigError, match=r"--load-format dummy takes shapes from a config\.json; .* is a GGUF file"):
-        tools.open_engine(file, load_format="dummy")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_dummy_weights_have_the_formats_of_a_file_that_is_not_read(tmp_path: Path, family: str) -> None:
+    """Ranks hold their parts of the same weights."""
+    file = write_model(tmp_path / "model.gguf", reference_of(family, **WHOLE_BLOCKS), "Q4_0")
+    data = file.read_bytes()
+    first_tensor = min(tensor.offset for tensor in GGUFModel(file).tensors.values())
+    file.write_bytes(data[:first_tensor] + bytes(len(data) - first_tensor))
+    checkpoint = open_checkpoint(str(file), files="config")
+    models = []
+    for group in (None, TensorParallelGroup(0, 2), TensorParallelGroup(1, 2)):
+        models.append(build_model(checkpoint, torch.float32, CPU, group=group))
+        fill_dummy_weights(models[-1], checkpoint, 5)
+    whole, *ranks = (
+        block.mlp.down_proj.weight.blocks if family == "qwen3" else block.mlp.experts.down_proj
+        for block in (model.blocks[0] for model in models)
+    )
+    assert {"q4_0", "q8_0", "float32"} == set(weight_dtypes(models[0]))
+    values = [dequantize_reference(part.tensor) for part in (whole, *ranks)]
+    assert torch.equal(values[0], torch.cat(values[1:], -1))
+    assert values[0].std() == pytest.approx(loader.DUMMY_WEIGHT_STD, rel=0.1)
+    logits = tools.open_engine(file, load_format="dummy", max_model_len=64)
+    logits.add("one", [1, 2, 3], max_tokens=3)
+    assert len(logits.run()["one"]) == 3
+    assert torch.stack(logits.logits["one"]).isfinite().all()
 
 
 def unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:

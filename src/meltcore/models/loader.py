@@ -15,6 +15,7 @@ import torch
 from meltcore.config import Quantization
 from meltcore.errors import ConfigError
 from meltcore.host_memory import host_available_bytes
+from meltcore.kernels.quant.ggml import GgmlType, random_blocks
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, stored_dtypes
 from meltcore.models.checkpoint import Checkpoint
@@ -92,17 +93,22 @@ def build_meta_model(
 
 def _keep_quantized(model: Model, checkpoint: Checkpoint, quantization: Quantization) -> None:
     """Make the layers of a quantized GGUF checkpoint keep its blocks."""
-    with ExitStack() as stack:
-        files = [stack.enter_context(file) for file in _open_files(checkpoint)]
-        dtype_names = {name: entry.dtype_name for file in files for name, entry in file.entries.items()}
-        quantized = [name for file in files for name in file.entries if file.dtype(name) == torch.uint8]
+    formats = _stored_formats(checkpoint)
+    quantized = [name for name, stored in formats.items() if stored in GgmlType.__members__]
     if quantized and quantization != "none":
         raise ConfigError(
-            f"{checkpoint.name} is quantized already ({quantized[0]} is {dtype_names[quantized[0]]}); "
+            f"{checkpoint.name} is quantized already ({quantized[0]} is {formats[quantized[0]]}); "
             f"it cannot be served with --quantization {quantization}"
         )
     if quantized:
-        quantize_as_stored(model, dtype_names)
+        quantize_as_stored(model, formats)
+
+
+def _stored_formats(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the format of each tensor of a GGUF checkpoint by its published name."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(file) for file in _open_files(checkpoint)]
+        return {name: entry.dtype_name for file in files for name, entry in file.entries.items()}
 
 
 def _network(checkpoint: Checkpoint, model_class: ModelClass) -> Model:
@@ -228,13 +234,21 @@ def _plan_reads(model: Model, checkpoint: Checkpoint, files: Sequence[TensorFile
     return parts
 
 
-def fill_dummy_weights(model: Model, seed: int) -> None:
+def fill_dummy_weights(model: Model, checkpoint: Checkpoint, seed: int) -> None:
     """Fill the model with random weights, which give the speed of real weights and meaningless answers.
 
-    Ranks draw whole tensors and keep their part, so that a group holds the same weights as one device.
+    Ranks draw whole tensors and keep their part, so that a group holds the same weights as one device. Of a GGUF
+    checkpoint the blocks of quantized tensors are drawn.
     """
     generator = torch.Generator(device=model.device).manual_seed(seed)
+    formats = _stored_formats(checkpoint) if checkpoint.gguf is not None else {}
     for name, target in model.checkpoint_tensors().items():
+        ggml_type = GgmlType.__members__.get(formats.get(name, ""))
+        if ggml_type is not None:
+            *rows, row_bytes = target.shape
+            columns = row_bytes // ggml_type.block_bytes * ggml_type.block_size
+            target.copy_(random_blocks(ggml_type, (*rows, columns), DUMMY_WEIGHT_STD, generator))
+            continue
         values = torch.empty(target.shape, dtype=model.dtype, device=model.device)
         if values.dim() == 1:
             target.copy_(values.fill_(0.0 if name.endswith(".bias") else 1.0))

@@ -44,10 +44,6 @@ def load(
 
     Raises ConfigError for a setting that cannot work, if possible before any weight is read.
     """
-    if config.load_format == "dummy" and checkpoint.gguf is not None:
-        raise ConfigError(
-            f"--load-format dummy takes shapes from a config.json; {checkpoint.name} is a GGUF file, which has weights"
-        )
     checkpoint = apply_overrides(checkpoint, config.hf_overrides)
     dtype = _choose_dtype(checkpoint, config, device)
     model = build_model(checkpoint, dtype, device, config.quantization, group)
@@ -56,7 +52,7 @@ def load(
     # Loading and the rotary table only take memory: what does not fit now never will.
     _plan(config, model, device, max_model_len, cache_dtype)
     if config.load_format == "dummy":
-        fill_dummy_weights(model, config.seed)
+        fill_dummy_weights(model, checkpoint, config.seed)
     else:
         load_weights(model, checkpoint, progress)
     model.prepare(max_model_len)

@@ -20,6 +20,8 @@ import torch
 
 # Values in 4 bits that 32 words of 4 bytes hold: word j values j, 32 + j, ..., 224 + j, the lowest bits first.
 CHUNK = 256
+# Of random blocks with scales from 0.5 to 1.5.
+_DEVIATIONS = {2: 4.83, 8: 77.0, 12: 175.5, 14: 1420.0}
 
 
 class GgmlType(IntEnum):
@@ -227,6 +229,30 @@ def quantize_blocks(wide: torch.Tensor, ggml_type: GgmlType) -> torch.Tensor:
     else:
         raise ValueError(f"{ggml_type.name} is not quantized to here; Q8_0 and Q4_0 are")
     return torch.cat([scales.half().view(torch.uint8), values], -1).flatten(-2)
+
+
+def random_blocks(
+    ggml_type: GgmlType, shape: Sequence[int], deviation: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Draw random weights of `shape` [..., columns] as a file stores them: uint8 [..., bytes of a row].
+
+    They have zero mean and the standard deviation `deviation`, up to the rounding of scales. Drawn on the generator's
+    device. Raises ValueError if a row is not a whole number of blocks.
+    """
+    *rows, columns = shape
+    row_bytes, device = ggml_type.row_bytes(columns), generator.device
+    blocks = torch.empty(*rows, row_bytes, dtype=torch.uint8, device=device).random_(generator=generator)
+    block = blocks.view(-1, ggml_type.block_bytes)
+    # Random signs: the values of a block of Q4_0 have another mean than zero.
+    draws = torch.rand(2, len(block), 1, device=device, generator=generator)
+    scales = (draws[0] + 0.5).copysign(draws[1] - 0.5) * (deviation / _DEVIATIONS[ggml_type])
+    if ggml_type == GgmlType.Q4_K:  # a sub-block's minimum is the mean of its values: 7.5 times its scale
+        block[:, 8:12] = block[:, 4:8]
+        block[:, 12:16] = block[:, 12:16] % 16 * 17
+        scales = torch.cat([scales, 7.5 * scales], -1)
+    first_byte = 208 if ggml_type == GgmlType.Q6_K else 0
+    block[:, first_byte : first_byte + 2 * scales.shape[1]] = scales.half().view(torch.uint8)
+    return blocks
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
