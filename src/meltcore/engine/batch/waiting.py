@@ -1,0 +1,115 @@
+"""The queue of a batch engine: requests by shape and by order of service, and the choice of the next batch."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from meltcore.protocol.batch import TaskRequest
+
+Request = TypeVar("Request", bound=TaskRequest)
+
+# A request joins a batch of a larger shape if padding adds at most this factor to its cost.
+_MAX_PADDING = 2
+
+
+def shape_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> list[int]:
+    """Return increasing shapes up to `max_cost`, `per_doubling` in each factor of 2.
+
+    From `first` on a request is padded by at most 25 %. Few shapes let requests share batches, and batches share CUDA graphs.
+    """
+    buckets: list[int] = []
+    base = first
+    while not buckets or buckets[-1] < max_cost:
+        buckets += [base + base * step // per_doubling for step in range(per_doubling)]
+        base *= 2
+    return [*(shape for shape in buckets if shape < max_cost), max_cost]
+
+
+class Waiting(NamedTuple, Generic[Request]):
+    """One waiting request with its cost, and the shape that it is padded to."""
+
+    order: tuple[int, float, int]  # priority, deadline, arrival: the smallest is served first
+    request: Request
+    cost: int
+    shape: int
+
+
+class WaitingQueue(Generic[Request]):
+    """Holds waiting requests in a heap per shape. Adding, ending and taking one are logarithmic in their number."""
+
+    def __init__(self, shapes: Sequence[int]) -> None:
+        """Create an empty queue. shapes: in increasing order; the last one is the largest cost of a request."""
+        self._shapes = list(shapes)
+        self._heaps: dict[int, list[Waiting[Request]]] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._waiting: dict[str, Waiting[Request]] = {}  # ended requests remain in the heaps until they surface
+        self._num_added = 0
+        self.cost = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def add(self, request: Request, cost: int) -> None:
+        """Queue a request of a cost that is at most the largest shape."""
+        self._num_added += 1
+        deadline_s = float("inf") if request.deadline_s is None else request.deadline_s
+        shape = self._shapes[bisect_left(self._shapes, cost)]
+        waiting = Waiting((request.priority, deadline_s, self._num_added), request, cost, shape)
+        self._waiting[request.request_id] = waiting
+        self.cost += cost
+        heapq.heappush(self._heaps.setdefault(shape, []), waiting)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (deadline_s, request.request_id))
+
+    def remove(self, request_id: str) -> Waiting[Request] | None:
+        """Remove and return a request; None if it does not wait."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            self.cost -= waiting.cost
+        return waiting
+
+    def expired(self, now_s: float) -> list[Request]:
+        """Remove and return the requests whose deadline has passed."""
+        requests = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            waiting = self.remove(heapq.heappop(self._deadlines)[1])
+            if waiting is not None:
+                requests.append(waiting.request)
+        return requests
+
+    def take(self, max_cost: int, bound: int | None = None) -> list[Waiting[Request]]:
+        """Remove and return the next batch; empty if the first request does not fit.
+
+        The request first in order decides the shape. Requests of that shape follow in order, then those of smaller
+        shapes that padding does not make more than twice as expensive. max_cost: of the batch with its padding; bound:
+        a lower limit for more requests than one.
+        """
+        first = min((top for shape in list(self._heaps) if (top := self._top(shape)) is not None), default=None)
+        if first is None or first.shape > max_cost:
+            return []
+        max_rows = max(1, (max_cost if bound is None else min(max_cost, bound)) // first.shape)
+        batch: list[Waiting[Request]] = []
+        for shape in sorted(self._heaps, reverse=True):
+            if not first.shape >= shape > first.shape / _MAX_PADDING:
+                continue
+            while len(batch) < max_rows and (top := self._top(shape)) is not None:
+                heapq.heappop(self._heaps[shape])
+                self.remove(top.request.request_id)
+                batch.append(top)
+        return batch
+
+    def _top(self, shape: int) -> Waiting[Request] | None:
+        """Return the first waiting request of a shape, without the ended ones before it."""
+        heap = self._heaps[shape]
+        while heap:
+            if self._waiting.get(heap[0].request.request_id) is heap[0]:
+                return heap[0]
+            heapq.heappop(heap)
+        del self._heaps[shape]
+        return None

@@ -1,0 +1,69 @@
+"""Defines what the messages of all tasks of a `BatchEngine` share. Each task adds its requests and results.
+
+A task's request is a subclass of `TaskRequest`, its result one of `TaskResult`, both with a tag. All times are
+`time.monotonic()` seconds, one clock for all processes of a machine.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from meltcore.protocol.shell import EngineReady
+
+# "deadline": it had not begun when its deadline passed. A result that is not the last one has None.
+TaskFinishReason = Literal["stop", "abort", "error", "deadline"]
+
+
+class TaskRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Asks the engine for one result. A lower `priority` begins earlier, then the earlier deadline, then the arrival.
+
+    deadline_s: a request that has not begun by then is ended; None: it may wait for any time.
+    """
+
+    request_id: str
+    priority: int = 0
+    arrived_s: float = 0.0
+    deadline_s: float | None = None
+
+
+class TaskTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Holds the times at which the engine received, began and finished a request."""
+
+    arrived_s: float
+    started_s: float
+    finished_s: float
+
+
+class TaskResult(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Holds a result of one request, or a part of it. The last one has a `finish_reason`, and `error` with "error"."""
+
+    request_id: str
+    finish_reason: TaskFinishReason | None = None
+    error: str | None = None
+    times: TaskTimes | None = None
+
+
+class BatchStats(msgspec.Struct, array_like=True, frozen=True):
+    """Holds gauges and counters of a batch engine after a step. The names of counters end in `_total`.
+
+    Costs are in positions of the task, such as encoder frames; padded costs count the padding of batches too.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    waiting_cost: int = 0
+    steps_total: int = 0
+    step_s_total: float = 0.0
+    cost_total: int = 0
+    padded_cost_total: int = 0
+    expired_total: int = 0
+
+
+class BatchReady(EngineReady, array_like=True, frozen=True):
+    """Reports that a batch engine can serve. A task adds its limits in a subclass with a tag.
+
+    task: its name; max_cost: the padded cost of the requests that run together, which also limits one request.
+    """
+
+    task: str
+    max_cost: int
