@@ -12,8 +12,11 @@ import gguf
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType, TokenType
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
+
+from meltcore.kernels.quant.ggml import GgmlType, random_blocks
+from meltcore.models.gguf_file import GGUFModel
 
 Store = tuple[GGMLQuantizationType, Callable[[torch.Tensor], np.ndarray]]
 TYPES: dict[str, Store] = {
@@ -27,6 +30,19 @@ TYPES |= {
         partial(lambda kind, tensor: quantize(tensor.numpy(), kind), GGMLQuantizationType[name]),
     )
     for name in ("Q8_0", "Q4_0")
+}
+# The gguf package does not quantize to these: blocks of the tensor's size, and what they hold is read back.
+TYPES |= {
+    name: (
+        GGMLQuantizationType[name],
+        partial(
+            lambda kind, tensor: random_blocks(
+                kind, tensor.shape, float(tensor.std()), torch.Generator().manual_seed(tensor.numel())
+            ).numpy(),
+            GgmlType[name],
+        ),
+    )
+    for name in ("Q4_K", "Q6_K")
 }
 ARCHITECTURES = {
     "llama": "llama",
@@ -136,11 +152,42 @@ def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, store: str = "F
         if writer.arch == "llama" and ".k_proj." in name:
             tensor = permute(tensor, config.num_key_value_heads)
         for stored_name, part in gguf_tensors(name, tensor, is_gemma):
-            kind = store if part.dim() > 1 and "_inp" not in stored_name else "F32"
-            if store == "Q4_0" and any(each in stored_name for each in ("attn_v", "ffn_down", "token_embd")):
-                kind = "Q8_0"  # as mixed files have it
-            raw_type, convert = TYPES[kind]
+            raw_type, convert = TYPES[stored_kind(stored_name, part, store)]
             writer.add_tensor(stored_name, convert(part.contiguous()), raw_dtype=raw_type)
+
+
+def stored_kind(name: str, tensor: torch.Tensor, store: str) -> str:
+    """Return the type of a tensor in a file of type `store`: all matrices alike, or a mix as llama.cpp makes it."""
+    if tensor.dim() == 1 or "_inp" in name:
+        return "F32"
+    if store == "Q4_0 and Q8_0":
+        return "Q8_0" if any(each in name for each in ("attn_v", "ffn_down", "token_embd")) else "Q4_0"
+    if store == "Q4_K_M":  # every second layer stands for those that it finds important
+        important = any(each in name for each in ("attn_v", "ffn_down")) and int(name.split(".")[1]) % 2 == 0
+        return "Q6_K" if important or name == "output.weight" else "Q4_K"
+    return store
+
+
+def load_dequantized(reference: PreTrainedModel, path: Path) -> int:
+    """Give a network the values of a file's quantized tensors by the gguf package. Returns how many there are."""
+    model, config = GGUFModel(path), reference.config
+    stored = {
+        name: torch.from_numpy(dequantize(model.file_of[name].blocks(name), tensor.type)).view(tensor.shape)
+        for name, tensor in model.tensors.items()
+        if tensor.type.name in GgmlType.__members__
+    }
+    heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
+    with torch.no_grad():
+        for name, weight in reference.named_parameters():
+            parts = gguf_tensors(name, weight, config.model_type == "gemma3_text")
+            if parts[0][0] not in stored:
+                continue
+            values = torch.cat([stored[part_name] for part_name, _ in parts], dim=weight.dim() - 2)
+            for part, count in heads.items():
+                if config.model_type == "llama" and part in name:
+                    values = unpermute(values, count)
+            weight.copy_(values)
+    return len(stored)
 
 
 def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
@@ -170,6 +217,12 @@ def permute(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Put dimension i of a head next to i + head_dim / 2, as llama.cpp rotates them."""
     halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Undo `permute`."""
+    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:

@@ -11,8 +11,7 @@ import engine_tools as tools
 import numpy as np
 import pytest
 import torch
-from gguf.quants import dequantize
-from gguf_tools import add_tensors, add_tokenizer, finish, gguf_tensors, new_writer, permute, write_model
+from gguf_tools import add_tensors, add_tokenizer, finish, load_dequantized, new_writer, permute, write_model
 from transformers import PreTrainedModel
 
 from meltcore import LLM, SamplingParams
@@ -46,8 +45,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 CPU = torch.device("cpu")
-# Sizes that two ranks divide into whole blocks of 32.
-WHOLE_BLOCKS: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64}
+# Sizes that are whole blocks, of 32 also on each of two ranks.
+BLOCKS_OF_32: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64}
+BLOCKS_OF_256: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+}
 
 
 def reference_of(family: str, **changes: Any) -> PreTrainedModel:
@@ -99,41 +105,67 @@ def test_16_bit_files_give_the_logits_of_the_rounded_weights(tmp_path: Path, fam
     assert stated == ("float16" if store == "F16" and family != "gemma3_text" else "bfloat16")
 
 
-@pytest.mark.parametrize("store", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize(
+    ("store", "formats"),
+    [("Q8_0", {"q8_0"}), ("Q4_0 and Q8_0", {"q4_0", "q8_0"}), ("Q4_K_M", {"q4_k", "q6_k"})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
-def test_quantized_files_give_the_logits_of_the_dequantized_weights(tmp_path: Path, family: str, store: str) -> None:
-    """With --dtype float32, where only the weights are rounded. Q4_0 files have Q8_0 values beside Q4_0 queries."""
-    reference = reference_of(family, **({"moe_intermediate_size": 64} if family == "qwen3_moe" else {}))
+def test_quantized_files_give_the_logits_of_the_dequantized_weights(
+    tmp_path: Path, family: str, store: str, formats: set[str]
+) -> None:
+    """With --dtype float32, where only the weights are rounded. The formats of a layer differ, also of its values."""
+    reference = reference_of(family, **(BLOCKS_OF_256 if store == "Q4_K_M" else BLOCKS_OF_32))
     file = write_model(tmp_path / "model.gguf", reference, store)
-    model = GGUFModel(file)
-    stored = {
-        name: torch.from_numpy(dequantize(model.file_of[name].blocks(name), tensor.type)).view(tensor.shape)
-        for name, tensor in model.tensors.items()
-        if tensor.type.name in ("Q8_0", "Q4_0")
-    }
-    with torch.no_grad():
-        for name, weight in reference.named_parameters():
-            parts = gguf_tensors(name, weight, family == "gemma3_text")
-            if parts[0][0] not in stored:
-                continue
-            values = torch.cat([stored[part_name] for part_name, _ in parts], dim=weight.dim() - 2)
-            if family == "llama" and ".q_proj." in name:
-                values = unpermute(values, reference.config.num_attention_heads)
-            if family == "llama" and ".k_proj." in name:
-                values = unpermute(values, reference.config.num_key_value_heads)
-            weight.copy_(values)
-    assert len(stored) > 15
+    assert load_dequantized(reference, file) >= 15
     assert error_against(reference, file) <= 1e-4
-    formats = {"Q8_0": {"q8_0"}, "Q4_0": {"q4_0", "q8_0"}}[store]
     assert set(weight_dtypes(loaded(file))) == formats | {"float32"}
     with pytest.raises(ConfigError, match=r"is quantized already .* cannot be served with --quantization fp8"):
         build_meta_model(open_checkpoint(str(file), files="all"), torch.float32, CPU, "fp8")
 
 
+def answers_of(file: Path, ranks: int) -> list[tuple[list[int], list[list[float]]]]:
+    settings = {"device": "cpu", "dtype": "float32", "memory_bytes": 2**28, "max_num_seqs": 4}
+    llm = LLM(str(file), tokenizer=BUNDLED_MODEL, tensor_parallel_size=ranks, **settings)
+    prompts = [tools.random_prompt(length, length) for length in (3, 90)]
+    found = llm.generate(prompts, SamplingParams(max_tokens=8, logprobs=4, ignore_eos=True))
+    llm.close()
+    return [(each.token_ids, [step.top_logprobs for step in each.logprobs]) for each in found]
+
+
+@pytest.mark.parametrize(("family", "store"), [("qwen3", "Q8_0"), ("qwen3_moe", "Q4_0")])
+def test_ranks_of_quantized_files_answer_as_one_device(tmp_path: Path, family: str, store: str) -> None:
+    file = write_model(tmp_path / "model.gguf", reference_of(family, **BLOCKS_OF_32), store)
+    for alone, together in zip(*(answers_of(file, ranks) for ranks in (1, 2)), strict=True):
+        assert alone[0] == together[0]
+        torch.testing.assert_close(*(torch.tensor(logprobs) for _, logprobs in (alone, together)), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "store", "sizes", "message"),
+    [
+        (
+            "qwen3",
+            "Q8_0",
+            {"intermediate_size": 192},
+            "size 4 cuts 192 columns .* of 32; the largest that does not is 3",
+        ),
+        ("qwen3_moe", "Q4_K_M", BLOCKS_OF_256, "size 4 cuts 256 columns .* of 256; the largest that does not is 1"),
+    ],
+)
+def test_ranks_that_cut_blocks_are_refused_before_they_start(
+    tmp_path: Path, family: str, store: str, sizes: dict[str, Any], message: str
+) -> None:
+    changes = {"num_attention_heads": 8, "num_key_value_heads": 4} | sizes
+    file = write_model(tmp_path / "model.gguf", reference_of(family, **changes), store)
+    with pytest.raises(ConfigError, match=message):
+        tools.open_engine(file, tensor_parallel_size=4)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_dummy_weights_have_the_formats_of_a_file_that_is_not_read(tmp_path: Path, family: str) -> None:
     """Ranks hold their parts of the same weights."""
-    file = write_model(tmp_path / "model.gguf", reference_of(family, **WHOLE_BLOCKS), "Q4_0")
+    file = write_model(tmp_path / "model.gguf", reference_of(family, **BLOCKS_OF_32), "Q4_0 and Q8_0")
     data = file.read_bytes()
     first_tensor = min(tensor.offset for tensor in GGUFModel(file).tensors.values())
     file.write_bytes(data[:first_tensor] + bytes(len(data) - first_tensor))
@@ -154,11 +186,6 @@ def test_dummy_weights_have_the_formats_of_a_file_that_is_not_read(tmp_path: Pat
     logits.add("one", [1, 2, 3], max_tokens=3)
     assert len(logits.run()["one"]) == 3
     assert torch.stack(logits.logits["one"]).isfinite().all()
-
-
-def unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def test_split_file_loads_what_one_file_does(tmp_path: Path) -> None:
