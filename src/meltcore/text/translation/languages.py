@@ -1,0 +1,115 @@
+"""The languages of IndicTrans2 under all their names: FLORES codes, English names and ISO 639 codes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import regex
+
+from meltcore.errors import RequestError
+
+
+class Language(NamedTuple):
+    """A language in one script. `code` is its FLORES code, which is its tag in the model's input too.
+
+    text_code: the code by which the text steps treat it, which may be another language's (ODDITIES). script: Unicode's
+    name of its script. names: English names without the script, ISO 639 codes.
+    """
+
+    code: str
+    text_code: str
+    script: str
+    names: tuple[str, ...]
+
+
+# The 22 scheduled languages of India, three of them in two scripts, and English: those of the model card.
+LANGUAGES: tuple[Language, ...] = (
+    Language("asm_Beng", "as", "Bengali", ("Assamese", "as", "asm")),
+    Language("ben_Beng", "bn", "Bengali", ("Bengali", "Bangla", "bn", "ben")),
+    Language("brx_Deva", "hi", "Devanagari", ("Bodo", "brx")),
+    Language("doi_Deva", "hi", "Devanagari", ("Dogri", "doi", "dgo")),
+    Language("eng_Latn", "en", "Latin", ("English", "en", "eng")),
+    Language("gom_Deva", "kK", "Devanagari", ("Konkani", "kok", "gom", "knn")),
+    Language("guj_Gujr", "gu", "Gujarati", ("Gujarati", "gu", "guj")),
+    Language("hin_Deva", "hi", "Devanagari", ("Hindi", "hi", "hin")),
+    Language("kan_Knda", "kn", "Kannada", ("Kannada", "kn", "kan")),
+    Language("kas_Arab", "ur", "Arabic", ("Kashmiri", "ks", "kas")),
+    Language("kas_Deva", "hi", "Devanagari", ("Kashmiri", "ks", "kas")),
+    Language("mai_Deva", "hi", "Devanagari", ("Maithili", "mai")),
+    Language("mal_Mlym", "ml", "Malayalam", ("Malayalam", "ml", "mal")),
+    Language("mar_Deva", "mr", "Devanagari", ("Marathi", "mr", "mar")),
+    Language("mni_Beng", "bn", "Bengali", ("Manipuri", "Meitei", "mni")),
+    Language("mni_Mtei", "hi", "Meetei_Mayek", ("Manipuri", "Meitei", "mni")),
+    Language("npi_Deva", "ne", "Devanagari", ("Nepali", "ne", "nep", "npi")),
+    Language("ory_Orya", "or", "Oriya", ("Odia", "Oriya", "or", "ori", "ory")),
+    Language("pan_Guru", "pa", "Gurmukhi", ("Punjabi", "Panjabi", "pa", "pan")),
+    Language("san_Deva", "hi", "Devanagari", ("Sanskrit", "sa", "san")),
+    Language("sat_Olck", "or", "Ol_Chiki", ("Santali", "sat")),
+    Language("snd_Arab", "ur", "Arabic", ("Sindhi", "sd", "snd")),
+    Language("snd_Deva", "hi", "Devanagari", ("Sindhi", "sd", "snd")),
+    Language("tam_Taml", "ta", "Tamil", ("Tamil", "ta", "tam")),
+    Language("tel_Telu", "te", "Telugu", ("Telugu", "te", "tel")),
+    Language("urd_Arab", "ur", "Arabic", ("Urdu", "ur", "urd")),
+)
+# Every tag of the published vocabularies. Those without a language above are outside the model card.
+TAGS = frozenset(language.code for language in LANGUAGES) | {
+    "awa_Deva", "bho_Deva", "gon_Deva", "hne_Deva", "kha_Latn", "lus_Latn", "mag_Deva", "unr_Deva",
+}  # fmt: skip
+_MAX_SHOWN_CHARS = 60
+
+
+def find_language(name: str, param: str) -> Language:
+    """Return the language that `name` means: a FLORES code, an English name or an ISO 639 code, in any case.
+
+    A script may follow (`ks-Deva`, `Sindhi (Arabic)`), and must for Kashmiri, Manipuri and Sindhi, which have two.
+    param: the field of the request, for errors. Raises RequestError for an unknown name and for one without its script.
+    """
+    found = _by_name().get(_key(name), ())
+    if len(found) == 1:
+        return found[0]
+    shown = repr(name[:_MAX_SHOWN_CHARS])
+    if found:
+        codes = " or ".join(language.code for language in found)
+        raise RequestError(f"{param} {shown} is written in {len(found)} scripts: name {codes}", param=param)
+    codes = ", ".join(language.code for language in LANGUAGES)
+    raise RequestError(f"{param} {shown} is not a language of IndicTrans2; its languages are {codes}", param=param)
+
+
+def check_script(text: str, language: Language, param: str) -> None:
+    """Raise RequestError if the letters of `text` are of other scripts and none is of the language's own.
+
+    Latin letters do not count, since names and loanwords in them are common in all languages: a text in Latin letters
+    alone is in no wrong script. A text without letters is not either.
+    """
+    own, foreign = _script_patterns(language.script)
+    letter = foreign.search(text)
+    if letter and not own.search(text):
+        raise RequestError(
+            f"{param} is {language.code}, which is written in {language.script}; the text has letters like "
+            f"{letter.group()!r} (U+{ord(letter.group()):04X}), and none of that script",
+            param=param,
+        )
+
+
+@cache
+def _script_patterns(script: str) -> tuple[regex.Pattern[str], regex.Pattern[str]]:
+    """Return patterns of a letter of `script`, and of a letter that is neither of it nor Latin."""
+    own = rf"\p{{Script={script}}}"
+    return regex.compile(own), regex.compile(rf"[\p{{L}}--{own}--\p{{Script=Latin}}]", regex.V1)
+
+
+def _key(name: str) -> str:
+    return " ".join(regex.findall(r"\w+", name.replace("_", " ").casefold()))
+
+
+@cache
+def _by_name() -> dict[str, tuple[Language, ...]]:
+    """Return the languages by the key of each name: one, or several that differ in script."""
+    table: dict[str, tuple[Language, ...]] = {}
+    for language in LANGUAGES:
+        script = language.code.partition("_")[2]
+        for name in language.names:
+            for key in (_key(name), _key(f"{name} {script}"), _key(f"{name} {language.script}")):
+                table[key] = (*(other for other in table.get(key, ()) if other != language), language)
+    return table

@@ -1,0 +1,116 @@
+"""Converts between text and the ids of IndicTrans2: SentencePiece pieces, looked up in a dictionary of the model.
+
+Layout of a checkpoint: model.SRC and model.TGT (SentencePiece models), dict.SRC.json and dict.TGT.json (ids by piece).
+The ids of SentencePiece itself are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from meltcore.errors import ConfigError, RequestError
+from meltcore.models.checkpoint import read_json
+from meltcore.text.translation.languages import TAGS, Language
+
+BOS_ID, PAD_ID, EOS_ID, UNK_ID = range(4)
+_SPECIAL_TOKENS = {"<s>": BOS_ID, "<pad>": PAD_ID, "</s>": EOS_ID, "<unk>": UNK_ID}
+_WORD_START = "\u2581"
+
+
+class TranslationTokenizer(Protocol):
+    """Converts sentences to the ids of the encoder, and the ids of the decoder to sentences."""
+
+    def encode(self, sentence: str, source: Language, target: Language) -> list[int]:
+        """Return the ids of a preprocessed sentence: both language tags, its pieces, the end token."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a translation, without special tokens."""
+        ...
+
+
+class SentencePieceTokenizer:
+    """The tokenizer of a published checkpoint."""
+
+    def __init__(self, folder: Path, source_vocab_size: int, target_vocab_size: int) -> None:
+        """Read the four files in `folder`. The sizes are those of the model's embeddings.
+
+        Raises ConfigError for a missing or invalid file, and for an id beyond the model's vocabulary.
+        """
+        names = ("model.SRC", "model.TGT", "dict.SRC.json", "dict.TGT.json")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError(f"{folder} lacks {', '.join(missing)}: files of the published tokenizer")
+        self._source_ids = _read_dictionary(folder / "dict.SRC.json", source_vocab_size)
+        target_ids = _read_dictionary(folder / "dict.TGT.json", target_vocab_size)
+        self._target_pieces = {token_id: piece for piece, token_id in target_ids.items()}
+        self._model = _load_model(folder / "model.SRC")
+        _load_model(folder / "model.TGT")  # decoding joins pieces and does not need it; a broken file is an error still
+        self.tags = TAGS & self._source_ids.keys()
+        if not self.tags:
+            raise ConfigError(f"{folder / 'dict.SRC.json'} has no language tag such as eng_Latn")
+
+    def encode(self, sentence: str, source: Language, target: Language) -> list[int]:
+        """Return the ids of a preprocessed sentence: both language tags, its pieces, the end token.
+
+        A piece outside the dictionary is the unknown token. Raises RequestError for a language without a tag.
+        """
+        for param, language in (("src_lang", source), ("tgt_lang", target)):
+            if language.code not in self.tags:
+                raise RequestError(f"{param} {language.code} is not in this model's vocabulary", param=param)
+        pieces = self._model.encode(sentence, out_type=str)
+        ids = [self._source_ids.get(piece, UNK_ID) for piece in pieces]
+        return [self._source_ids[source.code], self._source_ids[target.code], *ids, EOS_ID]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a translation. Special tokens, and ids outside the dictionary, have no text."""
+        pieces = (self._target_pieces.get(token_id, "") for token_id in token_ids if token_id > UNK_ID)
+        return "".join(pieces).replace(_WORD_START, " ").strip()
+
+
+class SyntheticTokenizer:
+    """Makes ids for dummy weights, which have no tokenizer: one per byte. Texts that it decodes mean nothing."""
+
+    _FIRST_BYTE_ID = UNK_ID + 1 + len(TAGS)
+
+    def __init__(self, source_vocab_size: int) -> None:
+        """Raise ConfigError for a vocabulary without an id for each byte."""
+        needed = self._FIRST_BYTE_ID + 256
+        if source_vocab_size < needed:
+            raise ConfigError(f"a synthetic tokenizer needs encoder_vocab_size {needed}; got {source_vocab_size}")
+        self._tag_ids = {tag: UNK_ID + 1 + i for i, tag in enumerate(sorted(TAGS))}
+
+    def encode(self, sentence: str, source: Language, target: Language) -> list[int]:
+        """Return the ids of a sentence: both language tags, its bytes, the end token."""
+        text_ids = [self._FIRST_BYTE_ID + byte for byte in sentence.encode()]
+        return [self._tag_ids[source.code], self._tag_ids[target.code], *text_ids, EOS_ID]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return a text with one word per id, like "t300 t7"."""
+        return " ".join(f"t{token_id}" for token_id in token_ids if token_id > UNK_ID)
+
+
+def _read_dictionary(path: Path, vocab_size: int) -> dict[str, int]:
+    """Read the ids by piece. Raises ConfigError for an invalid file and for ids that the model does not have."""
+    dictionary = read_json(path)
+    for piece, token_id in dictionary.items():
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise ConfigError(
+                f"{path}: {piece!r} has the id {token_id!r}; the model has ids from 0 to {vocab_size - 1}"
+            )
+    for piece, expected_id in _SPECIAL_TOKENS.items():
+        if dictionary.get(piece) != expected_id:
+            raise ConfigError(f"{path}: {piece} must have the id {expected_id}; it has {dictionary.get(piece)}")
+    return dictionary
+
+
+def _load_model(path: Path) -> Any:
+    """Load a SentencePiece model. Raises ConfigError for an invalid file."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError, TypeError) as error:
+        raise ConfigError(f"{path} is not a SentencePiece model: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,214 @@
+"""Languages by all their names, sentences of a text, and the ids of a SentencePiece checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
+
+from translation_texts import random_sentence
+
+from meltcore.errors import ConfigError, RequestError
+from meltcore.text.translation.languages import LANGUAGES, TAGS, check_script, find_language
+from meltcore.text.translation.sentences import join_sentences, split_sentences
+from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer
+
+ENGLISH, HINDI, TAMIL, URDU = (find_language(name, "src_lang") for name in ("English", "Hindi", "Tamil", "Urdu"))
+
+
+def write_tokenizer(folder: Path, texts: list[str]) -> dict[str, int]:
+    """Train a small tokenizer in the published layout. Its ids are in another order than those of SentencePiece."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+    (folder / "corpus.txt").write_text("\n".join(texts))
+    for side in ("SRC", "TGT"):
+        SentencePieceTrainer.train(
+            input=str(folder / "corpus.txt"), model_prefix=str(folder / side), vocab_size=400, minloglevel=2,
+            hard_vocab_limit=False,
+        )  # fmt: skip
+        (folder / f"{side}.model").rename(folder / f"model.{side}")
+        model = SentencePieceProcessor(model_file=str(folder / f"model.{side}"))
+        pieces = sorted({model.id_to_piece(i) for i in range(model.vocab_size())} - {"<s>", "</s>", "<unk>"})
+        words = ["<s>", "<pad>", "</s>", "<unk>", *sorted(TAGS), *pieces]
+        (folder / f"dict.{side}.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    dictionary: dict[str, int] = json.loads((folder / "dict.SRC.json").read_text())
+    return dictionary
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    chance = random.Random(0)
+    write_tokenizer(path, [random_sentence(HINDI, chance) for _ in range(300)] + ["the cat sat on a mat"] * 20)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("kan_Knda", "kan_Knda"), ("KANNADA", "kan_Knda"), ("kn", "kan_Knda"), ("kok", "gom_Deva"),
+        ("ne", "npi_Deva"), ("or", "ory_Orya"), ("Oriya", "ory_Orya"), ("sat", "sat_Olck"), ("ks-Deva", "kas_Deva"),
+        ("english", "eng_Latn"), ("Sindhi (Arabic)", "snd_Arab"), ("mni_Mtei", "mni_Mtei"),
+        ("manipuri bengali", "mni_Beng"),
+    ],
+)  # fmt: skip
+def test_language_is_found_by_code_name_and_iso(name: str, code: str) -> None:
+    assert find_language(name, "src_lang").code == code
+
+
+def test_every_language_is_found_by_its_code_and_has_a_tag() -> None:
+    assert len(LANGUAGES) == 26  # English, and 22 languages of which three have two scripts
+    for each in LANGUAGES:
+        assert find_language(each.code, "x") is each
+        assert each.code in TAGS
+    assert len(TAGS) == 34
+
+
+@pytest.mark.parametrize("name", ["Klingon", "", "deu_Latn", "awa_Deva", "x" * 500])
+def test_unknown_language_is_an_error_that_lists_the_languages(name: str) -> None:
+    with pytest.raises(RequestError, match=r"tgt_lang '.{0,60}' is not a language .* kan_Knda") as error:
+        find_language(name, "tgt_lang")
+    assert error.value.param == "tgt_lang"
+
+
+@pytest.mark.parametrize(("name", "codes"), [("kashmiri", "kas_Arab or kas_Deva"), ("sd", "snd_Arab or snd_Deva")])
+def test_language_of_two_scripts_needs_one(name: str, codes: str) -> None:
+    with pytest.raises(RequestError, match=codes):
+        find_language(name, "src_lang")
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken", "is_wrong"),
+    [
+        ("வணக்கம்", HINDI, True), ("नमस्ते", ENGLISH, True), ("नमस्ते", URDU, True), ("namaste", HINDI, False),
+        ("नमस्ते வணக்கம்", HINDI, False), ("123 !", TAMIL, False), ("", HINDI, False), ("Привет", ENGLISH, True),
+        ("naïve", ENGLISH, False),
+    ],
+)  # fmt: skip
+def test_text_in_another_script_is_an_error(text: str, spoken: Any, is_wrong: bool) -> None:
+    if not is_wrong:
+        return check_script(text, spoken, "src_lang")
+    with pytest.raises(RequestError, match=f"src_lang is {spoken.code}.*U\\+"):
+        check_script(text, spoken, "src_lang")
+    return None
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken", "sentences"),
+    [
+        ("Mr. Rao met Dr. A. P. J. Abdul. He left.", ENGLISH, ["Mr. Rao met Dr. A. P. J. Abdul.", "He left."]),
+        ("It cost 3.5 in the U.S. today. Why? \"No!\" she said. End", ENGLISH,
+         ["It cost 3.5 in the U.S. today.", "Why?", "\"No!\" she said.", "End"]),
+        ("1. First. 2. Second.", ENGLISH, ["1. First.", "2. Second."]),
+        ("In 1999. Then", ENGLISH, ["In 1999.", "Then"]),
+        ("see a.b.com... and so on", ENGLISH, ["see a.b.com... and so on"]),
+        ("यह है।वह था? हाँ", HINDI, ["यह है।", "वह था?", "हाँ"]),
+        ("डॉ. राव आए। श्री. क गए॥", HINDI, ["डॉ. राव आए।", "श्री. क गए॥"]),
+        ("यह کیا ہے؟ ہاں۔نہیں", URDU, ["यह کیا ہے؟", "ہاں۔", "نہیں"]),
+        ("one\n\n two  \r\n\tthree", ENGLISH, ["one", "two", "three"]),
+        ("", ENGLISH, []), (" \n ", ENGLISH, []), ("...", ENGLISH, ["..."]),
+    ],
+)  # fmt: skip
+def test_text_is_split_into_sentences(text: str, spoken: Any, sentences: list[str]) -> None:
+    assert split_sentences(text, spoken)[0] == sentences
+
+
+def test_sentences_and_separators_are_the_text() -> None:
+    chance = random.Random()
+    for i in range(400):
+        spoken = LANGUAGES[i % len(LANGUAGES)]
+        text = "".join(
+            random_sentence(spoken, chance, 6) + chance.choice(["\n", "\n\n ", ". ", "। "]) for _ in range(4)
+        )
+        sentences, separators = split_sentences(text, spoken)
+        assert len(separators) == len(sentences) + 1
+        assert "".join(part for pair in zip(separators, [*sentences, ""], strict=True) for part in pair) == text
+        assert all(sentence == sentence.strip() and sentence for sentence in sentences)
+        assert not any(re.search(r"[\r\n]", sentence) for sentence in sentences)
+
+
+def test_translations_stand_where_the_sentences_stood() -> None:
+    _, separators = split_sentences(" यह।वह।\n\nकब? ", HINDI)
+    assert join_sentences(["This.", "That.", "When?"], separators) == " This. That.\n\nWhen? "
+    assert join_sentences([], split_sentences(" \n", HINDI)[1]) == " \n"
+
+
+@pytest.mark.timeout(60)
+def test_long_text_is_split_in_linear_time() -> None:
+    for unit in ("a. ", ".", "a", " ", "Mr. ", "क।"):
+        split_sentences(unit * (100_000 // len(unit)), ENGLISH)
+
+
+def test_ids_are_those_of_the_dictionary(folder: Path) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    ids = json.loads((folder / "dict.SRC.json").read_text())
+    tokenizer = SentencePieceTokenizer(folder, len(ids), len(ids))
+    model = SentencePieceProcessor(model_file=str(folder / "model.SRC"))
+    pieces = model.encode("the cat ☃ mat", out_type=str)
+    expected = [ids.get(piece, 3) for piece in pieces]
+    assert 3 in expected, "the sentence has a piece outside the dictionary"
+    assert expected != model.encode("the cat ☃ mat"), "ids of SentencePiece are others"
+    assert tokenizer.encode("the cat ☃ mat", ENGLISH, HINDI) == [ids["eng_Latn"], ids["hin_Deva"], *expected, 2]
+    assert tokenizer.encode("", ENGLISH, HINDI) == [ids["eng_Latn"], ids["hin_Deva"], 2]
+
+
+def test_decoded_ids_have_spaces_and_no_special_tokens(folder: Path) -> None:
+    ids = json.loads((folder / "dict.TGT.json").read_text())
+    tokenizer = SentencePieceTokenizer(folder, len(ids), len(ids))
+    text_ids = tokenizer.encode("the cat", ENGLISH, HINDI)[2:-1]
+    assert len(text_ids) > 2
+    assert tokenizer.decode([2, 3, *text_ids, 2, 1, 1, 10**6]) == "the cat"
+
+
+def damage(folder: Path, target: Path, name: str, content: str | None) -> Path:
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    (target / name).unlink()
+    if content is not None:
+        (target / name).write_text(content)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("model.SRC", None, "lacks model.SRC"),
+        ("model.TGT", "no model", "model.TGT is not a SentencePiece model"),
+        ("dict.TGT.json", "[]", "must hold a JSON object"),
+        ("dict.SRC.json", '{"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}', "has no language tag"),
+        ("dict.SRC.json", '{"<s>": 1}', "<s> must have the id 0; it has 1"),
+        ("dict.SRC.json", '{"a": -1}', "'a' has the id -1"),
+        ("dict.SRC.json", '{"a": "1"}', "'a' has the id '1'"),
+        ("dict.TGT.json", '{"a": 5000}', "ids from 0 to 999"),
+    ],
+)
+def test_broken_file_of_the_tokenizer_is_named(
+    folder: Path, tmp_path: Path, name: str, content: str | None, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        SentencePieceTokenizer(damage(folder, tmp_path, name, content), 1000, 1000)
+
+
+def test_language_outside_the_vocabulary_is_an_error(folder: Path, tmp_path: Path) -> None:
+    ids = json.loads((folder / "dict.SRC.json").read_text())
+    del ids["urd_Arab"]
+    tokenizer = SentencePieceTokenizer(damage(folder, tmp_path, "dict.SRC.json", json.dumps(ids)), 1000, 1000)
+    with pytest.raises(RequestError, match="tgt_lang urd_Arab is not in this model's vocabulary"):
+        tokenizer.encode("x", ENGLISH, URDU)
+
+
+def test_synthetic_tokenizer_has_one_id_per_byte() -> None:
+    tokenizer = SyntheticTokenizer(32_322)
+    ids = tokenizer.encode("aक", ENGLISH, HINDI)
+    assert len(set(ids)) == len(ids) == 2 + 4 + 1
+    assert max(ids) < 4 + 34 + 256
+    assert tokenizer.decode([2, 300, 7]) == "t300 t7"
+    with pytest.raises(ConfigError, match="294; got 100"):
+        SyntheticTokenizer(100)
