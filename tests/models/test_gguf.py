@@ -15,7 +15,9 @@ from gguf_tools import add_tensors, add_tokenizer, finish, load_dequantized, new
 from transformers import PreTrainedModel
 
 from meltcore import LLM, SamplingParams
+from meltcore.config import Quantization
 from meltcore.errors import ConfigError
+from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import dequantize_reference
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models import loader
@@ -74,9 +76,9 @@ def error_against(reference: PreTrainedModel, path: Path) -> float:
     return tools.relative_error(torch.stack(seen.logits["one"]), tools.reference_logits(reference, prompt, generated))
 
 
-def loaded(path: Path) -> Model:
+def loaded(path: Path, quantization: Quantization = "none", group: TensorParallelGroup | None = None) -> Model:
     checkpoint = open_checkpoint(str(path), files="all")
-    model = build_model(checkpoint, torch.float32, CPU)
+    model = build_model(checkpoint, torch.float32, CPU, quantization, group)
     load_weights(model, checkpoint, lambda stage, fraction: None)
     return model
 
@@ -120,8 +122,27 @@ def test_quantized_files_give_the_logits_of_the_dequantized_weights(
     assert load_dequantized(reference, file) >= 15
     assert error_against(reference, file) <= 1e-4
     assert set(weight_dtypes(loaded(file))) == formats | {"float32"}
-    with pytest.raises(ConfigError, match=r"is quantized already .* cannot be served with --quantization fp8"):
-        build_meta_model(open_checkpoint(str(file), files="all"), torch.float32, CPU, "fp8")
+
+
+@pytest.mark.parametrize(("family", "store"), [("llama", "Q4_0 and Q8_0"), ("gemma3_text", "Q4_K_M")])
+@pytest.mark.parametrize("group", [None, TensorParallelGroup(1, 2)], ids=["whole", "rank 1 of 2"])
+def test_fp8_of_a_quantized_file_is_that_of_its_values(
+    tmp_path: Path, family: str, store: str, group: TensorParallelGroup | None
+) -> None:
+    """To the bit, also where a rank's columns begin within a block. Embedding and head keep their blocks."""
+    sizes = BLOCKS_OF_256 if store == "Q4_K_M" else BLOCKS_OF_32 | {"intermediate_size": 96}
+    reference = reference_of(family, **sizes)
+    file = write_model(tmp_path / "model.gguf", reference, store)
+    load_dequantized(reference, file)
+    reference.save_pretrained(tmp_path / "dense")
+    found, expected = (dict(loaded(path, "fp8", group).named_parameters()) for path in (file, tmp_path / "dense"))
+    linear = [name for name, weight in expected.items() if weight.dtype == FP8]
+    assert len(linear) == 4 * reference.config.num_hidden_layers
+    for name in linear:
+        assert torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)), name
+        scales = name.replace("values", "scales")
+        assert torch.equal(found[scales], expected[scales]), scales
+    assert {weight.dtype for name, weight in found.items() if name.startswith("embedding")} == {torch.uint8}
 
 
 def answers_of(file: Path, ranks: int) -> list[tuple[list[int], list[list[float]]]]:
@@ -182,6 +203,10 @@ def test_dummy_weights_have_the_formats_of_a_file_that_is_not_read(tmp_path: Pat
     values = [dequantize_reference(part.tensor) for part in (whole, *ranks)]
     assert torch.equal(values[0], torch.cat(values[1:], -1))
     assert values[0].std() == pytest.approx(loader.DUMMY_WEIGHT_STD, rel=0.1)
+    if family == "qwen3":  # which takes values in place of blocks
+        in_fp8 = build_model(checkpoint, torch.float32, CPU, "fp8")
+        fill_dummy_weights(in_fp8, checkpoint, 5)
+        assert set(weight_dtypes(in_fp8)) == {"float8_e4m3fn", "q4_0", "q8_0", "float32"}
     logits = tools.open_engine(file, load_format="dummy", max_model_len=64)
     logits.add("one", [1, 2, 3], max_tokens=3)
     assert len(logits.run()["one"]) == 3

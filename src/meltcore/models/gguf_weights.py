@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, WeightLoader, permuted_loader
+from meltcore.kernels.quant.ggml import GgmlType, pack
+from meltcore.kernels.quant.ggml_decode import dequantize
+from meltcore.layers.weight_loader import ConvertingLoader, Index, ShardLoader, WeightLoader, permuted_loader
 from meltcore.models.gguf_config import EMBEDDING, HEAD, QUANTIZED_TYPES, ROPE_FACTORS
 from meltcore.models.gguf_file import GGUFFile, GGUFTensor
 from meltcore.models.tensor_file import TensorEntry, TensorFile
@@ -66,13 +68,21 @@ class GGUFWeights(TensorFile):
         """Return the GGUF name of a tensor from its Hugging Face name."""
         return self._stored_names.get(name, name)
 
-    def adapt(self, name: str, target: WeightLoader) -> WeightLoader:
-        """Return the loader for the tensor as it is stored, from the loader for the published tensor."""
+    def adapt(self, name: str, target: WeightLoader, device: torch.device) -> WeightLoader:
+        """Return the loader for the tensor as it is stored, from the loader for the published tensor.
+
+        A target that does not take blocks gets their values in float32, tensor by tensor.
+        """
         if self._model_type in ("llama", "mistral") and name.endswith(_PERMUTED):
-            return _unpermuted(target, self._head_dim)
-        if self._model_type == "gemma3_text" and name.endswith("norm.weight"):
-            return ConvertingLoader(target.shape, lambda source: target.copy_(source.float() - 1))
-        return target
+            target = _unpermuted(target, self._head_dim)
+        elif self._model_type == "gemma3_text" and name.endswith("norm.weight"):
+            dense = target
+            return ConvertingLoader(target.shape, lambda source: dense.copy_(source.float() - 1))
+        entry = self.entries[name]
+        ggml_type = GgmlType.__members__.get(entry.dtype_name)
+        if ggml_type is None or entry.shape == tuple(target.shape):
+            return target
+        return _dequantizing(target, ggml_type, device)
 
     def _published(self, stored_name: str, tensor: GGUFTensor) -> Iterator[tuple[str, TensorEntry]]:
         """Yield the published names and the entries of a tensor. An unknown one keeps its name."""
@@ -110,6 +120,35 @@ def gguf_name(name: str, model_type: str) -> str:
         names, part = _EXPERTS, part.rpartition(".")[2]
     stored_parts = {published: stored for stored, published in names.items()}
     return f"blk.{layer}.{stored_parts[part]}.{kind}"
+
+
+def _dequantizing(target: WeightLoader, ggml_type: GgmlType, device: torch.device) -> WeightLoader:
+    """Return a loader of blocks, [rows, bytes of a row], that gives `target` their values.
+
+    Of a slice of columns it reads the blocks that hold them. `target` itself if no row of it is whole blocks.
+    """
+    *rows, columns = target.shape
+    if columns % ggml_type.block_size:
+        return target
+
+    def blocks(index: Index, part: WeightLoader) -> tuple[Index, WeightLoader]:
+        start, stop, _ = (index[1] if len(index) > 1 else slice(None)).indices(columns)
+        first, last = start // ggml_type.block_size, -(-stop // ggml_type.block_size)
+        kept = slice(start - first * ggml_type.block_size, stop - first * ggml_type.block_size)
+
+        def store(source: torch.Tensor) -> None:
+            packed = pack(source.to(device), ggml_type)
+            values = torch.empty(len(source), packed.columns, device=device, dtype=torch.float32)
+            part.copy_(dequantize(packed, values)[:, kept])
+
+        stored_bytes = slice(first * ggml_type.block_bytes, last * ggml_type.block_bytes)
+        shape = torch.Size((part.shape[0], stored_bytes.stop - stored_bytes.start))
+        return (*index[:1], stored_bytes), ConvertingLoader(shape, store)
+
+    if not isinstance(target, ShardLoader):
+        return blocks((slice(None),), target)[1]
+    shape = torch.Size((*rows, ggml_type.row_bytes(columns)))
+    return ShardLoader(shape, tuple(blocks(index, part) for index, part in target.slices))
 
 
 def _unpermuted(target: WeightLoader, head_dim: int) -> WeightLoader:

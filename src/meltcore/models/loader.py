@@ -77,7 +77,8 @@ def build_meta_model(
         if group is not None:
             model.shard(group)
         if checkpoint.gguf is not None:
-            _keep_quantized(model, checkpoint, quantization)
+            formats = {name: entry.dtype_name for name, entry in _stored_entries(checkpoint).items()}
+            quantize_as_stored(model, formats, linear_layers=quantization == "none")
         if quantization == "fp8":
             if model.config.experts is not None:
                 raise ConfigError(f"--quantization fp8 does not compute routed experts, which {checkpoint.name} has")
@@ -91,24 +92,11 @@ def build_meta_model(
     return model
 
 
-def _keep_quantized(model: Model, checkpoint: Checkpoint, quantization: Quantization) -> None:
-    """Make the layers of a quantized GGUF checkpoint keep its blocks."""
-    formats = _stored_formats(checkpoint)
-    quantized = [name for name, stored in formats.items() if stored in GgmlType.__members__]
-    if quantized and quantization != "none":
-        raise ConfigError(
-            f"{checkpoint.name} is quantized already ({quantized[0]} is {formats[quantized[0]]}); "
-            f"it cannot be served with --quantization {quantization}"
-        )
-    if quantized:
-        quantize_as_stored(model, formats)
-
-
-def _stored_formats(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the format of each tensor of a GGUF checkpoint by its published name."""
+def _stored_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """Return the entries of a GGUF checkpoint by the published names of the tensors."""
     with ExitStack() as stack:
         files = [stack.enter_context(file) for file in _open_files(checkpoint)]
-        return {name: entry.dtype_name for file in files for name, entry in file.entries.items()}
+        return {name: entry for file in files for name, entry in file.entries.items()}
 
 
 def _network(checkpoint: Checkpoint, model_class: ModelClass) -> Model:
@@ -226,7 +214,7 @@ def _plan_reads(model: Model, checkpoint: Checkpoint, files: Sequence[TensorFile
                         + (f", as {other_name}" if other_name != name else "")
                     )
                 sources[checkpoint_name] = name, file.path
-            file_parts += _split_into_parts(name, entry, file.adapt(canonical_name, target), file)
+            file_parts += _split_into_parts(name, entry, file.adapt(canonical_name, target, model.device), file)
     missing = sorted(loaders.keys() - sources.keys())
     problems = [_describe_names("missing", missing), _describe_names("unexpected", sorted(unexpected))]
     if any(problems):
@@ -241,10 +229,11 @@ def fill_dummy_weights(model: Model, checkpoint: Checkpoint, seed: int) -> None:
     checkpoint the blocks of quantized tensors are drawn.
     """
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    formats = _stored_formats(checkpoint) if checkpoint.gguf is not None else {}
+    stored = _stored_entries(checkpoint) if checkpoint.gguf is not None else {}
     for name, target in model.checkpoint_tensors().items():
-        ggml_type = GgmlType.__members__.get(formats.get(name, ""))
-        if ggml_type is not None:
+        entry = stored.get(name)
+        if entry is not None and entry.dtype_name in GgmlType.__members__ and entry.shape == tuple(target.shape):
+            ggml_type = GgmlType[entry.dtype_name]
             *rows, row_bytes = target.shape
             columns = row_bytes // ggml_type.block_bytes * ggml_type.block_size
             target.copy_(random_blocks(ggml_type, (*rows, columns), DUMMY_WEIGHT_STD, generator))

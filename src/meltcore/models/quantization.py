@@ -53,14 +53,16 @@ def quantize_to_fp8(model: Model, device: torch.device) -> None:
             layer.quantize(FP8_PER_CHANNEL)
 
 
-def quantize_as_stored(model: Model, dtype_names: Mapping[str, str]) -> None:
+def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_layers: bool = True) -> None:
     """Make every layer keep the blocks of the GGUF tensors that it is loaded from. Called on the meta device.
 
-    dtype_names: the GGML type of each tensor by its published name. Raises ConfigError where experts are quantized in
-    part.
+    dtype_names: the GGML type of each tensor by its published name; linear_layers: False for embedding and head alone.
+    Raises ConfigError where experts are quantized in part.
     """
     assert isinstance(model, Decoder)
     for layer, names in _tensors_of_layers(model):
+        if not linear_layers and not isinstance(layer, ParallelLMHead):
+            continue
         types = [GgmlType.__members__.get(dtype_names.get(name, "")) for name in names]
         if not any(each is not None for each in types):
             continue

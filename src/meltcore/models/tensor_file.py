@@ -80,8 +80,11 @@ class TensorFile:
         """Return the name that the file gives the tensor `name` of the model."""
         return name
 
-    def adapt(self, name: str, target: WeightLoader) -> WeightLoader:  # noqa: ARG002 - of formats that store others
-        """Return the loader for the tensor as it is stored, from the loader for the published tensor."""
+    def adapt(self, name: str, target: WeightLoader, device: torch.device) -> WeightLoader:  # noqa: ARG002 - of formats that store others
+        """Return the loader for the tensor as it is stored, from the loader for the published tensor.
+
+        device: that of the model, where tensors are converted.
+        """
         return target
 
     def read(self, name: str, index: Index = (), buffer: torch.Tensor | None = None) -> torch.Tensor:
