@@ -17,6 +17,7 @@ from meltcore.kernels.gemm import gemv, split_k
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant import fp8, fp8_gemv, fp8_split_k, ggml, ggml_decode, ggml_experts, ggml_gemm
+from meltcore.kernels.quant.int4 import Int4Type
 
 Cases = list[CompileCase]
 
@@ -122,13 +123,13 @@ def fp8_split_k_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     ]
 
 
-def ggml_weight(ggml_type: ggml.GgmlType, *shape: int) -> ggml.GgmlTensor:
+def ggml_weight(ggml_type: ggml.BlockType, *shape: int) -> ggml.GgmlTensor:
     return ggml.empty(ggml_type, shape, torch.device("meta"))
 
 
 def ggml_decode_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     token_ids, cases = meta(7, dtype=torch.int64), []
-    for ggml_type in ggml.GgmlType:
+    for ggml_type in (*ggml.GgmlType, Int4Type(128), Int4Type(64), Int4Type(32, "BF16")):
         weight = ggml_weight(ggml_type, 4096, model.hidden_size)
         cases.append(partial(ggml_decode.ggml_embedding, weight, token_ids, dtype, 4096))
         cases.append(partial(ggml_decode.dequantize, weight, meta(4096, model.hidden_size, dtype=dtype)))
@@ -146,7 +147,7 @@ def ggml_gemm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
             gated=each.gated,
             residual=residual_of(each, tokens, kind),
         )
-        for ggml_type in ggml.GgmlType
+        for ggml_type in (*ggml.GgmlType, Int4Type(128))
         for each, tokens in ((added, 4), (gated, 64))
     ]
 
@@ -165,6 +166,7 @@ def ggml_experts_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
             (2, ggml.GgmlType.Q8_0, ggml.GgmlType.Q4_0),
             (12, ggml.GgmlType.Q4_K, ggml.GgmlType.Q8_0),
             (16 * of.count // of.top_k, ggml.GgmlType.Q4_0, ggml.GgmlType.Q6_K),
+            (2, Int4Type(128), Int4Type(128)),
         )
     ]
 

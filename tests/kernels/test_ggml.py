@@ -17,13 +17,24 @@ from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.quant import ggml as ggml_file
 from meltcore.kernels.quant import ggml_linear as linear_file
-from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, dequantize_reference, empty, pack, quantize_blocks
+from meltcore.kernels.quant.ggml import (
+    BlockType,
+    GgmlTensor,
+    GgmlType,
+    dequantize_reference,
+    empty,
+    pack,
+    quantize_blocks,
+)
 from meltcore.kernels.quant.ggml_decode import dequantize, ggml_embedding
 from meltcore.kernels.quant.ggml_experts import ggml_expert_outputs, ggml_grouped_gemm
 from meltcore.kernels.quant.ggml_gemm import ggml_gemm
 from meltcore.kernels.quant.ggml_linear import ggml_linear
+from meltcore.kernels.quant.int4 import Int4Type, pack_int4_scales, pack_int4_values, pack_int4_zeros
 
-FORMATS = pytest.mark.parametrize("ggml_type", list(GgmlType), ids=lambda each: each.name)
+GGML_FORMATS = pytest.mark.parametrize("ggml_type", list(GgmlType), ids=lambda each: each.name)
+INT4_TYPES = [Int4Type(128), Int4Type(64), Int4Type(32, "BF16")]
+FORMATS = pytest.mark.parametrize("ggml_type", [*GgmlType, *INT4_TYPES], ids=lambda each: each.name)
 
 
 def random_blocks(seed: int, rows: int, columns: int, ggml_type: GgmlType) -> torch.Tensor:
@@ -35,8 +46,25 @@ def random_blocks(seed: int, rows: int, columns: int, ggml_type: GgmlType) -> to
     return torch.from_numpy(blocks).flatten(1)
 
 
-def random_weight(seed: int, rows: int, columns: int, ggml_type: GgmlType) -> GgmlTensor:
+def random_int4(seed: int, rows: int, columns: int, int4_type: Int4Type) -> tuple[torch.Tensor, ...]:
+    """4-bit values, a scale and a zero point of each group."""
+    draw = torch.Generator().manual_seed(seed)
+    groups = columns // int4_type.group_size
+    values = torch.randint(16, (rows, columns), dtype=torch.uint8, generator=draw)
+    zeros = torch.randint(17, (rows, groups), dtype=torch.uint8, generator=draw)
+    scales = (torch.rand(rows, groups, generator=draw) + 0.5) / 6.7 * columns**-0.5
+    return values, scales.to(int4_type.scale_dtype), zeros
+
+
+def packed_int4(int4_type: Int4Type, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> GgmlTensor:
+    packed = pack_int4_values(values), pack_int4_scales(scales, int4_type), pack_int4_zeros(zeros, int4_type)
+    return GgmlTensor(int4_type, values.shape[1], *packed)
+
+
+def random_weight(seed: int, rows: int, columns: int, ggml_type: BlockType) -> GgmlTensor:
     """Values of mean square 1 / columns, more or less: scales of one size, and else random bits."""
+    if isinstance(ggml_type, Int4Type):
+        return packed_int4(ggml_type, *random_int4(seed, rows, columns, ggml_type))
     blocks = random_blocks(seed, rows, columns, ggml_type).unflatten(1, (-1, ggml_type.block_bytes))
     sizes = {GgmlType.Q8_0: 74, GgmlType.Q4_0: 4.6, GgmlType.Q4_K: 250.0, GgmlType.Q6_K: 74 * 18.5}
     draw = torch.Generator().manual_seed(seed)
@@ -75,7 +103,7 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     assert (error.abs() <= 4 * step * (expected.abs() + expected.pow(2).mean().sqrt())).all()
 
 
-@FORMATS
+@GGML_FORMATS
 def test_dequantizes_every_bit_pattern_like_ggml(ggml_type: GgmlType) -> None:
     """Among random scales are infinite ones, zeros, subnormal ones and NaN."""
     columns = 13 * 256 if ggml_type.block_size == 256 else 13 * 32
@@ -90,7 +118,27 @@ def test_dequantizes_every_bit_pattern_like_ggml(ggml_type: GgmlType) -> None:
     assert all(each.shape[1] % 4 == 0 and each.is_contiguous() and each.dtype == torch.uint8 for each in packed.arrays)
 
 
-@FORMATS
+@pytest.mark.parametrize("int4_type", INT4_TYPES, ids=lambda each: each.name)
+def test_int4_values_are_the_distance_to_the_zero_point_times_the_scale(int4_type: Int4Type) -> None:
+    rows, columns = 40, {128: 5 * 128, 64: 7 * 64, 32: 11 * 32}[int4_type.group_size]
+    values, scales, zeros = random_int4(1, rows, columns, int4_type)
+    assert zeros.max() == 16  # one more than a value: GPTQ stores zero points minus one
+    numbers = values.unflatten(1, (-1, int4_type.group_size)).double() - zeros[..., None]
+    packed = packed_int4(int4_type, values, scales, zeros)
+    assert torch.equal(dequantize_reference(packed).double(), (numbers * scales[..., None].double()).flatten(1))
+    allocated = empty(int4_type, (rows, columns))
+    assert [each.shape for each in allocated.arrays] == [each.shape for each in packed.arrays]
+    with pytest.raises(ValueError, match=f"1000 columns are no multiple of the groups of {int4_type.group_size}"):
+        empty(int4_type, (2, 1000))
+
+
+@pytest.mark.parametrize(("group_size", "bits"), [(128, 4.25), (64, 4.375), (32, 4.75)])
+def test_int4_takes_its_bits_per_value(group_size: int, bits: float) -> None:
+    arrays = empty(Int4Type(group_size), (3, 5376)).arrays
+    assert sum(each.nbytes for each in arrays) * 8 == bits * 3 * 5376
+
+
+@GGML_FORMATS
 @pytest.mark.parametrize("columns", [2048, 5376, 21504])
 def test_packing_takes_the_bytes_of_the_file(ggml_type: GgmlType, columns: int) -> None:
     packed = sum(each.nbytes for each in empty(ggml_type, (1, columns)).arrays)
@@ -119,9 +167,14 @@ def test_refuses_partial_blocks_and_formats_without_rounding() -> None:
 
 @FORMATS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
-def test_kernel_dequantizes_to_the_same_values(ggml_type: GgmlType, dtype: torch.dtype, device: torch.device) -> None:
-    columns = 3 * 256 if ggml_type.block_size == 256 else 11 * 32  # more than one chunk, not all of them whole
-    weight = pack(random_blocks(2, 21, columns, ggml_type), ggml_type)
+def test_kernel_dequantizes_to_the_same_values(ggml_type: BlockType, dtype: torch.dtype, device: torch.device) -> None:
+    columns = {256: 3 * 256, 128: 5 * 128, 64: 7 * 64}.get(
+        ggml_type.block_size, 11 * 32
+    )  # more than one chunk, not all of them whole
+    if isinstance(ggml_type, Int4Type):
+        weight = random_weight(2, 21, columns, ggml_type)
+    else:
+        weight = pack(random_blocks(2, 21, columns, ggml_type), ggml_type)
     expected = dequantize_reference(weight).to(dtype)
     out = torch.full((23, columns), 7.0, dtype=dtype, device=device)
     found = in_triton(dequantize)(there(weight, device), out[:21])
@@ -145,7 +198,7 @@ def test_kernel_dequantizes_to_the_same_values(ggml_type: GgmlType, dtype: torch
     [(1, 37, 2, torch.bfloat16), (3, 70, 5, torch.float16), (17, 33, 1, torch.bfloat16)],
 )
 def test_gemm_multiplies_dequantized_values(
-    tokens: int, n: int, chunks: int, ggml_type: GgmlType, dtype: torch.dtype, device: torch.device
+    tokens: int, n: int, chunks: int, ggml_type: BlockType, dtype: torch.dtype, device: torch.device
 ) -> None:
     """With and without splits, into strided rows, and added to a residual."""
     torch.manual_seed(tokens)
@@ -168,7 +221,7 @@ def test_gemm_multiplies_dequantized_values(
 @FORMATS
 @pytest.mark.parametrize("tokens", [40, 150])
 def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
-    tokens: int, ggml_type: GgmlType, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tokens: int, ggml_type: BlockType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40 tokens take the longer side of a tile, 150 the library's GEMM in slices; and the body in PyTorch."""
     monkeypatch.setattr(linear_file, "_CPU_SLICE_VALUES", 64 * 512)
@@ -194,9 +247,10 @@ def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
 
 
 def test_columns_that_fill_no_chunk_are_padded(device: torch.device) -> None:
-    """A shard of Q4_0 and Q8_0 may be any number of blocks of 32 wide."""
-    for ggml_type in (GgmlType.Q4_0, GgmlType.Q8_0):
-        weight, hidden = random_weight(5, 64, 352, ggml_type), torch.randn(3, 352).half()
+    """A shard may be any number of blocks wide."""
+    for ggml_type in (GgmlType.Q4_0, GgmlType.Q8_0, *INT4_TYPES):
+        columns = 3 * 128 if ggml_type.block_size == 128 else 7 * 64 if ggml_type.block_size == 64 else 11 * 32
+        weight, hidden = random_weight(5, 64, columns, ggml_type), torch.randn(3, columns).half()
         assert_rounded_once(ggml_gemm(hidden.to(device), there(weight, device)), exact(hidden, weight), torch.float16)
 
 
@@ -207,10 +261,12 @@ def test_columns_that_fill_no_chunk_are_padded(device: torch.device) -> None:
         (GgmlType.Q4_0, 9, "indirect"),
         (GgmlType.Q4_K, 30, "grouped"),
         (GgmlType.Q6_K, 3, "gemv"),
+        (Int4Type(128), 9, "indirect"),
+        (Int4Type(128), 30, "grouped"),
     ],
 )
 def test_grouped_gemm_multiplies_each_pair_by_its_expert(
-    ggml_type: GgmlType, tokens: int, mode: Mode, device: torch.device
+    ggml_type: BlockType, tokens: int, mode: Mode, device: torch.device
 ) -> None:
     torch.manual_seed(tokens)
     experts, size, width, dtype = 3, 256, 256, torch.bfloat16
@@ -250,7 +306,7 @@ def test_expert_outputs_in_triton_match_the_reference(fused: bool, device: torch
     assert compute(hidden[:0].to(device), nothing, gate_up, down).shape == (0, 256)
 
 
-@FORMATS
+@GGML_FORMATS
 def test_drawn_weights_give_outputs_of_the_expected_variance(ggml_type: GgmlType) -> None:
     """Also for inputs of another mean than zero, as after an activation."""
     draw = torch.Generator().manual_seed(4)

@@ -18,4 +18,5 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # torch built for the CPU comes without Triton; kernel files must import there too
     triton, tl = SimpleNamespace(jit=lambda function=None, **_: function or (lambda function: function)), None
+    triton.constexpr_function = triton.jit
     TensorDescriptor = None

@@ -16,7 +16,7 @@ from torch import nn
 from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, empty, pack
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType, empty, pack
 from meltcore.kernels.quant.ggml_decode import ggml_embedding
 from meltcore.kernels.quant.ggml_experts import ggml_expert_outputs
 from meltcore.kernels.quant.ggml_linear import ggml_linear
@@ -35,7 +35,7 @@ from meltcore.layers.weight_loader import (
 class PackedRows(nn.Module):
     """The arrays of a packed tensor of `shape` [..., columns], as parameters."""
 
-    def __init__(self, ggml_type: GgmlType, shape: Sequence[int]) -> None:
+    def __init__(self, ggml_type: BlockType, shape: Sequence[int]) -> None:
         super().__init__()
         self.ggml_type, self.columns = ggml_type, shape[-1]
         for name, array in zip(("values", "scales", "subscales"), empty(ggml_type, shape).arrays, strict=True):
@@ -49,19 +49,19 @@ class PackedRows(nn.Module):
     def loader(self, *index: slice | int) -> WeightLoader:
         """Return the loader of the rows that `index` selects in the leading dimensions."""
         values, scales, subscales = (array[index] for array in self.tensor.arrays)
-        target = GgmlTensor(self.ggml_type, self.columns, values, scales, subscales)
+        ggml_type = self.ggml_type
+        assert isinstance(ggml_type, GgmlType)
+        target = GgmlTensor(ggml_type, self.columns, values, scales, subscales)
 
         def store(source: torch.Tensor) -> None:
             if source.dtype != torch.uint8:
-                raise ValueError(
-                    f"a {self.ggml_type.name} weight is loaded from blocks in uint8, not from {source.dtype}"
-                )
+                raise ValueError(f"a {ggml_type.name} weight is loaded from blocks in uint8, not from {source.dtype}")
             # The file's bytes are copied to the device and arranged there.
-            packed = pack(source.to(values.device), self.ggml_type)
+            packed = pack(source.to(values.device), ggml_type)
             for array, packed_array in zip(target.arrays, packed.arrays, strict=True):
                 array.copy_(packed_array)
 
-        return ConvertingLoader(torch.Size((*values.shape[:-1], self.ggml_type.row_bytes(self.columns))), store)
+        return ConvertingLoader(torch.Size((*values.shape[:-1], ggml_type.row_bytes(self.columns))), store)
 
     def source_columns(self, columns: range) -> range:
         """Return the bytes of a file's row that hold `columns`, which must be whole blocks."""
@@ -71,7 +71,7 @@ class PackedRows(nn.Module):
 class GgmlWeight(nn.Module):
     """A block-quantized weight [sum(output_sizes), input_size], of a linear layer, an embedding or a head."""
 
-    def __init__(self, ggml_type: GgmlType, output_sizes: Sequence[int], input_size: int) -> None:
+    def __init__(self, ggml_type: BlockType, output_sizes: Sequence[int], input_size: int) -> None:
         super().__init__()
         self.blocks = PackedRows(ggml_type, (sum(output_sizes), input_size))
         self._dtype = torch.get_default_dtype()
@@ -117,7 +117,7 @@ class GgmlExperts(nn.Module):
 
     def __init__(
         self,
-        types: Sequence[GgmlType],
+        types: Sequence[BlockType],
         num_experts: int,
         hidden_size: int,
         intermediate_size: int,

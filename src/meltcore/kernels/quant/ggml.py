@@ -1,4 +1,4 @@
-"""Block-quantized tensors in the formats of ggml: Q8_0, Q4_0, Q4_K and Q6_K, as GGUF files hold them.
+"""Block-quantized tensors: Q8_0, Q4_0, Q4_K and Q6_K, as GGUF files hold them, and INT4 (int4.py).
 
 A row is a sequence of blocks, each with its quantized values and its scales. `pack` arranges them for a GPU: values,
 scales and sub-scales in arrays of their own, and the bits of each value in the order in which kernels decode them. It
@@ -8,6 +8,7 @@ takes as many bytes as the file, up to padding. Formats: ggml's ggml-common.h an
     Q4_0   32 values: d * (q - 8), q of 4 bits
     Q4_K   256 values in 8 sub-blocks: d * scale * q - dmin * minimum, q of 4 bits, scale and minimum of 6 bits
     Q6_K   256 values in 16 sub-blocks: d * scale * (q - 32), q of 6 bits, scale int8
+    INT4   32, 64 or 128 values: scale * (q - zero), q of 4 bits (int4.py, of AWQ and GPTQ checkpoints)
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-# Values in 4 bits that 32 words of 4 bytes hold: word j values j, 32 + j, ..., 224 + j, the lowest bits first.
-CHUNK = 256
+from meltcore.kernels.quant.int4 import CHUNK, Int4Type, dequantize_int4, pack_nibbles, unpack_nibbles
+
 # Of random blocks with scales from 0.5 to 1.5.
 _DEVIATIONS = {2: 4.83, 8: 77.0, 12: 175.5, 14: 1420.0}
 
@@ -63,6 +64,9 @@ class GgmlType(IntEnum):
         }[self]
 
 
+BlockType = GgmlType | Int4Type
+
+
 class GgmlTensor(NamedTuple):
     """Packed block-quantized rows of `columns` values, of any leading dimensions. Arrays are contiguous uint8.
 
@@ -70,11 +74,11 @@ class GgmlTensor(NamedTuple):
     all chunks and are followed by the high 2 bits of all chunks: 32 half words per chunk, half word j with those of
     values j, 32 + j, ..., 224 + j. Values that ggml subtracts 8 or 32 from have their highest bit inverted, which
     makes them two's complements. scales: float16 of each block, for Q4_K d and dmin. subscales: of Q4_K 3 words per
-    block (see `_pack_q4_k_subscales`); of Q6_K int8 in their order. Rows of Q4_0 are padded to whole chunks by blocks
-    of zeros, scales to words of 4 bytes.
+    block (see `_pack_q4_k_subscales`); of Q6_K int8 in their order; of INT4 8 - zero of each block, int8. Rows of Q4_0
+    and INT4 are padded to whole chunks by blocks of zeros, scales and sub-scales to words of 4 bytes.
     """
 
-    type: GgmlType
+    type: BlockType
     columns: int
     values: torch.Tensor
     scales: torch.Tensor
@@ -90,7 +94,7 @@ class GgmlTensor(NamedTuple):
         return GgmlTensor(self.type, self.columns, *(array[index] for array in self.arrays))
 
 
-def empty(ggml_type: GgmlType, shape: Sequence[int], device: torch.device | None = None) -> GgmlTensor:
+def empty(ggml_type: BlockType, shape: Sequence[int], device: torch.device | None = None) -> GgmlTensor:
     """Allocate a packed tensor of `shape` [..., columns].
 
     Raises ValueError if a row is not a whole number of blocks.
@@ -110,15 +114,15 @@ def pack(blocks: torch.Tensor, ggml_type: GgmlType) -> GgmlTensor:
     if ggml_type == GgmlType.Q8_0:
         scales, values = block[..., :2], block[..., 2:].flatten(-2)
     elif ggml_type == GgmlType.Q4_0:
-        scales, values = block[..., :2], _pack_nibbles(_nibbles(block[..., 2:], 16) ^ 8)
+        scales, values = block[..., :2], pack_nibbles(_nibbles(block[..., 2:], 16) ^ 8)
     elif ggml_type == GgmlType.Q4_K:
-        scales, values = block[..., :4], _pack_nibbles(_nibbles(block[..., 16:], 32))
+        scales, values = block[..., :4], pack_nibbles(_nibbles(block[..., 16:], 32))
         subscales = _pack_q4_k_subscales(block[..., 4:16])
     else:
         scales, subscales = block[..., 208:], block[..., 192:208].flatten(-2)
         low, high = _nibbles(block[..., :128], 64), block[..., 128:192].unflatten(-1, (2, 32))
         high = torch.cat([high & 3, high >> 2 & 3, high >> 4 & 3, high >> 6], -1).flatten(-3) ^ 2
-        values = torch.cat([_pack_nibbles(low), _pack_pairs(high)], -1)
+        values = torch.cat([pack_nibbles(low), _pack_pairs(high)], -1)
     arrays = (values, scales.flatten(-2), subscales)
     padded = (
         torch.nn.functional.pad(array, (0, size - array.shape[-1]))
@@ -134,19 +138,6 @@ def _nibbles(values: torch.Tensor, group: int) -> torch.Tensor:
     """
     groups = values.unflatten(-1, (-1, group))
     return torch.cat([groups & 15, groups >> 4], -1).flatten(-3)
-
-
-def _pack_nibbles(values: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit values [..., columns] in chunks, [..., chunks * 128]."""
-    chunks = torch.nn.functional.pad(values, (0, -values.shape[-1] % CHUNK)).unflatten(-1, (-1, 4, 2, 32))
-    packed: torch.Tensor = (chunks[..., 0, :] | chunks[..., 1, :] << 4).transpose(-2, -1).flatten(-3)
-    return packed
-
-
-def _unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Undo `_pack_nibbles`, except that padding is kept."""
-    chunks = packed.unflatten(-1, (-1, 32, 4)).transpose(-2, -1)
-    return torch.stack([chunks & 15, chunks >> 4], -2).flatten(-4)
 
 
 def _pack_pairs(values: torch.Tensor) -> torch.Tensor:
@@ -179,14 +170,16 @@ def _pack_q4_k_subscales(packed: torch.Tensor) -> torch.Tensor:
 def dequantize_reference(tensor: GgmlTensor) -> torch.Tensor:
     """Compute the values of packed rows, [..., columns] float32, as ggml does: the specification of all kernels."""
     columns = tensor.columns
+    if isinstance(tensor.type, Int4Type):
+        return dequantize_int4(tensor.type, columns, *tensor.arrays)
     scales = tensor.scales.view(torch.float16).float()
     if tensor.type == GgmlType.Q8_0:
         return _scaled(tensor.values.view(torch.int8).float(), scales[..., : columns // 32])
     if tensor.type == GgmlType.Q4_0:
-        values = (_unpack_nibbles(tensor.values)[..., :columns] ^ 8).float()
+        values = (unpack_nibbles(tensor.values)[..., :columns] ^ 8).float()
         return _scaled(values - 8.0, scales[..., : columns // 32])
     if tensor.type == GgmlType.Q4_K:
-        values = _unpack_nibbles(tensor.values).float()
+        values = unpack_nibbles(tensor.values).float()
         low, high = tensor.subscales.unflatten(-1, (-1, 12)).split([8, 4], -1)
         high = torch.cat([high & 15, high >> 4], -1)
         d, dmin = scales.unflatten(-1, (-1, 2, 1)).unbind(-2)
@@ -194,7 +187,7 @@ def dequantize_reference(tensor: GgmlTensor) -> torch.Tensor:
         minima: torch.Tensor = (dmin * (low >> 4 | high >> 2 << 4)).flatten(-2)
         return scaled - minima.repeat_interleave(32, -1)
     low, high = tensor.values.split([columns // 2, columns // 4], -1)
-    values = (_unpack_nibbles(low) | (_unpack_pairs(high) ^ 2) << 4).float()
+    values = (unpack_nibbles(low) | (_unpack_pairs(high) ^ 2) << 4).float()
     d = scales[..., : columns // 256].repeat_interleave(16, -1)
     return _scaled(values - 32.0, d * tensor.subscales.view(torch.int8))
 

@@ -5,9 +5,9 @@ the p-th of its columns, which are 32 neighbors of one block. A matmul sums over
 multiplied one after the other by the same columns of the tokens, and no value moves between threads. Q8_0 has one
 plane.
 
-All decoders compute in float32, exactly as ggml does, and round once, to the type of the tokens. Bits are isolated in
-4 bytes of a word by one instruction each: converting a byte of a register to float32 is another one. Signed values are
-stored so that their bits, moved to the highest ones of a byte, are a multiple of the value as an int8.
+All decoders compute in float32, exactly as the references do, and round once, to the type of the tokens. Bits are
+isolated in 4 bytes of a word by one instruction each: converting a byte of a register to float32 is another one. Signed
+values are stored so that their bits, moved to the highest ones of a byte, are a multiple of the value as an int8.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch
 
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
-from meltcore.kernels.quant.ggml import CHUNK, GgmlTensor, GgmlType, dequantize_reference
+from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, dequantize_reference
+from meltcore.kernels.quant.int4 import CHUNK
 
 # Masks of each byte of a word, as int32: constants of kernels.
 LOW_NIBBLES = tl.constexpr(0x0F0F0F0F) if tl else None
 HIGH_NIBBLES = tl.constexpr(0xF0F0F0F0 - 2**32) if tl else None
 HIGH_PAIRS = tl.constexpr(0xC0C0C0C0 - 2**32) if tl else None
+HIGH_HALF = tl.constexpr(0xFFFF0000 - 2**32) if tl else None
 _MAX_Q8_0_BLOCK_K = 128  # 128 bytes of a row are one request to memory
 _ROWS, _WARPS = 16, 4  # of a program that dequantizes
 
@@ -129,6 +131,47 @@ def _decode_q6_k(values_ptr, scales_ptr, subscales_ptr, row, step, K: tl.constex
     return planes
 
 
+@triton.constexpr_function
+def _int4_group(name: str) -> int:
+    """Return the columns of a group of a format of that name (`Int4Type.name`)."""
+    return int(name.split("_")[1][1:])
+
+
+@triton.constexpr_function
+def _int4_has_bf16(name: str) -> bool:
+    """Return whether scales of a format of that name are bfloat16."""
+    return name.endswith("BF16")
+
+
+@triton.jit
+def _decode_int4(
+    values_ptr, scales_ptr, zeros_ptr, row, step, K: tl.constexpr, GROUP: tl.constexpr, BF16: tl.constexpr
+):
+    # Of a chunk: groups, words of scales and words of zero points.
+    GROUPS: tl.constexpr = 256 // GROUP
+    SCALES: tl.constexpr = GROUPS // 2
+    ZEROS: tl.constexpr = (GROUPS + 3) // 4
+    CHUNKS: tl.constexpr = (K + 255) // 256
+    word = tl.load(_words(values_ptr) + step * 32 + (row * (CHUNKS * 32) + tl.arange(0, 32)[None, :]))
+    # Bytes of 16 * (q - 8), of the even planes and of the odd ones.
+    even, odd = (word << 4) & HIGH_NIBBLES, word & HIGH_NIBBLES
+    scale_ptr = _words(scales_ptr) + step * SCALES + row * (CHUNKS * SCALES)
+    zero_ptr = _words(zeros_ptr) + step * ZEROS + row * (CHUNKS * ZEROS)
+    planes = ()
+    for plane in tl.static_range(8):
+        group = plane * GROUPS // 8
+        both = tl.load(scale_ptr + group // 2)
+        if BF16:
+            scale = (both & HIGH_HALF if group % 2 else both << 16).to(tl.float32, bitcast=True)
+        else:
+            scale = _half(both, group % 2)
+        zero = (tl.load(zero_ptr + group // 4) >> (group % 4 * 8)).to(tl.int8).to(tl.float32)
+        number = _byte(even if plane % 2 == 0 else odd, plane).to(tl.float32)
+        # Both terms are small multiples of the scale: their sum is exact.
+        planes += (number * (scale * 0.0625) + zero * scale,)  # type: ignore[assignment]
+    return planes
+
+
 @triton.jit
 def decode_tile(
     values_ptr,
@@ -150,8 +193,12 @@ def decode_tile(
         planes = _decode_q4_0(values_ptr, scales_ptr, row, step, K)
     elif FORMAT == "Q4_K":
         planes = _decode_q4_k(values_ptr, scales_ptr, subscales_ptr, row, step, K)
-    else:
+    elif FORMAT == "Q6_K":
         planes = _decode_q6_k(values_ptr, scales_ptr, subscales_ptr, row, step, K)
+    else:
+        GROUP: tl.constexpr = _int4_group(FORMAT)
+        BF16: tl.constexpr = _int4_has_bf16(FORMAT)
+        planes = _decode_int4(values_ptr, scales_ptr, subscales_ptr, row, step, K, GROUP, BF16)
     return planes
 
 
