@@ -239,11 +239,11 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def plan_of_qwen(memory_bytes: int, max_num_seqs: int = 1024) -> MemoryPlan:
+def plan_of_qwen(memory_bytes: int, max_num_seqs: int = 1024, *, scratch_bytes: int = 0) -> MemoryPlan:
     """The plan of Qwen3-0.6B in bfloat16: 1.1 GiB of weights, a vocabulary of 152 thousand tokens."""
     caches = group_layers([FullAttentionSpec(kv_heads=8, head_dim=128)] * 28)
     return plan_memory(
-        ModelShape(1_192_099_840, 151_936, caches, element_size=2, cache_element_size=2),
+        ModelShape(1_192_099_840, 151_936, caches, element_size=2, cache_element_size=2, scratch_bytes=scratch_bytes),
         memory_bytes=memory_bytes,
         max_model_len=4096,
         max_num_seqs=max_num_seqs,

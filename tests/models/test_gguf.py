@@ -18,7 +18,9 @@ from meltcore import LLM, SamplingParams
 from meltcore.config import Quantization
 from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8
-from meltcore.kernels.quant.ggml import dequantize_reference
+from meltcore.kernels.quant.ggml import GgmlType, dequantize_reference
+from meltcore.kernels.quant.ggml_linear import scratch_values
+from meltcore.layers.ggml_weights import GgmlWeight
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models import loader
 from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
@@ -211,6 +213,17 @@ def test_dummy_weights_have_the_formats_of_a_file_that_is_not_read(tmp_path: Pat
     logits.add("one", [1, 2, 3], max_tokens=3)
     assert len(logits.run()["one"]) == 3
     assert torch.stack(logits.logits["one"]).isfinite().all()
+
+
+def test_plan_has_the_slice_of_a_quantized_weight_that_a_step_dequantizes(tmp_path: Path) -> None:
+    """On a GPU a quarter of Gemma-3-27B's largest weight, 43,008 rows of 5,376 columns."""
+    with torch.device("meta"):
+        large = GgmlWeight(GgmlType.Q4_0, (43_008,), 5376)
+    assert scratch_values(large.blocks.tensor, torch.device("cuda")) == 10_752 * 5376
+    reference = reference_of("llama", **BLOCKS_OF_32)
+    for store, scratch in (("F32", []), ("Q8_0", [4 * 64 * tools.VOCAB])):  # of the head
+        engine = tools.open_engine(write_model(tmp_path / f"{store}.gguf", reference, store)).engine
+        assert [row.size_bytes for row in engine.memory if row.name == "scratch"] == scratch
 
 
 def test_split_file_loads_what_one_file_does(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8_CAPABILITY
 from meltcore.kernels.quant.fp8_linear import SIZE_MULTIPLE
 from meltcore.kernels.quant.ggml import GgmlType
+from meltcore.kernels.quant.ggml_linear import scratch_values
 from meltcore.layers.attention import Attention
 from meltcore.layers.embedding import ParallelLMHead
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
-from meltcore.layers.ggml_weights import PackedRows, ggml_method
+from meltcore.layers.ggml_weights import GgmlWeight, PackedRows, ggml_method
 from meltcore.layers.linear import LinearBase
 from meltcore.layers.quantization import FP8_PER_CHANNEL
 from meltcore.models.decoder import Block, Decoder
@@ -90,6 +91,17 @@ def _tensors_of_layers(
             yield mlp.down_proj, (f"{prefix}.mlp.down_proj.weight",)
         else:
             yield mlp, tuple(f"{prefix}.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+
+def scratch_bytes(model: Model, device: torch.device) -> int:
+    """Return the bytes of the largest slice of a weight that a step on `device` dequantizes. 0 if it dequantizes none.
+
+    Weights may be on the meta device.
+    """
+    slices = (
+        scratch_values(weight.blocks.tensor, device) for weight in model.modules() if isinstance(weight, GgmlWeight)
+    )
+    return max(slices, default=0) * model.dtype.itemsize
 
 
 def weight_dtypes(model: Model) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import engine_tools as tools
 import hybrid_tools
 import pytest
 import torch
@@ -68,3 +69,16 @@ def test_too_long_context_is_refused_with_one_that_fits(tmp_path: Path, monkeypa
 def test_no_snapshot_slots_without_a_prefix_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = opened(tmp_path, monkeypatch, 2**24, max_num_seqs=8, enable_prefix_caching=False)
     assert engine.states.total == 8  # type: ignore[union-attr]
+
+
+def test_scratch_of_quantized_weights_leaves_less_for_pages() -> None:
+    """As many pages as its bytes, a row of its own, and a name in the refusal."""
+    memory, scratch = 8 * 2**30, 2**27
+    plain, quantized = (tools.plan_of_qwen(memory, scratch_bytes=each) for each in (0, scratch))
+    assert "scratch" not in {row.name for row in plain.rows}
+    rows = {row.name: row.size_bytes for row in quantized.rows}
+    assert rows["scratch"] == scratch
+    assert plain.pages - quantized.pages in (scratch // plain.page_bytes, scratch // plain.page_bytes + 1)
+    assert sum(rows.values()) <= memory
+    with pytest.raises(ConfigError, match=r"scratch of quantized weights \(128.0 MiB\)"):
+        tools.plan_of_qwen(2**30 + 2**28, scratch_bytes=scratch)

@@ -34,7 +34,8 @@ CONVERSATIONS = 64
 class ModelShape(NamedTuple):
     """The sizes of a model that the plan needs; on a tensor-parallel rank, of its shards and the whole vocabulary.
 
-    element_size, cache_element_size: bytes of the model's type and of the KV cache's.
+    element_size, cache_element_size: bytes of the model's type and of the KV cache's; scratch_bytes: of the slice of a
+    quantized weight that a step dequantizes.
     """
 
     weight_bytes: int
@@ -42,6 +43,7 @@ class ModelShape(NamedTuple):
     caches: KVCacheGroups
     element_size: int
     cache_element_size: int
+    scratch_bytes: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -69,20 +71,21 @@ class MemoryPlan(NamedTuple):
 class _Budget(NamedTuple):
     """A memory budget and its parts.
 
-    Bytes: the whole budget, those of weights, reserve and page tables, and those of one page and of one recurrent-state
-    slot.
+    Bytes: the whole budget, those of weights, reserve, page tables and scratch, and those of one page and of one
+    recurrent-state slot.
     """
 
     total: int
     weights: int
     reserve: int
     tables: int
+    scratch: int
     page: int
     slot: int
 
     @property
     def available_bytes(self) -> int:
-        return self.total - self.weights - self.reserve - self.tables
+        return self.total - self.weights - self.reserve - self.tables - self.scratch
 
     def states(self, slots: int) -> int:
         """Return the bytes of this many slots and the null slot."""
@@ -114,7 +117,7 @@ def plan_memory(
     table_entries = layout.column_pages * layout.table_rows(max_num_seqs) * pages_for(max_model_len)
     tables = table_entries * TABLE_ENTRY_BYTES if layout.column_pages > 1 else 0
     reserve = int(memory_bytes * RESERVE_FRACTION)
-    budget = _Budget(memory_bytes, model.weight_bytes, reserve, tables, page_bytes, slot_bytes)
+    budget = _Budget(memory_bytes, model.weight_bytes, reserve, tables, model.scratch_bytes, page_bytes, slot_bytes)
 
     slots = 0
     if slot_bytes:
@@ -144,6 +147,8 @@ def plan_memory(
         rows.insert(1, MemoryRow("recurrent states", budget.states(slots), note))
     if tables:
         rows.insert(-1, MemoryRow("page tables", tables, f"{layout.column_pages} of {max_num_seqs:,} sequences"))
+    if model.scratch_bytes:
+        rows.insert(-1, MemoryRow("scratch", model.scratch_bytes, "of weights that a step dequantizes"))
     return MemoryPlan(pages, slots, penalty_slots, logit_rows, max_num_seqs, page_bytes, slot_bytes, rows)
 
 
@@ -173,6 +178,7 @@ def _memory_error(
     needed_pages = budget.page * pages
     advice = [f"--max-model-len {max_fitting_len} or less"] if max_fitting_len else []
     tables = f", page tables ({_size(budget.tables)})" if budget.tables else ""
+    tables += f", scratch of quantized weights ({_size(budget.scratch)})" if budget.scratch else ""
     states = ""
     if slots:
         states = f", the recurrent states of {max_num_seqs} sequences and of snapshots ({_size(budget.states(slots))})"

@@ -17,7 +17,7 @@ from meltcore.models.config_fields import MAX_POSITIONS
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.loader import Progress, build_meta_model, build_model, fill_dummy_weights, load_weights
 from meltcore.models.model import Model
-from meltcore.models.quantization import require_fp8
+from meltcore.models.quantization import require_fp8, scratch_bytes
 from meltcore.models.rope import apply_overrides, scaling_for
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,6 +83,7 @@ def _plan(
         group_layers(model.kv_cache_specs()),
         model.dtype.itemsize,
         cache_dtype.itemsize,
+        scratch_bytes(model, device),
     )
     return plan_memory(
         shape,

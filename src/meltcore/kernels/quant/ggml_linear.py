@@ -44,14 +44,23 @@ def ggml_linear(
     return _multiply_slices(hidden, weight, out, add=False)
 
 
+def scratch_values(weight: GgmlTensor, device: torch.device) -> int:
+    """Return how many values of `weight` are dequantized at a time for many tokens on `device`."""
+    return _slice_rows(weight, device) * weight.columns
+
+
+def _slice_rows(weight: GgmlTensor, device: torch.device) -> int:
+    """Return the rows of a slice, of slices of about one size."""
+    num_rows, num_values = len(weight.values), SLICE_VALUES if device.type == "cuda" else _CPU_SLICE_VALUES
+    slices = -(-num_rows * weight.columns // num_values)
+    return min(num_rows, -(-num_rows // (slices * _TILE_ROWS)) * _TILE_ROWS)
+
+
 def _multiply_slices(hidden: torch.Tensor, weight: GgmlTensor, output: torch.Tensor, *, add: bool) -> torch.Tensor:
     """Write hidden W^T to `output`, or add it, by dequantizing a bounded number of rows of the weight at a time."""
-    num_values = SLICE_VALUES if hidden.is_cuda else _CPU_SLICE_VALUES
-    num_rows = len(weight.values)
-    slices = -(-num_rows * weight.columns // num_values)
-    rows = min(num_rows, -(-num_rows // (slices * _TILE_ROWS)) * _TILE_ROWS)  # of slices of about one size
+    rows = _slice_rows(weight, hidden.device)
     scratch = hidden.new_empty(rows, weight.columns)
-    for start in range(0, num_rows, rows):
+    for start in range(0, len(weight.values), rows):
         part = weight.rows(slice(start, start + rows))
         dense = dequantize(part, scratch[: len(part.values)])
         columns = output[:, start : start + rows]
