@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
     "serve": Command(_SERVE, "Serve a model through the OpenAI API.", needs_engine=True),
     "stop": Command(_SERVE, "Stop a server that was started with serve --daemon.", needs_engine=True),
     "demo": Command(_SERVE, "Serve, check, load and report in one command.", needs_engine=True),
+    "quantize": Command(_SERVE, "Write a model's weights in 8 or 4 bits.", needs_engine=True),
     "load": Command(_MEASURE, "Load any OpenAI-compatible server and measure it."),
     "eval": Command(_MEASURE, "Check a server's answers, API and speed, and score it."),
     "tune": Command(_TUNE, "Find a server's limits and best settings by restarting it."),

@@ -31,14 +31,14 @@ FAMILIES = {
     "qwen3moe": _Family("Qwen3MoeForCausalLM", "qwen3_moe", 1e4),
 }
 # Fields of config.json and the keys, after the architecture's name, that hold them.
-_REQUIRED = {
+REQUIRED_KEYS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-_EXPERTS = {
+EXPERT_KEYS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -75,11 +75,11 @@ QUANTIZED_TYPES = (
 )
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # Gemma 3 by its number of layers: 34 (4B), 48 (12B) and 62 (27B) have linear scaling, and 27B a scale of its own.
-_GEMMA_4B_LAYERS, _GEMMA_27B_LAYERS, _GEMMA_FACTOR, _GEMMA_PATTERN = 34, 62, 8.0, 6
+_GEMMA_4B_LAYERS, _GEMMA_27B_LAYERS, _GEMMA_FACTOR, GEMMA_PATTERN = 34, 62, 8.0, 6
 # Llama 3.1, 3.2 and 3.3 have these, and an original length of 8192.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTHS = 1.0, 4.0, [2**power for power in range(13, 5, -1)] + [2**14, 2**15, 2**16]
 # Tokens that end a turn. Older files name no end-of-turn token, or no second end token.
-_END_TOKENS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"}
+END_TOKENS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"}
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -97,12 +97,12 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         )
     keys = _Keys(model, str(name))
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    config |= {field: keys.required(field, key) for field, key in _REQUIRED.items()}
+    config |= {field: keys.required(field, key) for field, key in REQUIRED_KEYS.items()}
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = keys.optional("num_key_value_heads", "attention.head_count_kv", heads)
     config["head_dim"] = _head_dim(keys, config)
     if name == "qwen3moe":
-        config |= {field: keys.required(field, key) for field, key in _EXPERTS.items()}
+        config |= {field: keys.required(field, key) for field, key in EXPERT_KEYS.items()}
         config["norm_topk_prob"] = keys.optional("norm_topk_prob", "expert_weights_norm", True)
     else:
         config["intermediate_size"] = keys.required("intermediate_size", "feed_forward_length")
@@ -295,7 +295,7 @@ def _read_gemma(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
         if len(sliding) != layers:
             raise keys.error(key, f"must have a value for each of {layers} layers; got {len(sliding)}")
         return fields | {"layer_types": ["sliding_attention" if each else "full_attention" for each in sliding]}
-    return fields | {"sliding_window_pattern": keys.optional("sliding_window_pattern", key, _GEMMA_PATTERN)}
+    return fields | {"sliding_window_pattern": keys.optional("sliding_window_pattern", key, GEMMA_PATTERN)}
 
 
 def _gemma_rope(keys: _Keys, config: dict[str, Any], rope: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -326,7 +326,7 @@ def _read_token_ids(model: GGUFModel, vocab_size: int) -> dict[str, Any]:
             )
         ids[name] = token_id
     types = token_types(model, len(tokens))
-    by_text = (i for i in np.flatnonzero(types == TokenType.CONTROL).tolist() if tokens[i] in _END_TOKENS)
+    by_text = (i for i in np.flatnonzero(types == TokenType.CONTROL).tolist() if tokens[i] in END_TOKENS)
     end_ids = [*(ids[name] for name in _END_KEYS if ids[name] is not None), *by_text]
     return {"bos_token_id": ids["bos_token_id"], "eos_token_id": list(dict.fromkeys(end_ids))}
 

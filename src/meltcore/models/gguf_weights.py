@@ -73,9 +73,9 @@ class GGUFWeights(TensorFile):
 
         A target that does not take blocks gets their values in float32, tensor by tensor.
         """
-        if self._model_type in ("llama", "mistral") and name.endswith(_PERMUTED):
+        if has_permuted_rows(name, self._model_type):
             target = _unpermuted(target, self._head_dim)
-        elif self._model_type == "gemma3_text" and name.endswith("norm.weight"):
+        elif includes_one(name, self._model_type):
             dense = target
             return ConvertingLoader(target.shape, lambda source: dense.copy_(source.float() - 1))
         entry = self.entries[name]
@@ -155,6 +155,22 @@ def _unpermuted(target: WeightLoader, head_dim: int) -> WeightLoader:
     """Return a loader of rows in llama.cpp's order into `target`, whose parts hold whole heads."""
     if isinstance(target, ShardLoader):
         return target._replace(slices=tuple((index, _unpermuted(part, head_dim)) for index, part in target.slices))
-    # Row (head, half, i) of the published tensor is row (head, i, half) of the file.
-    stored_rows = torch.arange(target.shape[0]).view(-1, head_dim // 2, 2)
-    return permuted_loader(target, stored_rows.transpose(1, 2).flatten())
+    return permuted_loader(target, stored_rows(target.shape[0], head_dim))
+
+
+def stored_rows(num_rows: int, head_dim: int) -> torch.Tensor:
+    """Return, for each row of a published tensor of queries or keys, its row in a `llama` file: [num_rows] int64.
+
+    Row (head, half, i) of the published tensor is row (head, i, half) of the file.
+    """
+    return torch.arange(num_rows).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
+
+
+def has_permuted_rows(name: str, model_type: str) -> bool:
+    """Return whether a file has the rows of the tensor `name` in llama.cpp's order."""
+    return model_type in ("llama", "mistral") and name.endswith(_PERMUTED)
+
+
+def includes_one(name: str, model_type: str) -> bool:
+    """Return whether a file has the tensor `name` with 1 added to its values."""
+    return model_type == "gemma3_text" and name.endswith("norm.weight")

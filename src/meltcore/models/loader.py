@@ -87,15 +87,20 @@ def build_meta_model(
         checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, group.size if group else 1
     )
     if checkpoint.gguf is not None:  # its header has all shapes: none that contradicts them is allocated
-        with ExitStack() as stack:
-            _plan_reads(model, checkpoint, [stack.enter_context(file) for file in _open_files(checkpoint)])
+        check_tensors(model, checkpoint)
     return model
+
+
+def check_tensors(model: Model, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError unless the checkpoint's files hold each tensor of the model exactly once, in its shape."""
+    with ExitStack() as stack:
+        _plan_reads(model, checkpoint, [stack.enter_context(file) for file in open_files(checkpoint)])
 
 
 def _stored_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """Return the entries of a GGUF checkpoint by the published names of the tensors."""
     with ExitStack() as stack:
-        files = [stack.enter_context(file) for file in _open_files(checkpoint)]
+        files = [stack.enter_context(file) for file in open_files(checkpoint)]
         return {name: entry for file in files for name, entry in file.entries.items()}
 
 
@@ -163,7 +168,7 @@ def load_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> No
     expected, or the unreadable file.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(file) for file in _open_files(checkpoint)]
+        files = [stack.enter_context(file) for file in open_files(checkpoint)]
         parts = _plan_reads(model, checkpoint, files)
         pin_memory = model.device.type == "cuda"  # a GPU copies from it directly, without the driver's staging buffer
         buffers = [torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=pin_memory) for _ in range(_NUM_READERS + 1)]
@@ -175,7 +180,7 @@ def load_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> No
             progress("loading weights", (file_index + 1) / len(files))
 
 
-def _open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
+def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
     """Open the checkpoint's files of weights one by one."""
     if checkpoint.gguf is not None:
         from meltcore.models.gguf_weights import GGUFWeights  # 0.2 s, which other checkpoints do not need

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,26 +18,79 @@ REQUESTS_FILE = "requests.jsonl"  # streamed during a run, before there is a res
 Content = TypeVar("Content", bound=msgspec.Struct)
 
 
+@contextmanager
+def atomic_output(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield the temporary name of a file or folder that the block writes. It becomes `path` when the block ends.
+
+    Until then `path` is what it was, and after an error in the block nothing is left of the new one. Raises ConfigError
+    where `path` exists without `overwrite`, and where it cannot be written, for example on a full disk.
+    """
+    if not overwrite and os.path.lexists(path):
+        raise ConfigError(f"{path} exists already; --overwrite replaces it")
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary_path
+        _sync(temporary_path)
+        _replace(temporary_path, path)
+        _sync(path.parent)
+    except OSError as error:
+        _remove(temporary_path)
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    except BaseException:
+        _remove(temporary_path)
+        raise
+
+
+def check_disk_space(path: Path, num_bytes: int) -> None:
+    """Raise ConfigError if the disk of `path` has less than `num_bytes` free."""
+    try:
+        free_bytes = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    if num_bytes > free_bytes:
+        needed, free = f"{num_bytes / 2**30:,.1f}", f"{free_bytes / 2**30:,.1f}"
+        raise ConfigError(f"{path} takes {needed} GiB; the disk of {path.parent} has {free} GiB free")
+
+
+def _replace(new: Path, path: Path) -> None:
+    """Give `new` the name `path`. A folder there goes away afterwards, since no call replaces one that has files."""
+    if not path.is_dir() or path.is_symlink():
+        new.replace(path)
+        return
+    previous = path.with_name(f".{path.name}.{os.getpid()}.old")
+    path.rename(previous)
+    try:
+        new.rename(path)
+    except OSError:
+        previous.rename(path)
+        raise
+    _remove(previous)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a file atomically: a crash leaves either the complete old file or the complete new one.
 
     Raises ConfigError where the file cannot be written.
     """
-    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary_path.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary_path.replace(path)
-    except OSError as error:
-        temporary_path.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    folder_fd = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder_fd)
-    finally:
-        os.close(folder_fd)
+    with atomic_output(path, overwrite=True) as temporary_path:
+        temporary_path.write_bytes(content)
 
 
 def write_document(path: Path, content: msgspec.Struct) -> Path:

@@ -70,8 +70,8 @@ class ChatTemplate:
         """
         config_path = folder / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
-        source = _find_source(folder, config)
-        return None if source is None else cls(source, _special_tokens(config), defaults)
+        source = find_source(folder, config)
+        return None if source is None else cls(source, special_token_texts(config), defaults)
 
     def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
         """Return the prompt for `messages`, which ends where the assistant's answer begins.
@@ -120,7 +120,11 @@ class _GenerationBlock(Extension):
         return str(caller())
 
 
-def _find_source(folder: Path, config: dict[str, Any]) -> str | None:
+def find_source(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return the source of a folder's chat template, None if it has none. config: its tokenizer_config.json.
+
+    Raises ConfigError for a template that cannot be read.
+    """
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
@@ -139,7 +143,7 @@ def _find_source(folder: Path, config: dict[str, Any]) -> str | None:
     return str(templates_by_name["default"])
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+def special_token_texts(config: dict[str, Any]) -> dict[str, str]:
     """Return the texts of bos_token, eos_token and the other special tokens of tokenizer_config.json, by name.
 
     The file has a plain text or an added-token object for each.

@@ -18,18 +18,26 @@ from meltcore.errors import ConfigError
 from meltcore.models.gguf_config import token_types
 from meltcore.models.gguf_file import GGUFModel, describe_value
 
-_SPACE = "▁"  # SentencePiece's
-_PREFIX = "tokenizer.ggml."
-_SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # as in the keys
+SPACE = "▁"  # SentencePiece's
+PREFIX = "tokenizer.ggml."
+SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # as in the keys
 
 
-class _PreTokenizer(NamedTuple):
-    """What a name in tokenizer.ggml.pre stands for: the published tokenizer's pattern and settings."""
+class PreTokenizer(NamedTuple):
+    """What a name in tokenizer.ggml.pre stands for: the published tokenizer's pattern and settings.
+
+    ignore_merges: a word that is a token stays whole; add_bos: without tokenizer.ggml.add_bos_token.
+    """
 
     pattern: str
     normalizer: normalizers.Normalizer | None = None
-    ignore_merges: bool = False  # a word that is a token stays whole
-    add_bos: bool = False  # without tokenizer.ggml.add_bos_token
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+    def splitter(self) -> pre_tokenizers.PreTokenizer:
+        """Return the pre-tokenizer, which splits by the pattern."""
+        split = pre_tokenizers.Split(tokenizers.Regex(self.pattern), "isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _words(digits: str) -> str:
@@ -40,12 +48,12 @@ def _words(digits: str) -> str:
     )
 
 
-_LLAMA3 = _PreTokenizer(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
-_PRE_TOKENIZERS = {
+_LLAMA3 = PreTokenizer(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "qwen2": _PreTokenizer(_words(r"\p{N}"), normalizers.NFC()),
+    "qwen2": PreTokenizer(_words(r"\p{N}"), normalizers.NFC()),
 }
 
 
@@ -54,17 +62,17 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
 
     Raises ConfigError that names file and key for an unsupported kind and for a missing or wrong value.
     """
-    kind = gguf.metadata.get(f"{_PREFIX}model")
+    kind = gguf.metadata.get(f"{PREFIX}model")
     if kind not in ("gpt2", "llama"):
         raise _unsupported(gguf, "model", kind, ("gpt2", "llama"))
-    tokens = gguf.texts(f"{_PREFIX}tokens")
+    tokens = gguf.texts(f"{PREFIX}tokens")
     types = token_types(gguf, len(tokens))
     used = np.flatnonzero(types != TokenType.UNUSED)
     tokens = tokens[: int(used[-1]) + 1 if len(used) else 0]  # the rest fills up the rows of an embedding
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
-        raise ConfigError(f"{gguf.path}: {_PREFIX}tokens has {twice!r} twice")
+        raise ConfigError(f"{gguf.path}: {PREFIX}tokens has {twice!r} twice")
     try:
         tokenizer, add_bos = (_byte_level if kind == "gpt2" else _sentencepiece)(gguf, vocab, types)
     except ConfigError:
@@ -85,8 +93,8 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
 
 def special_tokens(gguf: GGUFModel) -> dict[str, str]:
     """Return the texts of the special tokens by their names in a chat template, such as bos_token."""
-    tokens = gguf.texts(f"{_PREFIX}tokens") if f"{_PREFIX}tokens" in gguf.metadata else []
-    ids = {f"{name}_token": gguf.metadata.get(f"{_PREFIX}{key}_token_id") for name, key in _SPECIAL_NAMES.items()}
+    tokens = gguf.texts(f"{PREFIX}tokens") if f"{PREFIX}tokens" in gguf.metadata else []
+    ids = {f"{name}_token": gguf.metadata.get(f"{PREFIX}{key}_token_id") for name, key in SPECIAL_NAMES.items()}
     return {
         name: tokens[token_id]
         for name, token_id in ids.items()
@@ -106,27 +114,22 @@ def _byte_level(
     gguf: GGUFModel, vocab: dict[str, int], _types: np.ndarray[Any, Any]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a byte-level BPE tokenizer, and whether it adds a BOS token by default."""
-    name = gguf.metadata.get(f"{_PREFIX}pre")
-    pre = _PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    name = gguf.metadata.get(f"{PREFIX}pre")
+    pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
-        raise _unsupported(gguf, "pre", name, _PRE_TOKENIZERS)
-    if f"{_PREFIX}merges" not in gguf.metadata:
-        raise ConfigError(f"{gguf.path} lacks {_PREFIX}merges; name a tokenizer with --tokenizer")
+        raise _unsupported(gguf, "pre", name, PRE_TOKENIZERS)
+    if f"{PREFIX}merges" not in gguf.metadata:
+        raise ConfigError(f"{gguf.path} lacks {PREFIX}merges; name a tokenizer with --tokenizer")
     merges: list[tuple[str, str]] = []
-    for merge in gguf.texts(f"{_PREFIX}merges"):
+    for merge in gguf.texts(f"{PREFIX}merges"):
         left, space, right = merge.partition(" ")
         if not space:
-            raise ConfigError(f"{gguf.path}: {_PREFIX}merges has {merge!r}; a merge is two tokens with a space between")
+            raise ConfigError(f"{gguf.path}: {PREFIX}merges has {merge!r}; a merge is two tokens with a space between")
         merges.append((left, right))
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))
     if pre.normalizer is not None:
         tokenizer.normalizer = pre.normalizer
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pre.pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = pre.splitter()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pre.add_bos
 
@@ -135,29 +138,33 @@ def _sentencepiece(
     gguf: GGUFModel, vocab: dict[str, int], types: np.ndarray[Any, Any]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a BPE tokenizer with SentencePiece's spaces and byte tokens. It adds a BOS token by default."""
-    key = f"{_PREFIX}scores"
+    key = f"{PREFIX}scores"
     if key not in gguf.metadata:
         raise ConfigError(f"{gguf.path} lacks {key}; name a tokenizer with --tokenizer")
     scores = gguf.numbers(key)
     if len(scores) != len(types):
         raise ConfigError(f"{gguf.path}: {key} has {len(scores)} values for {len(types)} tokens")
-    unknown = gguf.metadata.get(f"{_PREFIX}unknown_token_id", 0)
+    unknown = gguf.metadata.get(f"{PREFIX}unknown_token_id", 0)
     unknown_token = next((token for token, token_id in vocab.items() if token_id == unknown), None)
     bpe = models.BPE(
-        vocab, _merges_from_scores(vocab, scores, types), unk_token=unknown_token, fuse_unk=True, byte_fallback=True
+        vocab, merges_from_scores(vocab, scores, types), unk_token=unknown_token, fuse_unk=True, byte_fallback=True
     )
     tokenizer = tokenizers.Tokenizer(bpe)
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if gguf.metadata.get(f"{_PREFIX}add_space_prefix", True):  # Llama 2 does, Gemma does not
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
-        steps.append(decoders.Strip(" ", 1, 0))
-    else:
-        tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    add_space = bool(gguf.metadata.get(f"{PREFIX}add_space_prefix", True))  # Llama 2 does, Gemma does not
+    tokenizer.normalizer = space_normalizer(add_space=add_space)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps += [decoders.Strip(" ", 1, 0)] if add_space else []
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer, True
 
 
-def _merges_from_scores(
+def space_normalizer(*, add_space: bool) -> normalizers.Normalizer:
+    """Return the normalizer of SentencePiece's spaces. add_space: one more before each text."""
+    replace = normalizers.Replace(" ", SPACE)
+    return normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if add_space else replace
+
+
+def merges_from_scores(
     vocab: dict[str, int], scores: np.ndarray[Any, Any], types: np.ndarray[Any, Any]
 ) -> list[tuple[str, str]]:
     """Return the merges of a SentencePiece vocabulary: it joins the neighbors that give the token of highest score.
@@ -179,9 +186,9 @@ def _set_added_ends(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos
     """Make the tokenizer add BOS and EOS tokens where special tokens are asked for."""
     tokens = special_tokens(gguf)
     template, used = ["$A"], []
-    if gguf.metadata.get(f"{_PREFIX}add_bos_token", add_bos) and "bos_token" in tokens:
+    if gguf.metadata.get(f"{PREFIX}add_bos_token", add_bos) and "bos_token" in tokens:
         template, used = [tokens["bos_token"], *template], [tokens["bos_token"]]
-    if gguf.metadata.get(f"{_PREFIX}add_eos_token", False) and "eos_token" in tokens:
+    if gguf.metadata.get(f"{PREFIX}add_eos_token", False) and "eos_token" in tokens:
         template, used = [*template, tokens["eos_token"]], [*used, tokens["eos_token"]]
     if used:
         ids = [(token, tokenizer.token_to_id(token)) for token in used]
@@ -190,6 +197,6 @@ def _set_added_ends(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos
 
 def _unsupported(gguf: GGUFModel, key: str, value: Any, supported: Iterable[str]) -> ConfigError:
     return ConfigError(
-        f"{gguf.path}: {_PREFIX}{key} is {describe_value(value)}; supported: {', '.join(supported)} "
+        f"{gguf.path}: {PREFIX}{key} is {describe_value(value)}; supported: {', '.join(supported)} "
         "(--tokenizer names another tokenizer)"
     )

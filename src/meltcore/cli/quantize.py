@@ -1,0 +1,82 @@
+"""`meltcore quantize`: write a checkpoint with quantized weights."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from meltcore.models.checkpoint import Checkpoint
+    from meltcore.models.loader import Progress
+
+HELP = (
+    "Write a checkpoint with quantized weights: a GGUF file in llama.cpp's layout (q8_0, q4_0). It is read and written "
+    "tensor by tensor, without a GPU."
+)
+EXAMPLES = """\
+  meltcore quantize Qwen/Qwen3-0.6B --to q8_0            writes Qwen3-0.6B-Q8_0.gguf
+  meltcore quantize ./my-llama --to q4_0 --out small.gguf
+  meltcore serve Qwen3-0.6B-Q8_0.gguf
+
+exit status: 0 written, 2 refused or wrong usage; an interrupted run leaves nothing
+"""
+_FORMATS = ("q8_0", "q4_0")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model and the options of the output."""
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a hub id, or a bundled model")
+    parser.add_argument("--to", choices=_FORMATS, required=True, help="format of the matrices")
+    parser.add_argument(
+        "--out", metavar="PATH", help="GGUF file or folder to write (default: named after model and format, here)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace PATH if it exists")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the quantized checkpoint and print its size. Raises ConfigError where that is impossible."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.errors import ConfigError
+    from meltcore.models.checkpoint import open_checkpoint
+    from meltcore.results.progress import progress_bar, stop_progress
+
+    console = Console(highlight=False)
+    checkpoint = open_checkpoint(args.model, files="all")
+    name = f"{Path(args.model).resolve().name}-{args.to.upper()}"
+    path = Path(args.out).expanduser() if args.out else Path(f"{name}.gguf")
+    if path.suffix != ".gguf":
+        raise ConfigError(f"--out {path}: the name of a GGUF file ends with .gguf")
+    progress = progress_bar(console)
+    task = progress.add_task("quantizing", total=100, note="")
+
+    def show(stage: str, fraction: float) -> None:
+        progress.start()
+        progress.update(task, description=stage, completed=round(100 * fraction))
+
+    with signals_as_ctrl_c(), stop_progress(progress):
+        _write(checkpoint, path, args.to, show, overwrite=args.overwrite)
+    files = [path] if path.is_file() else list(path.iterdir())
+    size = sum(file.stat().st_size for file in files)
+    console.print(f"{path}: {size / 1e6:,.1f} MB; serve it with: meltcore serve {path}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _write(checkpoint: "Checkpoint", path: "Path", to: str, progress: "Progress", *, overwrite: bool) -> None:
+    from functools import partial
+
+    from meltcore.models.gguf_writer import GGUF_FORMATS, write_gguf
+    from meltcore.text.gguf_vocabulary import check_tokenizer, tokenizer_metadata
+
+    write_gguf(
+        checkpoint,
+        path,
+        GGUF_FORMATS[to],
+        partial(tokenizer_metadata, checkpoint),
+        partial(check_tokenizer, checkpoint),
+        progress,
+        overwrite=overwrite,
+    )

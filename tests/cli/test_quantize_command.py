@@ -1,0 +1,95 @@
+"""`meltcore quantize`: the bundled models, quantized and served, and runs that end early."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meltcore import LLM, SamplingParams
+from meltcore.cli.main import main
+from meltcore.models.checkpoint import BUNDLED_MODEL
+from meltcore.problems import evaluation_set, is_correct
+
+ACCURACY = 0.95
+
+
+def accuracy(path: Path, count: int | None = None) -> float:
+    """The share of right answers to the held-out problems, or to the first `count` of them."""
+    problems = evaluation_set()[:count]
+    llm = LLM(str(path), device="cpu", memory_bytes=2**29)
+    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    answers = llm.chat(chats, SamplingParams(max_tokens=256))
+    llm.close()
+    right = [is_correct(problem, answer.text) for problem, answer in zip(problems, answers, strict=True)]
+    return sum(right) / len(right)
+
+
+def test_named_after_model_and_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["quantize", BUNDLED_MODEL, "--to", "q8_0"]) == 0
+    assert "sums-Q8_0.gguf: 2.1 MB; serve it with: meltcore serve sums-Q8_0.gguf" in capsys.readouterr().out
+    assert accuracy(tmp_path / "sums-Q8_0.gguf", 8) == 1.0
+    assert main(["quantize", BUNDLED_MODEL, "--to", "q8_0"]) == 2
+    assert "sums-Q8_0.gguf exists already; --overwrite replaces it" in capsys.readouterr().err
+    assert main(["quantize", BUNDLED_MODEL, "--to", "q4_0", "--out", "sums-Q8_0.gguf", "--overwrite"]) == 0
+    assert (tmp_path / "sums-Q8_0.gguf").stat().st_size < 1.3e6
+    assert main(["quantize", BUNDLED_MODEL, "--to", "q4_0", "--out", "none/m.gguf"]) == 2
+    assert "cannot write none/m.gguf: No such file or directory" in capsys.readouterr().err
+    assert main(["quantize", BUNDLED_MODEL, "--to", "q4_0", "--out", "m"]) == 2
+    assert "--out m: the name of a GGUF file ends with .gguf" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["q8_0", "q4_0"])
+def test_held_out_accuracy(tmp_path: Path, to: str) -> None:
+    assert main(["quantize", BUNDLED_MODEL, "--to", to, "--out", str(tmp_path / "m.gguf")]) == 0
+    assert accuracy(tmp_path / "m.gguf") >= ACCURACY
+
+
+def start(path: Path, limit: int | None = None) -> subprocess.Popen[str]:
+    def limit_file_size() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "meltcore.cli.main", "quantize", BUNDLED_MODEL, "--to", "q8_0", "--out", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit_file_size,
+    )
+
+
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
+    """A limit of the file's size fails a write as a full disk does."""
+    with start(tmp_path / "m.gguf", limit=100_000) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"cannot write {tmp_path / 'm.gguf'}: File too large" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_terminated_run_leaves_no_file(tmp_path: Path) -> None:
+    """SIGTERM while tensors are written, each of which takes a second here."""
+    code = (
+        "import sys, time; from meltcore.models import gguf_writer; from meltcore.cli.main import main\n"
+        "blocks = gguf_writer._StoredTensor.blocks\n"
+        "gguf_writer._StoredTensor.blocks = lambda self: (print('begun', flush=True), time.sleep(1), blocks(self))[2]\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["quantize", BUNDLED_MODEL, "--to", "q8_0", "--out", str(tmp_path / "m.gguf")]
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "begun"
+        assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 130
+    assert list(tmp_path.iterdir()) == []
