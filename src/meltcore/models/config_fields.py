@@ -87,6 +87,25 @@ RULES: dict[str, Rule] = {
     "num_key_value_heads": _COUNT,
     "head_dim": _COUNT,
     "vocab_size": _integer_rule(1, 2**24),
+    # Of encoder-decoders
+    **{
+        f"{side}_{name}": rule
+        for side in ("encoder", "decoder")
+        for name, rule in (
+            ("vocab_size", _integer_rule(1, 2**24)),
+            ("embed_dim", _WIDTH),
+            ("ffn_dim", _WIDTH),
+            ("layers", _COUNT),
+            ("attention_heads", _COUNT),
+            ("normalize_before", _FLAG),
+        )
+    },
+    "activation_function": _TEXT,
+    "scale_embedding": _FLAG,
+    "layernorm_embedding": _FLAG,
+    "share_decoder_input_output_embed": _FLAG,
+    "max_source_positions": _integer_rule(1, MAX_POSITIONS),
+    "max_target_positions": _integer_rule(1, MAX_POSITIONS),
     "max_position_embeddings": _integer_rule(2, MAX_POSITIONS),  # at least a prompt's token and an answer's
     "rms_norm_eps": _FRACTION,
     "rope_theta": _THETA,

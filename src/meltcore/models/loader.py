@@ -20,7 +20,7 @@ from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, stored_dtypes
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
-from meltcore.models.model import Model
+from meltcore.models.model import LoadableModel, Model
 from meltcore.models.quantization import quantize_as_stored, quantize_to_fp8
 from meltcore.models.quantization_config import read_quantization_config
 from meltcore.models.registry import ARCHITECTURES, ModelClass
@@ -158,7 +158,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(previous_dtype)
 
 
-def load_weights(model: Model, checkpoint: Checkpoint, progress: Progress) -> None:
+def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progress) -> None:
     """Copy every tensor of the checkpoint's files into the model, converting types.
 
     Only this rank's part of a sharded tensor is read. The headers of all files are checked before any tensor is read,
@@ -193,7 +193,7 @@ def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
     yield from map(SafetensorsFile, paths)
 
 
-def _plan_reads(model: Model, checkpoint: Checkpoint, files: Sequence[TensorFile]) -> list[list[_Part]]:
+def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[TensorFile]) -> list[list[_Part]]:
     """Plan the reads of each file. Raises ConfigError unless the files hold each tensor of the model exactly once."""
     place = checkpoint.folder if checkpoint.gguf is None else checkpoint.gguf.path
     loaders, fused_tensors = model.checkpoint_tensors(), model.fused_tensors()
@@ -227,7 +227,7 @@ def _plan_reads(model: Model, checkpoint: Checkpoint, files: Sequence[TensorFile
     return parts
 
 
-def fill_dummy_weights(model: Model, checkpoint: Checkpoint, seed: int) -> None:
+def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) -> None:
     """Fill the model with random weights, which give the speed of real weights and meaningless answers.
 
     Ranks draw whole tensors and keep their part, so that a group holds the same weights as one device. Of a GGUF

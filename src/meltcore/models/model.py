@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,19 @@ from meltcore.models.kv_cache_specs import KVCacheSpec
 
 if TYPE_CHECKING:
     from meltcore.models.tensor_names import FusedTensor
+
+
+class LoadableModel(Protocol):
+    """What the loader needs of a model, be it one of `Model` or of another task. `Model` documents the members."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+    def checkpoint_tensors(self) -> dict[str, WeightLoader]: ...  # noqa: D102
+    def fused_tensors(self) -> dict[str, FusedTensor]: ...  # noqa: D102
+    def canonical_name(self, name: str) -> str: ...  # noqa: D102
+    def ignored_tensor(self, name: str) -> bool: ...  # noqa: D102
 
 
 class Model(nn.Module, ABC):
