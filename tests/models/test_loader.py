@@ -321,6 +321,7 @@ def test_hub_download_asks_for_needed_files_only(folder: Path, monkeypatch: pyte
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda _: ["config.json", "model.safetensors"])
     assert open_checkpoint("owner/model", files="text").folder == folder
     assert open_checkpoint("owner/model", files="all").config["hidden_size"] == 32
     (name, text), (_, everything) = asked
@@ -349,7 +350,8 @@ def test_dummy_weights_need_no_download_of_a_bundled_configuration(
     monkeypatch: pytest.MonkeyPatch, name: str, numbers: int, tensors: int
 ) -> None:
     """Shapes and parameter counts, as the publishers state them, a tied head counted once."""
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("no download is needed"))
+    for function in ("snapshot_download", "list_repo_files"):
+        monkeypatch.setattr(huggingface_hub, function, lambda *_, **__: pytest.fail("no download is needed"))
     model = build_model(open_checkpoint(name, files="config"), torch.bfloat16, torch.device("meta"))
     assert sum(parameter.numel() for parameter in model.parameters()) == numbers
     assert len(model.checkpoint_tensors()) == tensors
@@ -360,6 +362,7 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no network\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
     with pytest.raises(
         ConfigError, match=r"owner/model: not a local folder, and its download from the hub failed: no network$"
     ):

@@ -8,6 +8,7 @@ EXAMPLES = """\
   meltcore serve ./my-checkpoint --port 8080 --memory 40GiB
   meltcore serve Qwen/Qwen3-0.6B --served-model-name qwen small --api-key secret
   meltcore serve ./model.gguf                            weights, tokenizer and template of one file
+  meltcore serve Qwen/Qwen3-30B-A3B-GGUF:Q8_0            one GGUF file of a hub repository
   meltcore serve ./config-only --load-format dummy       random weights of the configured shapes
   meltcore serve ./my-checkpoint -tp 8                   one model on eight GPUs
   meltcore serve ./my-checkpoint -dp 8                   a replica on each of eight GPUs, one port

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meltcore.errors import ConfigError
 from meltcore.models.config_fields import Fields
+from meltcore.models.hub import HubId, download_folder, download_gguf
 
 if TYPE_CHECKING:
     from meltcore.models.gguf_file import GGUFModel
@@ -127,15 +128,16 @@ class Checkpoint:
 def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None = None) -> Checkpoint:
     """Find the checkpoint `model` and read its configuration.
 
-    A hub id is downloaded first. files: "all", or "text" for everything but the weights, or "config" for the same
-    unless a bundled configuration makes the download unnecessary. tokenizer: another folder or hub id, whose tokenizer
-    and chat template replace those of the checkpoint.
+    A hub id is downloaded first; "owner/name:Q8_0" or "owner/name:FILE.gguf" chooses a repository's GGUF file. files:
+    "all", or "text" for everything but the weights, or "config" for the same unless a bundled configuration makes the
+    download unnecessary; a GGUF file has all. tokenizer: another folder or hub id, whose tokenizer and chat template
+    replace those of the checkpoint.
 
     Raises ConfigError when there is no such folder, GGUF file, hub repository or config.json, for an invalid JSON file,
     and for an invalid or unsupported GGUF file.
     """
     tokenizer_folder = None if tokenizer is None else _find_folder(tokenizer, "text")
-    gguf_path = _find_gguf(model)
+    gguf_path = _find_gguf(model, files)
     if gguf_path is not None:
         return _open_gguf(model, gguf_path, tokenizer_folder)
     folder = _find_folder(model, files)
@@ -174,25 +176,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _find_gguf(model: str) -> Path | None:
-    """Return the GGUF file that `model` names, or that is the only checkpoint of the folder `model`, else None.
+def _find_gguf(model: str, files: CheckpointFiles) -> Path | None:
+    """Return the GGUF file that `model` names, locally or on the hub, or that is the only one of a folder, else None.
 
-    Raises ConfigError for a missing file, and for a folder with several checkpoints.
+    Raises ConfigError for a missing file, and for several to choose from.
     """
     path = Path(model).expanduser()
+    is_bundled = model in _BUNDLED_FOLDERS or (files == "config" and model in PUBLISHED_CONFIG_FOLDERS)
+    if not path.exists() and not is_bundled and HubId.parse(model) is not None:
+        return download_gguf(model)
     if model.endswith(".gguf") and not path.is_dir():
         if not path.exists():
             raise ConfigError(f"{model}: no such file")
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")) or not any(path.glob("*.gguf")):
         return None
-    from meltcore.models.gguf_file import gguf_files
+    from meltcore.models.gguf_file import gguf_checkpoints
 
-    candidates = list(gguf_files(path))
+    candidates = list(gguf_checkpoints(file.name for file in path.iterdir()))
     if len(candidates) > 1:
-        names = ", ".join(candidate.name for candidate in candidates)
-        raise ConfigError(f"{model} has {len(candidates)} GGUF checkpoints, so name one of them: {names}")
-    return candidates[0] if candidates else None
+        raise ConfigError(
+            f"{model} has {len(candidates)} GGUF checkpoints, so name one of them: {', '.join(candidates)}"
+        )
+    return path / candidates[0] if candidates else None
 
 
 def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoint:
@@ -221,12 +227,4 @@ def _find_folder(model: str, files: CheckpointFiles) -> Path:
         raise ConfigError(
             f"{model}: no such folder (a hub id has the form owner/name; bundled are {' and '.join(_BUNDLED_FOLDERS)})"
         )
-    # Imported here: it costs 0.2 s and a local folder does not need it.
-    from huggingface_hub import snapshot_download
-
-    patterns = _TEXT_PATTERNS + _WEIGHT_PATTERNS if files == "all" else _TEXT_PATTERNS
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many unrelated types; each means that the download failed
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{model}: not a local folder, and its download from the hub failed: {reason}") from error
+    return download_folder(model, _TEXT_PATTERNS + _WEIGHT_PATTERNS if files == "all" else _TEXT_PATTERNS)

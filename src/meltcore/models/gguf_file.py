@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -315,15 +315,18 @@ def split_paths(path: Path) -> list[Path]:
     return parts
 
 
-def gguf_files(folder: Path) -> Iterator[Path]:
-    """Yield the GGUF checkpoints of a folder: single files, and the first part of each split one.
+def gguf_checkpoints(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the GGUF checkpoints among file names: the parts of each, by the first one or the only one.
 
     Files of vision projectors, which are no language models, are named mmproj-*.gguf.
     """
-    for path in sorted(folder.glob("*.gguf")):
-        match = _SPLIT_NAME.fullmatch(path.name)
-        if not path.name.startswith("mmproj") and (match is None or int(match[2]) == 1):
-            yield path
+    checkpoints: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):
+            match = _SPLIT_NAME.fullmatch(name)
+            first = name if match is None else f"{match[1]}-00001-of-{match[3]}.gguf"
+            checkpoints.setdefault(first, []).append(name)
+    return checkpoints
 
 
 def describe_value(value: Any) -> str:

@@ -1,0 +1,111 @@
+"""Downloads checkpoints from the Hugging Face hub: of a repository with GGUF files, only the one that is chosen.
+
+This module does not import torch, since API servers use it too.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from meltcore.errors import ConfigError
+
+_MAX_NAMES_SHOWN = 30
+
+
+class HubId(NamedTuple):
+    """The name of a model on the hub: a repository, "owner/name", and the GGUF file after a colon, if any."""
+
+    repository: str
+    choice: str | None
+
+    @classmethod
+    def parse(cls, model: str) -> HubId | None:
+        """Return the parts of "owner/name" or "owner/name:CHOICE", None for anything else, such as a local file."""
+        repository, colon, choice = model.partition(":")
+        is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", repository) is not None
+        if not is_id or repository.endswith(".gguf") or (colon and not choice):
+            return None
+        return cls(repository, choice if colon else None)
+
+
+def download_folder(model: str, patterns: list[str]) -> Path:
+    """Download the files of a repository that match `patterns`. Returns their folder.
+
+    Raises ConfigError with the hub client's reason.
+    """
+    # Imported here: it costs 0.2 s and a local folder does not need it.
+    from huggingface_hub import snapshot_download
+
+    repository = model.partition(":")[0]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many unrelated types; each means that the download failed
+        raise ConfigError(
+            f"{model}: not a local folder, and its download from the hub failed: {_reason(error)}"
+        ) from error
+
+
+def download_gguf(model: str) -> Path | None:
+    """Download the GGUF checkpoint that a hub id names, and nothing else of its repository.
+
+    "owner/name" names the only one of a repository without safetensors files, "owner/name:CHOICE" any: CHOICE is a
+    file, or the format at the end of one file's name, such as Q8_0. Returns the file or the first part of a split one,
+    None for a repository that is no GGUF one. Raises ConfigError that lists the files for a missing or wrong choice.
+    """
+    hub_id = HubId.parse(model)
+    if hub_id is None:
+        return None
+    names = _list_files(hub_id)
+    if hub_id.choice is None and any(name.endswith(".safetensors") for name in names):
+        return None
+    from meltcore.models.gguf_file import gguf_checkpoints  # which imports gguf, that other checkpoints do not need
+
+    checkpoints = gguf_checkpoints(names)
+    if not checkpoints and hub_id.choice is None:
+        return None
+    if not checkpoints:
+        raise ConfigError(f"{model}: {hub_id.repository} has no *.gguf files to choose from")
+    chosen = [name for name in checkpoints if hub_id.choice is None or _matches(name, hub_id.choice)]
+    if len(chosen) != 1:
+        raise ConfigError(_choice_error(model, hub_id, list(checkpoints), chosen))
+    return download_folder(model, checkpoints[chosen[0]]) / chosen[0]
+
+
+def _list_files(hub_id: HubId) -> list[str]:
+    """Return the files of a repository, or without a connection those that are in the cache."""
+    from huggingface_hub import list_repo_files, snapshot_download
+
+    try:
+        return list_repo_files(hub_id.repository)
+    except Exception as error:
+        try:
+            folder = Path(snapshot_download(hub_id.repository, local_files_only=True))
+        except Exception:
+            if hub_id.choice is None:  # the download of the usual files reports it
+                return []
+            raise ConfigError(f"{hub_id.repository}: its files cannot be listed: {_reason(error)}") from error
+        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _matches(name: str, choice: str) -> bool:
+    """Return whether `choice` is a checkpoint's name, with or without its folder, or the format that it ends in."""
+    if choice.endswith(".gguf"):
+        return choice in (name, name.rpartition("/")[2])
+    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name)
+    return re.search(rf"(^|[-./]){re.escape(choice)}$", stem, re.IGNORECASE) is not None
+
+
+def _choice_error(model: str, hub_id: HubId, names: list[str], chosen: list[str]) -> str:
+    found = f"{len(chosen)} of its GGUF files match {hub_id.choice!r}" if hub_id.choice else "it has several GGUF files"
+    shown = chosen or names
+    more = f" and {len(shown) - _MAX_NAMES_SHOWN} more" if len(shown) > _MAX_NAMES_SHOWN else ""
+    return (
+        f"{model}: {found}; choose one as {hub_id.repository}:FILE or by the end of its name, such as "
+        f"{hub_id.repository}:Q8_0: {', '.join(shown[:_MAX_NAMES_SHOWN])}{more}"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,134 @@
+"""Hub ids of repositories with GGUF files: which file they name, and that only it is downloaded. A fake hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+from gguf_tools import add_tokenizer, finish, new_writer
+from transformers import AutoConfig
+
+from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.hub import download_gguf
+
+SPLIT = [f"BF16/M-BF16-0000{part}-of-00002.gguf" for part in (1, 2)]
+SEVERAL = ["README.md", "config.json", "M-Q8_0.gguf", "M-Q4_K_M.gguf", "M-UD-Q4_K_M.gguf", "mmproj-M-f16.gguf", *SPLIT]
+REPOSITORIES = {
+    "owner/several-GGUF": SEVERAL,
+    "owner/one-gguf": ["README.md", "m-q4_0.gguf", "mmproj-model-f16-27B.gguf"],
+    "owner/both": ["config.json", "model.safetensors", "m-Q8_0.gguf"],
+    "owner/usual": ["config.json", "model.safetensors"],
+}
+Asked = list[tuple[str, tuple[str, ...]]]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """A hub of REPOSITORIES, and the downloads that it was asked for."""
+    downloads: Asked = []
+
+    def download(repository: str, *, allow_patterns: list[str] | None = None, local_files_only: bool = False) -> str:
+        folder = tmp_path / repository
+        if local_files_only:
+            if not folder.exists():
+                raise OSError("not in the cache")
+            return str(folder)
+        patterns = allow_patterns or ["*"]
+        files = [name for name in REPOSITORIES[repository] if any(fnmatch(name, pattern) for pattern in patterns)]
+        downloads.append((repository, tuple(files)))
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(b"GGUF")
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", REPOSITORIES.__getitem__)
+    return downloads
+
+
+@pytest.mark.parametrize(
+    ("model", "files"),
+    [
+        ("owner/one-gguf", ["m-q4_0.gguf"]),
+        ("owner/one-gguf:Q4_0", ["m-q4_0.gguf"]),
+        ("owner/several-GGUF:q8_0", ["M-Q8_0.gguf"]),
+        ("owner/several-GGUF:UD-Q4_K_M", ["M-UD-Q4_K_M.gguf"]),
+        ("owner/several-GGUF:M-Q4_K_M.gguf", ["M-Q4_K_M.gguf"]),
+        ("owner/several-GGUF:BF16", SPLIT),
+        ("owner/several-GGUF:M-BF16-00001-of-00002.gguf", SPLIT),
+        ("owner/several-GGUF:BF16/M-BF16-00001-of-00002.gguf", SPLIT),
+        ("owner/both:Q8_0", ["m-Q8_0.gguf"]),
+    ],
+)
+def test_only_the_chosen_file_is_downloaded(asked: Asked, tmp_path: Path, model: str, files: list[str]) -> None:
+    repository = model.partition(":")[0]
+    assert download_gguf(model) == tmp_path / repository / files[0]
+    assert asked == [(repository, tuple(files))]
+
+
+@pytest.mark.parametrize("model", ["owner/both", "owner/usual", "./owner/one-gguf", "owner/m.gguf", "one", "a/b/c"])
+def test_other_names_are_no_gguf_files_of_the_hub(asked: Asked, model: str) -> None:
+    assert download_gguf(model) is None
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("owner/several-GGUF", "it has several GGUF files; choose one as owner/several-GGUF:FILE .*: .*, M-Q8_0.gguf"),
+        ("owner/several-GGUF:Q4_K_M", "2 of its GGUF files match 'Q4_K_M'; .*: M-Q4_K_M.gguf, M-UD-Q4_K_M.gguf$"),
+        ("owner/several-GGUF:K_M", "0 of its GGUF files match 'K_M'; .*: BF16/M-BF16-00001-of-00002.gguf, M-Q4_K_M"),
+        ("owner/several-GGUF:8_0", "0 of its GGUF files match '8_0'"),
+        ("owner/usual:Q8_0", "owner/usual has no .*gguf files to choose from"),
+    ],
+)
+def test_choice_of_none_or_several_is_refused_with_the_files(asked: Asked, model: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        open_checkpoint(model, files="all")
+    assert "mmproj" not in str(refused.value)
+    assert asked == []
+
+
+def without_network(*_: object) -> list[str]:
+    raise OSError("no network\nand more")
+
+
+def test_cached_file_is_found_without_a_connection(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = download_gguf("owner/several-GGUF:Q8_0")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", without_network)
+    assert download_gguf("owner/several-GGUF") == found  # the only one in the cache
+    with pytest.raises(ConfigError, match=r"^owner/one-gguf: its files cannot be listed: no network$"):
+        download_gguf("owner/one-gguf:Q4_0")
+    assert asked[0] == ("owner/several-GGUF", ("M-Q8_0.gguf",))
+
+
+def test_checkpoint_of_the_hub_is_the_file(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
+) -> None:
+    monkeypatch.setattr(Path, "write_bytes", lambda path, _: write(path))
+    for files in ("config", "text", "all"):
+        checkpoint = open_checkpoint("owner/one-gguf", files=files)  # type: ignore[arg-type]
+        assert checkpoint.name == "owner/one-gguf"
+        assert checkpoint.gguf is not None
+        assert checkpoint.gguf.path == tmp_path / "owner/one-gguf/m-q4_0.gguf"
+    assert len(asked) == 3
+
+
+@pytest.fixture
+def write() -> Callable[[Path], Path]:
+    """Writes the header of a small network."""
+
+    def write_header(path: Path) -> Path:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        writer = new_writer(path, AutoConfig.for_model("qwen3", **sizes))
+        add_tokenizer(writer, tokens=[f"t{index}" for index in range(300)])
+        for name, shape in (("token_embd", (300, 64)), ("blk.0.attn_norm", (64,))):
+            writer.add_tensor(f"{name}.weight", np.zeros(shape, dtype=np.float32))
+        return finish(writer, path)
+
+    return write_header
