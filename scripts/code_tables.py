@@ -1,16 +1,32 @@
-"""Parts of the docs that are computed from the code: request fields, definitions of metrics, published models."""
+"""Parts of the docs that are computed from the code: request fields, definitions of metrics, models, weight formats."""
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+from unittest.mock import patch
 
 import msgspec
 import torch
 
 from meltcore.api import protocol
-from meltcore.models.checkpoint import PUBLISHED_CONFIG_FOLDERS, open_checkpoint
+from meltcore.config import Quantization
+from meltcore.errors import ConfigError
+from meltcore.kernels.architectures import ARCHITECTURES as GPU_ARCHITECTURES
+from meltcore.models.checkpoint import PUBLISHED_CONFIG_FOLDERS, Checkpoint, open_checkpoint
+from meltcore.models.gguf_config import FAMILIES, QUANTIZED_TYPES
+from meltcore.models.gguf_weights import GGUFWeights
 from meltcore.models.kv_cache_specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from meltcore.models.loader import build_model
+from meltcore.models.loader import build_meta_model, build_model
+from meltcore.models.model import Model
+from meltcore.models.quantization import quantize_as_stored
+from meltcore.models.quantization_config import METHODS
+from meltcore.models.registry import ARCHITECTURES
+from meltcore.models.safetensors_file import SafetensorsFile
 from meltcore.results.definitions import DEFINITIONS
 
 _PLACES = {
@@ -61,4 +77,145 @@ def _layers(specs: list[KVCacheSpec]) -> str:
     return ", ".join(f"{count} with {kind}" for kind, count in sorted(counts.items()))
 
 
-TABLES = {"unsupported fields": unsupported_fields, "load metrics": load_metrics, "published shapes": published_shapes}
+class _Format(NamedTuple):
+    """A weight format: its name, where it comes from, and how a model is built with it. None: no checkpoint has it."""
+
+    name: str
+    source: str
+    build: Callable[[dict[str, Any], torch.device], Model | None]
+
+
+# A quantization_config of each method, as its publishers write it.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "fp8": {"weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"},
+    "compressed-tensors": {
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+                "input_activations": {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+    "awq": {"bits": 4, "group_size": 128, "version": "gemm"},
+    "gptq": {"bits": 4, "group_size": 128},
+}
+_PUBLISHED_NAMES = {
+    "fp8": "FP8, blocks of 128 x 128",
+    "compressed-tensors": "FP8, per channel",
+    "awq": "AWQ, 4 bits",
+    "gptq": "GPTQ, 4 bits",
+}
+
+
+def weight_formats() -> list[str]:
+    """Lines of a table: which family is built with which weight format, and on which GPUs.
+
+    Each cell is tried: a small network of the family on the meta device, for a CPU and for each architecture of GPUs.
+    """
+    configs = _family_configs()
+    lines = [
+        f"| weights | from | {' | '.join(f'`{name}`' for name in configs)} | GPUs | CPU |",
+        f"|---|---|{'---|' * len(configs)}---|---|",
+    ]
+    for each in _formats():
+        served = {name: _is_built(each, config, torch.device("cpu")) for name, config in configs.items()}
+        tried = next((config for name, config in configs.items() if served[name]), None)
+        capabilities = [
+            capability
+            for capability in GPU_ARCHITECTURES
+            if tried is not None and _is_built(each, tried, torch.device("cuda", capability))
+        ]
+        cells = ["yes" if is_served else "no" for is_served in served.values()]
+        cells += [_gpus(capabilities), "yes" if tried is not None else "no"]
+        lines.append(f"| {each.name} | {each.source} | {' | '.join(cells)} |")
+    return lines
+
+
+def _formats() -> list[_Format]:
+    stored = [each.name for each in QUANTIZED_TYPES]
+    unquantized = ", ".join(name for name in GGUFWeights.DTYPES if name not in stored)
+    return [
+        _Format(", ".join(SafetensorsFile.DTYPES), "safetensors", _build),
+        *(
+            _Format(
+                f"{name.upper()}, quantized at load", f"`--quantization {name}`", partial(_build, quantization=name)
+            )
+            for name in get_args(Quantization)
+            if name != "none"
+        ),
+        *(
+            _Format(_PUBLISHED_NAMES[method], f"`quant_method` {method}", partial(_build_published, method=method))
+            for method in METHODS
+        ),
+        *(_Format(name, "GGUF", partial(_build_gguf, stored=name)) for name in (unquantized, *stored)),
+    ]
+
+
+def _family_configs() -> dict[str, dict[str, Any]]:
+    """Return a configuration of each family in the registry, by its class, with few layers and experts."""
+    configs: dict[str, dict[str, Any]] = {}
+    for model_id in PUBLISHED_CONFIG_FOLDERS:
+        config = copy.deepcopy(open_checkpoint(model_id, files="config").config)
+        if "quantization_config" in config:
+            continue
+        text = config.get("text_config", config)
+        text["num_hidden_layers"] = text.get("full_attention_interval", 1)
+        text |= {"num_experts": 8} if "num_experts" in text else {}
+        configs[getattr(ARCHITECTURES[config["architectures"][0]], "__name__", "")] = config
+    families = {getattr(family, "__name__", "") for family in ARCHITECTURES.values()}
+    if configs.keys() != families:
+        raise ValueError(f"no published configuration of {', '.join(sorted(families - configs.keys()))}")
+    return dict(sorted(configs.items()))
+
+
+def _build(config: dict[str, Any], device: torch.device, quantization: Quantization = "none") -> Model:
+    return build_meta_model(Checkpoint("", Path(), config, {}), torch.bfloat16, device, quantization)
+
+
+def _build_published(config: dict[str, Any], device: torch.device, method: str) -> Model:
+    return _build(config | {"quantization_config": {"quant_method": method} | _PUBLISHED[method]}, device)
+
+
+def _build_gguf(config: dict[str, Any], device: torch.device, stored: str) -> Model | None:
+    """Build a model whose matrices are all stored alike. None for a family that GGUF files do not have here."""
+    names = {family.architecture for family in FAMILIES.values()} | {"MistralForCausalLM"}  # of `llama` files
+    if ARCHITECTURES[config["architectures"][0]] not in {ARCHITECTURES[name] for name in names}:
+        return None
+    model = _build(config, device)
+    matrices = [name for name, loader in model.checkpoint_tensors().items() if len(loader.shape) > 1]
+    quantize_as_stored(model, dict.fromkeys(matrices, stored))
+    return model
+
+
+def _is_built(each: _Format, config: dict[str, Any], device: torch.device) -> bool:
+    """Return whether a network is accepted. A GPU's index is its compute capability as 10 * major + minor."""
+    with (
+        patch("torch.cuda.get_device_capability", lambda device: divmod(torch.device(device).index, 10)),
+        patch("torch.cuda.get_device_name", lambda _: "a GPU"),
+        patch("meltcore.models.loader.check_memory", lambda *_: None),
+    ):
+        try:
+            return each.build(config, device) is not None
+        except ConfigError:
+            return False
+
+
+def _gpus(capabilities: list[int]) -> str:
+    """Describe the architectures from the first of `capabilities` on."""
+    known = list(GPU_ARCHITECTURES)
+    if not capabilities:
+        return "none"
+    if capabilities != known[known.index(capabilities[0]) :]:
+        return ", ".join(f"{each / 10}" for each in capabilities)
+    return f"{capabilities[0] / 10} and later ({GPU_ARCHITECTURES[capabilities[0]].gpu_type})"
+
+
+TABLES = {
+    "unsupported fields": unsupported_fields,
+    "load metrics": load_metrics,
+    "published shapes": published_shapes,
+    "weight formats": weight_formats,
+}

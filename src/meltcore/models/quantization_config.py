@@ -209,6 +209,7 @@ _READERS: dict[str, Callable[[Fields], QuantizationConfig]] = {
     AwqConfig.quant_method: _read_awq,
     GptqConfig.quant_method: _read_gptq,
 }
+METHODS = tuple(_READERS)  # values of quant_method that are read
 
 
 def _require(fields: Fields, name: str, *supported: object) -> None:
