@@ -28,16 +28,15 @@ from gguf.constants import (
     GGUF_DEFAULT_ALIGNMENT,
     GGMLQuantizationType,
     LlamaFileType,
-    RopeScalingType,
     TokenType,
 )
 
 from meltcore.kernels.quant.ggml import GgmlType, random_blocks
-from meltcore.kernels.rotary import Llama3Scaling, inverse_frequencies
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
 from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.gguf_config import EMBEDDING, FAMILIES, HEAD, ROPE_FACTORS
 from meltcore.models.gguf_weights import gguf_name
+from meltcore.models.gguf_writer import add_metadata, config_metadata, rope_factors
 from meltcore.models.loader import build_meta_model
 from meltcore.text.tokenizer import byte_alphabet
 
@@ -91,11 +90,8 @@ def layout(config: dict[str, Any], file_type: str, head: str | None) -> tuple[De
     for name, loader in model.checkpoint_tensors().items():
         shapes.setdefault(gguf_name(name, config["model_type"]), []).append(tuple(loader.shape))
     sizes, tensors = model.config, []
-    if isinstance(sizes.rope_scaling, Llama3Scaling):
-        plain, scaled = (
-            inverse_frequencies(sizes.head_dim, sizes.rope_theta, each) for each in (None, sizes.rope_scaling)
-        )
-        divisors = (plain / scaled).float().numpy()
+    divisors = rope_factors(sizes)
+    if divisors is not None:
         tensors.append(StoredTensor(ROPE_FACTORS, divisors.shape, Type.F32, divisors))
     for name, parts in shapes.items():
         shape = (len(parts), *parts[0]) if len(parts) > 1 else parts[0]
@@ -132,31 +128,11 @@ def new_writer(path: Path, config: dict[str, Any], sizes: DecoderConfig, file_ty
     """A writer with the metadata of a model."""
     architecture = next(name for name, family in FAMILIES.items() if family.model_type == config["model_type"])
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("random weights")
-    writer.add_file_type(FILE_TYPES[file_type][1])
-    writer.add_quantization_version(2)
-    writer.add_context_length(sizes.max_position_embeddings)
-    writer.add_embedding_length(sizes.hidden_size)
-    writer.add_block_count(sizes.num_hidden_layers)
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(sizes.num_attention_heads)
-    writer.add_head_count_kv(sizes.num_key_value_heads)
-    writer.add_key_length(sizes.head_dim)
-    writer.add_value_length(sizes.head_dim)
-    writer.add_layer_norm_rms_eps(sizes.rms_norm_eps)
-    writer.add_rope_freq_base(sizes.rope_theta)
-    writer.add_vocab_size(sizes.vocab_size)
-    if architecture == "llama":
-        writer.add_rope_dimension_count(sizes.head_dim)
-    elif sizes.rope_scaling is not None:
-        writer.add_rope_scaling_type(RopeScalingType(sizes.rope_scaling.rope_type))
-        writer.add_rope_scaling_factor(sizes.rope_scaling.factor)
-    if sizes.sliding_window is not None:
-        writer.add_sliding_window(sizes.sliding_window)
+    add_metadata(writer, config_metadata("random weights", sizes, architecture))
     if sizes.experts is not None:
-        writer.add_expert_count(sizes.experts.num_experts)
-        writer.add_expert_used_count(sizes.experts.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(sizes.experts.moe_intermediate_size)
+        writer.add_feed_forward_length(config["intermediate_size"])  # unused; published files have it
+    writer.add_file_type(FILE_TYPES[file_type][1])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_chat_template(CHAT_TEMPLATE)
     (add_sentencepiece if architecture == "gemma3" else add_byte_level)(writer, config, sizes.vocab_size)
     return writer

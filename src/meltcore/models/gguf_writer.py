@@ -130,9 +130,9 @@ def write_gguf(
                 "general.quantization_version": _QUANTIZATION_VERSION,
             }
             config = source.model.config
-            metadata |= _config_metadata(checkpoint.name, config, name)
-            _add_metadata(writer, metadata | dict(tokenizer(config.vocab_size)))
-            factors = _rope_factors(config)
+            metadata |= config_metadata(checkpoint.name, config, name)
+            add_metadata(writer, metadata | dict(tokenizer(config.vocab_size)))
+            factors = rope_factors(config)
             if factors is not None:
                 writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
             for tensor in tensors:
@@ -215,8 +215,11 @@ def _stored_type(
     return GGMLQuantizationType.Q8_0 if is_head else to
 
 
-def _config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, Any]:
-    """Return the metadata of a network's configuration. name: of the architecture; model: its name for errors."""
+def config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, Any]:
+    """Return the metadata of a network's configuration. name: of the architecture; model: its name for errors.
+
+    Raises ConfigError for a network of which only some layers have experts.
+    """
     values: dict[str, Any] = {key: getattr(config, field) for field, key in REQUIRED_KEYS.items()}
     values |= {
         "vocab_size": config.vocab_size,
@@ -261,7 +264,7 @@ def _gemma_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys of the scaling of rotary frequencies. Those of llama3 are a tensor instead (`_rope_factors`)."""
+    """Return the keys of the scaling of rotary frequencies. Those of llama3 are a tensor instead (`rope_factors`)."""
     scaling = config.rope_scaling
     if scaling is None or isinstance(scaling, Llama3Scaling):
         return {}
@@ -278,7 +281,7 @@ def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
     return values
 
 
-def _rope_factors(config: DecoderConfig) -> np.ndarray[Any, Any] | None:
+def rope_factors(config: DecoderConfig) -> np.ndarray[Any, Any] | None:
     """Return the divisors of rotary frequencies of a llama3 scaling, [head_dim / 2] float32; None without one."""
     if not isinstance(config.rope_scaling, Llama3Scaling):
         return None
@@ -289,7 +292,7 @@ def _rope_factors(config: DecoderConfig) -> np.ndarray[Any, Any] | None:
     return factors
 
 
-def _add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
     """Add values by their types: whole numbers as uint32, others as float32, lists as arrays."""
     for key, value in metadata.items():
         if value == []:  # the package writes none
