@@ -10,17 +10,18 @@ if TYPE_CHECKING:
     from meltcore.models.loader import Progress
 
 HELP = (
-    "Write a checkpoint with quantized weights: a GGUF file in llama.cpp's layout (q8_0, q4_0). It is read and written "
-    "tensor by tensor, without a GPU."
+    "Write a checkpoint with quantized weights: a GGUF file in llama.cpp's layout (q8_0, q4_0), or a folder in the "
+    "layout of compressed-tensors (fp8). It is read and written piece by piece, without a GPU."
 )
 EXAMPLES = """\
   meltcore quantize Qwen/Qwen3-0.6B --to q8_0            writes Qwen3-0.6B-Q8_0.gguf
   meltcore quantize ./my-llama --to q4_0 --out small.gguf
+  meltcore quantize Qwen/Qwen3.5-35B-A3B --to fp8        writes the folder Qwen3.5-35B-A3B-FP8
   meltcore serve Qwen3-0.6B-Q8_0.gguf
 
 exit status: 0 written, 2 refused or wrong usage; an interrupted run leaves nothing
 """
-_FORMATS = ("q8_0", "q4_0")
+_FORMATS = ("q8_0", "q4_0", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     checkpoint = open_checkpoint(args.model, files="all")
     name = f"{Path(args.model).resolve().name}-{args.to.upper()}"
-    path = Path(args.out).expanduser() if args.out else Path(f"{name}.gguf")
-    if path.suffix != ".gguf":
+    path = Path(args.out).expanduser() if args.out else Path(name if args.to == "fp8" else f"{name}.gguf")
+    if args.to != "fp8" and path.suffix != ".gguf":
         raise ConfigError(f"--out {path}: the name of a GGUF file ends with .gguf")
     progress = progress_bar(console)
     task = progress.add_task("quantizing", total=100, note="")
@@ -61,16 +62,20 @@ def run(args: argparse.Namespace) -> int:
         _write(checkpoint, path, args.to, show, overwrite=args.overwrite)
     files = [path] if path.is_file() else list(path.iterdir())
     size = sum(file.stat().st_size for file in files)
-    console.print(f"{path}: {size / 1e6:,.1f} MB; serve it with: meltcore serve {path}", markup=False, soft_wrap=True)
+    console.print(f"{path}: {size / 1e6:,.1f} MB", markup=False, soft_wrap=True)
     return 0
 
 
 def _write(checkpoint: "Checkpoint", path: "Path", to: str, progress: "Progress", *, overwrite: bool) -> None:
     from functools import partial
 
+    from meltcore.models.fp8_writer import write_fp8
     from meltcore.models.gguf_writer import GGUF_FORMATS, write_gguf
     from meltcore.text.gguf_vocabulary import check_tokenizer, tokenizer_metadata
 
+    if to == "fp8":
+        write_fp8(checkpoint, path, progress, overwrite=overwrite)
+        return
     write_gguf(
         checkpoint,
         path,

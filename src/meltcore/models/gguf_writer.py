@@ -119,6 +119,8 @@ def write_gguf(
     `overwrite`, and for a full disk.
     """
     name = _architecture_name(checkpoint)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; a GGUF file is written")
     with atomic_output(path, overwrite=overwrite) as temporary_path, open_tensors(checkpoint) as source:
         tensors = _plan(source, name, to)
         check_disk_space(path, sum(tensor.num_bytes for tensor in tensors))
@@ -161,7 +163,7 @@ def _architecture_name(checkpoint: Checkpoint) -> str:
     if name is None:
         raise ConfigError(
             f"{checkpoint.name}: config.json names {', '.join(architectures)}, which is not written as GGUF; "
-            f"these are: {', '.join(_ARCHITECTURE_NAMES)}"
+            f"these are: {', '.join(_ARCHITECTURE_NAMES)} (--to fp8 takes every architecture)"
         )
     return name
 

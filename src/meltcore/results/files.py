@@ -30,7 +30,8 @@ def atomic_output(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary_path
-        _sync(temporary_path)
+        for written_path in (*temporary_path.glob("*"), temporary_path):
+            _sync(written_path)
         _replace(temporary_path, path)
         _sync(path.parent)
     except OSError as error:
@@ -54,7 +55,7 @@ def check_disk_space(path: Path, num_bytes: int) -> None:
 
 def _replace(new: Path, path: Path) -> None:
     """Give `new` the name `path`. A folder there goes away afterwards, since no call replaces one that has files."""
-    if not path.is_dir() or path.is_symlink():
+    if not (new.is_dir() and path.is_dir()) or path.is_symlink():
         new.replace(path)
         return
     previous = path.with_name(f".{path.name}.{os.getpid()}.old")

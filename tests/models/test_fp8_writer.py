@@ -1,0 +1,183 @@
+"""FP8 folders that `meltcore quantize` writes: the published layout and formula, shards, and what is copied."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import engine_tools as tools
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meltcore.errors import ConfigError
+from meltcore.models import fp8_writer
+from meltcore.models.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
+from meltcore.models.fp8_writer import write_fp8
+from meltcore.models.quantization_config import CompressedFp8Config, read_quantization_config
+
+FP8, LARGEST = torch.float8_e4m3fn, 448.0
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR += ("in_proj_qkv", "in_proj_z", "out_proj")
+
+
+def save(folder: Path, family: str, **changes: Any) -> Path:
+    reference = tools.make_reference(3, family, **changes)
+    for weight in reference.parameters():
+        weight.data = weight.data.bfloat16()
+    reference.save_pretrained(folder)
+    return folder
+
+
+def write(source: Path | str, path: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    """Quantize a checkpoint and return the tensors of the new folder."""
+    settings = {"progress": lambda stage, fraction: None} | settings
+    write_fp8(open_checkpoint(str(source), files="all"), path, **settings)
+    return stored(path)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def single_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give stacked experts the names that they have one by one."""
+    single: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".")
+        if part == "gate_up_proj":
+            for expert, (gate, up) in enumerate(each.chunk(2) for each in tensor):
+                single |= {f"{prefix}.{expert}.gate_proj.weight": gate, f"{prefix}.{expert}.up_proj.weight": up}
+        elif part == "down_proj":
+            single |= {f"{prefix}.{expert}.down_proj.weight": down for expert, down in enumerate(tensor)}
+        else:
+            single[name] = tensor
+    return single
+
+
+def check_formula(source: dict[str, torch.Tensor], written: dict[str, torch.Tensor]) -> None:
+    """Every matrix of a linear layer by the published formula, all others unchanged."""
+    expected_names = set(source)
+    for name, tensor in source.items():
+        if name.split(".")[-2] not in LINEAR or tensor.dim() != 2:
+            assert torch.equal(written[name], tensor), name
+            assert written[name].dtype == tensor.dtype
+            continue
+        expected_names.add(f"{name}_scale")
+        values, scales = written[name], written[f"{name}_scale"]
+        assert (values.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (len(tensor), 1))
+        torch.testing.assert_close(scales, tensor.float().abs().amax(1, keepdim=True) / LARGEST)
+        rounded = (tensor.float() / scales).to(FP8).float()
+        assert float((values.float() != rounded).float().mean()) < 0.01  # a product by the inverse rounds once more
+        torch.testing.assert_close(
+            values.float() * scales, tensor.float(), rtol=2**-4, atol=float(scales.max()) * 2**-9
+        )
+    assert set(written) == expected_names
+
+
+def quantization_of(folder: Path) -> CompressedFp8Config:
+    config = read_quantization_config(json.loads((folder / "config.json").read_text()))
+    assert isinstance(config, CompressedFp8Config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3_moe", {}),
+        ("qwen3_5_moe_text", {}),
+        ("gemma3_text", {"tie_word_embeddings": True}),
+    ],
+)
+def test_folder_has_the_published_layout(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Of every family; a layer of the routed one is dense."""
+    source = save(tmp_path / "source", family, **changes)
+    written = write(source, tmp_path / "fp8")
+    check_formula(single_experts(stored(source)), written)
+    config = quantization_of(tmp_path / "fp8")
+    assert config.groups[0].strategy == "channel"
+    modules = {name.removesuffix(".weight"): tensor.dtype for name, tensor in written.items() if tensor.dim() == 2}
+    modules = {name: dtype for name, dtype in modules.items() if not name.endswith(("embed_tokens", "_scale"))}
+    assert {name for name in modules if config.quantizes(name)} == {
+        name for name, dtype in modules.items() if dtype == FP8
+    }
+    assert not config.quantizes("lm_head")
+    assert "quantization_config" not in json.loads((source / "config.json").read_text())
+
+
+def test_bundled_models_keep_their_text(tmp_path: Path) -> None:
+    for model in (BUNDLED_MODEL, BUNDLED_HYBRID):
+        source = open_checkpoint(model, files="all").folder
+        written = write(model, tmp_path / source.name)
+        check_formula(single_experts(stored(source)), written)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            assert (tmp_path / source.name / name).read_bytes() == (source / name).read_bytes()
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / source.name).iterdir()} == {0o644}
+
+
+def test_large_checkpoints_become_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save(tmp_path / "source", "qwen3")
+    whole = write(source, tmp_path / "whole")
+    monkeypatch.setattr(fp8_writer, "_SHARD_BYTES", 40_000)
+    written = write(source, tmp_path / "fp8")
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(written[name].view(torch.uint8), whole[name].view(torch.uint8)) for name in whole)
+    files = open_checkpoint(str(tmp_path / "fp8"), files="text").weight_files
+    assert [file.name for file in files] == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, 8)]
+    index = json.loads((tmp_path / "fp8" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(written)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in written.values())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "fp8" / file)
+
+
+def test_tensors_that_are_not_of_the_text_model_are_copied(tmp_path: Path) -> None:
+    """In the older layout of Gemma 3, whose names stay."""
+    save(tmp_path / "gemma", "gemma3_text", tie_word_embeddings=True)
+    config = json.loads((tmp_path / "gemma" / "config.json").read_text())
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": config}
+    (tmp_path / "gemma" / "config.json").write_text(json.dumps(nested))
+    tensors = {f"language_model.{name}": tensor for name, tensor in stored(tmp_path / "gemma").items()}
+    tensors["vision_tower.blocks.0.fc.weight"] = torch.randn(4, 4)
+    tensors["vision_tower.position_ids"] = torch.arange(4)
+    save_file(tensors, tmp_path / "gemma" / "model.safetensors")
+    written = write(tmp_path / "gemma", tmp_path / "fp8")
+    assert torch.equal(written["vision_tower.blocks.0.fc.weight"], tensors["vision_tower.blocks.0.fc.weight"])
+    assert torch.equal(written.pop("vision_tower.position_ids"), tensors.pop("vision_tower.position_ids"))
+    check_formula(tensors, written)
+    assert "vision_tower.blocks.0.fc" in quantization_of(tmp_path / "fp8").ignore
+
+
+def test_refusals_leave_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save(tmp_path / "source", "qwen3")
+    write(source, tmp_path / "fp8")
+    with pytest.raises(ConfigError, match=r"fp8 is quantized already: config\.json has a quantization_config"):
+        write(tmp_path / "fp8", tmp_path / "again")
+    with pytest.raises(ConfigError, match="fp8 exists already; --overwrite replaces it"):
+        write(source, tmp_path / "fp8")
+    with pytest.raises(ConfigError, match="source is the source, so it is not replaced"):
+        write(source, source, overwrite=True)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "note").write_text("mine")
+    with pytest.raises(ConfigError, match="notes is no checkpoint folder, so it is not replaced"):
+        write(source, tmp_path / "notes", overwrite=True)
+    before = (tmp_path / "fp8" / "model.safetensors").read_bytes()
+
+    def interrupt(stage: str, fraction: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(source, tmp_path / "fp8", overwrite=True, progress=interrupt)
+    assert (tmp_path / "fp8" / "model.safetensors").read_bytes() == before
+    (tmp_path / "fp8" / "extra").write_text("")
+    write(source, tmp_path / "fp8", overwrite=True)
+    assert not (tmp_path / "fp8" / "extra").exists()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ConfigError, match=r"new takes 0\.0 GiB; the disk of .* has 0\.0 GiB free"):
+        write(source, tmp_path / "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "fp8", "notes"}
