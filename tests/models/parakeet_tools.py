@@ -20,7 +20,7 @@ from meltcore.models.log_mel import LogMelConfig
 # As NeMo 2 and transformers have the edges of a clip.
 FEATURES = LogMelConfig(center_padding="constant", drops_last_frame=True)
 ENCODER = ConformerConfig(
-    num_layers=3, hidden_size=64, num_heads=4, feed_forward_size=96, conv_kernel=9, subsampling_channels=16
+    num_layers=3, hidden_size=64, num_heads=4, feed_forward_size=128, conv_kernel=9, subsampling_channels=16
 )
 CONFIG = IndicConformerConfig(
     languages=("hi", "kn", "ta"),
@@ -194,5 +194,5 @@ def build(tensors: dict[str, torch.Tensor], max_seconds: float = 20.0) -> IndicC
     """Our model with these weights."""
     model = IndicConformer(CONFIG)
     model.load(tensors, "test")
-    model.prepare(round(max_seconds * 16_000))
+    model.prepare(model.encoded_frames(round(max_seconds * 16_000)))
     return model

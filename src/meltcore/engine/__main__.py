@@ -12,12 +12,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from meltcore.config import EngineConfig
 from meltcore.engine.distributed.rank_start import StartedRanks
+from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import find_recognizer
 
 
 def main() -> int:
@@ -28,6 +31,8 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
+    if _is_recognizer(config):
+        return _serve_recognizer(config)
     ranks = StartedRanks(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
     # These import torch, which takes seconds, while the other ranks do the same.
     from meltcore.engine.core.engine import GenerationEngine
@@ -38,6 +43,21 @@ def main() -> int:
         return GenerationEngine(config, progress=progress, ranks=ranks)
 
     return serve(build, ToEngine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
+
+
+def _is_recognizer(config: EngineConfig) -> bool:
+    try:
+        return find_recognizer(config.model, dummy=config.load_format == "dummy") is not None
+    except ConfigError:
+        return True  # and its start reports the error
+
+
+def _serve_recognizer(config: EngineConfig) -> int:
+    from meltcore.engine.batch.recognition import recognition_engine
+    from meltcore.engine.host.shell import serve
+    from meltcore.protocol.transcription import ToEngine
+
+    return serve(partial(recognition_engine, config), ToEngine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
 
 
 def _exit_at_end_of_stdin() -> None:

@@ -43,7 +43,13 @@ PUBLISHED_CONFIG_FOLDERS = {
     "Qwen/Qwen3.5-35B-A3B": Path(__file__).parent / "published" / "qwen3.5-35b-a3b",
 }
 
+# Published speech recognizers, with a model_config.yaml for random weights of their shapes.
+PUBLISHED_RECOGNIZERS = {
+    "ai4bharat/indic-conformer-600m-multilingual": Path(__file__).parent / "published" / "indic-conformer-600m",
+}
+
 CheckpointFiles = Literal["config", "text", "all"]
+_ONNX_ASSETS = "ONNX and TorchScript files, which cannot be served; give the model's NeMo archive (*.nemo)"
 _TEXT_PATTERNS = ["*.json", "*.jinja"]
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 
@@ -156,6 +162,34 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     Fields(checkpoint.config).optional("architectures")
     _ = checkpoint.eos_token_ids
     return checkpoint
+
+
+def find_recognizer(model: str, *, dummy: bool = False) -> Path | None:
+    """Return the NeMo archive, or the folder that one is unpacked into, that `model` names; None for other models.
+
+    dummy: only the configuration is needed. Raises ConfigError for a missing archive, for a folder with several, and
+    for the published layout of ONNX and TorchScript files, which is not supported.
+    """
+    path = Path(model).expanduser()
+    if model in PUBLISHED_RECOGNIZERS and not path.is_dir():
+        if dummy:
+            return PUBLISHED_RECOGNIZERS[model]
+        raise ConfigError(f"{model} is published as {_ONNX_ASSETS}, or give --load-format dummy")
+    if model.endswith(".nemo") and not path.is_dir():
+        if not path.exists():
+            raise ConfigError(f"{model}: no such file")
+        return path
+    if not path.is_dir():
+        return None
+    if (path / "model_config.yaml").exists():
+        return path
+    archives = sorted(path.glob("*.nemo"))
+    if len(archives) > 1:
+        names = ", ".join(archive.name for archive in archives)
+        raise ConfigError(f"{model} has {len(archives)} NeMo archives, so name one of them: {names}")
+    if not archives and (path / "assets" / "encoder.onnx").exists():
+        raise ConfigError(f"{model} holds {_ONNX_ASSETS}")
+    return archives[0] if archives else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

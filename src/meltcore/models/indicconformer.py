@@ -129,10 +129,10 @@ class IndicConformer(nn.Module):
         """The device of the weights."""
         return self.ctc_head.weight.device
 
-    def prepare(self, max_samples: int) -> None:
-        """Build computed tensors for clips of up to `max_samples` samples. The weights do not change after it."""
+    def prepare(self, max_frames: int) -> None:
+        """Build computed tensors for clips of up to `max_frames` encoder frames. The weights do not change after it."""
         self.log_mel = LogMel(self.config.features, self.device)
-        self.encoder.prepare(self.encoded_frames(max_samples))
+        self.encoder.prepare(max_frames)
         self.prediction.lstm.flatten_parameters()
         self.requires_grad_(False).eval()
 

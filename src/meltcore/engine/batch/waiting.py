@@ -18,8 +18,7 @@ _MAX_PADDING = 2
 def shape_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> list[int]:
     """Return increasing shapes up to `max_cost`, `per_doubling` in each factor of 2.
 
-    From `first` on a request is padded by at most 25 %. Few shapes let requests share batches, and batches share CUDA
-    graphs.
+    From `first` on a request is padded by at most 1 / per_doubling of its cost. Few shapes let requests share batches.
     """
     buckets: list[int] = []
     base = first

@@ -1,0 +1,322 @@
+"""Speech recognition for the batch engine: clips in, transcripts with word times out. A batch is one step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from meltcore.config import EngineConfig
+from meltcore.engine.batch.engine import BatchEngine
+from meltcore.engine.batch.waiting import shape_buckets
+from meltcore.engine.host.device import byte_budget, choose_device, describe_device
+from meltcore.errors import ConfigError, RequestError
+from meltcore.models.checkpoint import find_recognizer
+from meltcore.models.indicconformer import IndicConformer, IndicConformerConfig
+from meltcore.models.loader import check_memory
+from meltcore.models.nemo_archive import NemoArchive, read_config
+from meltcore.protocol.batch import BatchStats, TaskFinishReason
+from meltcore.protocol.shell import MemoryRow
+from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady, Word
+from meltcore.tasks.ctc import Emissions, ctc_greedy
+from meltcore.tasks.transducer import transducer_greedy
+
+# Trained on 5 to 25 s. Up to 45 s its results are good; the published encoder cuts off at 240 s.
+MAX_CLIP_S = 45
+# Encoder frames of the batches that run together. More do not make a GPU faster, and delay what arrives meanwhile.
+_MAX_COST = {"cuda": 32_768, "cpu": 4096}
+_SAMPLE_BYTES = 2
+_INT16_RANGE = 32_768
+# For workspaces of libraries and fragmentation.
+_RESERVE_FRACTION = 0.08
+# Tensors of one layer of the subsampling that live together: before and after the activation, and the next one's.
+_SUBSAMPLING_TENSORS = 2.25
+# Sizes that a layer's tensors have together, in units of the hidden and feed-forward sizes, and of attention scores.
+_HIDDEN_TENSORS, _FEED_FORWARD_TENSORS, _SCORE_TENSORS = 10, 2, 5
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Options of the generation engine that mean nothing here; another value than the default is an error.
+_UNUSED_OPTIONS = (
+    *("tokenizer", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len", "hf_overrides"),
+    *("max_num_seqs", "max_num_batched_tokens"),
+)
+_WORD_START = "\u2581"
+
+
+class _Batch(NamedTuple):
+    """Requests that have begun, and the number of encoder frames that they are padded to."""
+
+    requests: Sequence[Transcribe]
+    shape: int
+
+
+class RecognitionTask:
+    """Transcribes clips with an IndicConformer on one device."""
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str, float], None] = lambda _stage, _part: None
+    ) -> None:
+        """Load the model and plan its memory.
+
+        Raises ConfigError when the checkpoint or a setting cannot work.
+        """
+        start_s = time.monotonic()
+        _check_options(config)
+        path = find_recognizer(config.model, dummy=config.load_format == "dummy")
+        assert path is not None, "the caller has found it"
+        device = choose_device(config.device)
+        default = torch.float32 if device.type == "cpu" else torch.float16
+        self._dtype = default if config.dtype == "auto" else _DTYPES[config.dtype]
+        self._weights: Literal["real", "dummy"] = "dummy" if config.load_format == "dummy" else "real"
+        archive = NemoArchive(path)
+        try:
+            model_config = read_config(archive.config)
+            self.model = _build(config, model_config, self._dtype, device)
+            self._token_texts = _load(self.model, archive, config, progress)
+        finally:
+            archive.close()
+        self.max_samples = MAX_CLIP_S * model_config.features.sample_rate
+        self._languages = {language: index for index, language in enumerate(model_config.languages)}
+        longest = self.model.encoded_frames(self.max_samples)
+        max_shape = next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
+        weight_bytes = sum(values.nbytes for values in self.model.parameters())
+        self.max_cost, self.memory = plan_memory(
+            model_config,
+            weight_bytes=weight_bytes,
+            element_size=self._dtype.itemsize,
+            memory_bytes=byte_budget(config, device, weight_bytes),
+            max_shape=max_shape,
+            limit=_MAX_COST[device.type],
+        )
+        self.model.prepare(max_shape)
+        self._batches: list[_Batch] = []
+        self._device = device
+        self._load_s = time.monotonic() - start_s
+
+    def cost(self, request: Transcribe) -> int:
+        """Return the clip's encoder frames. Raises RequestError for a clip or language that cannot be served."""
+        if request.language not in self._languages:
+            raise RequestError(
+                f"language {request.language!r} is not one of the model's: {', '.join(self._languages)}",
+                param="language",
+            )
+        samples, odd_bytes = divmod(len(request.samples), _SAMPLE_BYTES)
+        min_samples = self.model.config.features.min_samples
+        if odd_bytes or not min_samples <= samples <= self.max_samples:
+            raise RequestError(
+                f"a clip must have {min_samples} to {self.max_samples} samples of {_SAMPLE_BYTES} bytes; "
+                f"it has {len(request.samples)} bytes",
+                param="file",
+            )
+        return self.model.encoded_frames(samples)
+
+    def start(self, requests: Sequence[Transcribe], shape: int) -> None:
+        """Queue a batch for the next step."""
+        self._batches.append(_Batch(requests, shape))
+
+    def step(self) -> list[Transcript]:
+        """Transcribe the oldest batch."""
+        requests, shape = self._batches.pop(0)
+        if not requests:
+            return []
+        with torch.inference_mode():
+            encoded, frames = self._encode(requests, shape)
+            emissions: list[Emissions | None] = [None] * len(requests)
+            for rows, found in (*self._ctc(requests, encoded, frames), *self._rnnt(requests, encoded, frames)):
+                for row, emission in zip(rows, found, strict=True):
+                    emissions[row] = emission
+        return [
+            self._transcript(request, emission, count)
+            for request, emission, count in zip(requests, emissions, frames.tolist(), strict=True)
+            if emission is not None
+        ]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop requests of batches that have not been computed."""
+        ids = set(request_ids)
+        self._batches = [
+            batch._replace(requests=[request for request in batch.requests if request.request_id not in ids])
+            for batch in self._batches
+        ]
+
+    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Transcript:
+        """Return the transcript without text that ends a request."""
+        return Transcript(request_id=request_id, finish_reason=reason, error=error)
+
+    def outputs(self, results: list[Transcript], stats: BatchStats, step_ended_s: float) -> TranscriptionOutputs:
+        """Return the message with the transcripts of a step."""
+        return TranscriptionOutputs(results, stats, step_ended_s)
+
+    def ready(self) -> TranscriptionReady:
+        """Return the limits of requests."""
+        features = self.model.config.features
+        return TranscriptionReady(
+            device=describe_device(self._device, 1),
+            dtype=str(self._dtype).removeprefix("torch."),
+            weights=self._weights,
+            memory=self.memory,
+            load_s=self._load_s,
+            task="transcription",
+            max_cost=self.max_cost,
+            languages=list(self._languages),
+            sample_rate=features.sample_rate,
+            min_samples=features.min_samples,
+            max_samples=self.max_samples,
+            tokens="real" if self._weights == "real" else "synthetic",
+        )
+
+    def close(self) -> None:
+        """Do nothing: the device is released with the process."""
+
+    def _encode(self, requests: Sequence[Transcribe], shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the encoder's output of the clips and their frame counts. shape: frames that they are padded to."""
+        features, factor = self.model.config.features, self.model.config.encoder.subsampling_factor
+        # The longest clip of `shape` encoder frames.
+        size = shape * factor * features.hop - (0 if features.drops_last_frame else 1)
+        is_cuda = self._device.type == "cuda"
+        samples = torch.zeros(len(requests), size, dtype=torch.int16, pin_memory=is_cuda)
+        lengths = []
+        for row, request in zip(samples.numpy(), requests, strict=True):
+            clip = np.frombuffer(request.samples, np.int16)
+            row[: len(clip)] = clip
+            lengths.append(len(clip))
+        on_device = samples.to(self._device, non_blocking=True).float() / _INT16_RANGE
+        return self.model.encode(on_device, torch.tensor(lengths, device=self._device))
+
+    def _ctc(
+        self, requests: Sequence[Transcribe], encoded: torch.Tensor, frames: torch.Tensor
+    ) -> list[tuple[list[int], list[Emissions]]]:
+        """Decode the clips that ask for CTC, language by language. Returns (rows, their emissions)."""
+        by_language: dict[str, list[int]] = {}
+        for row, request in enumerate(requests):
+            if request.decoder == "ctc":
+                by_language.setdefault(request.language, []).append(row)
+        blank = self.model.config.blank
+        return [
+            (rows, ctc_greedy(self.model.ctc_logits(encoded[rows], self._languages[language]), frames[rows], blank))
+            for language, rows in by_language.items()
+        ]
+
+    def _rnnt(
+        self, requests: Sequence[Transcribe], encoded: torch.Tensor, frames: torch.Tensor
+    ) -> list[tuple[list[int], list[Emissions]]]:
+        """Decode the clips that ask for RNN-T, of all languages together. Returns (rows, their emissions)."""
+        rows = [row for row, request in enumerate(requests) if request.decoder == "rnnt"]
+        if not rows:
+            return []
+        languages = torch.tensor([self._languages[requests[row].language] for row in rows], device=self._device)
+        if len(rows) < len(requests):
+            encoded, frames = encoded[rows], frames[rows]
+        return [(rows, transducer_greedy(self.model, encoded, frames, languages))]
+
+    def _transcript(self, request: Transcribe, emissions: Emissions, frames: int) -> Transcript:
+        words = words_of(emissions, self._token_texts[request.language], self.model.config.frame_s)
+        return Transcript(
+            request_id=request.request_id,
+            finish_reason="stop",
+            text=" ".join(word.text for word in words),
+            words=words,
+            tokens=len(emissions.tokens),
+            frames=frames,
+        )
+
+
+def recognition_engine(
+    config: EngineConfig, progress: Callable[[str, float], None]
+) -> BatchEngine[Transcribe, Transcript]:
+    """Load a recognizer and return its engine. Raises ConfigError."""
+    return BatchEngine(RecognitionTask(config, progress))
+
+
+def words_of(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tuple[Word, ...]:
+    """Join tokens to words with their times. texts: of the language's tokens; frame_s: seconds per frame."""
+    words: list[Word] = []
+    for token, first, end in zip(*emissions, strict=True):
+        text, end_s = texts[token], round(end * frame_s, 3)
+        if text.startswith(_WORD_START) or not words:
+            words.append(Word(text.removeprefix(_WORD_START), round(first * frame_s, 3), end_s))
+        else:
+            words[-1] = Word(words[-1].text + text, words[-1].start_s, end_s)
+    return tuple(word for word in words if word.text)
+
+
+def plan_memory(
+    config: IndicConformerConfig,
+    *,
+    weight_bytes: int,
+    element_size: int,
+    memory_bytes: int,
+    max_shape: int,
+    limit: int,
+) -> tuple[int, list[MemoryRow]]:
+    """Return the padded encoder frames that may run together, at most `limit`, and the memory table.
+
+    max_shape: frames that the longest clip is padded to. Raises ConfigError when memory_bytes do not suffice for it.
+    """
+    encoder = config.encoder
+    position_bytes = encoder.num_layers * (2 * max_shape - 1) * encoder.hidden_size * element_size
+    subsampled = encoder.subsampling_factor // 2 * (encoder.num_mels // 2) * encoder.subsampling_channels
+    layer = (
+        _HIDDEN_TENSORS * encoder.hidden_size
+        + _FEED_FORWARD_TENSORS * encoder.feed_forward_size
+        + _SCORE_TENSORS * encoder.num_heads * max_shape
+    )
+    # Samples and features in float32 live beside; tokens of the RNN-T are int32, twice per possible symbol.
+    host_copies = encoder.subsampling_factor * (config.features.hop * 3 + config.features.n_fft * 4) * 4
+    frame_bytes = (
+        int(max(subsampled * _SUBSAMPLING_TENSORS, layer) * element_size) + host_copies + 8 * config.max_symbols
+    )
+    available_bytes = int(memory_bytes * (1 - _RESERVE_FRACTION)) - weight_bytes - position_bytes
+    max_cost = min(limit, available_bytes // frame_bytes)
+    if max_cost < max_shape:
+        needed_bytes = (weight_bytes + position_bytes + max_shape * frame_bytes) / (1 - _RESERVE_FRACTION)
+        raise ConfigError(
+            f"{memory_bytes / 2**30:.2f} GiB must hold the weights and a clip of {MAX_CLIP_S} s, which take "
+            f"{needed_bytes / 2**30:.2f} GiB. Raise --memory."
+        )
+    return max_cost, [
+        MemoryRow("weights", weight_bytes),
+        MemoryRow("relative positions", position_bytes, f"of clips of up to {MAX_CLIP_S} s"),
+        MemoryRow("activations", max_cost * frame_bytes, f"of {max_cost * config.frame_s:,.0f} s of audio per batch"),
+    ]
+
+
+def _check_options(config: EngineConfig) -> None:
+    """Raise ConfigError for an option that a recognizer does not have."""
+    for option in fields(config):
+        value = getattr(config, option.name)
+        is_default = value == (option.default_factory() if callable(option.default_factory) else option.default)
+        if option.name in _UNUSED_OPTIONS and not is_default:
+            flag = "--" + option.name.replace("_", "-")
+            raise ConfigError(f"{flag} {value}: speech recognition does not support it; {config.model} is a recognizer")
+
+
+def _build(
+    config: EngineConfig, model_config: IndicConformerConfig, dtype: torch.dtype, device: torch.device
+) -> IndicConformer:
+    """Build the model with uninitialized weights on the device. Raises ConfigError when they do not fit."""
+    with torch.device("meta"):
+        model = IndicConformer(model_config).to(dtype)
+    check_memory(config.model, sum(values.nbytes for values in model.parameters()), device, 1)
+    return model.to_empty(device=device)
+
+
+def _load(
+    model: IndicConformer, archive: NemoArchive, config: EngineConfig, progress: Callable[[str, float], None]
+) -> dict[str, list[str]]:
+    """Fill the weights and return the texts of the tokens, by language. Of dummy weights they are numbers."""
+    if config.load_format == "dummy":
+        progress("making weights", 0.0)
+        model.fill_dummy(config.seed)
+        names = [f"{_WORD_START}{token}" for token in range(model.config.tokens_per_language)]
+        return dict.fromkeys(model.config.languages, names)
+    progress("reading tokenizers", 0.0)
+    texts = archive.token_texts(model.config)
+    progress("loading weights", 0.0)
+    model.load(archive.tensors(), Path(archive.path).name)
+    return texts
