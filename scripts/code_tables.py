@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -59,7 +60,8 @@ def published_shapes() -> list[str]:
     lines = ["| model | architecture | parameters | context | layers |", "|---|---|--:|--:|---|"]
     for model_id in PUBLISHED_CONFIG_FOLDERS:
         checkpoint = open_checkpoint(model_id, files="config")
-        model = build_model(checkpoint, torch.bfloat16, torch.device("meta"))
+        config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
+        model = build_model(replace(checkpoint, config=config), torch.bfloat16, torch.device("meta"))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         architecture = checkpoint.config["architectures"][0]
         layers = _layers(model.kv_cache_specs())

@@ -129,7 +129,7 @@ def ggml_weight(ggml_type: ggml.BlockType, *shape: int) -> ggml.GgmlTensor:
 
 def ggml_decode_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     token_ids, cases = meta(7, dtype=torch.int64), []
-    for ggml_type in (*ggml.GgmlType, Int4Type(128), Int4Type(64), Int4Type(32, "BF16")):
+    for ggml_type in (*ggml.GgmlType, Int4Type(128), Int4Type(64), Int4Type(32, torch.bfloat16)):
         weight = ggml_weight(ggml_type, 4096, model.hidden_size)
         cases.append(partial(ggml_decode.ggml_embedding, weight, token_ids, dtype, 4096))
         cases.append(partial(ggml_decode.dequantize, weight, meta(4096, model.hidden_size, dtype=dtype)))

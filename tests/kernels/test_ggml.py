@@ -33,7 +33,7 @@ from meltcore.kernels.quant.ggml_linear import ggml_linear
 from meltcore.kernels.quant.int4 import Int4Type, pack_int4_scales, pack_int4_values, pack_int4_zeros
 
 GGML_FORMATS = pytest.mark.parametrize("ggml_type", list(GgmlType), ids=lambda each: each.name)
-INT4_TYPES = [Int4Type(128), Int4Type(64), Int4Type(32, "BF16")]
+INT4_TYPES = [Int4Type(128), Int4Type(64), Int4Type(32, torch.bfloat16)]
 FORMATS = pytest.mark.parametrize("ggml_type", [*GgmlType, *INT4_TYPES], ids=lambda each: each.name)
 
 

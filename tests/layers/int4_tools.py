@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -23,14 +29,14 @@ def int4_matrix(
     group_size: int,
     *,
     seed: int = 0,
-    desc_act: bool = False,
+    order_seed: int | None = None,
     sym: bool = False,
     dtype: torch.dtype = torch.float16,
     std: float = 0.05,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the tensors of a random matrix by the last part of their names, and its values [outputs, inputs] float32.
 
-    layout: awq, gptq or gptq_v2.
+    layout: awq, gptq or gptq_v2. order_seed: of the activation order; None keeps the inputs of a group together.
     """
     draw = np.random.default_rng(seed)
     groups = inputs // group_size
@@ -39,8 +45,8 @@ def int4_matrix(
     zeros = np.full((outputs, groups), 8) if sym else draw.integers(lowest, lowest + 16, (outputs, groups))
     scales = torch.from_numpy(draw.uniform(0.5, 1.5, (outputs, groups)) * std / 6.5).to(dtype)
     group_of = np.repeat(np.arange(groups), group_size)
-    if desc_act:
-        draw.shuffle(group_of)
+    if order_seed is not None:
+        np.random.default_rng(order_seed).shuffle(group_of)
     dense = (numbers - zeros[:, group_of]) * scales.double().numpy()[:, group_of]
     tensors = {"scales": scales.T.contiguous()}
     if layout == "awq":
@@ -51,3 +57,56 @@ def int4_matrix(
         tensors["qzeros"] = torch.from_numpy(words_of(zeros.T - lowest))
         tensors["g_idx"] = torch.from_numpy(group_of.astype(np.int32))
     return tensors, torch.from_numpy(dense).float()
+
+
+# Parts of the names of tensors that keep their type.
+_KEPT = ("embed", "lm_head", "mlp.gate.", "shared_expert_gate", "conv1d", "in_proj_a", "in_proj_b")
+
+
+def write_int4(
+    folder: Path, reference: PreTrainedModel, layout: str, settings: dict[str, Any], *, same_order: bool = True
+) -> None:
+    """Write a network in 4-bit weights with a quantization_config, and give it the values that they have.
+
+    settings: group_size, and of GPTQ desc_act and sym. same_order: of q, k and v, in activation order.
+    """
+    desc_act, sym = settings.get("desc_act", False), settings.get("sym", False)
+    tensors: dict[str, torch.Tensor] = {}
+    for index, (name, weight) in enumerate(reference.named_parameters()):
+        if weight.dim() < 2 or any(kept in name for kept in _KEPT):
+            tensors[name] = weight.detach().clone()
+            continue
+        for part_name, part in matrices_of(name, weight.detach()):
+            module = part_name.removesuffix(".weight")
+            seed = index + len(tensors)
+            order_seed = (0 if same_order else len(name) + index) if desc_act else None
+            stored, dense = int4_matrix(
+                *(layout, *part.shape, settings["group_size"]),
+                seed=seed,
+                order_seed=order_seed,
+                sym=sym,
+                std=float(part.std()),
+            )
+            part.copy_(dense)
+            tensors |= {f"{module}.{end}": tensor for end, tensor in stored.items()}
+    stated = {"quant_method": "awq", "version": "gemm", "zero_point": True, "modules_to_not_convert": _KEPT[-2:]}
+    if layout != "awq":
+        stated = {"quant_method": "gptq", "checkpoint_format": layout}
+    reference.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [type(reference).__name__], "quantization_config": stated | {"bits": 4} | settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def matrices_of(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the published names of a parameter's matrices, and views of them: a tensor of experts has several."""
+    if ".experts." not in name or weight.dim() == 2:
+        return [(name, weight)]
+    prefix, _, kind = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    return [
+        (f"{prefix}.{expert}.{part}.weight", matrix)
+        for expert in range(len(weight))
+        for part, matrix in zip(parts, weight[expert].chunk(len(parts)), strict=True)
+    ]

@@ -22,8 +22,10 @@ LAYOUTS = pytest.mark.parametrize("layout", ["awq", "gptq", "gptq_v2"])
 RANKS = [TensorParallelGroup(rank, 2) for rank in range(2)]
 
 
-def stored(layout: str, group_size: int = 128, scale_type: str = "F16", group_index: bytes = b"") -> Int4Format:
-    int4_type = Int4Type(group_size, scale_type)  # type: ignore[arg-type]
+def stored(
+    layout: str, group_size: int = 128, dtype: torch.dtype = torch.float16, group_index: bytes = b""
+) -> Int4Format:
+    int4_type = Int4Type(group_size, dtype)
     return Int4Format(layout, int4_type, has_g_idx=layout != "awq", group_index=group_index)  # type: ignore[arg-type]
 
 
@@ -39,15 +41,16 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @LAYOUTS
-@pytest.mark.parametrize(("group_size", "scale_type"), [(128, "F16"), (64, "BF16"), (32, "F16")])
+@pytest.mark.parametrize(
+    ("group_size", "dtype"), [(128, torch.float16), (64, torch.bfloat16), (32, torch.float16)], ids=str
+)
 @pytest.mark.parametrize("sym", [True, False])
 def test_merged_layer_computes_with_the_published_values(
-    layout: str, group_size: int, scale_type: str, sym: bool
+    layout: str, group_size: int, dtype: torch.dtype, sym: bool
 ) -> None:
     """384 columns are no whole number of chunks of 256."""
     layer = ColumnParallelLinear(384, 40, 24, 24)
-    layer.quantize(int4_method(stored(layout, group_size, scale_type)))
-    dtype = torch.bfloat16 if scale_type == "BF16" else torch.float16
+    layer.quantize(int4_method(stored(layout, group_size, dtype)))
     dense = []
     for index, size in enumerate((40, 24, 24)):
         tensors, values = int4_matrix(layout, size, 384, group_size, seed=index, sym=sym, dtype=dtype)
@@ -120,7 +123,7 @@ def test_a_shard_within_a_group_or_a_word_is_refused_with_the_largest_size() -> 
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
 def test_inputs_in_activation_order_are_gathered(layout: str) -> None:
-    tensors, dense = int4_matrix(layout, 32, 512, 128, desc_act=True)
+    tensors, dense = int4_matrix(layout, 32, 512, 128, order_seed=3)
     group_index = tensors["g_idx"].numpy().tobytes()
     layer = ColumnParallelLinear(512, 32)
     layer.quantize(int4_method(stored(layout, group_index=group_index)))
@@ -193,7 +196,7 @@ def test_a_weight_takes_its_bits() -> None:
 def test_every_trap_is_seen(trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that falls into a trap computes something else than the published values."""
     layout = {"nibble order": "awq", "group off by one": "awq"}.get(trap, "gptq")
-    tensors, dense = int4_matrix(layout, 32, 512, 128, desc_act=trap == "g_idx")
+    tensors, dense = int4_matrix(layout, 32, 512, 128, order_seed=3 if trap == "g_idx" else None)
     given = stored(layout)
     if trap == "nibble order":
         monkeypatch.setattr(int4_weights, "_AWQ_ORDER", tuple(range(8)))

@@ -182,10 +182,7 @@ def test_unknown_type_of_an_ignored_tensor_is_accepted(folder: Path) -> None:
 @pytest.mark.parametrize("text_part", [False, True])
 @pytest.mark.parametrize(
     ("settings", "method"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "fp8"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq"),
-    ],
+    [({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "fp8")],
 )
 def test_quantized_checkpoint_is_refused_with_its_method(
     tmp_path: Path, text_part: bool, settings: dict, method: str

@@ -28,6 +28,9 @@ from meltcore.layers.quantization import QuantizationMethod
 from meltcore.layers.weight_loader import ConvertingLoader, MatrixPart, ShardLoader, WeightLoader, as_slice
 
 WORD_VALUES = 8  # in an int32
+# Dummy weights: zero points of 8, and the standard deviation of uniform values around them.
+DUMMY_ZEROS, DUMMY_DEVIATION = 0x88888888 - 2**32, 4.64
+Layout = Literal["awq", "gptq", "gptq_v2"]
 # Value i of a word of AWQ is output _AWQ_ORDER[i] of eight.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -39,7 +42,7 @@ class Int4Format(NamedTuple):
     g_idx if the inputs are in activation order, int32; else empty.
     """
 
-    layout: Literal["awq", "gptq", "gptq_v2"]
+    layout: Layout
     type: Int4Type
     has_g_idx: bool = False
     has_bias: bool = False
@@ -142,7 +145,7 @@ class _Matrix(NamedTuple):
     def _store_scales(self, rows: slice, scales: torch.Tensor) -> None:
         if not torch.isfinite(scales).all():
             raise ValueError("has a scale that is not finite")
-        by_row = self._ordered(scales.to(self.arrays[1].device).t())
+        by_row = self._ordered(scales.to(self.arrays[1].device, self.format.type.scale_dtype).t())
         self.arrays[1][rows].copy_(pack_int4_scales(by_row, self.format.type))
 
     def _store_zeros(self, rows: slice, words: torch.Tensor) -> None:

@@ -39,6 +39,7 @@ PUBLISHED_CONFIG_FOLDERS = {
     "mistralai/Mistral-7B-Instruct-v0.3": Path(__file__).parent / "published" / "mistral-7b-instruct-v0.3",
     "Qwen/Qwen2.5-1.5B-Instruct": Path(__file__).parent / "published" / "qwen2.5-1.5b-instruct",
     "Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b",
+    "Qwen/Qwen3-8B-AWQ": Path(__file__).parent / "published" / "qwen3-8b-awq",
     "Qwen/Qwen3-30B-A3B": Path(__file__).parent / "published" / "qwen3-30b-a3b",
     "Qwen/Qwen3.5-35B-A3B": Path(__file__).parent / "published" / "qwen3.5-35b-a3b",
 }

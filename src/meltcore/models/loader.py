@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,13 +16,15 @@ from meltcore.config import Quantization
 from meltcore.errors import ConfigError
 from meltcore.host_memory import host_available_bytes
 from meltcore.kernels.quant.ggml import GgmlType, random_blocks
+from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, stored_dtypes
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
 from meltcore.models.model import LoadableModel, Model
+from meltcore.models.published_int4 import Int4Config, quantize_to_int4
 from meltcore.models.quantization import quantize_as_stored, quantize_to_fp8
-from meltcore.models.quantization_config import read_quantization_config
+from meltcore.models.quantization_config import AwqConfig, GptqConfig, read_quantization_config
 from meltcore.models.registry import ARCHITECTURES, ModelClass
 from meltcore.models.safetensors_file import SafetensorsFile
 from meltcore.models.tensor_file import TensorEntry, TensorFile
@@ -71,7 +73,7 @@ def build_meta_model(
     if not supported_names:
         names_text = ", ".join(names) or "nothing"
         raise ConfigError(f"{checkpoint.name}: config.json names {names_text}; we have {', '.join(ARCHITECTURES)}")
-    _check_not_quantized(checkpoint.config)
+    published = _published_config(checkpoint, quantization)
     with torch.device("meta"), _default_dtype(dtype):
         model = _network(checkpoint, ARCHITECTURES[supported_names[0]])
         if group is not None:
@@ -79,6 +81,10 @@ def build_meta_model(
         if checkpoint.gguf is not None:
             formats = {name: entry.dtype_name for name, entry in _stored_entries(checkpoint).items()}
             quantize_as_stored(model, formats, linear_layers=quantization == "none")
+        if published is not None:
+            with ExitStack() as stack:
+                files = open_files(checkpoint) if _has_weight_files(checkpoint) else ()
+                quantize_to_int4(model, published, [stack.enter_context(file) for file in files])
         if quantization == "fp8":
             if model.config.experts is not None:
                 raise ConfigError(f"--quantization fp8 does not compute routed experts, which {checkpoint.name} has")
@@ -86,8 +92,8 @@ def build_meta_model(
     check_memory(
         checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, group.size if group else 1
     )
-    if checkpoint.gguf is not None:  # its header has all shapes: none that contradicts them is allocated
-        check_tensors(model, checkpoint)
+    if checkpoint.gguf is not None or (published is not None and _has_weight_files(checkpoint)):
+        check_tensors(model, checkpoint)  # headers have all shapes: none that contradicts them is allocated
     return model
 
 
@@ -136,15 +142,30 @@ def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: 
         )
 
 
-def _check_not_quantized(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the checkpoint is quantized, since its scales are not supported."""
-    quantization_config = read_quantization_config(config)
-    if quantization_config is not None:
-        raise Fields(config).field_error(
+def _published_config(checkpoint: Checkpoint, quantization: Quantization) -> Int4Config | None:
+    """Return the quantization of a published checkpoint, None for an unquantized one.
+
+    Raises ConfigError for a format whose scales are not supported, and for another quantization on top of it.
+    """
+    config = read_quantization_config(checkpoint.config)
+    if config is None:
+        return None
+    if not isinstance(config, AwqConfig | GptqConfig):
+        raise Fields(checkpoint.config).field_error(
             "quantization_config",
-            f"says that weights are quantized, quant_method {quantization_config.quant_method}; an unquantized "
+            f"says that weights are quantized, quant_method {config.quant_method}; an unquantized "
             "checkpoint is needed here (--quantization fp8 quantizes it while loading)",
         )
+    if quantization != "none":
+        raise ConfigError(
+            f"{checkpoint.name} is quantized already (quant_method {config.quant_method}); "
+            f"it cannot be served with --quantization {quantization}"
+        )
+    return config
+
+
+def _has_weight_files(checkpoint: Checkpoint) -> bool:
+    return any(checkpoint.folder.glob("*.safetensors"))
 
 
 @contextmanager
@@ -176,7 +197,7 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progres
         for file_index, (file, file_parts) in enumerate(zip(files, parts, strict=True)):
             for part, values in _read_ahead(file, file_parts, pool, buffers):
                 if not part.is_read_in_place(values):
-                    part.target.copy_(values)
+                    part.store(values, file)
             progress("loading weights", (file_index + 1) / len(files))
 
 
@@ -243,8 +264,16 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
             columns = row_bytes // ggml_type.block_bytes * ggml_type.block_size
             target.copy_(random_blocks(ggml_type, (*rows, columns), DUMMY_WEIGHT_STD, generator))
             continue
+        if stored_dtypes(target) == (torch.int32,):
+            words = torch.empty(target.shape, dtype=torch.int32, device=model.device)
+            is_zeros = name.endswith(".qzeros")
+            target.copy_(words.fill_(DUMMY_ZEROS) if is_zeros else words.random_(-(2**31), 2**31, generator=generator))
+            continue
         values = torch.empty(target.shape, dtype=model.dtype, device=model.device)
-        if values.dim() == 1:
+        if name.endswith(".scales"):
+            signs = values.normal_(generator=generator).sign_()
+            target.copy_(signs * (DUMMY_WEIGHT_STD / DUMMY_DEVIATION))
+        elif values.dim() == 1:
             target.copy_(values.fill_(0.0 if name.endswith(".bias") else 1.0))
         else:
             target.copy_(values.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator))
@@ -263,6 +292,13 @@ class _Part(NamedTuple):
         if isinstance(target, torch.Tensor) and target.device.type == "cpu" and target.dtype == dtype:
             return target.detach().view(-1).view(torch.uint8) if target.is_contiguous() else None
         return None
+
+    def store(self, values: torch.Tensor, file: TensorFile) -> None:
+        """Copy what was read to the target. Raises ConfigError for values that it refuses."""
+        try:
+            self.target.copy_(values)
+        except ValueError as error:
+            raise ConfigError(f"{file.path.name}: {file.stored_name(self.name)} {error}") from error
 
     def is_read_in_place(self, values: torch.Tensor) -> bool:
         """Return whether `values` already lie in the memory of the target."""

@@ -61,7 +61,7 @@ def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_l
     Raises ConfigError where experts are quantized in part.
     """
     assert isinstance(model, Decoder)
-    for layer, names in _tensors_of_layers(model):
+    for layer, names in tensors_of_layers(model):
         if not linear_layers and not isinstance(layer, ParallelLMHead):
             continue
         types = [GgmlType.__members__.get(dtype_names.get(name, "")) for name in names]
@@ -73,7 +73,7 @@ def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_l
         layer.quantize(ggml_method(*types))
 
 
-def _tensors_of_layers(
+def tensors_of_layers(
     model: Decoder,
 ) -> Iterator[tuple[LinearBase | ParallelLMHead | SparseMoeBlock, tuple[str, ...]]]:
     """Yield each layer that can be quantized, and the published names of the tensors that it merges."""
@@ -86,6 +86,10 @@ def _tensors_of_layers(
         if isinstance(attention, Attention):
             yield attention.qkv_proj, tuple(f"{prefix}.self_attn.{name}_proj.weight" for name in "qkv")
             yield attention.o_proj, (f"{prefix}.self_attn.o_proj.weight",)
+        else:
+            names = ("qkv", "qkv", "qkv", "z", "b", "a")
+            yield attention.in_proj, tuple(f"{prefix}.linear_attn.in_proj_{name}.weight" for name in names)
+            yield attention.out_proj, (f"{prefix}.linear_attn.out_proj.weight",)
         if isinstance(mlp, GatedMLP):
             yield mlp.gate_up_proj, (f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight")
             yield mlp.down_proj, (f"{prefix}.mlp.down_proj.weight",)

@@ -8,7 +8,6 @@ checkpoints. Frantar et al. 2022, arXiv:2210.17323; Lin et al. 2023, arXiv:2306.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -16,30 +15,24 @@ import torch
 CHUNK = 256
 GROUP_SIZES = (32, 64, 128)
 _MIDDLE = 8  # is subtracted from values and zero points, which makes both signed
-_SCALE_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Int4Type:
-    """The format of a tensor in groups of 4-bit values. scale_type: of its scales, by its name in safetensors."""
+    """The format of a tensor in groups of 4-bit values. scale_dtype: float16 or bfloat16."""
 
     group_size: int
-    scale_type: Literal["F16", "BF16"] = "F16"
+    scale_dtype: torch.dtype = torch.float16
 
     @property
     def name(self) -> str:
         """The name of the format."""
-        return f"INT4_G{self.group_size}_{self.scale_type}"
+        return f"INT4_G{self.group_size}_{'BF16' if self.scale_dtype == torch.bfloat16 else 'F16'}"
 
     @property
     def block_size(self) -> int:
         """Values per group, which divides the columns of a tensor and of each shard of it."""
         return self.group_size
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """The type of scales."""
-        return _SCALE_TYPES[self.scale_type]
 
     @property
     def groups_per_chunk(self) -> int:
