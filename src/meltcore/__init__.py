@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "Translator", "__version__"]
 
 if TYPE_CHECKING:
     from meltcore.llm import LLM
     from meltcore.protocol.sampling_params import SamplingParams
+    from meltcore.translator import Translator
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from meltcore.protocol.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "Translator":
+        from meltcore.translator import Translator
+
+        return Translator
     raise AttributeError(f"module 'meltcore' has no attribute {name!r}")

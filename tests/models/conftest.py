@@ -1,6 +1,19 @@
-"""Tests of models that need a whole engine have the engine's tools."""
+"""Tests of models that need a whole engine have the engine's tools, those of translation have those of its text."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "engine"))
+import pytest
+import torch
+
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("engine", "text")]
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch with one thread: several only wait for each other at the sizes of tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

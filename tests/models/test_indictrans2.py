@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,15 +19,8 @@ from meltcore.models.indictrans2 import DecodeStep, IndicTrans2
 from meltcore.tasks import beam_search
 from meltcore.tasks.beam_search import BeamOptions, BeamSearch, Translation
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NEW_TOKENS = 12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several only wait for each other at these sizes
-    yield
-    torch.set_num_threads(threads)
 
 
 class Pair(NamedTuple):

@@ -12,33 +12,21 @@ import pytest
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
 
-from translation_texts import random_sentence
+from translation_texts import random_sentence, write_tokenizer
 
 from meltcore.errors import ConfigError, RequestError
-from meltcore.text.translation.languages import LANGUAGES, TAGS, check_script, find_language
+from meltcore.text.translation.languages import (
+    LANGUAGES,
+    TAGS,
+    check_script,
+    direction_of,
+    find_language,
+    needed_direction,
+)
 from meltcore.text.translation.sentences import join_sentences, split_sentences
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer
 
 ENGLISH, HINDI, TAMIL, URDU = (find_language(name, "src_lang") for name in ("English", "Hindi", "Tamil", "Urdu"))
-
-
-def write_tokenizer(folder: Path, texts: list[str]) -> dict[str, int]:
-    """Train a small tokenizer in the published layout. Its ids are in another order than those of SentencePiece."""
-    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-
-    (folder / "corpus.txt").write_text("\n".join(texts))
-    for side in ("SRC", "TGT"):
-        SentencePieceTrainer.train(
-            input=str(folder / "corpus.txt"), model_prefix=str(folder / side), vocab_size=400, minloglevel=2,
-            hard_vocab_limit=False,
-        )  # fmt: skip
-        (folder / f"{side}.model").rename(folder / f"model.{side}")
-        model = SentencePieceProcessor(model_file=str(folder / f"model.{side}"))
-        pieces = sorted({model.id_to_piece(i) for i in range(model.vocab_size())} - {"<s>", "</s>", "<unk>"})
-        words = ["<s>", "<pad>", "</s>", "<unk>", *sorted(TAGS), *pieces]
-        (folder / f"dict.{side}.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
-    dictionary: dict[str, int] = json.loads((folder / "dict.SRC.json").read_text())
-    return dictionary
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +69,23 @@ def test_unknown_language_is_an_error_that_lists_the_languages(name: str) -> Non
 def test_language_of_two_scripts_needs_one(name: str, codes: str) -> None:
     with pytest.raises(RequestError, match=codes):
         find_language(name, "src_lang")
+
+
+@pytest.mark.parametrize(
+    ("name", "direction"),
+    [
+        ("ai4bharat/indictrans2-en-indic-1B", "en-indic"), ("/x/en-indic/indictrans2-indic-en-dist-200M/", "indic-en"),
+        ("IndicTrans2-Indic-Indic", "indic-indic"), ("indictrans2", None), ("men-indic", None), ("", None),
+    ],
+)  # fmt: skip
+def test_direction_is_read_from_the_last_part_of_a_name(name: str, direction: str | None) -> None:
+    assert direction_of(name) == direction
+
+
+def test_direction_follows_from_the_languages() -> None:
+    assert needed_direction(ENGLISH, HINDI) == "en-indic"
+    assert needed_direction(HINDI, ENGLISH) == "indic-en"
+    assert needed_direction(TAMIL, URDU) == "indic-indic"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
-"""Random sentences in all languages of translation, with what the text steps look for: marks, digits, entities."""
+"""Random sentences in all languages, with what the text steps look for: marks, digits, entities. Small tokenizers."""
 
 from __future__ import annotations
 
+import json
 import random
 import unicodedata
+from pathlib import Path
 
-from meltcore.text.translation.languages import Language
+from meltcore.text.translation.languages import TAGS, Language
 
 _BLOCKS = {
     "Devanagari": 0x900, "Bengali": 0x980, "Gurmukhi": 0xA00, "Gujarati": 0xA80, "Oriya": 0xB00, "Tamil": 0xB80,
@@ -50,3 +52,22 @@ def random_sentence(language: Language, chance: random.Random, num_parts: int = 
             part += chance.choice(_MARKS)
         parts += [part, " " if chance.random() < 0.85 else ""]
     return "".join(parts)
+
+
+def write_tokenizer(folder: Path, texts: list[str]) -> dict[str, int]:
+    """Train a small tokenizer in the published layout. Its ids are in another order than those of SentencePiece."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+
+    (folder / "corpus.txt").write_text("\n".join(texts))
+    for side in ("SRC", "TGT"):
+        SentencePieceTrainer.train(
+            input=str(folder / "corpus.txt"), model_prefix=str(folder / side), vocab_size=400, minloglevel=2,
+            hard_vocab_limit=False,
+        )  # fmt: skip
+        (folder / f"{side}.model").rename(folder / f"model.{side}")
+        model = SentencePieceProcessor(model_file=str(folder / f"model.{side}"))
+        pieces = sorted({model.id_to_piece(i) for i in range(model.vocab_size())} - {"<s>", "</s>", "<unk>"})
+        words = ["<s>", "<pad>", "</s>", "<unk>", *sorted(TAGS), *pieces]
+        (folder / f"dict.{side}.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    dictionary: dict[str, int] = json.loads((folder / "dict.SRC.json").read_text())
+    return dictionary

@@ -44,6 +44,17 @@ PUBLISHED_CONFIG_FOLDERS = {
     "Qwen/Qwen3.5-35B-A3B": Path(__file__).parent / "published" / "qwen3.5-35b-a3b",
 }
 
+PUBLISHED_TRANSLATION_FOLDERS = {
+    f"ai4bharat/{name}": Path(__file__).parent / "published" / name
+    for name in (
+        "indictrans2-en-indic-1B",
+        "indictrans2-indic-en-1B",
+        "indictrans2-indic-indic-1B",
+        "indictrans2-en-indic-dist-200M",
+        "indictrans2-indic-en-dist-200M",
+    )
+}
+
 # Published speech recognizers, with a model_config.yaml for random weights of their shapes.
 PUBLISHED_RECOGNIZERS = {
     "ai4bharat/indic-conformer-600m-multilingual": Path(__file__).parent / "published" / "indic-conformer-600m",
@@ -51,7 +62,7 @@ PUBLISHED_RECOGNIZERS = {
 
 CheckpointFiles = Literal["config", "text", "all"]
 _ONNX_ASSETS = "ONNX and TorchScript files, which cannot be served; give the model's NeMo archive (*.nemo)"
-_TEXT_PATTERNS = ["*.json", "*.jinja"]
+_TEXT_PATTERNS = ["*.json", "*.jinja", "model.SRC", "model.TGT"]  # the last two: SentencePiece models of IndicTrans2
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 
 
@@ -252,8 +263,9 @@ def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoi
 def _find_folder(model: str, files: CheckpointFiles) -> Path:
     if model in _BUNDLED_FOLDERS:
         return _BUNDLED_FOLDERS[model]
-    if files == "config" and model in PUBLISHED_CONFIG_FOLDERS:
-        return PUBLISHED_CONFIG_FOLDERS[model]
+    published_folders = PUBLISHED_CONFIG_FOLDERS | PUBLISHED_TRANSLATION_FOLDERS
+    if files == "config" and model in published_folders:
+        return published_folders[model]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import regex
 
@@ -56,6 +56,9 @@ LANGUAGES: tuple[Language, ...] = (
 TAGS = frozenset(language.code for language in LANGUAGES) | {
     "awa_Deva", "bho_Deva", "gon_Deva", "hne_Deva", "kha_Latn", "lus_Latn", "mag_Deva", "unr_Deva",
 }  # fmt: skip
+# What a published checkpoint translates; its name has it.
+Direction = Literal["en-indic", "indic-en", "indic-indic"]
+_DIRECTION = regex.compile(rf"(?<![a-z])({'|'.join(get_args(Direction))})(?![a-z])")
 _MAX_SHOWN_CHARS = 60
 
 
@@ -74,6 +77,19 @@ def find_language(name: str, param: str) -> Language:
         raise RequestError(f"{param} {shown} is written in {len(found)} scripts: name {codes}", param=param)
     codes = ", ".join(language.code for language in LANGUAGES)
     raise RequestError(f"{param} {shown} is not a language of IndicTrans2; its languages are {codes}", param=param)
+
+
+def needed_direction(source: Language, target: Language) -> Direction:
+    """Return the direction of checkpoints that translate from `source` to `target`."""
+    if source.code == "eng_Latn":
+        return "en-indic"
+    return "indic-en" if target.code == "eng_Latn" else "indic-indic"
+
+
+def direction_of(checkpoint: str) -> Direction | None:
+    """Return the direction in the last part of a checkpoint's name or path; None if there is none."""
+    found = _DIRECTION.search(checkpoint.rstrip("/").rpartition("/")[2].lower())
+    return next((each for each in get_args(Direction) if found and found.group(1) == each), None)
 
 
 def check_script(text: str, language: Language, param: str) -> None:

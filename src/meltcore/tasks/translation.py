@@ -1,0 +1,77 @@
+"""Loads a translation checkpoint, and translates a list of token sequences through the slots of one beam search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.indictrans2 import IndicTrans2
+from meltcore.models.loader import check_memory, fill_dummy_weights, load_weights
+from meltcore.tasks.beam_search import BeamOptions, BeamSearch
+
+_ARCHITECTURE = "IndicTransForConditionalGeneration"
+# Tokens, with padding, that are encoded together
+_GPU_ENCODER_TOKENS, _CPU_ENCODER_TOKENS = 16_384, 2048
+
+
+def open_translation_checkpoint(name: str, *, is_dummy: bool = False) -> Checkpoint:
+    """Find the checkpoint. is_dummy: for random weights, its weights and tokenizer are not needed.
+
+    Raises ConfigError as `open_checkpoint` does, for another architecture, and for fairseq's own layout.
+    """
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").exists() and any(folder.glob("*.pt")) and any(folder.rglob("dict.*.txt")):
+        raise ConfigError(f"{name} is a fairseq checkpoint (*.pt, dict.*.txt); Meltcore reads the Hugging Face layout")
+    checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
+    names = checkpoint.config.get("architectures") or []
+    if _ARCHITECTURE not in names:
+        raise ConfigError(
+            f"{name}: config.json names {', '.join(names) or 'nothing'}; translation runs {_ARCHITECTURE}"
+        )
+    return checkpoint
+
+
+def load_translation_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, dummy_seed: int | None = None
+) -> IndicTrans2:
+    """Build the model and load its weights. dummy_seed: fill it with random weights instead.
+
+    Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
+    """
+    with torch.device("meta"):
+        model = IndicTrans2(checkpoint.config).to(dtype)
+    check_memory(checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, 1)
+    model = model.to_empty(device=device)
+    if dummy_seed is not None:
+        fill_dummy_weights(model, checkpoint, dummy_seed)
+    else:
+        load_weights(model, checkpoint, lambda *_: None)
+    model.prepare()
+    return model
+
+
+def translate_all(
+    model: IndicTrans2, sources: Sequence[list[int]], options: BeamOptions, *, slots: int
+) -> list[list[int]]:
+    """Return the best output of each source. Long sources begin first, and short ones fill the slots that they leave.
+
+    slots: sources that are decoded together at most.
+    """
+    if not sources:
+        return []
+    search = BeamSearch(model, options, slots=min(slots, len(sources)), max_source=max(map(len, sources)))
+    max_tokens = _GPU_ENCODER_TOKENS if model.device.type == "cuda" else _CPU_ENCODER_TOKENS
+    waiting = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    outputs: dict[object, list[int]] = {}
+    while waiting or search.num_running:
+        while waiting and search.num_free:
+            count = max(1, min(search.num_free, max_tokens // len(sources[waiting[-1]]), len(waiting)))
+            keys = waiting[-count:]
+            del waiting[-count:]
+            search.add(keys, [sources[key] for key in keys])
+        outputs |= {translation.key: translation.token_ids for translation in search.step()}
+    return [outputs[i] for i in range(len(sources))]

@@ -1,0 +1,57 @@
+"""Prepares a text for a translation model, and puts the model's outputs together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from meltcore.errors import RequestError
+from meltcore.text.translation.indic_processor import postprocess, preprocess
+from meltcore.text.translation.languages import Language, check_script
+from meltcore.text.translation.sentences import join_sentences, split_sentences
+from meltcore.text.translation.tokenizer import TranslationTokenizer
+
+_SHOWN_CHARS = 60
+
+
+class Sentence(NamedTuple):
+    """A sentence as a model reads it, and what the placeholders in it stand for."""
+
+    token_ids: list[int]
+    placeholders: dict[str, str]
+
+
+class Document(NamedTuple):
+    """The sentences of a text, and what is before, between and after them."""
+
+    sentences: list[Sentence]
+    separators: list[str]
+
+
+def prepare(text: str, tokenizer: TranslationTokenizer, source: Language, target: Language, limit: int) -> Document:
+    """Split a text into sentences and return what a model reads of each. Empty text has none.
+
+    limit: tokens that the model reads at most. Raises RequestError for a text in another script than the language's,
+    and for a sentence that is too long.
+    """
+    check_script(text, source, "src_lang")
+    texts, separators = split_sentences(text, source)
+    sentences = []
+    for sentence in texts:
+        prepared = preprocess(sentence, source)
+        token_ids = tokenizer.encode(prepared.text, source, target)
+        if len(token_ids) > limit:
+            raise RequestError(
+                f"a sentence has {len(token_ids)} tokens, of at most {limit}; split it: {sentence[:_SHOWN_CHARS]!r}..."
+            )
+        sentences.append(Sentence(token_ids, prepared.placeholders))
+    return Document(sentences, separators)
+
+
+def finish(document: Document, outputs: Iterable[list[int]], tokenizer: TranslationTokenizer, target: Language) -> str:
+    """Return the translation of a text. outputs: the model's tokens for each sentence, in their order."""
+    translations = [
+        postprocess(tokenizer.decode(output), target, sentence.placeholders)
+        for output, sentence in zip(outputs, document.sentences, strict=True)
+    ]
+    return join_sentences(translations, document.separators)
