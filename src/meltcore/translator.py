@@ -12,12 +12,16 @@ from meltcore.engine.host.device import byte_budget, choose_device
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.indictrans2 import IndicTrans2
 from meltcore.tasks.beam_search import BeamOptions, BeamSearch
-from meltcore.tasks.translation import load_translation_model, open_translation_checkpoint, translate_all
+from meltcore.tasks.translation import (
+    load_translation_model,
+    open_translation_checkpoint,
+    translate_all,
+    translation_dtype,
+)
 from meltcore.text.translation.document import finish, prepare
 from meltcore.text.translation.languages import Language, direction_of, find_language, needed_direction
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer, TranslationTokenizer
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of the memory beside the weights: the rest is for activations and for what torch keeps
 _CACHE_FRACTION = 0.8
 _GPU_SLOTS, _CPU_SLOTS = 512, 32
@@ -31,8 +35,7 @@ class _Loaded:
         self.name, self.direction = config.model, direction_of(config.model)
         is_dummy = config.load_format == "dummy"
         checkpoint = open_translation_checkpoint(config.model, is_dummy=is_dummy)
-        default = "float16" if device.type == "cuda" else "float32"
-        dtype = _DTYPES[default if config.dtype == "auto" else config.dtype]
+        dtype = translation_dtype(config.dtype, device)
         self.model: IndicTrans2 = load_translation_model(
             checkpoint, dtype, device, dummy_seed=config.seed if is_dummy else None
         )

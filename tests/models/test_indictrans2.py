@@ -188,14 +188,14 @@ def turn_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attend_to_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = beam_search.DecodeStep
+    make = DecodeStep
     monkeypatch.setattr(
         beam_search, "DecodeStep", lambda **fields: make(**{**fields, "cross_mask": fields["cross_mask"] | True})
     )
 
 
 def read_all_beams(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = beam_search.DecodeStep
+    make = DecodeStep
     monkeypatch.setattr(
         beam_search, "DecodeStep", lambda **fields: make(**{**fields, "self_mask": fields["self_mask"] | True})
     )

@@ -14,13 +14,14 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from meltcore.config import EngineConfig
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import find_recognizer
+from meltcore.models.checkpoint import find_recognizer, is_translation_model
 
 
 def main() -> int:
@@ -31,8 +32,8 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
-    if _is_recognizer(config):
-        return _serve_recognizer(config)
+    if (batch_task := _batch_task(config)) is not None:
+        return _serve_task(config, batch_task)
     ranks = StartedRanks(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
     # These import torch, which takes seconds, while the other ranks do the same.
     from meltcore.engine.core.engine import GenerationEngine
@@ -45,19 +46,33 @@ def main() -> int:
     return serve(build, ToEngine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
 
 
-def _is_recognizer(config: EngineConfig) -> bool:
+def _batch_task(config: EngineConfig) -> Literal["recognition", "translation"] | None:
+    """Return the task of a model that is served by the batch engine; None for text generation."""
+    is_dummy = config.load_format == "dummy"
     try:
-        return find_recognizer(config.model, dummy=config.load_format == "dummy") is not None
+        if find_recognizer(config.model, dummy=is_dummy) is not None:
+            return "recognition"
     except ConfigError:
-        return True  # and its start reports the error
+        return "recognition"  # and its start reports the error
+    return "translation" if is_translation_model(config.model, dummy=is_dummy) else None
 
 
-def _serve_recognizer(config: EngineConfig) -> int:
-    from meltcore.engine.batch.recognition import recognition_engine
-    from meltcore.engine.host.shell import serve
-    from meltcore.protocol.transcription import ToEngine
+def _serve_task(config: EngineConfig, task: Literal["recognition", "translation"]) -> int:
+    from meltcore.engine.host.shell import BuildEngine, serve
 
-    return serve(partial(recognition_engine, config), ToEngine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    build: BuildEngine
+    to_engine: object
+    if task == "recognition":
+        from meltcore.engine.batch.recognition import recognition_engine
+        from meltcore.protocol.transcription import ToEngine as ToRecognition
+
+        build, to_engine = partial(recognition_engine, config), ToRecognition
+    else:
+        from meltcore.engine.batch.translation import translation_engine
+        from meltcore.protocol.translation import ToEngine as ToTranslation
+
+        build, to_engine = partial(translation_engine, config), ToTranslation
+    return serve(build, to_engine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
 
 
 def _exit_at_end_of_stdin() -> None:

@@ -44,6 +44,7 @@ PUBLISHED_CONFIG_FOLDERS = {
     "Qwen/Qwen3.5-35B-A3B": Path(__file__).parent / "published" / "qwen3.5-35b-a3b",
 }
 
+TRANSLATION_ARCHITECTURE = "IndicTransForConditionalGeneration"
 PUBLISHED_TRANSLATION_FOLDERS = {
     f"ai4bharat/{name}": Path(__file__).parent / "published" / name
     for name in (
@@ -202,6 +203,20 @@ def find_recognizer(model: str, *, dummy: bool = False) -> Path | None:
     if not archives and (path / "assets" / "encoder.onnx").exists():
         raise ConfigError(f"{model} holds {_ONNX_ASSETS}")
     return archives[0] if archives else None
+
+
+def is_translation_model(model: str, *, dummy: bool = False) -> bool:
+    """Return whether `model` names a translation checkpoint. dummy: a published configuration is enough.
+
+    False for what cannot be opened, which the engine of text generation reports.
+    """
+    if model.endswith(".gguf"):
+        return False
+    try:
+        names = open_checkpoint(model, files="config" if dummy else "text").config.get("architectures") or []
+    except ConfigError:
+        return False
+    return TRANSLATION_ARCHITECTURE in names
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from meltcore.errors import ConfigError, RequestError
 from meltcore.models.indictrans2 import EOS_ID, DecodeStep, IndicTrans2
 
 MAX_BEAMS = 8
+# Tokens, with padding, that are encoded together at most: they bound the encoder's activations.
+_ENCODER_TOKENS = {"cuda": 16_384, "cpu": 2048}
 _IMPOSSIBLE = -1e9  # the score of a beam that does not exist
 
 
@@ -122,6 +124,15 @@ class BeamSearch:
         for source in sources:
             if not 1 <= len(source) <= self.max_source:
                 raise RequestError(f"a sentence has {len(source)} tokens; the limit is {self.max_source}")
+        # Short ones first: sources that are encoded together have about one length.
+        order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+        max_tokens = _ENCODER_TOKENS[self.model.device.type]
+        while order:
+            count = max(1, min(len(order), max_tokens // len(sources[order[-1]])))
+            part, order = order[-count:], order[:-count]
+            self._encode([keys[i] for i in part], [sources[i] for i in part])
+
+    def _encode(self, keys: list[Hashable], sources: list[Sequence[int]]) -> None:
         lengths = torch.tensor([len(source) for source in sources])
         token_ids = torch.zeros(len(sources), int(lengths.max()), dtype=torch.int64)
         for row, source in zip(token_ids, sources, strict=True):

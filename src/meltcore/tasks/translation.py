@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
+from meltcore.config import DType
 from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.checkpoint import TRANSLATION_ARCHITECTURE, Checkpoint, open_checkpoint
 from meltcore.models.indictrans2 import IndicTrans2
-from meltcore.models.loader import check_memory, fill_dummy_weights, load_weights
+from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
 from meltcore.tasks.beam_search import BeamOptions, BeamSearch
 
-_ARCHITECTURE = "IndicTransForConditionalGeneration"
-# Tokens, with padding, that are encoded together
-_GPU_ENCODER_TOKENS, _CPU_ENCODER_TOKENS = 16_384, 2048
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def open_translation_checkpoint(name: str, *, is_dummy: bool = False) -> Checkpoint:
@@ -28,15 +27,26 @@ def open_translation_checkpoint(name: str, *, is_dummy: bool = False) -> Checkpo
         raise ConfigError(f"{name} is a fairseq checkpoint (*.pt, dict.*.txt); Meltcore reads the Hugging Face layout")
     checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
     names = checkpoint.config.get("architectures") or []
-    if _ARCHITECTURE not in names:
+    if TRANSLATION_ARCHITECTURE not in names:
         raise ConfigError(
-            f"{name}: config.json names {', '.join(names) or 'nothing'}; translation runs {_ARCHITECTURE}"
+            f"{name}: config.json names {', '.join(names) or 'nothing'}; translation runs {TRANSLATION_ARCHITECTURE}"
         )
     return checkpoint
 
 
+def translation_dtype(name: DType, device: torch.device) -> torch.dtype:
+    """Return the type of weights and activations. "auto": float16 on a GPU, float32 on a CPU."""
+    default = torch.float16 if device.type == "cuda" else torch.float32
+    return default if name == "auto" else _DTYPES[name]
+
+
 def load_translation_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, dummy_seed: int | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dummy_seed: int | None = None,
+    progress: Progress = lambda _stage, _part: None,
 ) -> IndicTrans2:
     """Build the model and load its weights. dummy_seed: fill it with random weights instead.
 
@@ -49,7 +59,7 @@ def load_translation_model(
     if dummy_seed is not None:
         fill_dummy_weights(model, checkpoint, dummy_seed)
     else:
-        load_weights(model, checkpoint, lambda *_: None)
+        load_weights(model, checkpoint, progress)
     model.prepare()
     return model
 
@@ -64,14 +74,12 @@ def translate_all(
     if not sources:
         return []
     search = BeamSearch(model, options, slots=min(slots, len(sources)), max_source=max(map(len, sources)))
-    max_tokens = _GPU_ENCODER_TOKENS if model.device.type == "cuda" else _CPU_ENCODER_TOKENS
     waiting = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     outputs: dict[object, list[int]] = {}
     while waiting or search.num_running:
-        while waiting and search.num_free:
-            count = max(1, min(search.num_free, max_tokens // len(sources[waiting[-1]]), len(waiting)))
-            keys = waiting[-count:]
-            del waiting[-count:]
-            search.add(keys, [sources[key] for key in keys])
+        count = min(search.num_free, len(waiting))
+        keys = waiting[len(waiting) - count :]
+        del waiting[len(waiting) - count :]
+        search.add(keys, [sources[key] for key in keys])
         outputs |= {translation.key: translation.token_ids for translation in search.step()}
     return [outputs[i] for i in range(len(sources))]

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from meltcore.config import EngineConfig
 from meltcore.engine.batch.waiting import Waiting, WaitingQueue, shape_buckets
 from meltcore.engine.host.shell import Outputs
-from meltcore.errors import RequestError
+from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskFinishReason, TaskRequest, TaskResult, TaskTimes
 
 Request = TypeVar("Request", bound=TaskRequest)
@@ -69,6 +71,23 @@ class BatchTask(Protocol[_AcceptedRequest, Result]):
 
     def close(self) -> None:
         """Release the device."""
+
+
+# Settings of the generation engine alone
+_GENERATION_SETTINGS = (
+    *("tokenizer", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len", "hf_overrides"),
+    *("max_num_seqs", "max_num_batched_tokens"),
+)
+
+
+def check_options(config: EngineConfig, task: str) -> None:
+    """Raise ConfigError for a setting of the generation engine that a task does not have, unless it is the default."""
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        default = setting.default if setting.default_factory is MISSING else setting.default_factory()
+        if setting.name in _GENERATION_SETTINGS and value != default:
+            flag = "--" + setting.name.replace("_", "-")
+            raise ConfigError(f"{flag} {value}: {task} does not support it, and {config.model} is a model for {task}")
 
 
 class _Running(NamedTuple):

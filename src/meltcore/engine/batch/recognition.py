@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from meltcore.config import EngineConfig
-from meltcore.engine.batch.engine import BatchEngine
+from meltcore.engine.batch.engine import BatchEngine, check_options
 from meltcore.engine.batch.waiting import shape_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device
 from meltcore.errors import ConfigError, RequestError
@@ -40,11 +39,6 @@ _SUBSAMPLING_TENSORS = 2.25
 _HIDDEN_TENSORS, _FEED_FORWARD_TENSORS, _SCORE_TENSORS = 10, 2, 5
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Options of the generation engine that mean nothing here; another value than the default is an error.
-_UNUSED_OPTIONS = (
-    *("tokenizer", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len", "hf_overrides"),
-    *("max_num_seqs", "max_num_batched_tokens"),
-)
 _WORD_START = "\u2581"
 
 
@@ -66,7 +60,7 @@ class RecognitionTask:
         Raises ConfigError when the checkpoint or a setting cannot work.
         """
         start_s = time.monotonic()
-        _check_options(config)
+        check_options(config, "speech recognition")
         path = find_recognizer(config.model, dummy=config.load_format == "dummy")
         assert path is not None, "the caller has found it"
         device = choose_device(config.device)
@@ -284,16 +278,6 @@ def plan_memory(
         MemoryRow("relative positions", position_bytes, f"of clips of up to {MAX_CLIP_S} s"),
         MemoryRow("activations", max_cost * frame_bytes, f"of {max_cost * config.frame_s:,.0f} s of audio per batch"),
     ]
-
-
-def _check_options(config: EngineConfig) -> None:
-    """Raise ConfigError for an option that a recognizer does not have."""
-    for option in fields(config):
-        value = getattr(config, option.name)
-        is_default = value == (option.default_factory() if callable(option.default_factory) else option.default)
-        if option.name in _UNUSED_OPTIONS and not is_default:
-            flag = "--" + option.name.replace("_", "-")
-            raise ConfigError(f"{flag} {value}: speech recognition does not support it; {config.model} is a recognizer")
 
 
 def _build(

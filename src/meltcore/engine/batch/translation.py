@@ -1,0 +1,151 @@
+"""Translation for the batch engine: tokens of sentences in, tokens of their translations out.
+
+A step computes one token per beam of every running sentence. Sentences begin and end at any step, each in a slot of
+the beam search, so that none waits for a batch to end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from meltcore.config import EngineConfig
+from meltcore.engine.batch.engine import BatchEngine, check_options
+from meltcore.engine.batch.waiting import shape_buckets
+from meltcore.engine.host.device import byte_budget, choose_device, describe_device
+from meltcore.errors import ConfigError, RequestError
+from meltcore.protocol.batch import BatchStats, TaskFinishReason
+from meltcore.protocol.shell import MemoryRow
+from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
+from meltcore.tasks.beam_search import BeamOptions, BeamSearch
+from meltcore.tasks.translation import load_translation_model, open_translation_checkpoint, translation_dtype
+
+# Sentences that are decoded together at most. More do not make a device faster, and delay what arrives meanwhile.
+_MAX_SLOTS = {"cuda": 1024, "cpu": 32}
+# For activations of the encoder, workspaces of libraries and fragmentation.
+_RESERVE_FRACTION = 0.15
+
+
+class TranslationTask:
+    """Translates sentences with an IndicTrans2 checkpoint on one device."""
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str, float], None] = lambda _stage, _part: None
+    ) -> None:
+        """Load the model, and allocate the slots that fit into the memory.
+
+        Raises ConfigError when the checkpoint or a setting cannot work, and when memory is not enough for one slot.
+        """
+        start_s = time.monotonic()
+        check_options(config, "translation")
+        is_dummy = config.load_format == "dummy"
+        checkpoint = open_translation_checkpoint(config.model, is_dummy=is_dummy)
+        self._device = choose_device(config.device)
+        self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
+        self._has_tokenizer = (checkpoint.folder / "model.SRC").exists()
+        self.model = load_translation_model(
+            checkpoint,
+            translation_dtype(config.dtype, self._device),
+            self._device,
+            dummy_seed=config.seed if is_dummy else None,
+            progress=progress,
+        )
+        sizes = self.model.config
+        self.options = BeamOptions(max_new_tokens=min(BeamOptions.max_new_tokens, sizes.max_target_positions))
+        self.max_source = sizes.max_source_positions
+        weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
+        slot_bytes = BeamSearch.slot_bytes(self.model, self.options, self.max_source)
+        self.slots = plan_slots(
+            weight_bytes, slot_bytes, byte_budget(config, self._device, weight_bytes), _MAX_SLOTS[self._device.type]
+        )
+        self.memory = [
+            MemoryRow("weights", weight_bytes),
+            MemoryRow(
+                "slots",
+                self.slots * slot_bytes,
+                f"of {self.slots} sentences: {self.max_source} tokens and {self.options.num_beams} beams of "
+                f"{self.options.max_new_tokens}",
+            ),
+        ]
+        self._search = BeamSearch(self.model, self.options, slots=self.slots, max_source=self.max_source)
+        # A sentence holds its slot for as long as it runs, whatever its length: all cost the same.
+        positions = self.max_source + self.options.num_beams * self.options.max_new_tokens
+        self._slot_cost = next(shape for shape in shape_buckets(2 * positions) if shape >= positions)
+        self.max_cost = self.slots * self._slot_cost
+        self._load_s = time.monotonic() - start_s
+
+    def cost(self, request: Translate) -> int:
+        """Return the positions of a slot. Raises RequestError for a source that cannot be read."""
+        length, vocab_size = len(request.token_ids), self.model.config.encoder.vocab_size
+        if not 1 <= length <= self.max_source:
+            raise RequestError(f"a sentence has {length} tokens; it must have 1 to {self.max_source}")
+        if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
+            raise RequestError(f"a sentence has token ids outside the model's, 0 to {vocab_size - 1}")
+        return self._slot_cost
+
+    def start(self, requests: Sequence[Translate], shape: int) -> None:  # noqa: ARG002 - all slots have one shape
+        """Encode sentences and begin to decode them."""
+        self._search.add([request.request_id for request in requests], [request.token_ids for request in requests])
+
+    def step(self) -> list[Translated]:
+        """Compute one token per beam of all sentences. Returns the translations that are complete."""
+        return [
+            Translated(request_id=str(key), finish_reason="stop", token_ids=tuple(token_ids), score=score)
+            for key, token_ids, score in self._search.step()
+        ]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Free the slots of sentences."""
+        self._search.cancel(request_ids)
+
+    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Translated:
+        """Return the result without a translation that ends a request."""
+        return Translated(request_id=request_id, finish_reason=reason, error=error)
+
+    def outputs(self, results: list[Translated], stats: BatchStats, step_ended_s: float) -> TranslationOutputs:
+        """Return the message with the translations of a step."""
+        return TranslationOutputs(results, stats, step_ended_s)
+
+    def ready(self) -> TranslationReady:
+        """Return the limits of requests."""
+        return TranslationReady(
+            device=describe_device(self._device, 1),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            weights=self._weights,
+            memory=self.memory,
+            load_s=self._load_s,
+            task="translation",
+            max_cost=self.max_cost,
+            slots=self.slots,
+            max_source=self.max_source,
+            vocab_size=self.model.config.encoder.vocab_size,
+            num_beams=self.options.num_beams,
+            max_new_tokens=self.options.max_new_tokens,
+            tokens="real" if self._has_tokenizer else "synthetic",
+        )
+
+    def close(self) -> None:
+        """Do nothing: the device is released with the process."""
+
+
+def translation_engine(
+    config: EngineConfig, progress: Callable[[str, float], None]
+) -> BatchEngine[Translate, Translated]:
+    """Load a translation checkpoint and return its engine. Raises ConfigError."""
+    return BatchEngine(TranslationTask(config, progress))
+
+
+def plan_slots(weight_bytes: int, slot_bytes: int, memory_bytes: int, limit: int) -> int:
+    """Return the number of slots that memory_bytes hold beside the weights, at most `limit`.
+
+    Raises ConfigError when there is not memory for one.
+    """
+    slots = min(limit, (int(memory_bytes * (1 - _RESERVE_FRACTION)) - weight_bytes) // slot_bytes)
+    if slots < 1:
+        needed_bytes = (weight_bytes + slot_bytes) / (1 - _RESERVE_FRACTION)
+        raise ConfigError(
+            f"{memory_bytes / 2**20:,.1f} MiB must hold the weights and a slot for one sentence, which take "
+            f"{needed_bytes / 2**20:,.1f} MiB. Raise --memory."
+        )
+    return slots

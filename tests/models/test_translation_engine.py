@@ -1,0 +1,155 @@
+"""The translation engine: sentences in, translations out, the same alone as in company; refusals; its process."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_client import EngineClient
+from m2m100_tools import SMALL, load_model, random_sources, reference_model, write_checkpoint
+
+from meltcore.config import EngineConfig
+from meltcore.engine.batch.engine import BatchEngine
+from meltcore.engine.batch.translation import TranslationTask, plan_slots
+from meltcore.errors import ConfigError, RequestError
+from meltcore.models.checkpoint import is_translation_model
+from meltcore.protocol.shell import AbortRequests, Shutdown
+from meltcore.protocol.translation import FromEngine, Translate, Translated, TranslationReady
+from meltcore.tasks.translation import translate_all
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VALUES = {**SMALL, "max_target_positions": 16, "max_source_positions": 24}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(path, VALUES, reference_model(VALUES, seed=4))
+    return path
+
+
+@pytest.fixture(scope="module")
+def task(folder: Path) -> TranslationTask:
+    task = TranslationTask(EngineConfig(model=str(folder), device="cpu", memory_bytes=2**20))
+    assert 3 <= task.slots < 20, "fewer slots than requests in these tests"
+    return task
+
+
+def requests_of(count: int, seed: int) -> list[Translate]:
+    return [
+        Translate(request_id=f"r{i}", token_ids=source, priority=i % 2)
+        for i, source in enumerate(random_sources(count, seed))
+    ]
+
+
+def run(engine: BatchEngine[Translate, Translated]) -> list[Translated]:
+    results: list[Translated] = []
+    while engine.has_work:
+        results += engine.step().outputs  # type: ignore[arg-type]
+    return results
+
+
+def test_translations_are_those_of_one_batch_under_random_arrivals(task: TranslationTask, folder: Path) -> None:
+    requests = requests_of(40, seed=1)
+    expected = translate_all(
+        load_model(folder), [request.token_ids for request in requests], task.options, slots=len(requests)
+    )
+    engine, chance, results = BatchEngine(task), random.Random(2), []
+    for request in requests:
+        engine.add(request)
+        if chance.random() < 0.4:
+            results += engine.step().outputs
+            assert engine.stats().running <= task.slots
+    results += run(engine)
+    found = {result.request_id: list(result.token_ids) for result in results}
+    assert found == {request.request_id: tokens for request, tokens in zip(requests, expected, strict=True)}
+    assert all(result.finish_reason == "stop" and result.times is not None for result in results)
+
+
+def test_aborted_sentence_frees_its_slot(task: TranslationTask) -> None:
+    engine = BatchEngine(task)
+    for request in requests_of(task.slots + 1, seed=3):
+        engine.add(request)
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (task.slots, 1)
+    engine.abort(["r0", "unknown"])
+    results = engine.step().outputs
+    assert [result.finish_reason for result in results if result.request_id == "r0"] == ["abort"]
+    assert engine.stats().waiting == 0
+    assert len([result for result in run(engine) if result.finish_reason == "stop"]) <= task.slots
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "reason"),
+    [([], "has 0 tokens; it must have 1 to 24"), ([5] * 25, "has 25 tokens"), ([61], "0 to 60"), ([-1], "0 to 60")],
+)
+def test_sentence_that_the_model_cannot_read_is_refused(
+    task: TranslationTask, token_ids: list[int], reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason):
+        BatchEngine(task).add(Translate(request_id="x", token_ids=token_ids))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("tensor_parallel_size", 2),
+        ("quantization", "fp8"),
+        ("max_num_seqs", 4),
+        ("tokenizer", "x"),
+        ("hf_overrides", {"a": 1}),
+    ],
+)
+def test_setting_of_text_generation_is_refused_by_name(folder: Path, setting: str, value: Any) -> None:
+    flag = "--" + setting.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{flag} .* translation does not support it"):
+        TranslationTask(EngineConfig(model=str(folder), device="cpu", **{setting: value}))
+
+
+def test_memory_plan_counts_weights_slots_and_reserve() -> None:
+    assert plan_slots(1000, 100, 4000, limit=64) == 24
+    assert plan_slots(1000, 100, 40_000, limit=64) == 64
+    with pytest.raises(ConfigError, match="must hold the weights and a slot"):
+        plan_slots(2**20, 2**20, 2**20, limit=64)
+
+
+def test_ready_message_has_the_limits(task: TranslationTask, tmp_path: Path) -> None:
+    ready = task.ready()
+    assert (ready.max_source, ready.vocab_size, ready.num_beams, ready.max_new_tokens) == (24, 61, 5, 16)
+    assert (ready.weights, ready.tokens, ready.slots) == ("real", "synthetic", task.slots)
+    assert sum(row.size_bytes for row in ready.memory) <= 2**20
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    dummy = TranslationTask(EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", memory_bytes=2**20))
+    assert dummy.ready().weights == "dummy"
+
+
+def test_translation_checkpoints_are_told_from_others(folder: Path, tmp_path: Path) -> None:
+    assert is_translation_model(str(folder))
+    assert is_translation_model("ai4bharat/indictrans2-en-indic-1B", dummy=True)
+    for model in ("meltcore/sums", str(tmp_path), "missing.gguf", str(tmp_path / "missing")):
+        assert not is_translation_model(model)
+
+
+def test_process_translates_refuses_and_aborts(folder: Path, tmp_path: Path, task: TranslationTask) -> None:
+    client = EngineClient(
+        tmp_path, EngineConfig(model=str(folder), device="cpu", memory_bytes=2**20), from_engine=FromEngine
+    )
+    try:
+        ready: Any = client.ready(TranslationReady)
+        assert (ready.task, ready.slots) == ("translation", task.slots)
+        requests = requests_of(6, seed=5)
+        engine = BatchEngine(task)
+        for request in requests:
+            engine.add(request)
+        expected = {result.request_id: result.token_ids for result in run(engine)}
+        client.send(*requests, Translate(request_id="bad", token_ids=[]), AbortRequests(["unknown"]))
+        found: Any = {request_id: results[-1] for request_id, results in client.outputs(7).items()}
+        assert found.pop("bad").error == "a sentence has 0 tokens; it must have 1 to 24"
+        assert {request_id: result.token_ids for request_id, result in found.items()} == expected
+        client.send(Shutdown())
+        assert client.process.wait(20) == 0
+    finally:
+        client.close()
