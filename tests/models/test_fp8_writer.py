@@ -153,6 +153,17 @@ def test_tensors_that_are_not_of_the_text_model_are_copied(tmp_path: Path) -> No
     assert "vision_tower.blocks.0.fc" in quantization_of(tmp_path / "fp8").ignore
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -> None:
+    source = save(tmp_path / "source", "qwen3")
+    tensors = stored(source)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"source.*layers\.1\.mlp\.down_proj\.weight has values that are not finite"):
+        write(source, tmp_path / "fp8")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_refusals_leave_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(tmp_path / "source", "qwen3")
     write(source, tmp_path / "fp8")

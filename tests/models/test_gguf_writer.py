@@ -238,7 +238,11 @@ def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(float("nan"), "q_proj.weight has values that are not finite"), (1e9, r"magnitude 1e\+09; Q8_0 holds up to 8\.3")],
+    [
+        (float("nan"), "q_proj.weight has values that are not finite"),
+        (float("inf"), "q_proj.weight has values that are not finite"),
+        (1e9, r"magnitude 1e\+09; Q8_0 holds up to 8\.3"),
+    ],
 )
 def test_values_that_blocks_cannot_hold_are_refused(tmp_path: Path, value: float, message: str) -> None:
     save(tmp_path / "source", "qwen3")

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from meltcore.errors import ConfigError
-from meltcore.kernels.quant.fp8 import FP8, quantize
+from meltcore.kernels.quant.fp8 import FP8, FP8_MAX, quantize
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.loader import Progress
 from meltcore.models.source_tensors import SourceTensor, SourceTensors, open_tensors
@@ -28,6 +28,7 @@ from meltcore.models.tensor_file import TensorFile
 from meltcore.results.files import atomic_output, check_disk_space, write_atomic
 
 _QUANTIZED = re.compile(r"\.(\w+_proj|in_proj_qkv|in_proj_z)\.weight$")
+_LARGEST = torch.finfo(torch.float32).max
 _SHARD_BYTES = 2**30
 _TEXT_FILES = (
     "added_tokens.json",
@@ -69,6 +70,7 @@ class _Planned(NamedTuple):
         row = 0
         for part in self.source.parts():
             quantized = quantize(part.contiguous())
+            self.source.check_largest(float(quantized.scales.max()) * FP8_MAX, _LARGEST, "FP8")
             values[row : row + len(part)] = quantized.values
             scales[row : row + len(part), 0] = quantized.scales
             row += len(part)

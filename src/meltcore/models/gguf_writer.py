@@ -53,6 +53,7 @@ _ARCHITECTURE_NAMES = {family.architecture: name for name, family in FAMILIES.it
 _TYPES = {torch.bfloat16: GGMLQuantizationType.BF16, torch.float16: GGMLQuantizationType.F16}
 _ROUTER = "ffn_gate_inp"
 # Magnitudes beyond these give a block an infinite float16 scale.
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
 _LARGEST = {GGMLQuantizationType.Q8_0: 127 * 65504.0, GGMLQuantizationType.Q4_0: 8 * 65504.0}
 
 # Called with the header of the new file before its tensors are quantized, which may take minutes.
@@ -89,14 +90,11 @@ class _StoredTensor(NamedTuple):
         row = 0
         for source in self.sources:
             for part in source.parts():
-                values = (part.float() + self.added).numpy()
-                largest = float(np.abs(values).max(initial=0.0))
-                if largest > _LARGEST.get(self.type, float("inf")):
-                    raise ConfigError(
-                        f"{source.file.path}: {source.name} has a value of magnitude {largest:g}; "
-                        f"{self.type.name} holds up to {_LARGEST[self.type]:g}"
-                    )
-                stored = gguf.quants.quantize(values, self.type).view(np.uint8)
+                values = part.float()
+                if self.added:
+                    values = values + self.added
+                source.check_largest(float(values.abs().max()), _LARGEST.get(self.type, _LARGEST_FLOAT), self.type.name)
+                stored = gguf.quants.quantize(values.numpy(), self.type).view(np.uint8)
                 blocks[row : row + len(values)] = stored.reshape(len(values), -1)
                 row += len(values)
         return blocks if self.row_order is None else blocks[self.row_order.numpy()]

@@ -41,14 +41,11 @@ class SourceTensor(NamedTuple):
         return self.file.entries[self.name].shape != self.shape
 
     def read(self) -> torch.Tensor:
-        """Read the tensor. Raises ConfigError for values that are not finite, which no quantized format has."""
+        """Read the tensor."""
         return torch.cat(list(self.parts())).reshape(self.shape)
 
     def parts(self) -> Iterator[torch.Tensor]:
-        """Yield the rows in parts of bounded size, [rows, columns] in the stored type. In one dim, each value is a row.
-
-        Raises ConfigError for values that are not finite.
-        """
+        """Yield the rows in parts of bounded size, [rows, columns] as stored. In one dim, each value is a row."""
         columns = self.shape[-1] if len(self.shape) > 1 else 1
         num_rows = math.prod(self.shape) // max(1, columns)
         stored_shape = self.file.entries[self.name].shape
@@ -62,10 +59,15 @@ class SourceTensor(NamedTuple):
                 part = self.file.read(self.name, (slice(start, stop),))
             else:  # a convolution, of few values
                 part = self.file.read(self.name).reshape(-1, columns)[start:stop]
-            part = part.reshape(-1, columns)
-            if not part.isfinite().all():
-                raise ConfigError(f"{self.file.path}: {self.name} has values that are not finite numbers")
-            yield part
+            yield part.reshape(-1, columns)
+
+    def check_largest(self, largest: float, limit: float, format_name: str) -> None:
+        """Raise ConfigError if the largest magnitude of some of the values is not finite, or beyond `limit`."""
+        if not math.isfinite(largest):
+            raise ConfigError(f"{self.file.path}: {self.name} has values that are not finite numbers")
+        if largest > limit:
+            size = f"a value of magnitude {largest:g}; {format_name} holds up to {limit:g}"
+            raise ConfigError(f"{self.file.path}: {self.name} has {size}")
 
 
 class SourceTensors(NamedTuple):
