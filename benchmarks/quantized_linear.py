@@ -20,9 +20,10 @@ from attention import check, median_us
 from bench_output import Row, Target, need_gpu, write_result
 from linear import READ_BYTES_PER_US
 
-from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, pack, random_blocks
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType, empty, pack, random_blocks
 from meltcore.kernels.quant.ggml_decode import dequantize
 from meltcore.kernels.quant.ggml_linear import ggml_linear
+from meltcore.kernels.quant.int4 import GROUP_SIZES, Int4Type
 
 LAYERS = 8
 FEW, MANY = (1, 4, 16, 32, 64, 128), (256, 512, 1024, 2048)
@@ -46,9 +47,21 @@ SHAPES = {
 }
 
 
-def random_weight(ggml_type: GgmlType, size: tuple[int, int], generator: torch.Generator) -> GgmlTensor:
+# By the names of the option --types.
+TYPES: dict[str, BlockType] = {each.name: each for each in GgmlType}
+TYPES |= {f"INT4_G{group_size}": Int4Type(group_size) for group_size in reversed(GROUP_SIZES)}
+
+
+def random_weight(block_type: BlockType, size: tuple[int, int], generator: torch.Generator) -> GgmlTensor:
     """Random bits with scales that keep outputs near unit variance."""
-    return pack(random_blocks(ggml_type, size, size[1] ** -0.5, generator), ggml_type)
+    if isinstance(block_type, GgmlType):
+        return pack(random_blocks(block_type, size, size[1] ** -0.5, generator), block_type)
+    weight = empty(block_type, size, generator.device)
+    weight.values.random_(generator=generator)
+    weight.subscales.zero_()  # zero points of 8
+    scales = weight.scales.view(block_type.scale_dtype)
+    scales.uniform_(0.5, 1.5, generator=generator).mul_(size[1] ** -0.5 / 4.8)
+    return weight
 
 
 class Layer(NamedTuple):
@@ -74,7 +87,7 @@ def run_library(weights: list[torch.Tensor], inputs: dict[int, torch.Tensor]) ->
         torch.nn.functional.linear(inputs[weight.shape[1]], weight)
 
 
-def measure(model: str, shape: Shape, ggml_type: GgmlType) -> list[Row]:
+def measure(model: str, shape: Shape, ggml_type: BlockType) -> list[Row]:
     generator = torch.Generator("cuda").manual_seed(0)
     layers = [Layer(*(random_weight(ggml_type, size, generator) for size in shape)) for _ in range(LAYERS)]
     dense = [
@@ -115,14 +128,14 @@ def measure(model: str, shape: Shape, ggml_type: GgmlType) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(SHAPES), help="Models whose shapes are measured, with commas.")
-    parser.add_argument("--types", default=",".join(each.name for each in GgmlType), help="Formats, with commas.")
+    parser.add_argument("--types", default=",".join(TYPES), help="Formats, with commas.")
     args = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
     rows = []
     for model in args.models.split(","):
         for name in args.types.split(","):
-            rows += measure(model, SHAPES[model], GgmlType[name])
+            rows += measure(model, SHAPES[model], TYPES[name])
             torch.cuda.empty_cache()
     versions = {"torch": str(torch.__version__), "triton": str(triton.__version__), "cuda": str(torch.version.cuda)}
     write_result(rows, versions)
