@@ -14,7 +14,7 @@ SOURCE = Path(meltcore.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # An import points down its own half's list or to the ground floor; the halves never meet.
-RUN = ("fleet", "backends", "api", "engine", "tasks", "models", "layers", "kernels", "text")
+RUN = ("fleet", "backends", "api", "engine", "tasks", "models", "layers", "kernels", "text", "audio")
 MEASURE = ("demo", "tune", "compare", "bench", "report", "evals", "load", "hardware", "forensics")
 GROUND = ("protocol", "results", "problems", "errors", "config", "host_memory", "process", "options")
 ALLOWED = {
@@ -22,7 +22,8 @@ ALLOWED = {
     "translator": ("engine", "tasks", "models", "text"),
     "fleet": ("backends", "api"),
     "backends": ("api", "text", "models.checkpoint"),
-    "api": ("text",),
+    "api": ("text", "audio"),
+    "audio": (),
     "engine": ("tasks", "models", "layers", "kernels", "text"),
     "tasks": ("models", "layers", "kernels"),
     "models": ("layers", "kernels"),
@@ -48,7 +49,7 @@ ALLOWED = {
     "options": (),
     "host_memory": (),
 }
-NO_TORCH = (*MEASURE, *GROUND, "cli", "fleet", "backends", "api", "text")
+NO_TORCH = (*MEASURE, *GROUND, "cli", "fleet", "backends", "api", "text", "audio")
 # Hardware checks run their probe functions in processes of their own, so these alone use torch: inside functions, or in
 # a module that only such functions import.
 CHECKS, GPU_TIMING = "hardware.certify.checks", "hardware.certify.gpu_timing"

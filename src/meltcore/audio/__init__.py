@@ -1,0 +1,1 @@
+"""Audio without torch: decoding and cutting of uploads, in worker processes."""

@@ -1,0 +1,49 @@
+"""Defines the messages between an API server and an audio worker: msgpack with a length, over the worker's pipes."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+import msgspec
+
+LENGTH_BYTES = 4
+MAX_MESSAGE_BYTES = 2**31
+
+
+class Decode(msgspec.Struct, tag="decode", array_like=True, frozen=True):
+    """Asks for the clips of one file. Limits: see AudioLimits; cpu_s: of CPU time, until the worker is killed."""
+
+    data: bytes
+    sample_rate: int
+    max_clip_s: float
+    max_audio_s: float
+    cpu_s: int
+
+
+class DecodedClip(msgspec.Struct, tag="clip", array_like=True, frozen=True):
+    """Holds one clip: int16 samples, and where it begins in the file, in samples."""
+
+    start: int
+    samples: bytes
+
+
+class Decoded(msgspec.Struct, tag="end", array_like=True, frozen=True):
+    """Ends the clips of a file."""
+
+    duration_s: float
+
+
+class NotDecoded(msgspec.Struct, tag="error", array_like=True, frozen=True):
+    """Says why a file cannot be decoded. Clips may have come before."""
+
+    message: str
+
+
+FromWorker = DecodedClip | Decoded | NotDecoded
+
+
+def write(stream: BinaryIO, message: msgspec.Struct) -> None:
+    """Write a message with its length, and flush."""
+    data = msgspec.msgpack.encode(message)
+    stream.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+    stream.flush()

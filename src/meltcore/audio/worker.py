@@ -1,0 +1,46 @@
+"""An audio worker process: `python -m meltcore.audio.worker`. It decodes one file after another from its stdin.
+
+A damaged or malicious file can cost this process no more than its limits: memory, CPU time, and no files.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+
+import msgspec
+
+from meltcore.audio.decode import AudioLimits, Clip, decode
+from meltcore.audio.messages import LENGTH_BYTES, Decode, Decoded, DecodedClip, NotDecoded, write
+from meltcore.errors import RequestError
+
+_MEMORY_BYTES = 3 * 2**30  # of address space: libraries take about 1 GiB of it
+
+
+def main() -> int:
+    """Serve until the end of stdin."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # the API server ends this process by closing its stdin
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    while length := stdin.read(LENGTH_BYTES):
+        request = msgspec.msgpack.decode(stdin.read(int.from_bytes(length, "big")), type=Decode)
+        used_s = resource.getrusage(resource.RUSAGE_SELF)
+        limit_s = int(used_s.ru_utime + used_s.ru_stime) + 1 + request.cpu_s
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
+        try:
+            for part in decode(request.data, AudioLimits(request.sample_rate, request.max_clip_s, request.max_audio_s)):
+                write(stdout, DecodedClip(*part) if isinstance(part, Clip) else Decoded(part))
+        except RequestError as error:
+            write(stdout, NotDecoded(error.message))
+        except MemoryError:
+            write(stdout, NotDecoded(f"the audio needs more than {_MEMORY_BYTES / 2**30:.0f} GiB of memory to decode"))
+        del request
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
