@@ -32,7 +32,7 @@ from gguf.constants import (
 )
 
 from meltcore.kernels.quant.ggml import GgmlType, random_blocks
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.gguf_config import EMBEDDING, FAMILIES, HEAD, ROPE_FACTORS
 from meltcore.models.gguf_weights import gguf_name
@@ -47,6 +47,7 @@ FILE_TYPES = {
     "q4_k_m": (Type.Q4_K, LlamaFileType.MOSTLY_Q4_K_M),
     "f16": (Type.F16, LlamaFileType.MOSTLY_F16),
     "bf16": (Type.BF16, LlamaFileType.MOSTLY_BF16),
+    "f32": (Type.F32, LlamaFileType.ALL_F32),
 }
 HEAD_TYPES = {each.name.lower(): each for each in (Type.Q4_0, Type.Q8_0, Type.Q4_K, Type.Q6_K, Type.F16, Type.BF16)}
 BUFFER_BYTES = 64 * 2**20  # of random weights, repeated in the file
@@ -71,7 +72,11 @@ class StoredTensor(NamedTuple):
 
 def text_config(model: str) -> dict[str, Any]:
     """The config.json of a model's language part. Exits for an architecture that GGUF files of Meltcore lack."""
-    checkpoint = open_checkpoint(model, files="config")
+    folder = Path(model)
+    if (folder / "config.json").exists():  # beside which an earlier file may lie
+        checkpoint = Checkpoint(model, folder, read_json(folder / "config.json"), {})
+    else:
+        checkpoint = open_checkpoint(model, files="config")
     config = {name: value for name, value in checkpoint.text_config.items() if not isinstance(value, dict)}
     config |= {name: checkpoint.text_config.get(name) for name in ("rope_scaling", "rope_parameters")}
     config = {name: value for name, value in config.items() if value is not None}
