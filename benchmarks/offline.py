@@ -92,6 +92,17 @@ def shares_of_floors(llm: LLM, rates: dict[Work, float]) -> dict[str, float]:
     return shares
 
 
+def notes_on(llm: LLM, measured: list[Measured]) -> list[str]:
+    """For each work: the keys and values of its running requests when they end, and the prompts' share of the time."""
+    needs, notes = Needs.of(llm.engine.runner.model), []
+    for each in measured:
+        context = (each.work.low + each.work.high) / 2 + each.work.out
+        cached = min(each.work.requests, llm.engine.max_num_seqs) * needs.context_bytes(context)
+        share = "" if each.prompt_share is None else f"; prompts take {each.prompt_share:.0%} of the time"
+        notes.append(f"{each.work}: {cached / 1e9:.2f} GB of keys and values at the end{share}")
+    return notes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
@@ -103,6 +114,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--vocab", type=int, default=VOCAB, help="Prompts have token ids below it, the peer's too.")
     parser.add_argument("--load-format", choices=("auto", "dummy"), help="Default: auto for a GGUF file, else dummy.")
+    parser.add_argument("--prompt-share", action="store_true", help="Also time the prompts alone, once per work.")
     parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
     parser.add_argument("--peer", type=Path, help="Result file of a peer, measured in the same run.")
     parser.add_argument("--peer-subject", help="Subject of the peer's run in that file (default: --model).")
@@ -130,12 +142,15 @@ def main() -> None:
     start = Row(work=START, unit="s", value=start_s)
     rows = [peer.beside(start, start_s, peer.start_s, lower_is_better=True)]
     rates: dict[Work, float] = {}
+    all_measured: list[Measured] = []
     clear_routing_record()
-    for measured in measure(parse_works(args.works), generate, args.reps, args.seed, args.vocab):
+    works = parse_works(args.works)
+    for measured in measure(works, generate, args.reps, args.seed, args.vocab, prompt_share=args.prompt_share):
         print(
             f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
         )
         rates[measured.work] = measured.median
+        all_measured.append(measured)
         found = peer.rows(measured)
         if "uniform-routing" in debug:
             experts = experts_used_by(llm, measured.work.requests)
@@ -147,13 +162,14 @@ def main() -> None:
         row.invalid = next((level.invalid for level in rows if level.invalid), None)
         rows.append(row)
     shares = shares_of_floors(llm, rates) if torch.cuda.is_available() else {}
+    notes = notes_on(llm, all_measured)
     llm.close()
     for row in rows:
         row.limit_share = shares.get(row.work)
         row.target = TARGETS.get((args.model, args.tp), {}).get((row.work, row.unit))
     versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
     subject = Path(args.model).name if args.model.endswith(".gguf") else args.model
-    write_result(rows, versions, subject=subject, gpus=args.tp)
+    write_result(rows, versions, notes, subject=subject, gpus=args.tp)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,11 @@ class Work(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Output tokens per second of each repetition."""
+    """Output tokens per second of each repetition. prompt_share: of the time, None where it was not measured."""
 
     work: Work
     rates: list[float]
+    prompt_share: float | None = None
 
     @property
     def median(self) -> float:
@@ -58,8 +59,13 @@ def parse_works(text: str) -> list[Work]:
     return works
 
 
-def measure(works: list[Work], generate: Generate, reps: int, seed: int, vocab: int = VOCAB) -> Iterator[Measured]:
-    """Measure each work after its own short warm-up. Equal seeds and vocabularies draw equal prompts anywhere."""
+def measure(
+    works: list[Work], generate: Generate, reps: int, seed: int, vocab: int = VOCAB, *, prompt_share: bool = False
+) -> Iterator[Measured]:
+    """Measure each work after its own short warm-up. Equal seeds and vocabularies draw equal prompts anywhere.
+
+    prompt_share: also measure the time of one repetition's prompts, answered with one token each.
+    """
     draw = random.Random(seed)
     for work in works:
         prompts = [
@@ -77,7 +83,12 @@ def measure(works: list[Work], generate: Generate, reps: int, seed: int, vocab: 
             rates.append(tokens / (time.perf_counter() - started))
             if tokens != work.requests * work.out:
                 raise RuntimeError(f"{work}: {tokens} tokens came")
-        yield Measured(work, rates)
+        share = None
+        if prompt_share:
+            started = time.perf_counter()
+            generate(prompts[-1], 1)
+            share = (time.perf_counter() - started) * statistics.median(rates) / (work.requests * work.out)
+        yield Measured(work, rates, share)
 
 
 def process_age_s() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from floors import Limits, Needs, floor_s
 from offline import Peer
 from offline_reach import TARGETS, weighted_throughputs
-from offline_work import Work, parse_works
+from offline_work import Work, measure, parse_works
 from random_gguf import layout, new_writer, text_config, write_header
 
 from meltcore.layers.tensor_parallel import TensorParallelGroup
@@ -92,6 +93,23 @@ def test_work_is_its_rounds_of_prompts_and_steps(hybrid: Needs) -> None:
     assert floor_s(hybrid, Work(100, 100, 300, 5), 30, LIMITS) == pytest.approx(3 * whole + rest)
     steps_us = sum(hybrid.decode_us(30, 200 + done, LIMITS) for done in (1, 2, 3, 4))
     assert whole == pytest.approx((hybrid.prompts_us(30, 200, LIMITS) + steps_us) / 1e6)
+
+
+@pytest.mark.parametrize("vocab", [300, 5000])
+def test_prompts_are_below_the_vocabulary_and_their_share_is_measured(vocab: int) -> None:
+    """A generator whose every token takes 2 ms, with a prompt of 10 ms per request."""
+    seen: set[int] = set()
+
+    def generate(prompts: list[list[int]], out: int) -> int:
+        seen.update(token for prompt in prompts for token in prompt)
+        time.sleep(len(prompts) * (0.01 + 0.002 * (out - 1)))
+        return len(prompts) * out
+
+    [measured] = measure([Work(3, 40, 60, 6)], generate, 2, 1, vocab, prompt_share=True)
+    assert max(seen) < vocab
+    assert measured.prompt_share == pytest.approx(0.5, abs=0.1)
+    [unmeasured] = measure([Work(1, 4, 6, 2)], generate, 1, 1, vocab)
+    assert unmeasured.prompt_share is None
 
 
 def test_weighted_throughput_of_the_peer_is_the_one_that_was_measured() -> None:
