@@ -14,6 +14,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf_tools import load_dequantized, write_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from meltcore.errors import ConfigError
 from meltcore.models import gguf_writer
@@ -281,3 +282,18 @@ def test_served_weights_are_quantized(tmp_path: Path) -> None:
     model = build_model(checkpoint, torch.float32, CPU)
     load_weights(model, checkpoint, lambda stage, fraction: None)
     assert weight_dtypes(model) == ["float32", "q4_0", "q8_0"]
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral"])
+def test_transformers_reads_the_dequantized_weights(tmp_path: Path, family: str) -> None:
+    """By its own names and permutations, which are independent of this reader's."""
+    reference = save(tmp_path / "source", family)
+    file = write(tmp_path / "source")
+    load_dequantized(reference, file)
+    read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=reference)["tensors"]
+    expected = reference.state_dict()
+    if reference.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    assert read.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(read[name], tensor, rtol=1e-6, atol=1e-6)
