@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +20,20 @@ from meltcore.problems.sums import short_problem
 
 # Fractions of a training batch in tokens: pages are ten times longer than the rest, and the hardest to learn.
 _PAGE_FRACTION, _STORY_FRACTION = 0.55, 0.2
-# Pages grow from a few facts to full length over this first fraction of training: finding one fact among eight is
-# learned in minutes, one among ninety from scratch is not.
-_GROWING = 0.2
 _FULL_PAGES = 0.7
 # Fraction of the answers of a reasoning model that follow reasoning.
 _REASONING_FRACTION = 0.1
+
+
+class PageGrowth(NamedTuple):
+    """How the pages of facts grow: from `first_facts` to full length over the first `fraction` of training.
+
+    Finding one fact among eight is learned in minutes, one among ninety from scratch is not. A network with sliding
+    windows starts with pages that do not fit into a window: otherwise it learns to find facts in those layers.
+    """
+
+    first_facts: int = 8
+    fraction: float = 0.2
 
 
 @dataclass
@@ -90,17 +99,20 @@ def pack(tokenizer: Tokenizer, problems: list[Problem], prefixes: list[ReplyPref
 class TrainingStream(IterableDataset[Packed]):
     """Yield training batches of about `tokens` tokens forever. `progress`: [1] float, shared, the time spent."""
 
-    def __init__(self, tokenizer: Tokenizer, *, tokens: int, seed: int, progress: torch.Tensor) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, tokens: int, seed: int, progress: torch.Tensor, growth: PageGrowth
+    ) -> None:
         self._tokenizer = tokenizer
         self._tokens = tokens
         self._seed = seed
         self._progress = progress
+        self._growth = growth
 
     def __iter__(self) -> Iterator[Packed]:
         worker = get_worker_info()
         rng = random.Random(f"training/{self._seed}/{worker.id if worker else 0}")
         while True:
-            problems = _draw(rng, self._tokens, float(self._progress[0]))
+            problems = _draw(rng, self._tokens, float(self._progress[0]), self._growth)
             yield pack(self._tokenizer, problems, _beginnings(rng, self._tokenizer, len(problems)))
 
 
@@ -110,10 +122,14 @@ def _beginnings(rng: random.Random, tokenizer: Tokenizer, count: int) -> list[Re
     return ["thinking" if rng.random() < _REASONING_FRACTION else "answering" for _ in range(count)]
 
 
-def _draw(rng: random.Random, tokens: int, progress: float) -> list[Problem]:
+def _draw(rng: random.Random, tokens: int, progress: float, growth: PageGrowth) -> list[Problem]:
     """About `tokens` tokens of problems; 3 characters per token is this tokenizer's mean on these texts."""
     shares = (_PAGE_FRACTION, _STORY_FRACTION, 1 - _PAGE_FRACTION - _STORY_FRACTION)
-    makers = (lambda: _page(rng, progress), lambda: story_problem(rng, "train"), lambda: short_problem(rng, "train"))
+    makers = (
+        lambda: _page(rng, progress, growth),
+        lambda: story_problem(rng, "train"),
+        lambda: short_problem(rng, "train"),
+    )
     problems: list[Problem] = []
     for share, make in zip(shares, makers, strict=True):
         left = share * tokens
@@ -124,8 +140,8 @@ def _draw(rng: random.Random, tokens: int, progress: float) -> list[Problem]:
     return problems
 
 
-def _page(rng: random.Random, progress: float) -> Problem:
-    largest = max(8, int(MAX_FACTS * progress / _GROWING))
+def _page(rng: random.Random, progress: float, growth: PageGrowth) -> Problem:
+    largest = max(growth.first_facts, int(MAX_FACTS * progress / growth.fraction))
     if largest > MAX_FACTS and rng.random() < _FULL_PAGES:
         return page_problem(rng, "train")
     return page_problem(rng, "train", num_facts=rng.randint(3, min(largest, MAX_FACTS)))

@@ -18,6 +18,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 # Weight of the load-balancing loss of the experts (router_aux_loss_coef).
 _BALANCE = 0.01
+# Gemma's norms after layers give outputs of the size 1 + weight, beside embeddings of 0.28: smaller ones keep a token
+# visible in what the first layers read.
+_NORMS_AFTER_LAYERS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+_FIRST_NORM_WEIGHT = -0.8
 
 
 def model_config(architecture: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -154,6 +158,9 @@ class Trainee:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**text), attn_implementation="packed", dtype=torch.float32
         ).to(device)
+        for name, weight in self.model.named_parameters():
+            if name.endswith(_NORMS_AFTER_LAYERS) and config["model_type"] == "gemma3_text":
+                torch.nn.init.constant_(weight, _FIRST_NORM_WEIGHT)
         self._hybrid = "text_config" in config
         if self._hybrid:
             make_trainable(self.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from bundled_data import Packed, TrainingStream, pack
+from bundled_data import Packed, PageGrowth, TrainingStream, pack
 from bundled_model import Trainee
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
@@ -19,11 +19,20 @@ _REPORT_EVERY_S = 30.0
 _CLIP = 1.0
 
 
-def train(trainee: Trainee, tokenizer: Tokenizer, *, minutes: float, tokens: int, workers: int, seed: int) -> None:
+def train(
+    trainee: Trainee,
+    tokenizer: Tokenizer,
+    *,
+    minutes: float,
+    tokens: int,
+    workers: int,
+    seed: int,
+    growth: PageGrowth,
+) -> None:
     """Train in place for `minutes`, in steps of about `tokens` tokens; print loss and held-out accuracy as it goes."""
     device = trainee.device
     progress = torch.zeros(1).share_memory_()
-    stream = TrainingStream(tokenizer, tokens=tokens, seed=seed, progress=progress)
+    stream = TrainingStream(tokenizer, tokens=tokens, seed=seed, progress=progress, growth=growth)
     batches = iter(DataLoader(stream, batch_size=None, num_workers=workers, pin_memory=device.type == "cuda"))
     checks = _held_out(tokenizer, seed)
     optimizers = _optimizers(trainee.model)

@@ -7,7 +7,7 @@ import torch
 from meltcore.kernels.activation import swiglu
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.kernels.quant import ggml_gemm
+from meltcore.kernels.quant import ggml_gemm, ggml_skinny_gemm
 from meltcore.kernels.quant.ggml import GgmlTensor
 from meltcore.kernels.quant.ggml_decode import dequantize
 
@@ -29,10 +29,13 @@ def ggml_linear(
     """Compute norm(hidden) W^T: hidden [tokens, K], weight [N, K] -> [tokens, N].
 
     The options are those of `linear` in gemm/linear.py, and rows of `out` may be strided. Few tokens multiply blocks
-    that are decoded in registers; for more, slices of the weight are dequantized for the library's GEMM. Both round the
-    same values to the type of `hidden`, so outputs depend on the number of tokens no more than in wider types.
+    that are decoded in registers; for more, slices of the weight are dequantized for the library's GEMM. The skinny
+    GEMM multiplies sums of quantized values by scales in float32; the others round the same dequantized values to the
+    type of `hidden`.
     """
     hidden = rms_norm(hidden, *norm) if norm else hidden
+    if use_triton(hidden) and ggml_skinny_gemm.supports(hidden, weight):
+        return ggml_skinny_gemm.ggml_skinny_gemm(hidden, weight, gated=gated, residual=residual, out=out)
     if use_triton(hidden) and ggml_gemm.supports(hidden):
         return ggml_gemm.ggml_gemm(hidden, weight, gated=gated, residual=residual, out=out)
     if residual is not None:

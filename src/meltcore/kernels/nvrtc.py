@@ -1,0 +1,126 @@
+"""Compiles CUDA C++ with NVRTC when it is first launched, and launches it: for what Triton cannot express.
+
+Sources have no includes: NVRTC comes with PyTorch, CUDA's headers do not. Binaries are kept in Triton's cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meltcore.errors import MeltcoreError
+from meltcore.kernels.capability import capability
+from meltcore.kernels.jit import triton
+
+Argument = torch.Tensor | int
+
+
+def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int) -> bytes:
+    """Compile CUDA C++ for one architecture (90: sm_90) and return the cubin. Needs no GPU.
+
+    Raises MeltcoreError with NVRTC's messages if the source has an error.
+    """
+    from cuda.bindings import nvrtc
+
+    options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", "-default-device"]
+    options += [f"-D{key}={value}" for key, value in macros.items()]
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], [])
+    try:
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise MeltcoreError(f"NVRTC cannot compile {name} for sm_{arch}: {log.decode().strip()}")
+        cubin: bytes = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
+        nvrtc.nvrtcGetCUBIN(program, cubin)
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+class CudaKernel:
+    """A kernel of a CUDA C++ file beside the Python module that launches it, compiled per device and macros."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path = path
+        self.name = name
+
+    def source(self) -> str:
+        """Return the text of the file."""
+        return self._path.read_text()
+
+    def cubin(self, macros: Mapping[str, int], arch: int) -> bytes:
+        """Return the binary for an architecture, compiled or from the cache folder."""
+        from cuda.bindings import nvrtc
+
+        source = self.source()
+        version = nvrtc.nvrtcVersion()[1:]
+        key = hashlib.sha256(repr((source, sorted(macros.items()), arch, version)).encode()).hexdigest()
+        cached = triton.runtime.cache.get_cache_manager(key)
+        name = f"{self.name}.cubin"
+        path = cached.get_file(name)
+        if path is not None:
+            return Path(path).read_bytes()
+        cubin = compile_source(source, self._path.name, macros, arch)
+        cached.put(cubin, name, binary=True)
+        return cubin
+
+    def launch(
+        self,
+        grid: Sequence[int],
+        threads: int,
+        macros: tuple[tuple[str, int], ...],
+        arguments: Sequence[Argument],
+        device: torch.device,
+        *,
+        shared_bytes: int = 0,
+        pdl: bool,
+    ) -> None:
+        """Launch on the current stream of `device`. Tensors are passed as pointers, numbers as 32-bit integers.
+
+        shared_bytes: dynamic shared memory per block. pdl: the launch may start before the previous kernel has ended
+        (see launch.py).
+        """
+        from cuda.bindings import driver
+
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        function = _load(self, macros, shared_bytes, index)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = torch.cuda.current_stream(device).cuda_stream
+        if pdl:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        values = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
+        types = tuple(ctypes.c_void_p if isinstance(each, torch.Tensor) else ctypes.c_int for each in arguments)
+        _check(driver.cuLaunchKernelEx(config, function, (values, types), 0), f"launching {self.name}")
+
+
+@cache
+def _load(kernel: CudaKernel, macros: tuple[tuple[str, int], ...], shared_bytes: int, device_index: int) -> Any:
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device_index):
+        cubin = kernel.cubin(dict(macros), capability(torch.device("cuda", device_index)))
+        (module,) = _check(driver.cuModuleLoadData(cubin), f"loading {kernel.name}")
+        (function,) = _check(driver.cuModuleGetFunction(module, kernel.name.encode()), f"finding {kernel.name}")
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(driver.cuFuncSetAttribute(function, limit, shared_bytes), f"giving {kernel.name} shared memory")
+    return function
+
+
+def _check(result: tuple[Any, ...], action: str) -> tuple[Any, ...]:
+    error, *values = result
+    if error.value:
+        raise MeltcoreError(f"CUDA error {error.name} when {action}")
+    return tuple(values)

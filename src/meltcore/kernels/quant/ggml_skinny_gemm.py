@@ -1,0 +1,170 @@
+"""Skinny GEMM of up to 32 tokens with a block-quantized weight, in CUDA C++ (ggml_skinny_gemm.cu).
+
+Triton loads a tile of the weight in an order of its own and moves values between threads on the way to the tensor
+cores: its kernel for the same work (ggml_gemm.py) reaches 19 to 31 % of an H200's bandwidth (docs/decisions/
+quantized-weights.md). That one serves more tokens, and devices before compute capability 8.0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
+from meltcore.kernels.gemm.split_k import split_counters
+from meltcore.kernels.launch import pdl_options
+from meltcore.kernels.nvrtc import CudaKernel
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType
+from meltcore.kernels.quant.int4 import CHUNK, Int4Type
+
+MAX_TOKENS = 32
+MIN_CAPABILITY = 80  # cp.async and bfloat16 on tensor cores
+_TILE_TOKENS, _TILE_ROWS, _WARPS, _WARP_THREADS = 8, 16, 8, 32
+_MAX_L1_TOKENS = 8  # more are copied to shared memory
+_Q8_0_CHUNK = 128
+_PADDING = 16  # columns between tokens in shared memory
+_INT4_FORMAT = 4
+_MAX_WEIGHT_BYTES = 2**32  # of one array: the kernel's offsets have 32 bits
+_GATED, _RESIDUAL = 1, 2
+
+KERNEL = CudaKernel(Path(__file__).with_name("ggml_skinny_gemm.cu"), "ggml_skinny_gemm")
+
+
+class SkinnyConfig(NamedTuple):
+    """How a GEMM is divided: see the macros of ggml_skinny_gemm.cu. splits: of the columns."""
+
+    token_tiles: int
+    column_warps: int
+    depth: int
+    blocks_per_sm: int
+    shared_tokens: bool
+    splits: int = 1
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of the weight that a block takes at a time."""
+        return _WARPS // self.column_warps * _TILE_ROWS
+
+    def shared_bytes(self, block_type: BlockType) -> int:
+        """Return the bytes of dynamic shared memory per block."""
+        tokens = 2 * _TILE_TOKENS * self.token_tiles * (self.column_warps * chunk_columns(block_type) + _PADDING)
+        return self.depth * (_WARPS * _warp_bytes(block_type) + (tokens if self.shared_tokens else 0))
+
+    def macros(self, block_type: BlockType, columns: int, dtype: torch.dtype, pdl: bool) -> tuple[tuple[str, int], ...]:
+        """Return the constants that the kernel is compiled with."""
+        if isinstance(block_type, Int4Type):
+            block_format, group, bf16_scales = (
+                _INT4_FORMAT,
+                block_type.group_size,
+                block_type.scale_dtype == torch.bfloat16,
+            )
+        else:
+            block_format, group, bf16_scales = int(block_type), block_type.block_size, False
+        return (
+            ("FORMAT", block_format),
+            ("GROUP", min(group, 128)),  # the kernel has sizes of arrays for it, whatever the format
+            ("BF16_SCALES", int(bf16_scales)),
+            ("HALF", int(dtype == torch.float16)),
+            ("TOKEN_TILES", self.token_tiles),
+            ("WARPS", _WARPS),
+            ("COLUMN_WARPS", self.column_warps),
+            ("DEPTH", self.depth),
+            ("SHARED_TOKENS", int(self.shared_tokens)),
+            ("TAIL", int(columns % chunk_columns(block_type) != 0)),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
+            ("PDL", int(pdl)),
+        )
+
+
+def chunk_columns(block_type: BlockType) -> int:
+    """Return the columns that a warp takes at a time: those of 128 bytes."""
+    return _Q8_0_CHUNK if block_type == GgmlType.Q8_0 else CHUNK
+
+
+def _warp_bytes(block_type: BlockType) -> int:
+    """Return the bytes of 16 rows and a chunk of columns, as in a row of `GgmlTensor`."""
+    if block_type == GgmlType.Q8_0:
+        return _TILE_ROWS * (128 + 8)
+    # The scale of a Q6_K block is copied with its neighbor's.
+    return _TILE_ROWS * (sum(block_type.array_bytes(CHUNK)))
+
+
+def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
+    """Return whether the kernel supports these tensors: up to MAX_TOKENS of a 16-bit type, on CUDA."""
+    return (
+        hidden.is_cuda
+        and 1 <= hidden.shape[0] <= MAX_TOKENS
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and hidden.is_contiguous()
+        and all(array.nbytes < _MAX_WEIGHT_BYTES for array in weight.arrays)
+        and capability(hidden.device) >= MIN_CAPABILITY
+    )
+
+
+def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, sms: int, limit: int) -> SkinnyConfig:
+    """Select the configuration for a number of tokens and a weight [rows, columns].
+
+    sms, limit: SMs of the device and the shared memory of one. Measured on an H200 (docs/decisions/
+    quantized-weights.md). Warps that share rows need the fewest rows per block; separate rows share the tokens.
+    """
+    tiles = -(-tokens // _TILE_TOKENS)
+    token_tiles = 1 << (tiles - 1).bit_length()
+    if tokens <= _MAX_L1_TOKENS:
+        column_warps = 4 if -(-rows // 32) >= 1.5 * sms else 8
+        config = SkinnyConfig(1, column_warps, 3, 2, shared_tokens=False)
+    else:
+        groups = -(-rows // (_WARPS * _TILE_ROWS))
+        # Decoders that need more registers have two blocks per SM.
+        many = groups >= sms and token_tiles == 2 and block_type in (GgmlType.Q4_0, GgmlType.Q8_0)
+        blocks_per_sm = 3 if many else 2
+        steps = -(-columns // chunk_columns(block_type))
+        splits = max(1, min(blocks_per_sm * sms // groups, steps // 2))
+        config = SkinnyConfig(token_tiles, 1, 2, blocks_per_sm, shared_tokens=True, splits=splits)
+    while config.blocks_per_sm > 1 and config.blocks_per_sm * config.shared_bytes(block_type) > limit:
+        smaller = config._replace(depth=2)
+        config = smaller if config.depth > 2 else config._replace(blocks_per_sm=config.blocks_per_sm - 1)
+    return config
+
+
+def ggml_skinny_gemm(
+    hidden: torch.Tensor,
+    weight: GgmlTensor,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    config: SkinnyConfig | None = None,
+) -> torch.Tensor:
+    """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
+
+    The options are those of `ggml_gemm`. Weights are not rounded: sums of quantized values are multiplied by scales in
+    float32. The weight is read before the previous kernel has ended: that kernel must not write it.
+    """
+    (tokens, k), rows, device = hidden.shape, len(weight.values), hidden.device
+    n = rows // 2 if gated else rows
+    output = out if residual is None else residual
+    if output is None:
+        output = torch.empty(tokens, n, dtype=hidden.dtype, device=device)
+    sms = sm_count(device)
+    config = config or select_config(tokens, rows, k, weight.type, sms, shared_memory_bytes(device))
+    groups = -(-rows // config.block_rows)
+    partial, counters = output, output  # unused without splits
+    if config.splits > 1:
+        sums = groups * config.splits * config.block_rows * config.token_tiles * _TILE_TOKENS
+        partial, counters = torch.empty(sums, dtype=torch.float32, device=device), split_counters(device)
+    pdl = pdl_options(device)["PDL"]
+    KERNEL.launch(
+        (min(groups * config.splits, sms * config.blocks_per_sm),),
+        _WARPS * _WARP_THREADS,
+        config.macros(weight.type, k, hidden.dtype, pdl),
+        [
+            *(hidden, *weight.arrays, output, partial, counters),
+            *(tokens, n, k, output.stride(0), config.splits, _GATED * gated | _RESIDUAL * (residual is not None)),
+        ],
+        device,
+        shared_bytes=config.shared_bytes(weight.type),
+        pdl=pdl,
+    )
+    return output

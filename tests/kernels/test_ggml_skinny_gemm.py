@@ -1,0 +1,100 @@
+"""The skinny GEMM in CUDA C++: compiled for each architecture; on a GPU against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_ggml import INT4_TYPES, random_weight
+
+from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
+from meltcore.kernels.nvrtc import compile_source
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType, dequantize_reference
+from meltcore.kernels.quant.ggml_skinny_gemm import (
+    KERNEL,
+    MAX_TOKENS,
+    MIN_CAPABILITY,
+    SkinnyConfig,
+    ggml_skinny_gemm,
+    select_config,
+    supports,
+)
+
+TYPES = [*GgmlType, *INT4_TYPES]
+FORMATS = pytest.mark.parametrize("block_type", TYPES, ids=lambda each: each.name)
+SHAPES = [(43008, 5376), (5376, 21504), (6144, 4096), (100, 512)]
+# Rows and columns, some of which are no multiple of a tile or a chunk.
+GPU_SHAPES = [(96, 512), (160, 1280), (48, 5376), (80, 640)]
+CONFIGS = [
+    SkinnyConfig(1, 8, 3, 2, shared_tokens=False),
+    SkinnyConfig(1, 4, 2, 2, shared_tokens=False, splits=2),
+    SkinnyConfig(2, 1, 2, 2, shared_tokens=True, splits=3),
+]
+
+
+@pytest.mark.parametrize("architecture", [each for each in ARCHITECTURES if each >= MIN_CAPABILITY])
+def test_configurations_fit_into_shared_memory(architecture: int) -> None:
+    limit, sms = 1024 * shared_kib(architecture), ARCHITECTURES[architecture].sms
+    for block_type in TYPES:
+        for rows, columns in SHAPES:
+            for tokens in (1, 8, 9, 16, MAX_TOKENS):
+                config = select_config(tokens, rows, columns, block_type, sms, limit)
+                assert config.blocks_per_sm * config.shared_bytes(block_type) <= limit
+                assert 8 * config.token_tiles >= tokens
+
+
+@pytest.mark.parametrize(
+    ("architecture", "block_type"),
+    [(90, each) for each in TYPES] + [(each, some) for each in (80, 120) for some in (GgmlType.Q6_K, INT4_TYPES[2])],
+)
+def test_compiles(block_type: BlockType, architecture: int) -> None:
+    """Every format in every type of tokens, by NVRTC, which needs no GPU."""
+    source, limit = KERNEL.source(), 1024 * shared_kib(architecture)
+    for tokens, dtype, columns in ((1, torch.bfloat16, 4096), (12, torch.float16, 640)):
+        config = select_config(tokens, 4096, columns, block_type, 132, limit)
+        macros = dict(config.macros(block_type, columns, dtype, architecture >= 90))
+        assert compile_source(source, KERNEL.name, macros, architecture)
+
+
+def test_supports_few_tokens_of_16_bit_types_on_cuda() -> None:
+    weight = random_weight(1, 16, 512, GgmlType.Q8_0)
+    assert not supports(torch.zeros(1, 512, dtype=torch.bfloat16), weight)
+
+
+def expected(hidden: torch.Tensor, weight: GgmlTensor, gated: bool, residual: torch.Tensor | None) -> torch.Tensor:
+    product = hidden.double() @ dequantize_reference(weight).double().T
+    if gated:
+        gate, up = product.chunk(2, -1)
+        product = torch.nn.functional.silu(gate) * up
+    return product if residual is None else product + residual.double()
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("config", [None, *CONFIGS])
+def test_multiplies_as_in_float64(block_type: BlockType, dtype: torch.dtype, config: SkinnyConfig | None) -> None:
+    """Weights are exact and sums float32, so that only the output is rounded."""
+    for rows, k in GPU_SHAPES:
+        columns = k // block_type.block_size * block_type.block_size
+        weight = random_weight(rows, rows, columns, block_type)
+        weight = GgmlTensor(block_type, columns, *(array.cuda() for array in weight.arrays))
+        for tokens in (1, 5, 8, 9, 16, 32):
+            if config is not None and tokens > 8 * config.token_tiles:
+                continue
+            hidden = torch.randn(tokens, columns, device="cuda").to(dtype)
+            for gated in (False, True):
+                outputs = rows // 2 if gated else rows
+                added = torch.randn(tokens, outputs, device="cuda").to(dtype)
+                for residual in (None, added):
+                    exact = expected(hidden, weight, gated, residual)
+                    out = ggml_skinny_gemm(
+                        hidden, weight, gated=gated, residual=None if residual is None else added.clone(), config=config
+                    )
+                    again = ggml_skinny_gemm(
+                        hidden, weight, gated=gated, residual=None if residual is None else added.clone(), config=config
+                    )
+                    assert torch.equal(out, again)
+                    step = torch.finfo(dtype).eps / 2
+                    torch.testing.assert_close(
+                        out.double(), exact, rtol=1.01 * step, atol=2e-5 * float(exact.abs().amax())
+                    )
