@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +17,18 @@ from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
 from meltcore.kernels.gemm import gemv, split_k
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant import fp8, fp8_gemv, fp8_split_k, ggml, ggml_decode, ggml_experts, ggml_gemm
+from meltcore.kernels.quant import (
+    block_fp8,
+    block_fp8_experts,
+    block_fp8_gemm,
+    fp8,
+    fp8_gemv,
+    fp8_split_k,
+    ggml,
+    ggml_decode,
+    ggml_experts,
+    ggml_gemm,
+)
 from meltcore.kernels.quant.int4 import Int4Type
 
 Cases = list[CompileCase]
@@ -120,6 +132,55 @@ def fp8_split_k_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
         )
         for tokens in (24, 64, 128, 2048)
         for each in matmuls(model)
+    ]
+
+
+def block_fp8_tensor(*shape: int, row_group: int = block_fp8.BLOCK, per_channel: bool = False) -> Any:
+    *leading, rows, columns = shape
+    scales = (rows, 1) if per_channel else (rows // math.gcd(rows, row_group), block_fp8.num_blocks(columns))
+    return block_fp8.BlockFp8Tensor(meta(*shape, dtype=fp8.FP8), meta(*leading, *scales))
+
+
+def block_fp8_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    hidden, gated = meta(64, model.hidden_size, dtype=dtype), meta(64, model.intermediate_size, dtype=dtype)
+    norm = Norm(meta(model.hidden_size, dtype=dtype), 1e-6)
+    return [partial(block_fp8.quantize_blocks, hidden, norm), partial(block_fp8.quantize_blocks, gated)]
+
+
+def block_fp8_gemm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    kind = narrow(dtype)
+    merged, added, gated, _ = matmuls(model)
+    cases: Cases = []
+    for each, tokens, row_group in ((merged, 4, 32), (gated, 16, 128), (added, 64, 128), (gated, 2048, 128)):
+        hidden = (
+            meta(tokens, each.columns, dtype=kind)
+            if tokens <= 16
+            else block_fp8_tensor(tokens, each.columns, row_group=1)
+        )
+        cases.append(
+            partial(
+                block_fp8_gemm.block_fp8_gemm,
+                hidden,
+                block_fp8_tensor(each.rows, each.columns, row_group=row_group),
+                meta(tokens, each.rows // (2 if each.gated else 1), dtype=kind),
+                gated=each.gated,
+                has_residual=each.added,
+            )
+        )
+    return cases
+
+
+def block_fp8_experts_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    of = Experts(model, narrow(dtype))
+    return [
+        partial(
+            block_fp8_experts.block_fp8_expert_outputs,
+            of.hidden(tokens),
+            routing.Routing(of.topk_ids(tokens), meta(tokens, of.top_k)),
+            block_fp8_tensor(*of.gate_up.shape, per_channel=per_channel),
+            block_fp8_tensor(*of.down.shape, per_channel=per_channel),
+        )
+        for tokens, per_channel in ((2, False), (12, True), (16 * of.count // of.top_k, False))
     ]
 
 
@@ -290,6 +351,9 @@ CASES = {
     fp8: fp8_cases,
     fp8_gemv: fp8_gemv_cases,
     fp8_split_k: fp8_split_k_cases,
+    block_fp8: block_fp8_cases,
+    block_fp8_gemm: block_fp8_gemm_cases,
+    block_fp8_experts: if_experts(block_fp8_experts_cases),
     ggml_decode: ggml_decode_cases,
     ggml_gemm: ggml_gemm_cases,
     ggml_experts: if_experts(ggml_experts_cases),

@@ -27,7 +27,15 @@ from meltcore.kernels.gated_delta.prefill import gated_delta_prefill
 from meltcore.kernels.gemm import gemv, split_k
 from meltcore.kernels.launch import force_implementation
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
-from meltcore.kernels.quant import fp8_split_k, ggml_decode, ggml_experts, ggml_gemm
+from meltcore.kernels.quant import (
+    block_fp8,
+    block_fp8_experts,
+    block_fp8_gemm,
+    fp8_split_k,
+    ggml_decode,
+    ggml_experts,
+    ggml_gemm,
+)
 
 BY_NAME = compile_cases_attention.BY_NAME | compile_cases_gemm.BY_NAME
 MODELS = {
@@ -119,8 +127,8 @@ OF_MODELS = {
     **dict.fromkeys((intra_chunk, convolution, gated_delta_decode, state_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
 OF_HOPPER = (grouped_gemm_tma,)  # used there alone
-# Four formats of each kernel: compiled in one type, for the architectures with the fewest, most and newest features.
-OF_THREE = (ggml_decode, ggml_gemm, ggml_experts)
+# Formats of quantized weights: compiled in one type, for the architectures with the fewest, most and newest features.
+OF_THREE = (ggml_decode, ggml_gemm, ggml_experts, block_fp8, block_fp8_gemm, block_fp8_experts)
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module not in (*OF_HOPPER, *OF_THREE)]
 
 
@@ -160,7 +168,8 @@ def cases() -> Iterator[Task]:
     yield Task(all_reduce.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # shares summed over choices
     for module in OF_THREE:
         for capability in (80, 90, 120):
-            yield Task(module.__name__, capability, MODELS["Qwen3-30B-A3B"], torch.bfloat16)
+            if capability >= getattr(module, "MIN_CAPABILITY", 0):
+                yield Task(module.__name__, capability, MODELS["Qwen3-30B-A3B"], torch.bfloat16)
     for module in OF_HOPPER:
         for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"):
             yield Task(module.__name__, 90, MODELS[model], torch.bfloat16)

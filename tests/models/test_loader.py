@@ -179,21 +179,6 @@ def test_unknown_type_of_an_ignored_tensor_is_accepted(folder: Path) -> None:
     load_weights(build_model(checkpoint, torch.float32, torch.device("cpu")), checkpoint, lambda *_: None)
 
 
-@pytest.mark.parametrize("text_part", [False, True])
-@pytest.mark.parametrize(
-    ("settings", "method"),
-    [({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "fp8")],
-)
-def test_quantized_checkpoint_is_refused_with_its_method(
-    tmp_path: Path, text_part: bool, settings: dict, method: str
-) -> None:
-    said = {"quantization_config": settings}
-    write_config(tmp_path, **({"text_config": said} if text_part else said))
-    message = rf"quantization_config says .*quant_method {method}.*an unquantized checkpoint .*--quantization fp8"
-    with pytest.raises(ConfigError, match=message):
-        build_model(open_checkpoint(str(tmp_path), files="text"), torch.float32, torch.device("cpu"))
-
-
 def refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> torch.Tensor:
         raise AssertionError("a weight was read")

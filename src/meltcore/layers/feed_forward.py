@@ -90,6 +90,11 @@ class SparseMoeBlock(nn.Module):
         self.router = nn.Parameter(torch.empty(num_experts + shared_expert, hidden_size), requires_grad=False)
         self.quantize(UNQUANTIZED)
 
+    @property
+    def local_width(self) -> int:
+        """Number of columns of an expert's intermediate size that this rank keeps."""
+        return len(self._local_columns)
+
     def shard(self, group: TensorParallelGroup) -> None:
         """Keep this rank's part of every expert's intermediate size."""
         self._local_columns = group.shard(self._intermediate_size, "columns of an expert (moe_intermediate_size)")

@@ -18,10 +18,7 @@ from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.moe.experts import add_experts, expert_outputs
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant.fp8 import FP8, Fp8Tensor, quantize
-from meltcore.kernels.quant.fp8_linear import fp8_linear
 from meltcore.layers.weight_loader import (
-    ConvertingLoader,
     MatrixPart,
     ShardLoader,
     WeightLoader,
@@ -161,46 +158,6 @@ class DenseWeight(nn.Module):
         return linear(hidden, self.values, norm, gated=gated, residual=residual, out=out)
 
 
-class Fp8Weight(nn.Module):
-    """An FP8 weight, quantized as it is loaded, with one scale per output channel.
-
-    values: [sum(output_sizes), input_size] e4m3; scales: [sum(output_sizes)] float32.
-    """
-
-    def __init__(self, output_sizes: Sequence[int], input_size: int) -> None:
-        super().__init__()
-        self.values = nn.Parameter(torch.empty(sum(output_sizes), input_size, dtype=FP8), requires_grad=False)
-        self.scales = nn.Parameter(torch.empty(sum(output_sizes), dtype=torch.float32), requires_grad=False)
-
-    def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
-        """Return the loader of a checkpoint's unquantized matrix."""
-        return {"weight": part.loader(self._rows_loader)}
-
-    def _rows_loader(self, start: int, stop: int) -> WeightLoader:
-        """Return the weight loader of rows `start` to `stop` - 1. Each row is quantized independently of the others."""
-        values, scales = self.values[start:stop], self.scales[start:stop]
-
-        def store(source: torch.Tensor) -> None:
-            fp8_rows = quantize(source.to(values.device).contiguous())
-            values.copy_(fp8_rows.values)
-            scales.copy_(fp8_rows.scales)
-
-        return ConvertingLoader(values.shape, store)
-
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Quantize `hidden` per token and return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
-        result = fp8_linear(hidden, Fp8Tensor(self.values, self.scales), norm, gated=gated, residual=residual)
-        return result if out is None else out.copy_(result)
-
-
 class DenseExperts(nn.Module):
     """Unquantized weights of experts. This rank keeps the range `local_columns` of their intermediate size.
 
@@ -300,5 +257,3 @@ class QuantizationMethod(NamedTuple):
 
 
 UNQUANTIZED = QuantizationMethod(DenseWeight, DenseWeight, DenseExperts)
-# Embedding and head keep the model's type: an error in a logit decides about a token immediately.
-FP8_PER_CHANNEL = QuantizationMethod(Fp8Weight, DenseWeight, None)

@@ -41,7 +41,9 @@ PUBLISHED_CONFIG_FOLDERS = {
     "Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b",
     "Qwen/Qwen3-8B-AWQ": Path(__file__).parent / "published" / "qwen3-8b-awq",
     "Qwen/Qwen3-30B-A3B": Path(__file__).parent / "published" / "qwen3-30b-a3b",
+    "Qwen/Qwen3-30B-A3B-FP8": Path(__file__).parent / "published" / "qwen3-30b-a3b-fp8",
     "Qwen/Qwen3.5-35B-A3B": Path(__file__).parent / "published" / "qwen3.5-35b-a3b",
+    "Qwen/Qwen3.5-35B-A3B-FP8": Path(__file__).parent / "published" / "qwen3.5-35b-a3b-fp8",
 }
 
 TRANSLATION_ARCHITECTURE = "IndicTransForConditionalGeneration"

@@ -15,6 +15,7 @@ import torch
 from meltcore.config import Quantization
 from meltcore.errors import ConfigError
 from meltcore.host_memory import host_available_bytes
+from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import GgmlType, random_blocks
 from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS
 from meltcore.layers.tensor_parallel import TensorParallelGroup
@@ -22,7 +23,8 @@ from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, stor
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
 from meltcore.models.model import LoadableModel, Model
-from meltcore.models.published_int4 import Int4Config, quantize_to_int4
+from meltcore.models.published_fp8 import keep_published_fp8
+from meltcore.models.published_int4 import quantize_to_int4
 from meltcore.models.quantization import quantize_as_stored, quantize_to_fp8
 from meltcore.models.quantization_config import AwqConfig, GptqConfig, read_quantization_config
 from meltcore.models.registry import ARCHITECTURES, ModelClass
@@ -49,8 +51,8 @@ def build_model(
 ) -> Model:
     """Build the model that config.json names, with uninitialized weights on `device`.
 
-    group: build only this rank's shard. Raises ConfigError for an unsupported model, quantization or group size, for a
-    quantized checkpoint, and when `device` has too little memory.
+    group: build only this rank's shard. Raises ConfigError for an unsupported model, quantization or group size, and
+    when `device` has too little memory.
     """
     return build_meta_model(checkpoint, dtype, device, quantization, group).to_empty(device=device)
 
@@ -65,7 +67,7 @@ def build_meta_model(
     """Build the model for `device` on the meta device: every tensor has its shape and takes no memory.
 
     group: build only this rank's shard. Raises ConfigError for an unknown architecture, for one that does not support
-    the quantization or the group size, for a quantized checkpoint, and when `device` has too little memory.
+    the quantization or the group size, for a second quantization, and when `device` has too little memory.
     """
     config = Fields(checkpoint.config)
     names = config.optional("architectures", [])
@@ -73,7 +75,12 @@ def build_meta_model(
     if not supported_names:
         names_text = ", ".join(names) or "nothing"
         raise ConfigError(f"{checkpoint.name}: config.json names {names_text}; we have {', '.join(ARCHITECTURES)}")
-    published = _published_config(checkpoint, quantization)
+    published = read_quantization_config(checkpoint.config)
+    if published is not None and quantization != "none":
+        raise ConfigError(
+            f"{checkpoint.name} is quantized already (quant_method {published.quant_method}); "
+            f"it cannot be served with --quantization {quantization}"
+        )
     with torch.device("meta"), _default_dtype(dtype):
         model = _network(checkpoint, ARCHITECTURES[supported_names[0]])
         if group is not None:
@@ -82,12 +89,13 @@ def build_meta_model(
             formats = {name: entry.dtype_name for name, entry in _stored_entries(checkpoint).items()}
             quantize_as_stored(model, formats, linear_layers=quantization == "none")
         if published is not None:
-            with ExitStack() as stack:
-                files = open_files(checkpoint) if _has_weight_files(checkpoint) else ()
-                quantize_to_int4(model, published, [stack.enter_context(file) for file in files])
+            if isinstance(published, AwqConfig | GptqConfig):
+                with ExitStack() as stack:
+                    files = open_files(checkpoint) if _has_weight_files(checkpoint) else ()
+                    quantize_to_int4(model, published, [stack.enter_context(file) for file in files])
+            else:
+                keep_published_fp8(model, published, device)
         if quantization == "fp8":
-            if model.config.experts is not None:
-                raise ConfigError(f"--quantization fp8 does not compute routed experts, which {checkpoint.name} has")
             quantize_to_fp8(model, device)
     check_memory(
         checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, group.size if group else 1
@@ -140,28 +148,6 @@ def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: 
             f"{name}: the weights take {needed_bytes / GIB:,.1f} GiB, "
             f"and {free_bytes / GIB:,.1f} GiB {location}; {advice}"
         )
-
-
-def _published_config(checkpoint: Checkpoint, quantization: Quantization) -> Int4Config | None:
-    """Return the quantization of a published checkpoint, None for an unquantized one.
-
-    Raises ConfigError for a format whose scales are not supported, and for another quantization on top of it.
-    """
-    config = read_quantization_config(checkpoint.config)
-    if config is None:
-        return None
-    if not isinstance(config, AwqConfig | GptqConfig):
-        raise Fields(checkpoint.config).field_error(
-            "quantization_config",
-            f"says that weights are quantized, quant_method {config.quant_method}; an unquantized "
-            "checkpoint is needed here (--quantization fp8 quantizes it while loading)",
-        )
-    if quantization != "none":
-        raise ConfigError(
-            f"{checkpoint.name} is quantized already (quant_method {config.quant_method}); "
-            f"it cannot be served with --quantization {quantization}"
-        )
-    return config
 
 
 def _has_weight_files(checkpoint: Checkpoint) -> bool:
@@ -244,7 +230,9 @@ def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[Te
     missing = sorted(loaders.keys() - sources.keys())
     problems = [_describe_names("missing", missing), _describe_names("unexpected", sorted(unexpected))]
     if any(problems):
-        raise ConfigError(f"{place}: {'; '.join(filter(None, problems))}")
+        published = read_quantization_config(checkpoint.config)
+        asked = f" (quantization_config: quant_method {published.quant_method})" if published else ""
+        raise ConfigError(f"{place}: {'; '.join(filter(None, problems))}{asked}")
     return parts
 
 
@@ -270,9 +258,13 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
             target.copy_(words.fill_(DUMMY_ZEROS) if is_zeros else words.random_(-(2**31), 2**31, generator=generator))
             continue
         values = torch.empty(target.shape, dtype=model.dtype, device=model.device)
-        if name.endswith(".scales"):
+        if stored_dtypes(target) == (FP8,):
+            target.copy_(values.normal_(0.0, 1.0, generator=generator).to(FP8))
+        elif name.endswith(".scales"):
             signs = values.normal_(generator=generator).sign_()
             target.copy_(signs * (DUMMY_WEIGHT_STD / DUMMY_DEVIATION))
+        elif name.endswith(("_scale", "_scale_inv")):
+            target.copy_(values.fill_(DUMMY_WEIGHT_STD))
         elif values.dim() == 1:
             target.copy_(values.fill_(0.0 if name.endswith(".bias") else 1.0))
         else:

@@ -20,7 +20,7 @@ from meltcore.layers.merged_weight import merged_method
 from meltcore.layers.quantization import UNQUANTIZED
 from meltcore.models.decoder import Decoder
 from meltcore.models.model import Model
-from meltcore.models.quantization import tensors_of_layers
+from meltcore.models.quantization import modules_of_experts, tensors_of_layers
 from meltcore.models.quantization_config import AwqConfig, GptqConfig
 from meltcore.models.tensor_file import TensorFile
 
@@ -44,7 +44,7 @@ def quantize_to_int4(model: Model, config: Int4Config, files: Sequence[TensorFil
         formats = _stated_formats(config, layers)
     for layer, modules in layers:
         if isinstance(layer, SparseMoeBlock):
-            modules = _modules_of_experts(layer, modules)
+            modules = modules_of_experts(layer, modules)
         stored = [formats.get(module) for module in modules]
         if isinstance(layer, SparseMoeBlock) and len(set(stored)) > 1:
             other = next(module for module, each in zip(modules, stored, strict=True) if each != stored[0])
@@ -75,13 +75,6 @@ def _check_settings(config: Int4Config) -> None:
         raise ConfigError("config.json: quantization_config.zero_point is false; AWQ is supported with zero points")
 
 
-def _modules_of_experts(layer: SparseMoeBlock, first_expert: Iterable[str]) -> list[str]:
-    """Return the modules of all experts of a layer from those of the first."""
-    names = [f".experts.{expert}." for expert in range(layer.num_experts)]
-    names += [".shared_expert."] if layer.shared_expert else []
-    return [module.replace(".experts.0.", name) for module in first_expert for name in names]
-
-
 def _stated_formats(config: Int4Config, layers: Iterable[tuple[object, list[str]]]) -> dict[str, Int4Format]:
     """Return the formats of all modules that `config` quantizes."""
     if isinstance(config, GptqConfig) and config.desc_act:
@@ -94,7 +87,7 @@ def _stated_formats(config: Int4Config, layers: Iterable[tuple[object, list[str]
                 name for name in names if name == "lm_head" and isinstance(config, GptqConfig) and config.lm_head
             ]
         else:
-            names = _modules_of_experts(layer, names) if isinstance(layer, SparseMoeBlock) else names
+            names = modules_of_experts(layer, names) if isinstance(layer, SparseMoeBlock) else names
             modules += [name for name in names if config.quantizes(name)]
     return dict.fromkeys(modules, stated)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,9 +14,11 @@ from meltcore.kernels.quant.ggml_linear import scratch_values
 from meltcore.layers.attention import Attention
 from meltcore.layers.embedding import ParallelLMHead
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
+from meltcore.layers.fp8_weights import FP8_PER_CHANNEL
 from meltcore.layers.ggml_weights import GgmlWeight, PackedRows, ggml_method
 from meltcore.layers.linear import LinearBase
-from meltcore.layers.quantization import FP8_PER_CHANNEL
+from meltcore.layers.merged_weight import merged_method
+from meltcore.layers.quantization import UNQUANTIZED, QuantizationMethod
 from meltcore.models.decoder import Block, Decoder
 from meltcore.models.model import Model
 
@@ -34,24 +36,47 @@ def require_fp8(option: str, device: torch.device) -> None:
 
 
 def quantize_to_fp8(model: Model, device: torch.device) -> None:
-    """Make every linear layer of the blocks store its weight in FP8. `model` must still be on the meta device.
+    """Make every linear layer and expert of the blocks store its weight in FP8, with a scale per output channel.
+
+    `model` must still be on the meta device.
 
     The embedding and the head keep their type, since an error in a logit directly changes a token. On a CPU the torch
     reference runs, which is slow but gives the same answers. Raises ConfigError when the GPU has no FP8, the model is
     not bfloat16 on a GPU, or a layer's size is not a multiple of SIZE_MULTIPLE.
     """
-    require_fp8("--quantization fp8", device)
+    option = "--quantization fp8"
+    check_fp8_device(option, model, device)
+    assert isinstance(model, Decoder)
+    for layer, names in tensors_of_layers(model):
+        if not isinstance(layer, ParallelLMHead):
+            # Step sizes and decays of a recurrence stay as they are, as in published FP8 checkpoints.
+            is_gate = [name.endswith(("in_proj_b.weight", "in_proj_a.weight")) for name in names]
+            quantize_fp8_layer(layer, names, [UNQUANTIZED if kept else FP8_PER_CHANNEL for kept in is_gate], option)
+
+
+def check_fp8_device(option: str, model: Model, device: torch.device) -> None:
+    """Raise ConfigError when `device` has no FP8, or its kernels do not compute with the model's type around it."""
+    require_fp8(option, device)
     if device.type == "cuda" and model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")
-        raise ConfigError(f"--quantization fp8 computes with --dtype bfloat16 around it on CUDA; got {dtype}")
-    for name, layer in model.named_modules():
-        if isinstance(layer, LinearBase):
-            sizes = (sum(layer.output_sizes), layer.input_size)
-            if any(size % SIZE_MULTIPLE for size in sizes):
-                raise ConfigError(
-                    f"--quantization fp8 needs sizes that are multiples of {SIZE_MULTIPLE}; {name} has {list(sizes)}"
-                )
-            layer.quantize(FP8_PER_CHANNEL)
+        raise ConfigError(f"{option} computes with --dtype bfloat16 around it on CUDA; got {dtype}")
+
+
+def quantize_fp8_layer(
+    layer: LinearBase | SparseMoeBlock, names: Sequence[str], methods: Sequence[QuantizationMethod], option: str
+) -> None:
+    """Quantize a layer whose matrices have the published names `names`, each by its method.
+
+    Raises ConfigError, which begins with `option`, for a size that is not a multiple of SIZE_MULTIPLE.
+    """
+    if isinstance(layer, LinearBase):
+        sizes = zip(layer.output_sizes, methods, strict=True)
+        shape = [sum(size for size, method in sizes if method is not UNQUANTIZED), layer.input_size]
+    else:
+        shape = [layer.local_width, layer.router.shape[1]]
+    if any(size % SIZE_MULTIPLE for size in shape):
+        raise ConfigError(f"{option} needs sizes that are multiples of {SIZE_MULTIPLE}; {names[0]} has {shape}")
+    layer.quantize(merged_method(methods))
 
 
 def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_layers: bool = True) -> None:
@@ -76,7 +101,10 @@ def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_l
 def tensors_of_layers(
     model: Decoder,
 ) -> Iterator[tuple[LinearBase | ParallelLMHead | SparseMoeBlock, tuple[str, ...]]]:
-    """Yield each layer that can be quantized, and the published names of the tensors that it merges."""
+    """Yield each layer that can be quantized, and the published name of the tensor of each matrix that it merges.
+
+    Of experts the names of expert 0.
+    """
     yield model.embedding, (f"{model.prefix}embed_tokens.weight",)
     if not model.config.tie_word_embeddings:
         yield model.lm_head, ("lm_head.weight",)
@@ -106,6 +134,13 @@ def scratch_bytes(model: Model, device: torch.device) -> int:
         scratch_values(weight.blocks.tensor, device) for weight in model.modules() if isinstance(weight, GgmlWeight)
     )
     return max(slices, default=0) * model.dtype.itemsize
+
+
+def modules_of_experts(layer: SparseMoeBlock, first_expert: Iterable[str]) -> list[str]:
+    """Return the modules of all experts of a layer from those of the first."""
+    names = [f".experts.{expert}." for expert in range(layer.num_experts)]
+    names += [".shared_expert."] if layer.shared_expert else []
+    return [module.replace(".experts.0.", name) for module in first_expert for name in names]
 
 
 def weight_dtypes(model: Model) -> list[str]:

@@ -28,6 +28,10 @@ class BlockFp8Config:
     scale_suffix: ClassVar[str] = "weight_scale_inv"  # a factor of the values all the same
     not_converted: tuple[str, ...] = ()
 
+    def strategy(self, module: str) -> Strategy | None:
+        """Return what shares a scale of a linear layer's weight, None if it is not quantized."""
+        return "block" if self.quantizes(module) else None
+
     def quantizes(self, module: str) -> bool:
         """Return whether a linear layer or an expert's matrix is quantized."""
         return not _within(module, self.not_converted)

@@ -63,6 +63,40 @@ def find_tile(topk_ids_ptr, tokens, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, 
     return expert, pair, slot < end, num_before < end
 
 
+@triton.jit
+def pairs_of_program(
+    topk_ids_ptr,
+    sorted_token_ids_ptr,
+    expert_ids_ptr,
+    num_valid_ptr,
+    tokens,
+    TOP_K: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Return the expert and the tile of pairs of this program (its second index), for kernels of quantized weights.
+
+    Returns (expert, pairs of the tile, mask of pairs, whether there are any). Pairs past the end are not valid numbers.
+    """
+    slot = tl.arange(0, BLOCK_M)
+    if MODE == "gemv":
+        pair = tl.program_id(1) + slot * 0
+        expert = tl.load(topk_ids_ptr + tl.program_id(1))
+        valid = slot == 0
+        has_pairs = expert >= 0
+    elif MODE == "indirect":
+        expert, pair, valid, has_pairs = find_tile(topk_ids_ptr, tokens, TOP_K, BLOCK_M, MAX_TOKENS)
+    else:
+        tile = tl.program_id(1)
+        num_valid = tl.load(num_valid_ptr + tile)
+        expert = tl.load(expert_ids_ptr + tile)
+        pair = tl.load(sorted_token_ids_ptr + tile * BLOCK_M + slot)  # all loads are in flight together
+        valid = slot < num_valid
+        has_pairs = num_valid > 0
+    return expert, pair, valid, has_pairs
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _moe_grouped_gemm_kernel(
     input_ptr,

@@ -12,7 +12,7 @@ from meltcore.kernels.capability import shared_memory_bytes
 from meltcore.kernels.gemm.split_k import GemmConfig, silu_and_mul
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
-from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, default_config, find_tile
+from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, default_config, pairs_of_program
 from meltcore.kernels.moe.routing import Routing, sort_by_expert
 from meltcore.kernels.quant.ggml import GgmlTensor, dequantize_reference
 from meltcore.kernels.quant.ggml_decode import block_k
@@ -53,25 +53,12 @@ def _ggml_grouped_gemm_kernel(
     N: tl.constexpr = ROWS // 2 if GATED else ROWS
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     pdl_sync(PDL)
-    # Pairs are found as in _moe_grouped_gemm_kernel. As a function of both, its compiled code would change.
-    slot = tl.arange(0, BLOCK_M)
-    if MODE == "gemv":
-        pair = tl.program_id(1) + slot * 0
-        expert = tl.load(topk_ids_ptr + tl.program_id(1))
-        valid = slot == 0
-    elif MODE == "indirect":
-        expert, pair, valid, any_valid = find_tile(topk_ids_ptr, tokens, TOP_K, BLOCK_M, MAX_TOKENS)
-        if not any_valid:
-            return
-    else:
-        tile = tl.program_id(1)
-        num_valid = tl.load(num_valid_ptr + tile)
-        expert = tl.load(expert_ids_ptr + tile)
-        pair = tl.load(sorted_token_ids_ptr + tile * BLOCK_M + slot)  # all loads are in flight together
-        if num_valid == 0:
-            return
-        # Pairs past the end are neither read nor written.
-        valid = slot < num_valid
+    # Pairs past the end are neither read nor written.
+    expert, pair, valid, has_pairs = pairs_of_program(
+        *(topk_ids_ptr, sorted_token_ids_ptr, expert_ids_ptr, num_valid_ptr, tokens, TOP_K, MAX_TOKENS, BLOCK_M, MODE)
+    )
+    if not has_pairs:
+        return
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if GATED:
         rows = tl.minimum(row // 2, N - 1) + row % 2 * N

@@ -1,0 +1,213 @@
+"""Routed experts with FP8 weights that have a scale per block or per row: a grouped GEMM, as in moe/grouped_gemm.py."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from meltcore.kernels.activation import swiglu
+from meltcore.kernels.capability import shared_memory_bytes
+from meltcore.kernels.gemm.split_k import GemmConfig, silu_and_mul
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
+from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, default_config, pairs_of_program
+from meltcore.kernels.moe.routing import Routing, sort_by_expert
+from meltcore.kernels.quant.block_fp8 import BLOCK, BlockFp8Tensor, quantize_tokens
+from meltcore.kernels.quant.block_fp8_gemm import scaled_tile_matmul
+from meltcore.kernels.quant.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX
+
+MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
+_MAX_STAGES = 4
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _block_fp8_grouped_gemm_kernel(
+    input_ptr,
+    input_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    output_ptr,
+    topk_ids_ptr,
+    sorted_token_ids_ptr,
+    expert_ids_ptr,
+    num_valid_ptr,
+    tokens,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    MODE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FROM_TOKENS: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program multiplies BLOCK_N of the ROWS rows of an expert's weight by up to BLOCK_M of the expert's pairs.
+
+    FROM_TOKENS: inputs are tokens, gate and up rows alternate, and the result is silu(gate) * up. Otherwise inputs are
+    pairs.
+    """
+    N: tl.constexpr = ROWS // 2 if FROM_TOKENS else ROWS
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if FROM_TOKENS else BLOCK_N
+    pdl_sync(PDL)
+    # Pairs past the end are neither read nor written.
+    expert, pair, valid, has_pairs = pairs_of_program(
+        *(topk_ids_ptr, sorted_token_ids_ptr, expert_ids_ptr, num_valid_ptr, tokens, TOP_K, MAX_TOKENS, BLOCK_M, MODE)
+    )
+    if not has_pairs:
+        return
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if FROM_TOKENS:
+        weight_rows = tl.minimum(row // 2, N - 1) + row % 2 * N
+    else:
+        weight_rows = tl.minimum(row, N - 1)
+    pair = tl.where(valid, pair, 0)
+    source = (pair // TOP_K if FROM_TOKENS else pair).to(tl.int64)
+    expert_scales_ptr = scales_ptr + expert.to(tl.int64) * (ROWS // ROW_GROUP * COLUMN_BLOCKS)
+    # Rows of a tile share their scales if it lies in one group.
+    if (not FROM_TOKENS) and ROW_GROUP % BLOCK_N == 0 and N % BLOCK_N == 0:
+        row_scales_ptr = expert_scales_ptr + tl.program_id(0) * BLOCK_N // ROW_GROUP * COLUMN_BLOCKS
+    else:
+        row_scales_ptr = expert_scales_ptr + weight_rows // ROW_GROUP * COLUMN_BLOCKS
+    acc = scaled_tile_matmul(
+        *(weight_ptr + (expert.to(tl.int64) * ROWS + weight_rows)[:, None] * K, row_scales_ptr),
+        *(input_ptr + source[:, None] * K, input_scales_ptr + source * COLUMN_BLOCKS, valid[:, None]),
+        *(0, (K + BLOCK_K - 1) // BLOCK_K, K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES),
+        *(COLUMN_BLOCKS > 1, QUANTIZE, FP8_MAX, MIN_AMAX),
+    )
+    if BLOCK_N >= BLOCK_M:
+        acc = tl.trans(acc)
+    if FROM_TOKENS:
+        acc = silu_and_mul(acc)
+    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+    tl.store(output_ptr + pair.to(tl.int64)[:, None] * N + column, acc, mask=valid[:, None] & (column < N))
+
+
+def select_config(pairs: int, weight: BlockFp8Tensor) -> GemmConfig:
+    """Select the configuration for a number of pairs of all experts together and a weight [experts, rows, K].
+
+    Tiles of pairs as for unquantized weights (`default_config`), up to 64: one program of an SM multiplies while
+    another applies scales. (Not measured yet: docs/decisions/quantized-weights.md.)
+    """
+    shared_bytes = shared_memory_bytes(weight.values.device)
+    block_m = min(64, default_config(pairs, len(weight.values), 2, shared_bytes).block_m)
+    block_n = 64 if block_m == 16 else 128
+    stage_bytes = (2 * block_m + block_n) * BLOCK
+    stages = max(2, min(_MAX_STAGES, shared_bytes // 2 // stage_bytes))
+    return GemmConfig(block_m, block_n, BLOCK, stages)
+
+
+def block_fp8_grouped_gemm(
+    inputs: torch.Tensor | BlockFp8Tensor,
+    weight: BlockFp8Tensor,
+    output: torch.Tensor,
+    dispatch: Dispatch,
+    config: GemmConfig,
+    *,
+    from_tokens: bool,
+) -> None:
+    """Multiply each pair by its expert's weight, [experts, rows, K], and write the result to `output`.
+
+    inputs: tokens [tokens, K] or else pairs [pairs, K], quantized or not. from_tokens: the weight holds gate rows above
+    up rows and the result is silu(gate) * up. The block_m of the config must be that of the alignment.
+    """
+    is_quantized = isinstance(inputs, BlockFp8Tensor)
+    values, input_scales = inputs if isinstance(inputs, BlockFp8Tensor) else (inputs, weight.scales)
+    (rows, k), (tokens, top_k) = weight.values.shape[1:], dispatch.topk_ids.shape
+    # One size serves all tokens of the mode unless a test forces it for more: each is compiled.
+    max_tokens = (
+        triton.next_power_of_2(max(tokens, INDIRECT_TOKENS)) if dispatch.mode == "indirect" else INDIRECT_TOKENS
+    )
+    _block_fp8_grouped_gemm_kernel[(triton.cdiv(rows, config.block_n), dispatch.tiles)](
+        values,
+        input_scales,
+        weight.values,
+        weight.scales,
+        output,
+        dispatch.topk_ids,
+        *(dispatch.alignment[1:4] if dispatch.alignment else (dispatch.topk_ids,) * 3),
+        tokens,
+        ROWS=rows,
+        K=k,
+        ROW_GROUP=weight.row_group,
+        COLUMN_BLOCKS=weight.scales.shape[2],
+        TOP_K=top_k,
+        MAX_TOKENS=max_tokens,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        NUM_STAGES=config.num_stages,
+        MODE=dispatch.mode,
+        QUANTIZE=not is_quantized,
+        FROM_TOKENS=from_tokens,
+        FP8_MAX=FP8_MAX,
+        MIN_AMAX=MIN_AMAX,
+        num_warps=config.num_warps,
+        **pdl_options(output.device),
+    )
+
+
+def block_fp8_expert_outputs(
+    hidden: torch.Tensor, routing: Routing, gate_up: BlockFp8Tensor, down: BlockFp8Tensor
+) -> torch.Tensor:
+    """Compute the unweighted outputs of each token's experts, as `expert_outputs` does.
+
+    [tokens, hidden_size] -> [tokens * top_k, hidden_size]. gate_up: [experts, 2 * width, hidden_size], gate rows above
+    up rows; down: [experts, hidden_size, width]. Inputs of both are quantized as their weights' columns are: in
+    blocks, or per token.
+    """
+    if not use_triton(hidden):
+        return block_fp8_expert_outputs_reference(hidden, routing, gate_up, down)
+    topk_ids = routing.topk_ids
+    pairs = topk_ids.numel()
+    outputs = hidden.new_empty(pairs, hidden.shape[1])
+    if pairs == 0:
+        return outputs
+    config = select_config(pairs, gate_up)
+    dispatch = Dispatch.of(topk_ids, down.values, config.block_m)
+    activated = hidden.new_empty(pairs, down.values.shape[2])
+    inputs = _quantize_if_many(hidden, gate_up, dispatch)
+    block_fp8_grouped_gemm(inputs, gate_up, activated, dispatch, config, from_tokens=True)
+    inputs = _quantize_if_many(activated, down, dispatch)
+    block_fp8_grouped_gemm(inputs, down, outputs, dispatch, config, from_tokens=False)
+    return outputs
+
+
+def _quantize_if_many(
+    hidden: torch.Tensor, weight: BlockFp8Tensor, dispatch: Dispatch
+) -> torch.Tensor | BlockFp8Tensor:
+    """Quantize inputs, unless they are few enough for every program to quantize its own, and it reads whole blocks."""
+    is_few = dispatch.mode != "grouped" and weight.scales.shape[2] > 1
+    return hidden if is_few else quantize_tokens(hidden, weight)
+
+
+def block_fp8_expert_outputs_reference(
+    hidden: torch.Tensor, routing: Routing, gate_up: BlockFp8Tensor, down: BlockFp8Tensor
+) -> torch.Tensor:
+    """Compute `block_fp8_expert_outputs` in a loop over the experts that have tokens, as its specification.
+
+    One expert is dequantized at a time. The host reads the offsets, so it cannot be captured in a CUDA graph.
+    """
+    top_k = routing.topk_ids.shape[1]
+    pairs, offsets = sort_by_expert(routing.topk_ids, len(down.values))
+    outputs = torch.empty(len(pairs), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+    tokens = quantize_tokens(hidden, gate_up).dequantize()
+    for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
+        if start < end:
+            own = pairs[start:end]
+            activated = swiglu(tokens[own // top_k] @ _expert(gate_up, expert).t()).to(hidden.dtype)
+            inputs = quantize_tokens(activated, down).dequantize()
+            outputs[own] = (inputs @ _expert(down, expert).t()).to(hidden.dtype)
+    return outputs
+
+
+def _expert(weight: BlockFp8Tensor, expert: int) -> torch.Tensor:
+    return BlockFp8Tensor(weight.values[expert], weight.scales[expert]).dequantize()

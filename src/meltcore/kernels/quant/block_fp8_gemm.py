@@ -1,0 +1,246 @@
+"""GEMM of tokens with an FP8 weight that has a scale per block, for few tokens and for many.
+
+It has the method of gemm/split_k.py. A step of the main loop multiplies 128 columns on the tensor cores, and both
+operands' scales of these columns are applied to the result before it is added to the sums in float32. For few tokens
+the program quantizes them itself, to the same values as `quantize_tokens`, which saves a launch. Sums have a fixed
+order: that of the columns within a split, then that of the splits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.capability import shared_memory_bytes, sm_count
+from meltcore.kernels.gemm.split_k import GemmConfig, reduce_splits, silu_and_mul, split_workspace, weight_row
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
+from meltcore.kernels.quant.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks, quantize_tile
+from meltcore.kernels.quant.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX
+
+MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
+# Up to how many tokens every program quantizes them itself: with more, they are read and quantized too often.
+MAX_UNQUANTIZED_TOKENS = 16
+_MAX_STAGES = 4
+_PREFETCH_STEPS = 4
+
+
+@triton.jit
+def scaled_tile_matmul(
+    weight_ptr,
+    weight_scales_ptr,
+    hidden_ptr,
+    token_scales_ptr,
+    valid,
+    first_step,
+    end_step,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+):
+    """Multiply weight rows [BLOCK_N, 1] by tokens [BLOCK_M, 1], both pointers, over some steps of BLOCK_K columns.
+
+    Returns [BLOCK_N, BLOCK_M], or [BLOCK_M, BLOCK_N] if that is the longer side, in float32. weight_scales_ptr,
+    token_scales_ptr: pointers to the rows' and the tokens' first scales, [BLOCK_N] or one for all rows, and [BLOCK_M].
+    BLOCK_SCALES: there is a scale per step; otherwise one for all columns. valid: [BLOCK_M, 1], tokens to read.
+    QUANTIZE: tokens are unquantized, and are quantized per step.
+    """
+    # Tensor cores need the longer side first: at least 64 rows on Hopper.
+    if BLOCK_N >= BLOCK_M:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in tl.range(first_step, end_step, num_stages=NUM_STAGES):
+        column = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        if K % BLOCK_K == 0:
+            weight = tl.load(weight_ptr + column)
+            hidden = tl.load(hidden_ptr + column, mask=valid, other=0.0)
+        else:
+            weight = tl.load(weight_ptr + column, mask=column < K, other=0.0)
+            hidden = tl.load(hidden_ptr + column, mask=valid & (column < K), other=0.0)
+        if QUANTIZE:
+            hidden, token_scales = quantize_tile(hidden.to(tl.float32), FP8_MAX, MIN_AMAX)
+        elif BLOCK_SCALES:
+            token_scales = tl.load(token_scales_ptr + step)
+        if BLOCK_N >= BLOCK_M:
+            left, right = weight, tl.trans(hidden)
+        else:
+            left, right = hidden, tl.trans(weight)
+        if BLOCK_SCALES:
+            scales = _scales_of(tl.load(weight_scales_ptr + step), token_scales, BLOCK_N >= BLOCK_M)
+            acc += tl.dot(left, right) * scales
+        else:
+            acc = tl.dot(left, right, acc)
+    if not BLOCK_SCALES:
+        acc *= _scales_of(tl.load(weight_scales_ptr), tl.load(token_scales_ptr), BLOCK_N >= BLOCK_M)
+    return acc
+
+
+@triton.jit
+def _scales_of(weight_scales, token_scales, ROWS_FIRST: tl.constexpr):
+    """Return the factors of a tile: rows by tokens if ROWS_FIRST. One scale for all rows costs a multiplication."""
+    if len(weight_scales.shape) == 0:
+        if ROWS_FIRST:
+            scales = (token_scales * weight_scales)[None, :]
+        else:
+            scales = (token_scales * weight_scales)[:, None]
+    elif ROWS_FIRST:
+        scales = weight_scales[:, None] * token_scales[None, :]
+    else:
+        scales = token_scales[:, None] * weight_scales[None, :]
+    return scales
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _block_fp8_gemm_kernel(
+    hidden_ptr,
+    token_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    output_ptr,
+    partial_ptr,
+    counters_ptr,
+    tokens,
+    output_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program multiplies BLOCK_N rows of the weight by BLOCK_M tokens over one split of the columns.
+
+    Tokens past the end are not read: for few tokens they would take more bandwidth of the L2 cache than the weight.
+    """
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    split = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    source_row = weight_row(row, N, GATED)
+    rows_ptr = weight_ptr + source_row.to(tl.int64)[:, None] * K
+    first_step, end_step = split * STEPS // SPLIT_K, (split + 1) * STEPS // SPLIT_K
+    if PDL:
+        for step in tl.static_range(PREFETCH_STEPS):
+            prefetch(rows_ptr + (first_step + step) * BLOCK_K)
+        pdl_sync(PDL)
+    # Rows of a tile share their scales if it lies in one group.
+    if (not GATED) and ROW_GROUP % BLOCK_N == 0 and N % BLOCK_N == 0:
+        row_scales_ptr = scales_ptr + tl.program_id(1) * BLOCK_N // ROW_GROUP * COLUMN_BLOCKS
+    else:
+        row_scales_ptr = scales_ptr + source_row // ROW_GROUP * COLUMN_BLOCKS
+    valid = (token < tokens)[:, None]
+    source_token = tl.minimum(token, tokens - 1).to(tl.int64)
+    output_column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = output_ptr + token.to(tl.int64)[:, None] * output_stride + output_column[None, :]
+    mask = valid & (output_column < N)[None, :]
+    if HAS_RESIDUAL:
+        residual = tl.load(output, mask=mask, other=0.0)
+    acc = scaled_tile_matmul(
+        *(rows_ptr, row_scales_ptr, hidden_ptr + source_token[:, None] * K),
+        *(token_scales_ptr + source_token * COLUMN_BLOCKS, valid, first_step, end_step),
+        *(K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, COLUMN_BLOCKS > 1, QUANTIZE, FP8_MAX, MIN_AMAX),
+    )
+    if SPLIT_K > 1:
+        tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
+        if not is_last:
+            return
+    if BLOCK_N >= BLOCK_M:
+        acc = tl.trans(acc)
+    if GATED:
+        acc = silu_and_mul(acc)
+    if HAS_RESIDUAL:
+        acc += residual.to(tl.float32)
+    tl.store(output, acc, mask=mask)
+
+
+def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes: int) -> GemmConfig:
+    """Select the configuration for a number of tokens and a weight [rows, k].
+
+    Few tokens take as long as reading the weight: two programs per SM load while others compute, and splits fill the
+    SMs. For many, two programs per SM multiply while the other applies scales. (Not measured yet:
+    docs/decisions/quantized-weights.md.)
+    """
+    steps = num_blocks(k)
+    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_n = 64 if block_m <= 32 else 128
+    tiles = -(-tokens // block_m) * -(-rows // block_n)
+    programs = 2 * processors
+    # Fewer columns are not worth the reduction.
+    split_k = 1 if tokens > 128 else max(1, min(programs // tiles, steps // 4))
+    programs_per_sm = 2 if block_m <= 32 else 3
+    stage_bytes = (block_m * (2 if tokens <= MAX_UNQUANTIZED_TOKENS else 1) + block_n) * BLOCK
+    stages = max(2, min(_MAX_STAGES, shared_bytes // programs_per_sm // stage_bytes))
+    return GemmConfig(block_m, block_n, BLOCK, stages, split_k=split_k)
+
+
+def block_fp8_gemm(
+    hidden: torch.Tensor | BlockFp8Tensor,
+    weight: BlockFp8Tensor,
+    output: torch.Tensor,
+    *,
+    gated: bool = False,
+    has_residual: bool = False,
+    config: GemmConfig | None = None,
+) -> torch.Tensor:
+    """Write hidden W^T to `output`: hidden [tokens, K], weight [N, K] -> [tokens, N]. Rows of `output` may be strided.
+
+    hidden: quantized tokens, or unquantized ones of any floating type, which are quantized in blocks. gated: the weight
+    holds gate rows above up rows and the result is silu(gate) * up, half as wide. has_residual: add to `output`. The
+    weight is read before the previous kernel has ended: that kernel must not write it. Raises ValueError for
+    unquantized tokens and a weight without blocks.
+    """
+    is_quantized = isinstance(hidden, BlockFp8Tensor)
+    values, token_scales = hidden if isinstance(hidden, BlockFp8Tensor) else (hidden, weight.scales)
+    (tokens, k), rows, column_blocks = values.shape, len(weight.values), weight.scales.shape[1]
+    if not is_quantized and column_blocks != num_blocks(k):
+        raise ValueError("unquantized tokens need a weight with a scale per block of columns")
+    device = output.device
+    config = config or select_config(tokens, rows, k, sm_count(device), shared_memory_bytes(device))
+    grid, partial, counters = split_workspace(config, rows, tokens, output)
+    _block_fp8_gemm_kernel[grid](
+        values,
+        token_scales,
+        weight.values,
+        weight.scales,
+        output,
+        partial,
+        counters,
+        tokens,
+        output.stride(0),
+        N=rows // 2 if gated else rows,
+        K=k,
+        ROW_GROUP=weight.row_group,
+        COLUMN_BLOCKS=column_blocks,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLIT_K=config.split_k,
+        NUM_STAGES=config.num_stages,
+        PREFETCH_STEPS=min(_PREFETCH_STEPS, num_blocks(k) // config.split_k),
+        QUANTIZE=not is_quantized,
+        GATED=gated,
+        HAS_RESIDUAL=has_residual,
+        FP8_MAX=FP8_MAX,
+        MIN_AMAX=MIN_AMAX,
+        num_warps=config.num_warps,
+        **pdl_options(device),
+    )
+    return output

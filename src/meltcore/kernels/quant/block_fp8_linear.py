@@ -1,0 +1,52 @@
+"""Matrix multiplication of tokens with an FP8 weight that has a scale per block: both operands in e4m3.
+
+Every kernel quantizes a token to the same values, per block of 128 columns, so that an answer depends on the batch size
+as little as in wider types.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.activation import swiglu
+from meltcore.kernels.launch import use_triton
+from meltcore.kernels.norm import Norm
+from meltcore.kernels.quant.block_fp8 import BlockFp8Tensor, quantize_tokens
+from meltcore.kernels.quant.block_fp8_gemm import MAX_UNQUANTIZED_TOKENS, block_fp8_gemm
+
+
+def block_fp8_linear(
+    hidden: torch.Tensor,
+    weight: BlockFp8Tensor,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute norm(hidden) W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
+
+    The options are those of `linear` in gemm/linear.py, and rows of `out` may be strided.
+    """
+    tokens = len(hidden)
+    if not use_triton(hidden):
+        sums = block_fp8_linear_reference(hidden, weight, norm)
+        if residual is not None:
+            return residual.add_(sums)
+        result = swiglu(sums) if gated else sums
+        return result if out is None else out.copy_(result)
+    output = out if residual is None else residual
+    if output is None:
+        output = hidden.new_empty(tokens, len(weight.values) // (2 if gated else 1))
+    if tokens == 0:
+        return output
+    # A program cannot normalize tokens, of which it reads only a split of the columns.
+    is_unquantized = norm is None and tokens <= MAX_UNQUANTIZED_TOKENS and weight.scales.shape[1] > 1
+    inputs = hidden if is_unquantized else quantize_tokens(hidden, weight, norm)
+    return block_fp8_gemm(inputs, weight, output, gated=gated, has_residual=residual is not None)
+
+
+def block_fp8_linear_reference(hidden: torch.Tensor, weight: BlockFp8Tensor, norm: Norm | None = None) -> torch.Tensor:
+    """Compute norm(hidden) W^T in PyTorch in float32, as the specification of the GEMM."""
+    quantized = quantize_tokens(hidden, weight, norm)
+    return (quantized.dequantize() @ weight.dequantize().t()).to(hidden.dtype)

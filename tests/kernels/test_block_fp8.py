@@ -1,0 +1,203 @@
+"""FP8 with scales per block: quantization, and every kernel, against float64 on the dequantized numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_tools import in_triton
+from test_fp8_linear import conversions_of_fp8
+from test_linear import assert_near, assert_rounded_once, moved, random_norm
+
+from meltcore.kernels.gemm.split_k import GemmConfig
+from meltcore.kernels.moe.grouped_gemm import Dispatch, Mode
+from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.norm import Norm
+from meltcore.kernels.quant.block_fp8 import (
+    BLOCK,
+    BlockFp8Tensor,
+    num_blocks,
+    quantize_blocks,
+    quantize_blocks_reference,
+    quantize_tokens,
+)
+from meltcore.kernels.quant.block_fp8_experts import (
+    block_fp8_expert_outputs,
+    block_fp8_expert_outputs_reference,
+    block_fp8_grouped_gemm,
+)
+from meltcore.kernels.quant.block_fp8_gemm import block_fp8_gemm
+from meltcore.kernels.quant.block_fp8_linear import block_fp8_linear
+from meltcore.kernels.quant.fp8 import FP8, FP8_MAX
+
+assert conversions_of_fp8  # a fixture that every test here uses
+BF16 = torch.bfloat16
+
+
+def random_weight(rows: int, columns: int, row_group: int, column_blocks: int, *leading: int) -> BlockFp8Tensor:
+    """Blocks differ in size, so that a wrong scale shows; a product with random tokens is of about unit variance."""
+    values = torch.randn(*leading, rows, columns).mul_(64).to(FP8)
+    scales = torch.randint(-1, 2, (*leading, rows // row_group, column_blocks)).float().exp2() / 64 * columns**-0.5
+    return BlockFp8Tensor(values, scales * (1 + 0.1 * torch.rand_like(scales)))
+
+
+def there(weight: BlockFp8Tensor, device: torch.device) -> BlockFp8Tensor:
+    return BlockFp8Tensor(weight.values.to(device), weight.scales.to(device))
+
+
+def exact(hidden: torch.Tensor, weight: BlockFp8Tensor, norm: Norm | None = None) -> torch.Tensor:
+    """In float64, of the dequantized numbers."""
+    return quantize_tokens(hidden, weight, norm).dequantize().double() @ weight.dequantize().double().T
+
+
+def exact_gated(hidden: torch.Tensor, weight: BlockFp8Tensor, norm: Norm | None = None) -> torch.Tensor:
+    gate, up = exact(hidden, weight, norm).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def test_every_block_uses_the_whole_range() -> None:
+    """Blocks of a row have their own scales, the last one may be narrower, and one of zeros stays one."""
+    torch.manual_seed(0)
+    rows = torch.randn(4, 300) * torch.tensor([1e-4, 1.0, 100.0]).repeat_interleave(BLOCK)[:300]
+    rows[2, :BLOCK] = 0.0
+    values, scales = quantize_blocks_reference(rows)
+    assert (values.dtype, scales.shape) == (FP8, (4, 3))
+    amax = torch.stack([part.float().abs().amax(1) for part in values.split(BLOCK, 1)], 1)
+    assert amax.flatten().tolist() == [FP8_MAX] * 6 + [0.0] + [FP8_MAX] * 5
+    back = BlockFp8Tensor(values, scales).dequantize()
+    allowed = rows.abs() * 2.0**-4 + scales.repeat_interleave(BLOCK, 1)[:, :300] * 2.0**-10
+    assert ((back - rows).abs() <= allowed * 1.0001).all()
+
+
+@pytest.mark.parametrize("columns", [64, 300, 1152])
+def test_both_implementations_quantize_to_the_same_values(columns: int, device: torch.device) -> None:
+    torch.manual_seed(1)
+    hidden, norm = torch.randn(5, columns).to(BF16), random_norm(columns, BF16)
+    for given in (None, norm):
+        expected = quantize_blocks_reference(hidden, given)
+        found = in_triton(quantize_blocks)(hidden.to(device), moved(given, device))
+        torch.testing.assert_close(found.scales.cpu(), expected.scales, rtol=1e-6, atol=0)
+        assert torch.equal(found.values.cpu().view(torch.uint8), expected.values.view(torch.uint8))
+    assert in_triton(quantize_blocks)(hidden[:0].to(device)).values.shape == (0, columns)
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "row_group", "config"),
+    [
+        (1, 128, 384, 128, GemmConfig(16, 64, BLOCK, 2, split_k=3)),
+        (5, 96, 256, 32, GemmConfig(16, 64, BLOCK, 2)),
+        (16, 48, 200, 16, GemmConfig(16, 32, BLOCK, 2, split_k=2)),
+        (70, 64, 256, 64, GemmConfig(64, 32, BLOCK, 2)),
+    ],
+    ids=str,
+)
+def test_gemm_applies_the_scales_of_every_block(
+    tokens: int,
+    rows: int,
+    columns: int,
+    row_group: int,
+    config: GemmConfig,
+    is_quantized: bool,
+    device: torch.device,
+) -> None:
+    """With splits, cut-off blocks, either side of a tile first, one group of rows per tile and several."""
+    torch.manual_seed(tokens)
+    weight, hidden = random_weight(rows, columns, row_group, num_blocks(columns)), torch.randn(tokens, columns).to(BF16)
+    expected, on_device = exact(hidden, weight), there(weight, device)
+    given = there(quantize_blocks_reference(hidden), device) if is_quantized else hidden.to(device)
+    kept = torch.full((tokens, rows + 9), 7.0, dtype=BF16, device=device)
+    out = kept[:, 4 : rows + 4]
+    assert block_fp8_gemm(given, on_device, out, config=config) is out
+    assert_rounded_once(out, expected, BF16)
+    assert (kept[:, :4] == 7.0).all()
+    assert (kept[:, rows + 4 :] == 7.0).all()
+    before = torch.randn(tokens, rows).to(BF16)
+    residual = before.to(device, copy=True)
+    block_fp8_gemm(given, on_device, residual, has_residual=True, config=config)
+    assert_rounded_once(residual, before.double() + expected, BF16)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+@pytest.mark.parametrize("column_blocks", [2, 1], ids=["block", "channel"])
+def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
+    tokens: int, column_blocks: int, device: torch.device
+) -> None:
+    torch.manual_seed(tokens)
+    rows, columns = 2 * 64, 256
+    weight = random_weight(rows, columns, 64 if column_blocks > 1 else 1, column_blocks)
+    hidden, norm, before = torch.randn(tokens, columns).to(BF16), random_norm(columns, BF16), torch.randn(tokens, rows)
+    for function in (in_triton(block_fp8_linear), block_fp8_linear):
+        given = hidden.to(device), there(weight, device)
+        assert_near(function(*given, moved(norm, device), gated=True), exact_gated(hidden, weight, norm), BF16, 8)
+        residual = before.to(device, BF16, copy=True)
+        assert function(*given, residual=residual) is residual
+        assert_near(residual, before.to(BF16).double() + exact(hidden, weight), BF16, 8)
+        out = torch.empty(tokens, rows, dtype=BF16, device=device)
+        assert function(*given, out=out) is out
+        assert_near(out, exact(hidden, weight), BF16, 8)
+    assert in_triton(block_fp8_linear)(hidden[:0].to(device), there(weight, device)).shape == (0, rows)
+
+
+def test_unquantized_tokens_need_blocks(device: torch.device) -> None:
+    weight = there(random_weight(64, 256, 1, 1), device)
+    hidden = torch.randn(2, 256, device=device)
+    with pytest.raises(ValueError, match="need a weight with a scale per block of columns"):
+        block_fp8_gemm(hidden, weight, torch.empty(2, 64, device=device))
+
+
+def exact_experts(inputs: torch.Tensor, ids: torch.Tensor, weight: BlockFp8Tensor, per_token: int) -> torch.Tensor:
+    """The product of each pair with its expert's dequantized weight, in float64."""
+    tokens = quantize_tokens(inputs, weight).dequantize().double().repeat_interleave(per_token, 0)
+    return torch.einsum("ph,prh->pr", tokens, weight.dequantize().double()[ids.flatten().long()])
+
+
+@pytest.mark.parametrize("column_blocks", [2, 1], ids=["block", "channel"])
+@pytest.mark.parametrize(("tokens", "mode"), [(2, "gemv"), (9, "indirect"), (30, "grouped")])
+def test_grouped_gemm_multiplies_each_pair_by_its_expert(
+    tokens: int, mode: Mode, column_blocks: int, device: torch.device
+) -> None:
+    torch.manual_seed(tokens)
+    experts, size, width, is_blocked = 3, 256, 192, column_blocks > 1
+    hidden = torch.randn(tokens, size).to(BF16)
+    ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).int()
+    gate_up = random_weight(2 * width, size, 64 if is_blocked else 1, column_blocks, experts)
+    down = random_weight(size, width, 128 if is_blocked else 1, column_blocks, experts)
+    dispatch, config = Dispatch.of(ids.to(device), down.values, 16, mode), GemmConfig(16, 64, BLOCK, 2)
+    gemm, by_program = in_triton(block_fp8_grouped_gemm), is_blocked and mode != "grouped"
+    activated = torch.empty(2 * tokens, width, dtype=BF16, device=device)
+    outputs = torch.empty(2 * tokens, size, dtype=BF16, device=device)
+    inputs = hidden if by_program else quantize_tokens(hidden, gate_up)
+    moved_inputs = inputs.to(device) if isinstance(inputs, torch.Tensor) else there(inputs, device)
+    gemm(moved_inputs, there(gate_up, device), activated, dispatch, config, from_tokens=True)
+    gate, up = exact_experts(hidden, ids, gate_up, 2).chunk(2, -1)
+    assert_near(activated, torch.nn.functional.silu(gate) * up, BF16, 8)
+    quantized = there(quantize_tokens(activated.cpu(), down), device)
+    gemm(activated if by_program else quantized, there(down, device), outputs, dispatch, config, from_tokens=False)
+    assert_rounded_once(outputs, exact_experts(activated.cpu(), ids, down, 1), BF16)
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_expert_outputs_in_triton_match_the_reference(tokens: int, device: torch.device) -> None:
+    torch.manual_seed(3)
+    hidden, ids = torch.randn(tokens, 256).to(BF16), torch.stack([torch.randperm(2) for _ in range(tokens)]).int()
+    routing = Routing(ids.to(device), torch.rand(tokens, 2, device=device))
+    gate_up, down = random_weight(256, 256, 128, 2, 2), random_weight(256, 128, 128, 1, 2)
+    given = hidden.to(device), routing, there(gate_up, device), there(down, device)
+    expected = block_fp8_expert_outputs_reference(*given).double().cpu()
+    assert_near(in_triton(block_fp8_expert_outputs)(*given), expected, BF16, 40)
+    nothing = Routing(routing.topk_ids[:0], routing.topk_weights[:0])
+    assert in_triton(block_fp8_expert_outputs)(given[0][:0], nothing, *given[2:]).shape == (0, 256)
+
+
+def test_inputs_are_quantized_in_blocks_of_columns(device: torch.device) -> None:
+    """A large input makes its own block coarse, and no other one."""
+    torch.manual_seed(5)
+    weight = there(random_weight(64, 256, 64, 2), device)
+    hidden = torch.randn(3, 256).to(device, BF16)
+    hidden[:, 200] = 3e4
+    result = in_triton(block_fp8_linear)(hidden, weight)
+    own = weight.dequantize()[:, 200] * 3e4
+    rest = (hidden.float() @ weight.dequantize().T) - own
+    first = hidden[:, :BLOCK].float() @ weight.dequantize()[:, :BLOCK].T
+    assert (rest - first).abs().max() > 0.1  # what the coarse block loses
+    torch.testing.assert_close(result.float(), (own + first).to(result.dtype).float(), rtol=0.02, atol=1.0)
