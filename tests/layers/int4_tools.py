@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,24 @@ def words_of(values: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np
     return words.view(np.int32)
 
 
-def int4_matrix(
+class Int4Numbers(NamedTuple):
+    """What a matrix of 4-bit values is made of.
+
+    values: [outputs, inputs]; zeros, scales: [outputs, groups]; group_of: the group of each input.
+    """
+
+    values: np.ndarray
+    zeros: np.ndarray
+    scales: torch.Tensor
+    group_of: np.ndarray
+
+    def dense(self) -> torch.Tensor:
+        """The values of the matrix, [outputs, inputs] float32."""
+        scales = self.scales.double().numpy()[:, self.group_of]
+        return torch.from_numpy((self.values - self.zeros[:, self.group_of]) * scales).float()
+
+
+def random_numbers(
     layout: str,
     outputs: int,
     inputs: int,
@@ -33,30 +50,46 @@ def int4_matrix(
     sym: bool = False,
     dtype: torch.dtype = torch.float16,
     std: float = 0.05,
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return the tensors of a random matrix by the last part of their names, and its values [outputs, inputs] float32.
+) -> Int4Numbers:
+    """Draw a matrix that a layout can hold: awq, gptq or gptq_v2.
 
-    layout: awq, gptq or gptq_v2. order_seed: of the activation order; None keeps the inputs of a group together.
+    order_seed: of the activation order; None keeps the inputs of a group together.
     """
     draw = np.random.default_rng(seed)
     groups = inputs // group_size
-    numbers = draw.integers(0, 16, (outputs, inputs))
+    values = draw.integers(0, 16, (outputs, inputs))
     lowest = 1 if layout == "gptq" else 0
     zeros = np.full((outputs, groups), 8) if sym else draw.integers(lowest, lowest + 16, (outputs, groups))
     scales = torch.from_numpy(draw.uniform(0.5, 1.5, (outputs, groups)) * std / 6.5).to(dtype)
     group_of = np.repeat(np.arange(groups), group_size)
     if order_seed is not None:
         np.random.default_rng(order_seed).shuffle(group_of)
-    dense = (numbers - zeros[:, group_of]) * scales.double().numpy()[:, group_of]
+    return Int4Numbers(values, zeros, scales, group_of)
+
+
+def packed(layout: str, numbers: Int4Numbers) -> dict[str, torch.Tensor]:
+    """Return the tensors of a matrix by the last part of their names."""
+    values, zeros, scales, group_of = numbers
     tensors = {"scales": scales.T.contiguous()}
     if layout == "awq":
-        tensors["qweight"] = torch.from_numpy(words_of(numbers.T, AWQ_ORDER))
+        tensors["qweight"] = torch.from_numpy(words_of(values.T, AWQ_ORDER))
         tensors["qzeros"] = torch.from_numpy(words_of(zeros.T, AWQ_ORDER))
     else:
-        tensors["qweight"] = torch.from_numpy(words_of(numbers).T.copy())
-        tensors["qzeros"] = torch.from_numpy(words_of(zeros.T - lowest))
+        tensors["qweight"] = torch.from_numpy(words_of(values).T.copy())
+        tensors["qzeros"] = torch.from_numpy(words_of(zeros.T - (1 if layout == "gptq" else 0)))
         tensors["g_idx"] = torch.from_numpy(group_of.astype(np.int32))
-    return tensors, torch.from_numpy(dense).float()
+    return tensors
+
+
+def int4_matrix(
+    layout: str, outputs: int, inputs: int, group_size: int, **options: Any
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tensors of a random matrix by the last part of their names, and its values [outputs, inputs] float32.
+
+    options: those of `random_numbers`.
+    """
+    numbers = random_numbers(layout, outputs, inputs, group_size, **options)
+    return packed(layout, numbers), numbers.dense()
 
 
 # Parts of the names of tensors that keep their type.

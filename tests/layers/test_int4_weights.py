@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from int4_tools import int4_matrix
+from int4_tools import int4_matrix, packed, random_numbers
 
 from meltcore.errors import ConfigError
 from meltcore.kernels.moe.routing import Routing
@@ -190,6 +190,32 @@ def test_values_that_no_layer_can_take_are_refused() -> None:
 def test_a_weight_takes_its_bits() -> None:
     weight = Int4Weight(stored("awq"), (512, 512), 1024)
     assert sum(each.nbytes for each in weight.parameters()) == 1024 * 1024 * 4.25 / 8
+
+
+def test_fixtures_are_what_autoawq_packs() -> None:
+    gemm = pytest.importorskip("awq.modules.linear.gemm", reason="autoawq is not installed")
+    numbers = random_numbers("awq", 64, 256, 128)  # in whole 32s of outputs
+    linear = torch.nn.Linear(256, 64, bias=False)
+    linear.weight.data = numbers.dense()
+    scales, zeros = numbers.scales.T.contiguous(), torch.from_numpy(numbers.zeros.T.copy())
+    found = gemm.WQLinear_GEMM.from_linear(linear, 4, 128, scales=scales.float(), zeros=zeros.float())
+    for end, tensor in packed("awq", numbers).items():
+        assert torch.equal(getattr(found, end).cpu(), tensor), end
+
+
+@pytest.mark.parametrize("order_seed", [None, 3])
+def test_fixtures_are_what_auto_gptq_packs(order_seed: int | None) -> None:
+    qlinear = pytest.importorskip("auto_gptq.nn_modules.qlinear.qlinear_cuda", reason="auto-gptq is not installed")
+    numbers = random_numbers("gptq", 64, 256, 128, order_seed=order_seed)
+    numbers.zeros[:] = numbers.zeros.clip(1, 15)  # its packing overflows for 16
+    linear = torch.nn.Linear(256, 64, bias=False)
+    linear.weight.data = numbers.dense()
+    found = qlinear.QuantLinear(4, 128, 256, 64, bias=False)
+    found.pack(
+        linear, numbers.scales.float(), torch.from_numpy(numbers.zeros).float(), torch.from_numpy(numbers.group_of)
+    )
+    for end, tensor in packed("gptq", numbers).items():
+        assert torch.equal(getattr(found, end).to(tensor.dtype), tensor), end
 
 
 @pytest.mark.parametrize("trap", ["nibble order", "zero minus one", "g_idx", "group off by one"])
