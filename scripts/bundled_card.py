@@ -68,8 +68,8 @@ _WORDS = {
         "network": "Gemma3ForCausalLM",
         "faults": "a wrong window, rotary embedding, norm, position or memory page",
         "further": _FURTHER_GEMMA,
-        "again": f"{_SCRIPT} --architecture gemma3 --minutes 5",
-        "minutes": "5",
+        "again": f"{_SCRIPT} --architecture gemma3 --minutes 7.5",
+        "minutes": "7.5",
     },
 }
 

@@ -2,7 +2,7 @@
 
     python scripts/make_bundled_model.py --minutes 7.3 --out src/meltcore/bundled/sums
     python scripts/make_bundled_model.py --architecture qwen3_5 --minutes 3.4 --out src/meltcore/bundled/sums-hybrid
-    python scripts/make_bundled_model.py --architecture gemma3 --minutes 5 --out src/meltcore/bundled/sums-gemma
+    python scripts/make_bundled_model.py --architecture gemma3 --minutes 7.5 --out src/meltcore/bundled/sums-gemma
 
 Needs the package on the path with its engine and test extras. On one H200 it takes the minutes given and one more.
 """
