@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 CPU = torch.device("cpu")
 # Sizes that are whole blocks, of 32 also on each of two ranks.
-BLOCKS_OF_32: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64}
+BLOCKS_OF_32: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 128, "moe_intermediate_size": 64}
 BLOCKS_OF_256: dict[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 256,
