@@ -15,6 +15,7 @@ from meltcore.errors import ConfigError
 from meltcore.models import fp8_writer
 from meltcore.models.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
 from meltcore.models.fp8_writer import write_fp8
+from meltcore.models.loader import build_model, load_weights
 from meltcore.models.quantization_config import CompressedFp8Config, read_quantization_config
 
 FP8, LARGEST = torch.float8_e4m3fn, 448.0
@@ -164,6 +165,13 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path, value: float) ->
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_sizes_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
+    source = save(tmp_path / "source", "qwen3", intermediate_size=40)
+    with pytest.raises(ConfigError, match=r"sizes that are multiples of 16; .*mlp.* has"):
+        write(source, tmp_path / "fp8")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_refusals_leave_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(tmp_path / "source", "qwen3")
     write(source, tmp_path / "fp8")
@@ -192,3 +200,20 @@ def test_refusals_leave_what_is_there(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"new takes 0\.0 GiB; the disk of .* has 0\.0 GiB free"):
         write(source, tmp_path / "new")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "fp8", "notes"}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5_moe_text"])
+def test_served_weights_are_those_of_quantization_at_load(tmp_path: Path, family: str) -> None:
+    """Values and scales of a folder equal those of the source with --quantization fp8, bit by bit."""
+    source = save(tmp_path / "source", family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {}))
+    write(source, tmp_path / "fp8")
+    models = []
+    for folder, quantization in ((source, "fp8"), (tmp_path / "fp8", "none")):
+        checkpoint = open_checkpoint(str(folder), files="all")
+        models.append(build_model(checkpoint, torch.bfloat16, torch.device("cpu"), quantization))
+        load_weights(models[-1], checkpoint, lambda stage, fraction: None)
+    at_load, stored_weights = (dict(model.named_parameters()) for model in models)
+    assert at_load.keys() == stored_weights.keys()
+    assert sum(weight.dtype == FP8 for weight in at_load.values()) >= 6
+    for name, weight in at_load.items():
+        assert torch.equal(weight.view(torch.uint8), stored_weights[name].view(torch.uint8)), name

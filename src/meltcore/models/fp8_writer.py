@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8, FP8_MAX, quantize
 from meltcore.models.checkpoint import Checkpoint
-from meltcore.models.loader import Progress
+from meltcore.models.loader import Progress, build_meta_model
 from meltcore.models.source_tensors import SourceTensor, SourceTensors, open_tensors
 from meltcore.models.tensor_file import TensorFile
 from meltcore.results.files import atomic_output, check_disk_space, write_atomic
@@ -90,6 +90,9 @@ def write_fp8(checkpoint: Checkpoint, path: Path, progress: Progress, *, overwri
         planned = list(_plan(source))
         shards = _shards(planned)
         check_disk_space(path, sum(tensor.num_bytes for tensor in planned))
+        config = checkpoint.config | {"quantization_config": _quantization_config(planned)}
+        # Sizes that the format's kernels do not compute are refused now, and not when the folder is served.
+        build_meta_model(checkpoint, torch.bfloat16, torch.device("meta"), "fp8")
         folder.mkdir()
         weight_map: dict[str, str] = {}
         total_bytes = 0
@@ -106,7 +109,7 @@ def write_fp8(checkpoint: Checkpoint, path: Path, progress: Progress, *, overwri
         if len(shards) > 1:
             content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             _write_json(folder / "model.safetensors.index.json", content)
-        _write_json(folder / "config.json", checkpoint.config | {"quantization_config": _quantization_config(planned)})
+        _write_json(folder / "config.json", config)
         for name in _TEXT_FILES:
             if (checkpoint.folder / name).exists():
                 shutil.copyfile(checkpoint.folder / name, folder / name)
