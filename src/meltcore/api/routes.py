@@ -36,6 +36,7 @@ from meltcore.api.protocol import (
     TokenizeRequest,
     decode_request,
 )
+from meltcore.api.transcriptions import TranscriptionsEndpoint
 from meltcore.config import ServerConfig
 from meltcore.errors import EngineDeadError, RequestError
 
@@ -50,7 +51,8 @@ def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: L
         "/v1/chat/completions": CompletionsEndpoint(models, config, log, ChatRequest),
         "/v1/completions": CompletionsEndpoint(models, config, log, CompletionRequest),
     }
-    app = _build_starlette(_Handlers(models, config, metrics), config, completions)
+    transcriptions = TranscriptionsEndpoint(models, config, log)
+    app = _build_starlette(_Handlers(models, config, metrics), config, completions, transcriptions)
     # Requests of web pages need Starlette's headers; for all others its layers would be a fifth of the cost per token.
     return app if config.allowed_origins else _Shortcut(app, completions)
 
@@ -68,11 +70,15 @@ class _Shortcut:
 
 
 def _build_starlette(
-    handlers: _Handlers, config: ServerConfig, completions: dict[str, CompletionsEndpoint]
+    handlers: _Handlers,
+    config: ServerConfig,
+    completions: dict[str, CompletionsEndpoint],
+    transcriptions: TranscriptionsEndpoint,
 ) -> Starlette:
     key = config.api_key
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
+        Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
         Route("/v1/models", _Endpoint(handlers.models, key), methods=["GET"]),
         Route("/v1/models/{name:path}", _Endpoint(handlers.model, key), methods=["GET"]),
         Route("/tokenize", _Endpoint(handlers.tokenize, key), methods=["POST"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from meltcore.protocol.generation import FromEngine, ToEngine
+from meltcore.protocol.engines import FromEngine, ToEngine
 from meltcore.protocol.sockets import socket_address
 
 _RETRY_S = 0.01

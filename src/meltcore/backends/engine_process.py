@@ -22,8 +22,10 @@ from meltcore.config import EngineConfig
 from meltcore.errors import ConfigError, EngineDeadError
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.process import STDERR, describe_exit, end_async, is_stopped, start_async
-from meltcore.protocol.generation import FromEngine, GenerationReady, ToEngine
-from meltcore.protocol.shell import EngineFailed, Shutdown
+from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
+from meltcore.protocol.generation import GenerationReady
+from meltcore.protocol.shell import EngineFailed, EngineReady, Shutdown
+from meltcore.protocol.transcription import TranscriptionReady
 
 ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine")
 _EXIT_LIMIT_S = 3.0  # from asking the engine to exit until it is killed
@@ -56,10 +58,10 @@ class LocalEngineProcess:
         self._environment = dict(environment or {})
         self._link: EngineLink | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._ready: asyncio.Future[GenerationReady] | None = None
+        self._ready: asyncio.Future[ServedReady] | None = None
         self._failure_reason: str | None = None  # as the engine reported it
 
-    async def start(self) -> GenerationReady:
+    async def start(self) -> ServedReady:
         """Start the engine and wait until it can serve.
 
         Raises ConfigError with the reason that the engine reports, EngineDeadError when it dies without one.
@@ -120,7 +122,7 @@ class LocalEngineProcess:
         self._receive(EngineFailed(reason))
 
     @property
-    def loaded(self) -> GenerationReady | None:
+    def loaded(self) -> ServedReady | None:
         """The engine's limits once it can serve, else None."""
         ready = self._ready
         return ready.result() if ready is not None and ready.done() and ready.exception() is None else None
@@ -133,19 +135,23 @@ class LocalEngineProcess:
         if isinstance(message, EngineFailed):
             self._failure_reason = message.message
         if self._ready is not None and not self._ready.done():
-            if isinstance(message, GenerationReady):
+            if isinstance(message, EngineReady):
                 self._ready.set_result(message)
             elif isinstance(message, EngineFailed):
                 self._ready.set_exception(ConfigError(message.message))
         self._on_message(message)
 
 
-def common_limits(engines: Sequence[GenerationReady]) -> GenerationReady:
+def common_limits(engines: Sequence[ServedReady]) -> ServedReady:
     """Return the smallest limits of all replicas, with the memory table of the first one."""
+    load_s = max(engine.load_s for engine in engines)
+    if isinstance(first := engines[0], TranscriptionReady):
+        return msgspec.structs.replace(first, load_s=load_s)
+    generation = [engine for engine in engines if isinstance(engine, GenerationReady)]
     return msgspec.structs.replace(
-        engines[0],
-        max_model_len=min(engine.max_model_len for engine in engines),
-        max_num_seqs=min(engine.max_num_seqs for engine in engines),
-        pages_total=min(engine.pages_total for engine in engines),
-        load_s=max(engine.load_s for engine in engines),
+        first,
+        max_model_len=min(engine.max_model_len for engine in generation),
+        max_num_seqs=min(engine.max_num_seqs for engine in generation),
+        pages_total=min(engine.pages_total for engine in generation),
+        load_s=load_s,
     )

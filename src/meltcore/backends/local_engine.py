@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from meltcore.api.admission import Admission
-from meltcore.api.backend import Health
 from meltcore.api.generation import Echo, Generation
 from meltcore.api.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.api.sampling import is_echo_only, sampling_params
 from meltcore.api.stats import ModelStats, ServerStats
-from meltcore.backends.engine_link import EngineLink, socket_folder
+from meltcore.backends.engine_backend import ENGINE_DEAD, EngineBackend
 from meltcore.backends.open_requests import OpenRequests, RequestTimeLimit, client_disconnected
 from meltcore.backends.text_model import TextModel
-from meltcore.config import ModelConfig, Profiler
-from meltcore.errors import EngineDeadError, RequestError
-from meltcore.protocol.generation import FromEngine, GenerationReady, StepOutputs, ToEngine, pack_token_ids
-from meltcore.protocol.shell import Profile, ProfileDone
-
-ENGINE_DEAD = "the engine has died; the server is going down"
-REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
+from meltcore.config import ModelConfig
+from meltcore.errors import RequestError
+from meltcore.protocol.engines import FromEngine
+from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_token_ids
+from meltcore.protocol.shell import ProfileDone
 
 
 class ServedModel(NamedTuple):
@@ -35,34 +28,19 @@ class ServedModel(NamedTuple):
     created: int  # Unix seconds
 
 
-class LocalEngine:
+class LocalEngine(EngineBackend):
     """Tokenizes and admits requests, sends each to the replica with the least to do, and feeds their generations."""
 
     def __init__(
         self, config: ModelConfig, server: ServerStats, stats: ModelStats, *, request_timeout_s: float
     ) -> None:
-        self.config = config
-        self.names = config.names
-        self.stats = stats
-        self.health = Health(stats)
-        self._server_stats = server
-        self._links: list[EngineLink] = []
+        super().__init__(config, server, stats)
         self._requests = OpenRequests(stats, self._send)
         self._time_limit = RequestTimeLimit(request_timeout_s, self._end_overdue)
         self._model: ServedModel | None = None
         self._admission: Admission | None = None
-        self._profiles: list[tuple[int, asyncio.Future[ProfileDone]]] = []  # by the replica that was asked
 
-    # --- connections and life cycle
-
-    def connect(
-        self, directory: Path, engines: Sequence[int], client_index: int, on_unreadable: Callable[[int, str], object]
-    ) -> None:
-        """Bind the sockets to `engines`, one per replica. `on_unreadable(replica, reason)`: see EngineLink."""
-        for replica, engine in enumerate(engines):
-            folder = socket_folder(directory, engine)
-            on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
-            self._links.append(EngineLink(folder, client_index, on_message, on_error))
+    # --- life cycle
 
     def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
@@ -73,27 +51,9 @@ class LocalEngine:
             max_num_seqs=engine.max_num_seqs,
         )
 
-    def replica_died(self, replica: int, reason: str) -> None:
-        """Fail every open request of a replica whose death `stats` shows. With the last one the model is dead."""
-        message = REPLICA_DEAD
-        if not self.stats.live_replicas():
-            message = ENGINE_DEAD
-            self.health.set("dead", f"{ENGINE_DEAD} ({reason})")
-        self._requests.end_all(RequestError(message, status=500, code="engine_dead"), "failed", replica)
-        for profiled_replica, waiter in self._profiles:
-            if profiled_replica == replica and not waiter.done():
-                waiter.set_exception(EngineDeadError(message))
-        self._profiles = [waiting_profile for waiting_profile in self._profiles if waiting_profile[0] != replica]
-        self._links[replica].close()
-
-    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"]) -> None:
-        """End every open request with an error."""
-        self._requests.end_all(error, outcome)
-
-    def close(self) -> None:
-        """Close the sockets."""
-        for link in self._links:
-            link.close()
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:
+        """End every open request, or every one of `replica`, with an error."""
+        self._requests.end_all(error, outcome, replica)
 
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""
@@ -101,15 +61,7 @@ class LocalEngine:
             self._server_stats.record_cpu_time()
             self._requests.on_step(message, replica)
         elif isinstance(message, ProfileDone):
-            for index, (profiled_replica, waiter) in enumerate(self._profiles):
-                if profiled_replica == replica:
-                    del self._profiles[index]
-                    if not waiter.done():
-                        waiter.set_result(message)
-                    return
-
-    def _send(self, message: ToEngine, replica: int) -> None:
-        self._links[replica].send(message)
+            self._on_profile_done(replica, message)
 
     # --- requests
 
@@ -171,17 +123,6 @@ class LocalEngine:
         model = self._loaded()
         return {"prompt": await decode(model.text.tokenizer, request.tokens, model.engine.vocab_size)}
 
-    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
-        """Start or stop the profiler of the first replica alone: all do the same. Raises EngineDeadError."""
-        self._loaded()
-        replica = min(self.stats.live_replicas(), default=None)
-        if replica is None:
-            raise EngineDeadError(ENGINE_DEAD)
-        done_future: asyncio.Future[ProfileDone] = asyncio.get_running_loop().create_future()
-        self._profiles.append((replica, done_future))
-        self._send(Profile(action, directory, profiler), replica)
-        return await done_future
-
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a measurement must record."""
         model = self._loaded()
@@ -204,10 +145,7 @@ class LocalEngine:
         }
 
     def _loaded(self) -> ServedModel:
-        if self._model is None or self.health.status != "ready":
-            self.stats.add(f"rejected_{self.health.status}")
-            raise RequestError(self.health.reason, status=503, code="not_ready")
-        return self._model
+        return self._when_ready(self._model)
 
     async def _echoes(
         self, model: ServedModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]

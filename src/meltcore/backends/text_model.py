@@ -7,7 +7,7 @@ from typing import Any
 
 from meltcore.api.sampling import checkpoint_defaults
 from meltcore.config import ModelConfig
-from meltcore.models.checkpoint import Checkpoint, CheckpointFiles, open_checkpoint
+from meltcore.models.checkpoint import Checkpoint, CheckpointFiles, find_recognizer, open_checkpoint
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
@@ -28,6 +28,11 @@ def find_checkpoint(config: ModelConfig) -> Checkpoint:
     engine = config.engine
     files: CheckpointFiles = "config" if engine.load_format == "dummy" else "text"
     return open_checkpoint(engine.model, files=files, tokenizer=engine.tokenizer)
+
+
+def is_recognizer(config: ModelConfig) -> bool:
+    """Return whether the model recognizes speech: it has no text model. Raises ConfigError."""
+    return find_recognizer(config.engine.model, dummy=config.engine.load_format == "dummy") is not None
 
 
 def load_text_model(config: ModelConfig) -> TextModel:

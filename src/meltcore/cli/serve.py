@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         type=not_empty,
-        help="a checkpoint folder, a GGUF file, a hub id, or a bundled model: meltcore/sums, meltcore/sums-hybrid",
+        help="a checkpoint folder, a GGUF file, a NeMo archive, a hub id, or a bundled model: "
+        "meltcore/sums, meltcore/sums-hybrid",
     )
     for config in (EngineConfig, ModelConfig, ServerConfig):
         add_options(parser, config)

@@ -24,7 +24,8 @@ from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
 from meltcore.api.stats import ServerStats
 from meltcore.backends.local_engine import LocalEngine
-from meltcore.backends.text_model import TextModel, load_text_model
+from meltcore.backends.text_model import TextModel, is_recognizer, load_text_model
+from meltcore.backends.transcription_engine import TranscriptionEngine, check_audio_packages
 from meltcore.errors import MeltcoreError, RequestError
 from meltcore.fleet.channel import (
     MESSAGE_BYTES,
@@ -43,6 +44,8 @@ from meltcore.fleet.channel import (
     WorkerFailed,
 )
 from meltcore.fleet.listener import raise_file_limit
+from meltcore.protocol.generation import GenerationReady
+from meltcore.protocol.transcription import TranscriptionReady
 
 
 class APIServer:
@@ -56,7 +59,9 @@ class APIServer:
         self._channel: Channel[ToAPIServer] = Channel(channel_socket, ToAPIServer)
         self._log = Log(config.log_format, stats)
         self._backends = [
-            LocalEngine(model, stats, stats.models[index], request_timeout_s=config.request_timeout_s)
+            (TranscriptionEngine if is_recognizer(model) else LocalEngine)(
+                model, stats, stats.models[index], request_timeout_s=config.request_timeout_s
+            )
             for index, model in enumerate(config.models)
         ]
         engines = iter(range(sum(replicas)))
@@ -66,7 +71,7 @@ class APIServer:
             backend.connect(Path(setup.directory), engine_ids, setup.api_server, on_unreadable)
         metrics = Metrics([backend.names[0] for backend in self._backends], stats)
         self._http = HttpServer(build_app(ModelTable(self._backends), config, metrics, self._log), stats)
-        self._texts: asyncio.Task[list[TextModel] | None] | None = None
+        self._texts: asyncio.Task[list[TextModel | None] | None] | None = None
         self._opening: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -76,6 +81,8 @@ class APIServer:
         await self._http.serve()
         for backend in self._backends:
             backend.close()
+            if isinstance(backend, TranscriptionEngine):
+                await backend.workers.close()
         await asyncio.to_thread(self._log.close)
 
     def _on_message(self, message: ToAPIServer, descriptors: list[int]) -> None:
@@ -105,9 +112,14 @@ class APIServer:
             self._stats.add("connections_closed")
             self._log.write_rate_limited("connection_lost", error="no file descriptor is left")
 
-    async def _load_texts(self) -> list[TextModel] | None:
+    async def _load_texts(self) -> list[TextModel | None] | None:
         try:
-            return [await asyncio.to_thread(load_text_model, model) for model in self._config.models]
+            if any(map(is_recognizer, self._config.models)):
+                check_audio_packages()
+            return [
+                None if is_recognizer(model) else await asyncio.to_thread(load_text_model, model)
+                for model in self._config.models
+            ]
         except MeltcoreError as error:
             self._channel.send(WorkerFailed("start", str(error)))
             return None
@@ -118,9 +130,19 @@ class APIServer:
         if texts is None:
             return  # reported already
         for backend, text, engine in zip(self._backends, texts, message.engines, strict=True):
-            backend.open(text, engine, message.created)
+            if isinstance(backend, TranscriptionEngine):
+                assert isinstance(engine, TranscriptionReady)
+                backend.open(engine, message.created)
+            else:
+                assert text is not None
+                assert isinstance(engine, GenerationReady)
+                backend.open(text, engine, message.created)
         tune_gc()
-        self._channel.send(ModelsOpened([text.tokenizer.is_synthetic for text in texts]))
+        synthetic = [
+            text.tokenizer.is_synthetic if text is not None else getattr(engine, "tokens", "real") == "synthetic"
+            for text, engine in zip(texts, message.engines, strict=True)
+        ]
+        self._channel.send(ModelsOpened(synthetic))
 
     def _report_unreadable(self, model: int, replica: int, reason: str) -> None:
         self._channel.send(WorkerFailed("engine", reason, model, replica))

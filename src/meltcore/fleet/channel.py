@@ -15,7 +15,7 @@ import msgspec
 
 from meltcore.api.backend import ServerStatus
 from meltcore.config import ServerConfig
-from meltcore.protocol.generation import GenerationReady
+from meltcore.protocol.engines import ServedReady
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a server's configuration takes a few kilobytes
 
@@ -38,7 +38,7 @@ class LoadText(msgspec.Struct, tag="load", frozen=True):
 class Open(msgspec.Struct, tag="open", frozen=True):
     """The engines of each model are ready. Answered by `ModelsOpened` once the tokenizers are loaded too."""
 
-    engines: list[GenerationReady]
+    engines: list[ServedReady]
     created: int
 
 
@@ -81,7 +81,7 @@ class Started(msgspec.Struct, tag="started", frozen=True):
 
 
 class ModelsOpened(msgspec.Struct, tag="opened", frozen=True):
-    """All models can be served. For each: whether its tokenizer is a synthetic one."""
+    """All models can be served. For each: whether its tokenizer is a synthetic one (of speech: its tokens)."""
 
     synthetic_tokenizers: list[bool]
 

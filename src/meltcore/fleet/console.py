@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meltcore.config import ModelConfig, ServerConfig
+from meltcore.protocol.engines import ServedReady
 from meltcore.protocol.generation import GenerationReady
 
 PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
@@ -62,7 +63,7 @@ class LoadingProgress:
 
 
 def print_ready(
-    config: ServerConfig, engines: Sequence[GenerationReady], synthetic_tokenizers: Sequence[bool], api_servers: int
+    config: ServerConfig, engines: Sequence[ServedReady], synthetic_tokenizers: Sequence[bool], api_servers: int
 ) -> None:
     """Print the served models, their limits, and their memory tables."""
     # Rich would end the process when the reader of standard output is gone.
@@ -73,9 +74,7 @@ def print_ready(
     print_line(output.getvalue(), sys.stdout, end="")
 
 
-def _show_model(
-    console: Console, model: ModelConfig, engine: GenerationReady, synthetic: bool, api_servers: int
-) -> None:
+def _show_model(console: Console, model: ModelConfig, engine: ServedReady, synthetic: bool, api_servers: int) -> None:
     several = model.data_parallel_size > 1
     replicas = f"{model.data_parallel_size} replicas, each with " if several else ""
     notes = [f"{engine.weights} weights"] if engine.weights == "dummy" else []
@@ -85,8 +84,7 @@ def _show_model(
     note = f" [{', '.join(notes)}]" if notes else ""
     console.print(f"meltcore: ready: {', '.join(model.names)} on {engine.device} in {engine.dtype}{note}", markup=False)
     console.print(
-        f"  {replicas}context {engine.max_model_len} tokens, {engine.max_num_seqs} sequences per step, "
-        f"{engine.pages_total} KV pages of {engine.page_size} tokens, loaded in {engine.load_s:.1f} s, "
+        f"  {replicas}{_limits(engine)}, loaded in {engine.load_s:.1f} s, "
         f"{api_servers} API server process{'es' if api_servers > 1 else ''}",
         markup=False,
     )
@@ -99,6 +97,16 @@ def _show_model(
     for row in engine.memory:
         table.add_row(row.name, size_text(row.size_bytes), row.note)
     console.print(table)
+
+
+def _limits(engine: ServedReady) -> str:
+    if isinstance(engine, GenerationReady):
+        return (
+            f"context {engine.max_model_len} tokens, {engine.max_num_seqs} sequences per step, "
+            f"{engine.pages_total} KV pages of {engine.page_size} tokens"
+        )
+    clip_s = engine.max_samples / engine.sample_rate
+    return f"speech recognition in {len(engine.languages)} languages, clips of up to {clip_s:.0f} s"
 
 
 def size_text(size_bytes: int) -> str:

@@ -25,7 +25,7 @@ from meltcore.api.stats import ServerStats
 from meltcore.backends.engine_link import socket_folder
 from meltcore.backends.engine_process import ENGINE_COMMAND, LocalEngineProcess, common_limits
 from meltcore.backends.stuck_watch import StuckWatch
-from meltcore.backends.text_model import find_checkpoint
+from meltcore.backends.text_model import find_checkpoint, is_recognizer
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.channel import EndRequests, LoadText, Open, ReplicaDied, StatusChanged
@@ -34,9 +34,11 @@ from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.placement import Placement, place_replicas
 from meltcore.fleet.worker_pool import WorkerPool, worker_count
 from meltcore.host_memory import use_one_arena
-from meltcore.protocol.generation import FromEngine, GenerationReady, StepOutputs
+from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
+from meltcore.protocol.generation import StepOutputs
 from meltcore.protocol.shell import ForgetClient, Loading
 from meltcore.protocol.sockets import SocketFolder
+from meltcore.protocol.transcription import TranscriptionOutputs
 
 DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
@@ -191,11 +193,12 @@ class Supervisor:
         tune_gc()
         return True
 
-    async def _load(self) -> list[GenerationReady]:
+    async def _load(self) -> list[ServedReady]:
         """Start API servers and engines; returns the limits of each model's engines. Raises MeltcoreError."""
         await self._pool.start()
         for model in self._config.models:
-            await asyncio.to_thread(find_checkpoint, model)
+            if not is_recognizer(model):
+                await asyncio.to_thread(find_checkpoint, model)
         self._pool.broadcast(LoadText())
         starting = asyncio.gather(
             *(
@@ -217,7 +220,7 @@ class Supervisor:
         await self._pool.open(Open(engines, int(time.time())))
         return engines
 
-    async def _start(self, model: int, replica: int) -> GenerationReady:
+    async def _start(self, model: int, replica: int) -> ServedReady:
         try:
             return await self._engines[model][replica].start()
         except MeltcoreError as error:
@@ -283,8 +286,8 @@ class Supervisor:
         self._pool.broadcast(StatusChanged(status, reason))
 
     def _on_engine_message(self, model: int, replica: int, message: FromEngine) -> None:
-        if isinstance(message, StepOutputs):  # of a step without outputs for an API server: a sign of life
-            self._stats.models[model].record_step(message.stats, message.step_ended_s, replica)
+        if isinstance(message, StepOutputs | TranscriptionOutputs):  # of a step without outputs: a sign of life
+            self._stats.models[model].record_step(shared_stats(message.stats), message.step_ended_s, replica)
         elif isinstance(message, Loading) and replica == 0:  # all load the same; shown together, they would alternate
             progress_note = f" ({message.fraction:.0%})" if message.fraction else ""  # unknown for many stages
             self._progress = f"loading: {message.stage}{progress_note}"

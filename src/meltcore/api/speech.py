@@ -1,0 +1,203 @@
+"""Transcripts as OpenAI has them: the form of a request, and the formats of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+
+import msgspec
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from meltcore.api.log import shorten
+from meltcore.errors import RequestError
+
+ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
+_DECODERS = ("rnnt", "ctc")
+_GRANULARITIES = ("word", "segment")
+# Fields that are accepted with these values only: what they ask for otherwise is not supported.
+_NEUTRAL = {
+    "temperature": ("0", "0.0"),
+    "prompt": ("",),
+    "stream": ("false", "False", "0"),
+    "chunking_strategy": ("auto",),
+}
+_FIELDS = {"file", "model", "language", "response_format", "timestamp_granularities[]", "timestamp_granularities"}
+_FIELDS |= {"decoder", "user", *_NEUTRAL}
+_MAX_FIELD_BYTES = 64 * 1024
+# A segment ends where a pause is this long, or the segment itself, as subtitles are read.
+_PAUSE_S, _SEGMENT_S = 0.6, 6.0
+_CONTENT_TYPES: dict[str, bytes] = {
+    "text": b"text/plain; charset=utf-8",
+    "srt": b"application/x-subrip; charset=utf-8",
+    "vtt": b"text/vtt; charset=utf-8",
+}
+
+
+class SpeechRequest(NamedTuple):
+    """The fields of a transcription request. language: as the client named it."""
+
+    data: bytes
+    model: str | None
+    language: str | None
+    response_format: ResponseFormat
+    granularities: frozenset[str]
+    decoder: str
+    user: str | None
+
+
+class SpokenWord(NamedTuple):
+    """A word and its times in seconds from the beginning of the file."""
+
+    text: str
+    start_s: float
+    end_s: float
+
+
+class SpeechResult(NamedTuple):
+    """A whole file's words, its duration in seconds, and its language as the model names it."""
+
+    words: list[SpokenWord]
+    duration_s: float
+    language: str
+
+
+@runtime_checkable
+class SpeechBackend(Protocol):
+    """A backend whose model recognizes speech."""
+
+    async def transcribe(self, request: SpeechRequest, request_id: str) -> SpeechResult:
+        """Return the words of a file. Raises RequestError. Cancelling it ends the work."""
+
+
+class _InMemoryParser(MultiPartParser):
+    """Keeps files in memory, whose size the body's limit bounds: no temporary file is written."""
+
+    spool_max_size = 2**62
+
+
+async def read_form(body: bytes, content_type: str | None) -> SpeechRequest:
+    """Parse the body of a request. Raises RequestError (400) that names the field at fault."""
+    if content_type is None or not content_type.lower().startswith("multipart/form-data"):
+        raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield body
+
+    headers = Headers({"content-type": content_type})
+    parser = _InMemoryParser(headers, chunks(), max_files=1, max_fields=32, max_part_size=_MAX_FIELD_BYTES)  # type: ignore[arg-type] # an AsyncGenerator is an AsyncIterator
+    try:
+        form = await parser.parse()
+    except (MultiPartException, KeyError, UnicodeDecodeError) as error:
+        reason = getattr(error, "message", None) or str(error)
+        raise RequestError(f"the body is not valid multipart/form-data: {reason}") from error
+    texts: dict[str, str] = {}
+    data, granularities = None, set()
+    for name, value in form.multi_items():
+        if name not in _FIELDS:
+            raise RequestError(f"unknown field {shorten(name)!r}", param=shorten(name))
+        if isinstance(value, UploadFile):
+            if name != "file":
+                raise RequestError(f"{name} must be text, not a file", param=name)
+            data = await value.read()
+        elif name.startswith("timestamp_granularities"):
+            granularities.add(_one_of(value, _GRANULARITIES, "timestamp_granularities"))
+        else:
+            texts[name] = value
+    if data is None:
+        raise RequestError("the field file is missing: it must hold the audio, with a file name", param="file")
+    return _request_of(texts, data, frozenset(granularities))
+
+
+def _request_of(texts: Mapping[str, str], data: bytes, granularities: frozenset[str]) -> SpeechRequest:
+    for name, accepted in _NEUTRAL.items():
+        if name in texts and texts[name] not in accepted:
+            raise RequestError(f"{name} is not supported; leave it out or set {accepted[0]!r}", param=name)
+    format_name = _one_of(texts.get("response_format", "json"), get_args(ResponseFormat), "response_format")
+    if granularities and format_name != "verbose_json":
+        raise RequestError(
+            "timestamp_granularities needs response_format verbose_json", param="timestamp_granularities"
+        )
+    return SpeechRequest(
+        data=data,
+        model=texts.get("model"),
+        language=texts.get("language") or None,
+        response_format=format_name,  # type: ignore[arg-type] # checked above
+        granularities=granularities or frozenset({"segment"}),
+        decoder=_one_of(texts.get("decoder", "rnnt"), _DECODERS, "decoder"),
+        user=texts.get("user"),
+    )
+
+
+def _one_of(value: str, accepted: tuple[str, ...], param: str) -> str:
+    if value not in accepted:
+        raise RequestError(f"{param} must be one of {', '.join(accepted)}; got {shorten(value)!r}", param=param)
+    return value
+
+
+def render(result: SpeechResult, request: SpeechRequest) -> tuple[bytes, bytes]:
+    """Return the body of an answer and its content type."""
+    text = " ".join(word.text for word in result.words)
+    format_name = request.response_format
+    if format_name == "json":
+        return msgspec.json.encode({"text": text}), b"application/json"
+    if format_name == "text":
+        return f"{text}\n".encode(), _CONTENT_TYPES["text"]
+    segments = segments_of(result.words)
+    if format_name == "verbose_json":
+        return msgspec.json.encode(_verbose(result, text, segments, request.granularities)), b"application/json"
+    return _subtitles(segments, format_name).encode(), _CONTENT_TYPES[format_name]
+
+
+def segments_of(words: list[SpokenWord]) -> list[list[SpokenWord]]:
+    """Group words to segments that end at a pause, or before they are too long to be read as a subtitle."""
+    segments: list[list[SpokenWord]] = []
+    for word in words:
+        segment = segments[-1] if segments else []
+        is_new = not segment or word.start_s - segment[-1].end_s >= _PAUSE_S
+        if is_new or word.end_s - segment[0].start_s > _SEGMENT_S:
+            segments.append([])
+        segments[-1].append(word)
+    return segments
+
+
+def _verbose(
+    result: SpeechResult, text: str, segments: list[list[SpokenWord]], granularities: frozenset[str]
+) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "task": "transcribe",
+        "language": result.language,
+        "duration": round(result.duration_s, 3),
+        "text": text,
+    }
+    if "segment" in granularities:
+        answer["segments"] = [
+            {
+                "id": index,
+                "start": segment[0].start_s,
+                "end": segment[-1].end_s,
+                "text": " ".join(word.text for word in segment),
+            }
+            for index, segment in enumerate(segments)
+        ]
+    if "word" in granularities:
+        answer["words"] = [{"word": word.text, "start": word.start_s, "end": word.end_s} for word in result.words]
+    return answer
+
+
+def _subtitles(segments: list[list[SpokenWord]], format_name: str) -> str:
+    is_vtt = format_name == "vtt"
+    mark = "." if is_vtt else ","
+    blocks = ["WEBVTT\n"] if is_vtt else []
+    for number, segment in enumerate(segments, 1):
+        times = f"{_clock(segment[0].start_s, mark)} --> {_clock(segment[-1].end_s, mark)}"
+        text = " ".join(word.text for word in segment)
+        blocks.append(f"{times}\n{text}\n" if is_vtt else f"{number}\n{times}\n{text}\n")
+    return "\n".join(blocks)
+
+
+def _clock(seconds: float, mark: str) -> str:
+    milliseconds = round(seconds * 1000)
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{milliseconds // 1000:02}{mark}{milliseconds % 1000:03}"

@@ -1,0 +1,103 @@
+"""What the backends of all local engines share: sockets, the death of replicas, profiles, readiness."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from meltcore.api.backend import Health
+from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.backends.engine_link import EngineLink, socket_folder
+from meltcore.config import ModelConfig, Profiler
+from meltcore.errors import EngineDeadError, RequestError
+from meltcore.protocol.engines import FromEngine, ToEngine
+from meltcore.protocol.shell import Profile, ProfileDone
+
+ENGINE_DEAD = "the engine has died; the server is going down"
+REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
+_Model = TypeVar("_Model")
+
+
+class EngineBackend(ABC):
+    """The engines of one model, one per replica, as one API server process sees them."""
+
+    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats) -> None:
+        self.config = config
+        self.names = config.names
+        self.stats = stats
+        self.health = Health(stats)
+        self._server_stats = server
+        self._links: list[EngineLink] = []
+        self._profiles: list[tuple[int, asyncio.Future[ProfileDone]]] = []  # by the replica that was asked
+
+    @abstractmethod
+    def on_message(self, replica: int, message: FromEngine) -> None:
+        """Handle a message of a replica's engine to this process."""
+
+    @abstractmethod
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:
+        """End every open request, or every one of `replica`, with an error."""
+
+    @abstractmethod
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    def connect(
+        self, directory: Path, engines: Sequence[int], client_index: int, on_unreadable: Callable[[int, str], object]
+    ) -> None:
+        """Bind the sockets to `engines`, one per replica. `on_unreadable(replica, reason)`: see EngineLink."""
+        for replica, engine in enumerate(engines):
+            folder = socket_folder(directory, engine)
+            on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
+            self._links.append(EngineLink(folder, client_index, on_message, on_error))
+
+    def replica_died(self, replica: int, reason: str) -> None:
+        """Fail every open request of a replica whose death `stats` shows. With the last one the model is dead."""
+        message = REPLICA_DEAD
+        if not self.stats.live_replicas():
+            message = ENGINE_DEAD
+            self.health.set("dead", f"{ENGINE_DEAD} ({reason})")
+        self.end_all(RequestError(message, status=500, code="engine_dead"), "failed", replica)
+        for profiled_replica, waiter in self._profiles:
+            if profiled_replica == replica and not waiter.done():
+                waiter.set_exception(EngineDeadError(message))
+        self._profiles = [waiting_profile for waiting_profile in self._profiles if waiting_profile[0] != replica]
+        self._links[replica].close()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for link in self._links:
+            link.close()
+
+    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
+        """Start or stop the profiler of the first replica alone: all do the same. Raises EngineDeadError."""
+        self.check_ready()
+        replica = min(self.stats.live_replicas(), default=None)
+        if replica is None:
+            raise EngineDeadError(ENGINE_DEAD)
+        done_future: asyncio.Future[ProfileDone] = asyncio.get_running_loop().create_future()
+        self._profiles.append((replica, done_future))
+        self._send(Profile(action, directory, profiler), replica)
+        return await done_future
+
+    def _on_profile_done(self, replica: int, message: ProfileDone) -> None:
+        for index, (profiled_replica, waiter) in enumerate(self._profiles):
+            if profiled_replica == replica:
+                del self._profiles[index]
+                if not waiter.done():
+                    waiter.set_result(message)
+                return
+
+    def _send(self, message: ToEngine, replica: int) -> None:
+        self._links[replica].send(message)
+
+    def _when_ready(self, model: _Model | None) -> _Model:
+        """Return the loaded model. Raises RequestError (503) while it cannot serve."""
+        if model is None or self.health.status != "ready":
+            self.stats.add(f"rejected_{self.health.status}")
+            raise RequestError(self.health.reason, status=503, code="not_ready")
+        return model

@@ -1,0 +1,19 @@
+"""Defines the messages of all engines that a server runs. Tags tell them apart, so one decoder reads them all."""
+
+from meltcore.protocol import generation, transcription
+from meltcore.protocol.batch import BatchStats
+from meltcore.protocol.generation import EngineStats, GenerationReady
+from meltcore.protocol.transcription import TranscriptionReady
+
+ToEngine = generation.ToEngine | transcription.Transcribe
+FromEngine = generation.FromEngine | transcription.TranscriptionOutputs | transcription.TranscriptionReady
+ServedReady = GenerationReady | TranscriptionReady
+
+
+def shared_stats(stats: EngineStats | BatchStats) -> EngineStats:
+    """Return statistics as the server's shared memory holds them. Pages and tokens of a batch engine are 0."""
+    if isinstance(stats, EngineStats):
+        return stats
+    return EngineStats(
+        running=stats.running, waiting=stats.waiting, steps_total=stats.steps_total, step_s_total=stats.step_s_total
+    )

@@ -1,0 +1,225 @@
+"""POST /v1/audio/transcriptions over a real server, a small recognizer and the openai client."""
+
+from __future__ import annotations
+
+import io
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from server_harness import RunningServer, running, wait_until
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
+for package in ("python_multipart", "sentencepiece", "soxr"):
+    pytest.importorskip(package, reason="the extra audio has it")
+
+from nemo_tools import write_archive  # noqa: E402 - on the path added above
+from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, speech  # noqa: E402
+
+from meltcore.api.speech import SpokenWord, segments_of  # noqa: E402
+from meltcore.backends.transcription_engine import model_language  # noqa: E402
+from meltcore.config import EngineConfig  # noqa: E402
+from meltcore.engine.batch.engine import BatchEngine  # noqa: E402
+from meltcore.engine.batch.recognition import RecognitionTask  # noqa: E402
+from meltcore.errors import RequestError  # noqa: E402
+from meltcore.protocol.transcription import Transcribe, Transcript  # noqa: E402
+
+MODEL = "small"
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rnnts = [reference_rnnt(language) for language in range(len(CONFIG.languages))]
+    return write_archive(tmp_path_factory.mktemp("nemo") / "small.nemo", nemo_names(reference_ctc(), rnnts))
+
+
+@pytest.fixture(scope="module")
+def server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("serve")
+    command = [sys.executable, "-m", "meltcore.cli.main", "serve", str(archive), "--served-model-name", MODEL]
+    command += ["--port", "0", "--device", "cpu", "--memory", "1GiB"]
+    with running(command, folder / "stderr") as server:
+        server.wait_healthy(120)
+        before = set(Path(tempfile.gettempdir()).iterdir())
+        yield server
+        server.check_no_leak()
+        assert not [path for path in set(Path(tempfile.gettempdir()).iterdir()) - before if "audio" in path.name]
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as made:
+        yield made
+
+
+def wav(seconds: float = 2.0, seed: int = 1, rate: int = 16_000, format: str = "WAV") -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, speech(seconds, seed=seed)[0].numpy(), rate, format=format)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def expected(archive: Path) -> Transcript:
+    """The transcript of `wav()` by the engine alone."""
+    engine = BatchEngine(RecognitionTask(EngineConfig(model=str(archive), device="cpu", memory_bytes=2**30)))
+    samples = soundfile.read(io.BytesIO(wav()), dtype="float32")[0]
+    pcm = np.rint(np.clip(samples, -1, 1) * 32767).astype(np.int16)
+    engine.add(Transcribe(request_id="a", samples=pcm.tobytes(), language="kn"))
+    (transcript,) = engine.step().outputs
+    assert isinstance(transcript, Transcript)
+    assert len(transcript.words) > 3
+    return transcript
+
+
+def test_openai_client_gets_the_engines_transcript(client: openai.OpenAI, expected: Transcript) -> None:
+    for language in ("kn", "Kannada", "kan_Knda", "KN"):
+        answer = client.audio.transcriptions.create(model=MODEL, file=("a.wav", wav()), language=language)
+        assert answer.text == expected.text
+    flac = client.audio.transcriptions.create(model=MODEL, file=("a.flac", wav(format="FLAC")), language="kn")
+    assert flac.text == expected.text
+    card = client.models.list().data[0]
+    assert (card.id, card.task, card.languages) == (MODEL, "transcription", ["hi", "kn", "ta"])  # type: ignore[attr-defined]
+
+
+def test_every_response_format(client: openai.OpenAI, expected: Transcript) -> None:
+    def create(**fields: Any) -> Any:
+        return client.audio.transcriptions.create(model=MODEL, file=("a.wav", wav()), language="kn", **fields)
+
+    assert str(create(response_format="text")).strip() == expected.text
+    verbose = create(response_format="verbose_json", timestamp_granularities=["word", "segment"])
+    assert (verbose.text, verbose.duration, verbose.language) == (expected.text, 2.0, "kn")
+    assert [(word.word, word.start, word.end) for word in verbose.words] == [
+        (word.text, word.start_s, word.end_s) for word in expected.words
+    ]
+    assert " ".join(segment.text for segment in verbose.segments) == expected.text
+    srt, vtt = str(create(response_format="srt")), str(create(response_format="vtt"))
+    assert srt.startswith("1\n00:00:0")
+    assert " --> 00:00:0" in srt
+    assert srt.splitlines()[1].count(",") == 2
+    assert vtt.startswith("WEBVTT\n\n00:00:0")
+    other = create(extra_body={"decoder": "ctc"}).text
+    assert other
+    assert other != expected.text
+
+
+def test_concurrent_requests_have_their_own_transcripts(client: openai.OpenAI, server: RunningServer) -> None:
+    def text(seed: int) -> str:
+        file = ("a.wav", wav(0.5 + seed % 3, seed))
+        return client.audio.transcriptions.create(model=MODEL, file=file, language="ta").text
+
+    alone = [text(seed) for seed in range(6)]
+    assert len(set(alone)) == 6
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(text, [seed % 6 for seed in range(24)])) == [alone[seed % 6] for seed in range(24)]
+    assert server.check_no_leak()["requests_finished_total"] >= 30
+
+
+def test_long_audio_is_rejoined_with_its_times(client: openai.OpenAI) -> None:
+    """100 s: three clips. Words are in order, and reach to the end."""
+    verbose: Any = client.audio.transcriptions.create(
+        model=MODEL,
+        file=("a.flac", wav(100.0, format="FLAC")),
+        language="kn",
+        response_format="verbose_json",
+        timestamp_granularities=["word"],
+        extra_body={"decoder": "ctc"},
+    )
+    starts = [word.start for word in verbose.words]
+    assert verbose.duration == 100.0
+    assert starts == sorted(starts)
+    assert starts[0] < 10
+    assert 90 < verbose.words[-1].end <= 100.1
+
+
+BAD: dict[str, tuple[bytes, dict[str, Any], str]] = {
+    "empty": (b"", {}, "the audio is empty"),
+    "text": (b"hello" * 99, {}, "is not audio in a format"),
+    "truncated": (b"RIFF\xff\xff\x00\x00WAVEdata\x00\x10\x00\x00" + bytes(9), {}, "is truncated"),
+    "no language": (b"", {"language": None}, "language is required: the model does not detect it; it has hi, kn, ta"),
+    "unknown language": (b"", {"language": "tlh"}, "language 'tlh' is not one of the model's: hi, kn, ta"),
+    "language of another model": (b"", {"language": "Bodo"}, "language 'Bodo' is not one of the model's"),
+    "format": (b"", {"response_format": "docx"}, "response_format must be one of json, text, srt, vtt, verbose_json"),
+    "prompt": (b"", {"prompt": "names"}, "prompt is not supported"),
+    "temperature": (b"", {"temperature": 0.7}, "temperature is not supported"),
+    "unknown field": (b"", {"extra_body": {"wings": 2}}, "unknown field 'wings'"),
+    "granularity": (b"", {"timestamp_granularities": ["word"]}, "needs response_format verbose_json"),
+    "decoder": (b"", {"extra_body": {"decoder": "beam"}}, "decoder must be one of rnnt, ctc"),
+    "model": (b"", {"model": "other"}, "there is no model 'other' here"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str, client: openai.OpenAI) -> None:
+    data, changes, message = BAD[name]
+    fields = {"model": MODEL, "file": ("a.wav", data), "language": "kn", **changes}
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.audio.transcriptions.create(**{key: value for key, value in fields.items() if value is not None})
+    assert caught.value.status_code in (400, 404)
+    assert message in caught.value.message
+
+
+def test_wrong_bodies_and_routes_are_named(server: RunningServer) -> None:
+    path, multipart = "/v1/audio/transcriptions", {"content-type": "multipart/form-data; boundary=x"}
+    for body, headers, message in [
+        (b"{}", {"content-type": "application/json"}, "must be multipart/form-data"),
+        (b"junk", multipart, "is not valid multipart/form-data"),
+        (
+            b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nsmall\r\n--x--\r\n',
+            multipart,
+            "file is missing",
+        ),
+    ]:
+        answer = server.request("POST", path, body, headers)
+        assert (answer.status, message in answer.body.decode()) == (400, True), answer.body
+    assert server.request("POST", path, bytes(26 * 2**20), multipart).status == 413
+    chat = server.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
+    assert chat.status == 400
+    assert b"POST /v1/audio/transcriptions" in chat.body
+
+
+def test_client_that_leaves_ends_its_work(server: RunningServer) -> None:
+    audio = wav(120.0, format="FLAC")
+    form = (
+        b'--x\r\ncontent-disposition: form-data; name="language"\r\n\r\nkn\r\n'
+        b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.flac"\r\n\r\n' + audio + b"\r\n--x--\r\n"
+    )
+    head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(form)}\r\n"
+    head += "content-type: multipart/form-data; boundary=x\r\n\r\n"
+    before = server.metrics()["requests_aborted_total"]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(head.encode() + form)
+        wait_until(lambda: server.metrics()["requests_in_flight"] >= 1, "the request in flight")
+    wait_until(lambda: server.metrics()["requests_aborted_total"] == before + 1, "the request aborted")
+    server.check_no_leak()
+
+
+def test_segments_end_at_pauses_and_before_they_are_long() -> None:
+    words = [SpokenWord(str(i), i * 0.5, i * 0.5 + 0.4) for i in range(20)]
+    words += [SpokenWord("late", 20.0, 20.4)]
+    segments = segments_of(words)
+    assert [word for segment in segments for word in segment] == words
+    assert all(segment[-1].end_s - segment[0].start_s <= 6.0 for segment in segments)
+    assert segments[-1] == words[-1:]
+    assert len(segments) == 3
+
+
+def test_language_names_of_the_published_model() -> None:
+    codes = ["as", "brx", "kok", "ks", "mni", "ne", "or", "sat"]
+    for name, code in [
+        ("Konkani", "kok"),
+        ("gom_Deva", "kok"),
+        ("Kashmiri", "ks"),
+        ("Manipuri", "mni"),
+        ("odia", "or"),
+    ]:
+        assert model_language(name, codes) == code
+    with pytest.raises(RequestError, match="'English' is not one of"):
+        model_language("English", codes)
