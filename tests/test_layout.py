@@ -21,7 +21,7 @@ ALLOWED = {
     "llm": ("engine", "models", "text"),
     "translator": ("engine", "tasks", "models", "text"),
     "fleet": ("backends", "api"),
-    "backends": ("api", "audio", "text", "models.checkpoint"),
+    "backends": ("api", "audio", "text", "models.checkpoint", "models.config_fields"),
     "api": ("text",),
     "audio": (),
     "engine": ("tasks", "models", "layers", "kernels", "text"),

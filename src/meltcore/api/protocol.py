@@ -162,10 +162,22 @@ _UNSUPPORTED: dict[type[msgspec.Struct], tuple[str, ...]] = {
     for struct in (ChatMessage, ChatRequest, CompletionRequest)
 }
 
+MAX_SENTENCES = 1024
+
+
+class TranslateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/translate. Languages: FLORES codes, English names or ISO 639 codes."""
+
+    sentences: list[str]
+    src_lang: str
+    tgt_lang: str
+    model: str | None = None
+
+
 Request = TypeVar("Request", bound=msgspec.Struct)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     struct: msgspec.json.Decoder(struct)
-    for struct in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    for struct in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, TranslateRequest)
 }
 
 

@@ -37,6 +37,7 @@ from meltcore.api.protocol import (
     decode_request,
 )
 from meltcore.api.transcriptions import TranscriptionsEndpoint
+from meltcore.api.translate import TranslateHandler
 from meltcore.config import ServerConfig
 from meltcore.errors import EngineDeadError, RequestError
 
@@ -52,7 +53,8 @@ def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: L
         "/v1/completions": CompletionsEndpoint(models, config, log, CompletionRequest),
     }
     transcriptions = TranscriptionsEndpoint(models, config, log)
-    app = _build_starlette(_Handlers(models, config, metrics), config, completions, transcriptions)
+    translate = TranslateHandler(models, config, log)
+    app = _build_starlette(_Handlers(models, config, metrics), config, completions, transcriptions, translate)
     # Requests of web pages need Starlette's headers; for all others its layers would be a fifth of the cost per token.
     return app if config.allowed_origins else _Shortcut(app, completions)
 
@@ -74,11 +76,13 @@ def _build_starlette(
     config: ServerConfig,
     completions: dict[str, CompletionsEndpoint],
     transcriptions: TranscriptionsEndpoint,
+    translate: TranslateHandler,
 ) -> Starlette:
     key = config.api_key
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
         Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
+        Route("/v1/translate", _Endpoint(translate, key), methods=["POST"]),
         Route("/v1/models", _Endpoint(handlers.models, key), methods=["GET"]),
         Route("/v1/models/{name:path}", _Endpoint(handlers.model, key), methods=["GET"]),
         Route("/tokenize", _Endpoint(handlers.tokenize, key), methods=["POST"]),

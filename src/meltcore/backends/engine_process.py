@@ -26,6 +26,7 @@ from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
 from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.shell import EngineFailed, EngineReady, Shutdown
 from meltcore.protocol.transcription import TranscriptionReady
+from meltcore.protocol.translation import TranslationReady
 
 ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine")
 _EXIT_LIMIT_S = 3.0  # from asking the engine to exit until it is killed
@@ -147,6 +148,9 @@ def common_limits(engines: Sequence[ServedReady]) -> ServedReady:
     load_s = max(engine.load_s for engine in engines)
     if isinstance(first := engines[0], TranscriptionReady):
         return msgspec.structs.replace(first, load_s=load_s)
+    if isinstance(first, TranslationReady):
+        slots = min(engine.slots for engine in engines if isinstance(engine, TranslationReady))
+        return msgspec.structs.replace(first, slots=slots, load_s=load_s)
     generation = [engine for engine in engines if isinstance(engine, GenerationReady)]
     return msgspec.structs.replace(
         first,

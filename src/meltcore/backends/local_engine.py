@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meltcore.api.admission import Admission
 from meltcore.api.generation import Echo, Generation
 from meltcore.api.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
-from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meltcore.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TranslateRequest,
+)
 from meltcore.api.sampling import is_echo_only, sampling_params
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.backends.engine_backend import ENGINE_DEAD, EngineBackend
@@ -18,6 +25,10 @@ from meltcore.errors import RequestError
 from meltcore.protocol.engines import FromEngine
 from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_token_ids
 from meltcore.protocol.shell import ProfileDone
+from meltcore.protocol.translation import TranslationOutputs, TranslationReady
+
+if TYPE_CHECKING:
+    from meltcore.backends.translations import Translations, TranslationText
 
 
 class ServedModel(NamedTuple):
@@ -38,12 +49,22 @@ class LocalEngine(EngineBackend):
         self._requests = OpenRequests(stats, self._send)
         self._time_limit = RequestTimeLimit(request_timeout_s, self._end_overdue)
         self._model: ServedModel | None = None
+        self._translations: Translations | None = None  # instead of a model, for one that translates
+        self._created = 0
         self._admission: Admission | None = None
 
     # --- life cycle
 
-    def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:
+    def open(self, text: TextModel | TranslationText, engine: GenerationReady | TranslationReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
+        self._created = created
+        if isinstance(engine, TranslationReady):
+            from meltcore.backends.translations import Translations, TranslationText  # need meltcore[translate]
+
+            assert isinstance(text, TranslationText)
+            self._translations = Translations(self.config, text, engine, self.stats, self._send)
+            return
+        assert isinstance(text, TextModel)
         self._model = ServedModel(text, engine, created)
         self._admission = Admission(
             max_queue=self.config.max_queue,
@@ -54,12 +75,17 @@ class LocalEngine(EngineBackend):
     def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:
         """End every open request, or every one of `replica`, with an error."""
         self._requests.end_all(error, outcome, replica)
+        if self._translations is not None:
+            self._translations.end_all(error, outcome, replica)
 
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""
         if isinstance(message, StepOutputs):
             self._server_stats.record_cpu_time()
             self._requests.on_step(message, replica)
+        elif isinstance(message, TranslationOutputs) and self._translations is not None:
+            self._server_stats.record_cpu_time()
+            self._translations.on_step(message, replica)
         elif isinstance(message, ProfileDone):
             self._on_profile_done(replica, message)
 
@@ -67,7 +93,21 @@ class LocalEngine(EngineBackend):
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
-        self._loaded()
+        self._when_ready(self._model or self._translations)
+
+    @property
+    def translates(self) -> bool:
+        """Whether the model is loaded and translates; else it generates text."""
+        return self._translations is not None
+
+    async def translate(
+        self, request: TranslateRequest, request_id: str, arrived_s: float, on_job: Callable[[Callable[[], None]], None]
+    ) -> list[str]:
+        """Return the translation of each text. on_job: receives a function that ends the request in the engines.
+
+        Raises RequestError (400, 429, 500, 503).
+        """
+        return await self._when_ready(self._translations).translate(request, request_id, arrived_s, on_job)
 
     async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
         """Tokenize, check and admit a request.
@@ -125,6 +165,22 @@ class LocalEngine(EngineBackend):
 
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a measurement must record."""
+        if self._translations is not None:
+            engine = self._translations.engine
+            return {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "meltcore",
+                "task": engine.task,
+                "direction": self._translations.text.direction,
+                "num_beams": engine.num_beams,
+                "weights": engine.weights,
+                "tokenizer": engine.tokens,
+                "device": engine.device,
+                "dtype": engine.dtype,
+                "replicas": self.config.data_parallel_size,
+            }
         model = self._loaded()
         return {
             "id": name,
@@ -145,7 +201,10 @@ class LocalEngine(EngineBackend):
         }
 
     def _loaded(self) -> ServedModel:
-        return self._when_ready(self._model)
+        self.check_ready()
+        if self._model is None:
+            raise RequestError(f"{self.names[0]} translates, with POST /v1/translate; it generates no text")
+        return self._model
 
     async def _echoes(
         self, model: ServedModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meltcore.api.sampling import checkpoint_defaults
 from meltcore.config import ModelConfig
-from meltcore.models.checkpoint import Checkpoint, CheckpointFiles, find_recognizer, open_checkpoint
+from meltcore.models.checkpoint import (
+    TRANSLATION_ARCHITECTURE,
+    Checkpoint,
+    CheckpointFiles,
+    find_recognizer,
+    open_checkpoint,
+)
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from meltcore.backends.translations import TranslationText
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,11 @@ class TextModel:
     template: ChatTemplate | None
     reasoning_parser: ReasoningParser | None  # of a model that may reason before it answers a chat
     sampling_defaults: dict[str, Any]
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the tokenizer is a substitute, for dummy weights."""
+        return self.tokenizer.is_synthetic
 
 
 def find_checkpoint(config: ModelConfig) -> Checkpoint:
@@ -33,6 +47,16 @@ def find_checkpoint(config: ModelConfig) -> Checkpoint:
 def is_recognizer(config: ModelConfig) -> bool:
     """Return whether the model recognizes speech: it has no text model. Raises ConfigError."""
     return find_recognizer(config.engine.model, dummy=config.engine.load_format == "dummy") is not None
+
+
+def load_text(config: ModelConfig) -> TextModel | TranslationText:
+    """Load what the text side of a model needs. Takes up to seconds. Raises ConfigError."""
+    checkpoint = find_checkpoint(config)
+    if TRANSLATION_ARCHITECTURE in (checkpoint.config.get("architectures") or []):
+        from meltcore.backends.translations import load_translation_text  # needs meltcore[translate]
+
+        return load_translation_text(config, checkpoint)
+    return load_text_model(config)
 
 
 def load_text_model(config: ModelConfig) -> TextModel:

@@ -13,6 +13,7 @@ import socket
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -24,7 +25,7 @@ from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
 from meltcore.api.stats import ServerStats
 from meltcore.backends.local_engine import LocalEngine
-from meltcore.backends.text_model import TextModel, is_recognizer, load_text_model
+from meltcore.backends.text_model import TextModel, is_recognizer, load_text
 from meltcore.backends.transcription_engine import TranscriptionEngine, check_audio_packages
 from meltcore.errors import MeltcoreError, RequestError
 from meltcore.fleet.channel import (
@@ -44,8 +45,10 @@ from meltcore.fleet.channel import (
     WorkerFailed,
 )
 from meltcore.fleet.listener import raise_file_limit
-from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.transcription import TranscriptionReady
+
+if TYPE_CHECKING:
+    from meltcore.backends.translations import TranslationText
 
 
 class APIServer:
@@ -71,7 +74,7 @@ class APIServer:
             backend.connect(Path(setup.directory), engine_ids, setup.api_server, on_unreadable)
         metrics = Metrics([backend.names[0] for backend in self._backends], stats)
         self._http = HttpServer(build_app(ModelTable(self._backends), config, metrics, self._log), stats)
-        self._texts: asyncio.Task[list[TextModel | None] | None] | None = None
+        self._texts: asyncio.Task[list[TextModel | TranslationText | None] | None] | None = None
         self._opening: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -112,12 +115,12 @@ class APIServer:
             self._stats.add("connections_closed")
             self._log.write_rate_limited("connection_lost", error="no file descriptor is left")
 
-    async def _load_texts(self) -> list[TextModel | None] | None:
+    async def _load_texts(self) -> list[TextModel | TranslationText | None] | None:
         try:
             if any(map(is_recognizer, self._config.models)):
                 check_audio_packages()
             return [
-                None if is_recognizer(model) else await asyncio.to_thread(load_text_model, model)
+                None if is_recognizer(model) else await asyncio.to_thread(load_text, model)
                 for model in self._config.models
             ]
         except MeltcoreError as error:
@@ -135,11 +138,11 @@ class APIServer:
                 backend.open(engine, message.created)
             else:
                 assert text is not None
-                assert isinstance(engine, GenerationReady)
+                assert not isinstance(engine, TranscriptionReady)
                 backend.open(text, engine, message.created)
         tune_gc()
         synthetic = [
-            text.tokenizer.is_synthetic if text is not None else getattr(engine, "tokens", "real") == "synthetic"
+            text.is_synthetic if text is not None else getattr(engine, "tokens", "real") == "synthetic"
             for text, engine in zip(texts, message.engines, strict=True)
         ]
         self._channel.send(ModelsOpened(synthetic))

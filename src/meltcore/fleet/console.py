@@ -16,6 +16,7 @@ from rich.table import Table
 from meltcore.config import ModelConfig, ServerConfig
 from meltcore.protocol.engines import ServedReady
 from meltcore.protocol.generation import GenerationReady
+from meltcore.protocol.translation import TranslationReady
 
 PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -104,6 +105,11 @@ def _limits(engine: ServedReady) -> str:
         return (
             f"context {engine.max_model_len} tokens, {engine.max_num_seqs} sequences per step, "
             f"{engine.pages_total} KV pages of {engine.page_size} tokens"
+        )
+    if isinstance(engine, TranslationReady):
+        return (
+            f"{engine.slots} sentences per step of up to {engine.max_source} tokens, {engine.num_beams} beams of "
+            f"{engine.max_new_tokens}"
         )
     clip_s = engine.max_samples / engine.sample_rate
     return f"speech recognition in {len(engine.languages)} languages, clips of up to {clip_s:.0f} s"

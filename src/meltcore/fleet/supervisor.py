@@ -39,6 +39,7 @@ from meltcore.protocol.generation import StepOutputs
 from meltcore.protocol.shell import ForgetClient, Loading
 from meltcore.protocol.sockets import SocketFolder
 from meltcore.protocol.transcription import TranscriptionOutputs
+from meltcore.protocol.translation import TranslationOutputs
 
 DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
@@ -286,7 +287,9 @@ class Supervisor:
         self._pool.broadcast(StatusChanged(status, reason))
 
     def _on_engine_message(self, model: int, replica: int, message: FromEngine) -> None:
-        if isinstance(message, StepOutputs | TranscriptionOutputs):  # of a step without outputs: a sign of life
+        if isinstance(
+            message, StepOutputs | TranscriptionOutputs | TranslationOutputs
+        ):  # also without outputs: a sign of life
             self._stats.models[model].record_step(shared_stats(message.stats), message.step_ended_s, replica)
         elif isinstance(message, Loading) and replica == 0:  # all load the same; shown together, they would alternate
             progress_note = f" ({message.fraction:.0%})" if message.fraction else ""  # unknown for many stages

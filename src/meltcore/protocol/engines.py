@@ -1,13 +1,14 @@
 """Defines the messages of all engines that a server runs. Tags tell them apart, so one decoder reads them all."""
 
-from meltcore.protocol import generation, transcription
+from meltcore.protocol import generation, transcription, translation
 from meltcore.protocol.batch import BatchStats
 from meltcore.protocol.generation import EngineStats, GenerationReady
 from meltcore.protocol.transcription import TranscriptionReady
+from meltcore.protocol.translation import TranslationReady
 
-ToEngine = generation.ToEngine | transcription.Transcribe
-FromEngine = generation.FromEngine | transcription.TranscriptionOutputs | transcription.TranscriptionReady
-ServedReady = GenerationReady | TranscriptionReady
+ToEngine = generation.ToEngine | transcription.Transcribe | translation.Translate
+FromEngine = generation.FromEngine | transcription.FromEngine | translation.FromEngine
+ServedReady = GenerationReady | TranscriptionReady | TranslationReady
 
 
 def shared_stats(stats: EngineStats | BatchStats) -> EngineStats:
