@@ -77,6 +77,9 @@ class BeamSearch:
         self.model, self.options = model, options
         self.max_source, self.num_slots = max_source, slots
         self._keys: list[Hashable] = []  # of the filled slots, which are the first ones
+        # Per filled slot, known without asking the device: tokens of the source, and of the target so far
+        self._source_sizes: list[int] = []
+        self._target_sizes: list[int] = []
         beams, length, device = options.num_beams, options.max_new_tokens, model.device
         head_dim = config.hidden_size // config.decoder.num_heads
         shape = (config.decoder.num_layers, 2, slots, config.decoder.num_heads)
@@ -151,6 +154,8 @@ class BeamSearch:
         self._finished_scores[new] = _IMPOSSIBLE
         self._is_finished[new] = False
         self._keys += keys
+        self._source_sizes += map(len, sources)
+        self._target_sizes += [0] * len(keys)
 
     def cancel(self, keys: Iterable[Hashable]) -> None:
         """End sources without a translation. Unknown keys are ignored."""
@@ -172,6 +177,7 @@ class BeamSearch:
         extend = self._extend_greedy if self.options.num_beams == 1 else self._extend_beams
         is_done = extend(logits, totals) | (generated >= self.options.max_new_tokens)
         self._positions[:num_rows] = generated
+        self._target_sizes = [size + 1 for size in self._target_sizes]
         return self._take(is_done.nonzero().flatten().tolist())
 
     def _next_logits(self, num_rows: int) -> torch.Tensor:
@@ -180,8 +186,7 @@ class BeamSearch:
         rows = torch.arange(num_rows, device=self.model.device)
         positions = self._positions[:num_rows]
         self._writers[rows, :, positions] = beams
-        num_positions = int(positions.max()) + 1
-        max_source = int(self._source_lengths[:num_rows].max())
+        num_positions, max_source = max(self._target_sizes) + 1, max(self._source_sizes)
         last = self._tokens[rows, :, (positions - 1).clamp(min=0)]
         writers = self._writers[:num_rows, :, :num_positions]
         source_positions = torch.arange(max_source, device=self.model.device)
@@ -302,6 +307,9 @@ class BeamSearch:
                 state[slot] = state[last]
         self._keys[slot] = self._keys[last]
         self._keys.pop()
+        for sizes in (self._source_sizes, self._target_sizes):
+            sizes[slot] = sizes[last]
+            sizes.pop()
 
 
 def _take_beams(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
