@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -19,6 +19,7 @@ from meltcore.tasks.translation import (
     translation_dtype,
 )
 from meltcore.text.translation.document import finish, prepare
+from meltcore.text.translation.indic_scripts import Normalizer
 from meltcore.text.translation.languages import Language, direction_of, find_language, needed_direction
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer, TranslationTokenizer
 
@@ -58,12 +59,14 @@ class Translator:
         load_format: LoadFormat = "auto",
         memory_bytes: int | None = None,
         seed: int = 0,
+        normalizer: Normalizer = "itt",
     ) -> None:
         """Load one checkpoint, or several of different directions. Raises ConfigError for what cannot work.
 
         models: local folders or hub ids of IndicTrans2. The direction is read from the name: en-indic, indic-en or
         indic-indic. The others: fields of EngineConfig. The default dtype is float16 on a GPU and float32 on a CPU;
-        memory_bytes counts all checkpoints and their caches.
+        memory_bytes counts all checkpoints and their caches. normalizer: "itt" prepares texts as IndicTransToolkit
+        does, "original" without two of its faults.
         """
         names = [models] if isinstance(models, str) else list(models)
         directions = [direction_of(name) for name in names]
@@ -80,6 +83,9 @@ class Translator:
             for name in names
         ]
         self._config = configs[0]
+        if normalizer not in get_args(Normalizer):
+            raise ConfigError(f"normalizer must be {' or '.join(get_args(Normalizer))}; got {normalizer!r}")
+        self._normalizer: Normalizer = normalizer
         self._loaded = [_Loaded(config, self._device) for config in configs]
 
     def translate(
@@ -139,7 +145,7 @@ class Translator:
         self, loaded: _Loaded, texts: list[str], source: Language, target: Language, options: BeamOptions
     ) -> list[str]:
         limit = loaded.model.config.max_source_positions
-        documents = [prepare(text, loaded.tokenizer, source, target, limit) for text in texts]
+        documents = [prepare(text, loaded.tokenizer, source, target, limit, self._normalizer) for text in texts]
         sources = [sentence.token_ids for document in documents for sentence in document.sentences]
         slots = self._num_slots(loaded.model, options, max(map(len, sources), default=1))
         outputs = iter(translate_all(loaded.model, sources, options, slots=slots))

@@ -82,6 +82,20 @@ def test_each_oddity_is_reproduced(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("code", "text", "itt", "original"),
+    [
+        ("ben_Beng", "\u09af\u09bc \u09df", "\u092f\u093c \u092f\\u09BC", "\u092f\u093c \u092f\u093c"),
+        ("hin_Deva", "\u0958 5:30", "\u0915\\u093C \\1\u090330", "\u0915\u093c 5:30"),
+        ("hin_Deva", "\u0915:7", "\u0915 : 7", "\u0915\u09037"),
+        ("pan_Guru", "\u0a36", "\u0938\\u0A3C", "\u0938\u093c"),
+    ],
+)
+def test_original_normalizer_repairs_nukta_and_visarga(code: str, text: str, itt: str, original: str) -> None:
+    assert preprocess(text, language(code)).text == itt
+    assert preprocess(text, language(code), normalizer="original").text == original
+
+
+@pytest.mark.parametrize(
     "entity", ["a.b@mail.example.org", "https://example.org/a?b=1", "12/05/2023", "10-20%", "98,765,432", "#tag"]
 )
 @pytest.mark.parametrize("code", ["eng_Latn", "hin_Deva", "urd_Arab", "sat_Olck"])

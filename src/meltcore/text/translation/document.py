@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from meltcore.errors import RequestError
 from meltcore.text.translation.indic_processor import postprocess, preprocess
+from meltcore.text.translation.indic_scripts import Normalizer
 from meltcore.text.translation.languages import Language, check_script
 from meltcore.text.translation.sentences import join_sentences, split_sentences
 from meltcore.text.translation.tokenizer import TranslationTokenizer
@@ -28,17 +29,24 @@ class Document(NamedTuple):
     separators: list[str]
 
 
-def prepare(text: str, tokenizer: TranslationTokenizer, source: Language, target: Language, limit: int) -> Document:
+def prepare(
+    text: str,
+    tokenizer: TranslationTokenizer,
+    source: Language,
+    target: Language,
+    limit: int,
+    normalizer: Normalizer = "itt",
+) -> Document:
     """Split a text into sentences and return what a model reads of each. Empty text has none.
 
-    limit: tokens that the model reads at most. Raises RequestError for a text in another script than the language's,
-    and for a sentence that is too long.
+    limit: tokens that the model reads at most. normalizer: that of `preprocess`. Raises RequestError for a text in
+    another script than the language's, and for a sentence that is too long.
     """
     check_script(text, source, "src_lang")
     texts, separators = split_sentences(text, source)
     sentences = []
     for sentence in texts:
-        prepared = preprocess(sentence, source)
+        prepared = preprocess(sentence, source, normalizer=normalizer)
         token_ids = tokenizer.encode(prepared.text, source, target)
         if len(token_ids) > limit:
             raise RequestError(

@@ -15,6 +15,7 @@ import regex
 
 from meltcore.errors import RequestError
 from meltcore.text.translation.indic_scripts import (
+    Normalizer,
     join_words,
     normalize,
     split_words,
@@ -108,12 +109,16 @@ _INDIC_FORMS = (
 
 
 def preprocess(
-    sentence: str, language: Language, order: Callable[[list[str]], Iterable[str]] = dict.fromkeys
+    sentence: str,
+    language: Language,
+    order: Callable[[list[str]], Iterable[str]] = dict.fromkeys,
+    normalizer: Normalizer = "itt",
 ) -> PreprocessedText:
     """Return a sentence as the model reads it: plain punctuation and digits, placeholders, words apart, in Devanagari.
 
-    order: puts the entities of one kind in the order in which they get numbers, each once. Raises RequestError for a
-    sentence of more than MAX_SENTENCE_CHARS characters.
+    order: puts the entities of one kind in the order in which they get numbers, each once. normalizer: "original"
+    repairs the oddities "literal-nukta" and "ascii-visarga". Raises RequestError for a sentence of more than
+    MAX_SENTENCE_CHARS characters.
     """
     if len(sentence) > MAX_SENTENCE_CHARS:
         raise RequestError(f"a sentence has {len(sentence):,} characters, of at most {MAX_SENTENCE_CHARS:,}; split it")
@@ -121,9 +126,9 @@ def preprocess(
         sentence = pattern.sub(new, sentence)
     text, placeholders = _insert_placeholders(sentence.strip().translate(_DIGITS), order)
     if language.text_code == "en":
-        normalizer, tokenizer, _ = _moses()
-        return PreprocessedText(" ".join(tokenizer.tokenize(normalizer.normalize(text), escape=False)), placeholders)
-    text = split_words(normalize(text.strip(), language.text_code), language.text_code)
+        punctuation, tokenizer, _ = _moses()
+        return PreprocessedText(" ".join(tokenizer.tokenize(punctuation.normalize(text), escape=False)), placeholders)
+    text = split_words(normalize(text.strip(), language.text_code, normalizer), language.text_code)
     if language.script not in ("Arabic", "Ol_Chiki", "Meetei_Mayek"):
         text = transliterate_to_devanagari(text, language.text_code)
     return PreprocessedText(text.strip(), placeholders)

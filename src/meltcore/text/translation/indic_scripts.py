@@ -7,11 +7,15 @@ Faults of that library are reproduced, since they are in what the published code
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import regex
 
 from meltcore.text.translation.perso_arabic import normalize_perso_arabic
+
+# "itt": indic-nlp-library-itt 0.1.1, which IndicTransToolkit uses; "original": indic-nlp-library 0.92, which it comes
+# from, without the oddities "literal-nukta" and "ascii-visarga".
+Normalizer = Literal["itt", "original"]
 
 _VIRAMA, _DANDA, _DOUBLE_DANDA = "\u094d", "\u0964", "\u0965"
 # The first code point of the block of each text code. English and Perso-Arabic languages have none.
@@ -111,12 +115,12 @@ _CANDRA_A, _VOWEL_E = "\u0972", "\u090f"
 
 
 @cache
-def _replacements(text_code: str) -> tuple[tuple[str, str], ...]:
+def _replacements(text_code: str, normalizer: Normalizer) -> tuple[tuple[str, str], ...]:
     """Return all replacements of a language in their order."""
     block = _BLOCKS[text_code]
     script = _SCRIPTS[block]
     # Oddity "literal-nukta": the six characters \u093C, not the character with that code point
-    nukta = f"\\u{block + 0x3C:04X}"
+    nukta = f"\\u{block + 0x3C:04X}" if normalizer == "itt" else chr(block + 0x3C)
     nuktas = tuple((chr(block + dotted), chr(block + plain) + nukta) for dotted, plain in script.nuktas)
     candra = ((_CANDRA_A, _VOWEL_E),) if block == _BLOCKS["hi"] else ()
     vowels = _ODIA_VOWELS if block == _BLOCKS["or"] else ()
@@ -124,26 +128,30 @@ def _replacements(text_code: str) -> tuple[tuple[str, str], ...]:
 
 
 @cache
-def _visarga_pattern(text_code: str) -> regex.Pattern[str]:
-    """Return a pattern of the colons that become a visarga (oddity "ascii-visarga").
+def _visarga_pattern(text_code: str, normalizer: Normalizer) -> regex.Pattern[str]:
+    """Return a pattern of the colons that become a visarga: after a letter of the script.
 
-    They follow an ASCII character from 0 to a backslash, an u, or a letter of the code points of the block's bounds.
+    Oddity "ascii-visarga": after an ASCII character from 0 to a backslash, an u, or a letter of the code points of the
+    block's bounds.
     """
     block = _BLOCKS[text_code]
+    if normalizer == "original":
+        return regex.compile(f"([{chr(block)}-{chr(block + 0x7F)}]):")
     letters = "".join(sorted(set("u" + f"{block:x}{block + 0x7F:x}") - set("0123456789")))
     return regex.compile(rf"([0-\\{letters}]):")
 
 
-def normalize(text: str, text_code: str) -> str:
+def normalize(text: str, text_code: str, normalizer: Normalizer = "itt") -> str:
     """Return `text` with one spelling for each letter of a language's script. text_code: that of a Language."""
     if text_code == "ur":
         for old, new in _QUOTES_AND_DASHES:
             text = text.replace(old, new)
         return normalize_perso_arabic(text)
-    for old, new in _replacements(text_code):
+    for old, new in _replacements(text_code, normalizer):
         text = text.replace(old, new)
     visarga = chr(_BLOCKS[text_code] + 0x03)
-    return str(_visarga_pattern(text_code).sub(rf"\\1{visarga}", text))
+    replacement = rf"\\1{visarga}" if normalizer == "itt" else rf"\1{visarga}"
+    return str(_visarga_pattern(text_code, normalizer).sub(replacement, text))
 
 
 # Every ASCII punctuation mark but the backslash (oddity "backslash-in-words"), dandas, marks of Meetei Mayek, Ol Chiki
