@@ -126,7 +126,9 @@ def test_quantized_files_give_the_logits_of_the_dequantized_weights(
     assert set(weight_dtypes(loaded(file))) == formats | {"float32"}
 
 
-@pytest.mark.parametrize(("family", "store"), [("llama", "Q4_0 and Q8_0"), ("gemma3_text", "Q4_K_M")])
+@pytest.mark.parametrize(
+    ("family", "store"), [("llama", "Q4_0 and Q8_0"), ("qwen3_moe", "Q4_0 and Q8_0"), ("gemma3_text", "Q4_K_M")]
+)
 @pytest.mark.parametrize("group", [None, TensorParallelGroup(1, 2)], ids=["whole", "rank 1 of 2"])
 def test_fp8_of_a_quantized_file_is_that_of_its_values(
     tmp_path: Path, family: str, store: str, group: TensorParallelGroup | None
