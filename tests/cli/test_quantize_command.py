@@ -53,9 +53,9 @@ def test_named_after_model_and_format(
 @pytest.mark.parametrize(
     ("model", "to", "count"),
     [
-        (BUNDLED_MODEL, "q8_0", 100),
-        (BUNDLED_MODEL, "q4_0", 100),
-        (BUNDLED_MODEL, "fp8", 100),
+        (BUNDLED_MODEL, "q8_0", 40),
+        (BUNDLED_MODEL, "q4_0", 40),
+        (BUNDLED_MODEL, "fp8", 40),
         (BUNDLED_HYBRID, "fp8", 40),
     ],
 )
