@@ -73,12 +73,12 @@ def test_transcripts_are_the_same_alone_as_in_company(task: RecognitionTask) -> 
         engine = BatchEngine(task)
         engine.add(request)
         (alone[request.request_id],) = run(engine)
-    rng, engine, found = random.Random(1), BatchEngine(task), []
+    # Without the latency bound, which would let the speed of the machine decide what runs together.
+    rng, engine, found = random.Random(1), BatchEngine(task, max_start_s=1e9), []
     for request in requests:
         engine.add(request)
         if rng.random() < 0.15:
             found += engine.step().outputs
-    assert engine.stats().waiting > 3
     found += run(engine)
     assert len(found) == len(requests)
     assert {transcript.request_id: words(transcript) for transcript in found} == {
