@@ -2,7 +2,7 @@
 # Starts a server in the background and waits until it is ready: exit status 0 means that it answers.
 # `meltcore stop --port PORT` ends it. Arguments are passed to `meltcore serve`. Environment variables:
 MODEL="${MODEL:-${HACKATHON_MODEL_ID:-Qwen/Qwen3.5-35B-A3B}}" # a checkpoint folder, a hub id, or meltcore/sums (bundled)
-NAME="${NAME:-Qwen/Qwen3.5-35B-A3B}"       # the model's name in the API
+NAME="${NAME:-}"                           # the model's name in the API; unset: MODEL, for a folder Qwen/Qwen3.5-35B-A3B
 HOST="${HOST:-127.0.0.1}"                  # 0.0.0.0 accepts other machines
 PORT="${PORT:-8000}"
 TP="${TP:-}"                               # GPUs per replica: 1, 2, 4 or 8; unset: the most that are visible, in
@@ -23,6 +23,11 @@ set -euo pipefail
 if [[ -z "$MELTCORE" ]]; then
   MELTCORE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/meltcore"
   [[ -x "$MELTCORE" ]] || MELTCORE=meltcore
+fi
+
+if [[ -z "$NAME" ]]; then
+  NAME="$MODEL"
+  [[ ! -d "$MODEL" ]] || NAME=Qwen/Qwen3.5-35B-A3B
 fi
 
 if [[ -z "$TP" ]]; then

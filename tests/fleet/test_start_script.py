@@ -48,7 +48,7 @@ def test_script_server_starts_stays_and_is_stopped(settings: dict[str, str]) -> 
         assert (done.returncode, done.stderr) == (0, "")
         assert f"listening on http://127.0.0.1:{settings['PORT']}" in done.stdout
         api = Api(f"127.0.0.1:{settings['PORT']}")
-        assert api.resolve_model()[0] == "Qwen/Qwen3.5-35B-A3B"
+        assert api.resolve_model()[0] == BUNDLED_MODEL
         assert api.get("/health").status == 200
         assert "listening on" in Path(settings["LOG"]).read_text()
         again = start(settings)
@@ -95,7 +95,7 @@ def test_all_visible_gpus_are_used_by_default(
     done = start(settings | {"PATH": path} | given, "--max-model-len", "4096")
     assert done.returncode == 0
     words = done.stdout
-    assert words.startswith(f"serve {BUNDLED_MODEL} --served-model-name Qwen/Qwen3.5-35B-A3B ")
+    assert words.startswith(f"serve {BUNDLED_MODEL} --served-model-name {BUNDLED_MODEL} ")
     assert words.endswith("--daemon --start-timeout 900 --max-model-len 4096\n")
     assert asked in words
     assert ("--tensor-parallel-size" in words) == bool(asked)
@@ -187,3 +187,11 @@ def test_missing_model_is_reported(settings: dict[str, str]) -> None:
     done = start(settings | {"MODEL": "./no-such-folder", "START_TIMEOUT": "60"})
     assert done.returncode == 2
     assert "no such folder" in done.stderr
+
+
+def test_only_a_folder_gets_the_name_of_the_hackathon_model(settings: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "echo-script").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "echo-script").chmod(0o755)
+    given = settings | {"MELTCORE": str(tmp_path / "echo-script"), "MODEL": str(tmp_path)}
+    assert f"serve {tmp_path} --served-model-name Qwen/Qwen3.5-35B-A3B " in start(given).stdout
+    assert f"serve {tmp_path} --served-model-name mine " in start(given | {"NAME": "mine"}).stdout

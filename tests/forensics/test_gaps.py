@@ -295,3 +295,9 @@ def test_live_trace_is_checked_by_the_gpus_counters(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert paths == ["/start_profile", "/stop_profile"]
     assert "active 95 % of the time, the trace 59 %" in json.loads(done.stdout)["reports"][0]["untrusted"][0]
+
+
+def test_unfinished_report_of_nsight_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.qdstrm").touch()
+    with pytest.raises(ConfigError, match=r"a\.qdstrm is not a report yet: .* QdstrmImporter makes a \.nsys-rep"):
+        read_trace(tmp_path / "a.qdstrm")

@@ -83,14 +83,14 @@ def test_png_without_its_package_says_how_to_get_one(tmp_path: Path, monkeypatch
 
 def test_png_without_fonts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", SimpleNamespace(svg_to_bytes=lambda **_: b"blank"))
-    with pytest.raises(ConfigError, match="no font was found"):
+    with pytest.raises(ConfigError, match=r"none of the fonts DejaVu Sans, .* is installed"):
         check_export(tmp_path / "a.png")
 
 
 def test_png_is_what_the_rasterizer_drew_of_the_svg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
 
-    def svg_to_bytes(svg_string: str, zoom: float, background: str) -> bytes:
+    def svg_to_bytes(svg_string: str, zoom: float, background: str, sans_serif_family: str) -> bytes:
         drawn.append(svg_string)
         return b"\x89PNG" + svg_string.encode()
 
@@ -122,6 +122,10 @@ def test_commands_export_and_refuse_before_they_measure(tmp_path: Path, capsys: 
     assert main(["bench", "--cpu", "--out", str(tmp_path / "runs"), "--export", str(tmp_path / "a.gif")]) == 2
     assert "must end in .svg or .png" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+    assert main(["leaderboard", str(result), "--output", str(tmp_path / "n.html"), "--export", "a.gif"]) == 2
+    assert not (tmp_path / "n.html").exists()
+    assert main(["bench", "--cpu", "--out", str(tmp_path / "runs"), "--sweep-output-lens", "8"]) == 2
+    assert "--sweep-output-lens needs --sweep" in capsys.readouterr().err
     other = tmp_path / "other.json"
     other.write_bytes(msgspec.json.encode(sample_run()))
     assert main(["report", str(result), str(other), "--card", "--export", str(report)]) == 2

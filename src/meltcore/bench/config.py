@@ -67,6 +67,10 @@ class BenchConfig:
             raise ConfigError("--sweep has prompts of its own: it excludes --prompts")
         if self.sweep:
             self._check_sweep()
+        else:
+            for name in ("concurrency", "output_lens", "temperatures"):
+                if getattr(self, f"sweep_{name}") != getattr(BenchConfig, f"sweep_{name}"):
+                    raise ConfigError(f"--sweep-{name.replace('_', '-')} needs --sweep")
 
     @property
     def sweep_cells(self) -> int:

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from meltcore.report.charts_export import export_page
+    from meltcore.report.charts_export import check_export, export_page
     from meltcore.report.console import print_page
     from meltcore.report.html import write_page
     from meltcore.report.leaderboard import (
@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     )
     from meltcore.results.score_references import read_score
 
+    if args.export:
+        check_export(Path(args.export))  # before the page is written
     left_out_notes: list[str] = []
     if args.results:
         entries = [read_score(path) for path in args.results]

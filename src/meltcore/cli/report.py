@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from meltcore.errors import ConfigError
+    from meltcore.report.charts_export import check_export
     from meltcore.report.documents import convert_folder, find_documents
     from meltcore.report.render import export_document, render_document
 
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     documents = [document for place in args.places for document in find_documents(Path(place))]
     if len(documents) == 1 and not args.card:
+        if args.export:
+            check_export(Path(args.export))  # before the page is written
         print(render_document(documents[0], Path(args.output) if args.output else None))
         if args.export:
             print(export_document(documents[0], Path(args.export)))

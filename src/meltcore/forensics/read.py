@@ -23,7 +23,7 @@ from meltcore.forensics.nsight import MAGIC, read_nsight
 from meltcore.forensics.trace import Activity, ActivityType, HostEvent, Trace, group_of
 from meltcore.results.gaps import COLLECTIVES
 
-_REPORT = ".nsys-rep"
+_REPORT, _UNFINISHED_REPORT = ".nsys-rep", ".qdstrm"
 _EXPORT_LIMIT_S = 600.0  # a minute of a busy GPU has millions of rows
 _TYPES: dict[str, ActivityType] = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 _CALLS = ("cuda_runtime", "cuda_driver")
@@ -36,6 +36,8 @@ def read_trace(path: Path | str) -> Trace:
     Raises ConfigError for another file, one without GPU activity, or a report that cannot be exported here.
     """
     path = Path(path)
+    if path.suffix == _UNFINISHED_REPORT:
+        raise ConfigError(f"{path} is not a report yet: Nsight Systems' QdstrmImporter makes a {_REPORT} file of it")
     if path.suffix != _REPORT:
         return _read(path)
     with TemporaryDirectory() as folder:

@@ -21,6 +21,7 @@ _TITLE_HEIGHT = 34.0  # above each chart: its title and legend
 _BAR_CHART_WIDTH = 760.0  # bars are readable without the whole width
 _MAX_NARROW_WIDTH = 600.0  # a chart up to this width takes half of the width
 _PNG_ZOOM = 2.0
+_FONT_FAMILIES = ("DejaVu Sans", "Liberation Sans", "Noto Sans", "Arial", "Helvetica")
 _NO_RASTERIZER = (
     "--export {path}: a PNG needs the package resvg-py (pip install 'meltcore[png]'). Or export "
     "an .svg and convert it: rsvg-convert --zoom 2 charts.svg --output charts.png, Inkscape, or any browser"
@@ -135,12 +136,16 @@ def _rasterize(svg: str, path: Path) -> bytes:
     except ImportError as error:
         raise ConfigError(_NO_RASTERIZER.format(path=path)) from error
 
-    def draw(svg_text: str) -> bytes:
-        return bytes(resvg_py.svg_to_bytes(svg_string=svg_text, zoom=_PNG_ZOOM, background="#ffffff"))
+    def draw(svg_text: str, family: str) -> bytes:
+        settings = {"zoom": _PNG_ZOOM, "background": "#ffffff", "sans_serif_family": family}
+        return bytes(resvg_py.svg_to_bytes(svg_string=svg_text, **settings))
 
-    # Without any font, resvg leaves all text out and reports nothing.
-    if draw(_svg_document([text((5, 9), "x", "tick")], "", 10, 10)) == draw(_svg_document([], "", 10, 10)):
-        raise ConfigError(
-            f"--export {path}: no font was found, so a PNG would have no text; install one or export .svg"
-        )
-    return draw(svg)
+    # resvg does not look up which font is the system's sans-serif. Without it, it leaves text out and reports nothing.
+    with_text, without = _svg_document([text((5, 9), "x", "tick")], "", 10, 10), _svg_document([], "", 10, 10)
+    for family in _FONT_FAMILIES:
+        if draw(with_text, family) != draw(without, family):
+            return draw(svg, family)
+    raise ConfigError(
+        f"--export {path}: none of the fonts {', '.join(_FONT_FAMILIES)} is installed, so a PNG would have no text; "
+        "install one or export .svg"
+    )

@@ -201,7 +201,7 @@ def summary_sections(score: Score) -> list[Block]:
             _EXPECTATION_STYLES[expectation.verdict],
             expectation.verdict,
             expectation.name,
-            f"expected {expectation.expected}: seen {expectation.seen}",
+            f"expected {expectation.expected}: seen {expectation.seen}".replace("seen not measured", "not measured"),
         )
         for expectation in results
     ]
