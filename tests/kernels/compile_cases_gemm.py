@@ -190,14 +190,16 @@ def ggml_weight(ggml_type: ggml.BlockType, *shape: int) -> ggml.GgmlTensor:
 
 def ggml_decode_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     token_ids, cases = meta(7, dtype=torch.int64), []
-    for ggml_type in (*ggml.GgmlType, Int4Type(128), Int4Type(64), Int4Type(32, torch.bfloat16)):
+    for ggml_type in (*ggml.GgmlType, Int4Type(128), Int4Type(32, torch.bfloat16)):
         weight = ggml_weight(ggml_type, 4096, model.hidden_size)
-        cases.append(partial(ggml_decode.ggml_embedding, weight, token_ids, dtype, 4096))
+        if isinstance(ggml_type, ggml.GgmlType):  # embeddings of 4-bit checkpoints are not quantized
+            cases.append(partial(ggml_decode.ggml_embedding, weight, token_ids, dtype, 4096))
         cases.append(partial(ggml_decode.dequantize, weight, meta(4096, model.hidden_size, dtype=dtype)))
     return cases
 
 
 def ggml_gemm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    """Fewer tokens than these run the skinny GEMM, which NVRTC compiles (test_ggml_skinny_gemm.py)."""
     kind = narrow(dtype)
     _, added, gated, _ = matmuls(model)
     return [
@@ -208,8 +210,10 @@ def ggml_gemm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
             gated=each.gated,
             residual=residual_of(each, tokens, kind),
         )
-        for ggml_type in (*ggml.GgmlType, Int4Type(128))
-        for each, tokens in ((added, 4), (gated, 64))
+        for ggml_type, each, tokens in (
+            (ggml.GgmlType.Q8_0, added, 40),
+            *((ggml_type, gated, 64) for ggml_type in (*ggml.GgmlType, Int4Type(128))),
+        )
     ]
 
 

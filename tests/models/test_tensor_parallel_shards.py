@@ -132,12 +132,12 @@ def test_shards_have_about_the_same_size(folder: Path) -> None:
 
 
 def test_dummy_weights_of_ranks_equal_those_of_one_device(folder: Path) -> None:
-    whole = build(folder)
-    fill_dummy_weights(whole, 3)
+    whole, checkpoint = build(folder), open_checkpoint(str(folder), files="config")
+    fill_dummy_weights(whole, checkpoint, 3)
     expected = whole.checkpoint_tensors()
     for rank in range(2):
         share = build(folder, TensorParallelGroup(rank, 2))
-        fill_dummy_weights(share, 3)
+        fill_dummy_weights(share, checkpoint, 3)
         for name, target in share.checkpoint_tensors().items():
             for index, piece in target.slices if isinstance(target, ShardLoader) else [((), target)]:
                 if isinstance(piece, torch.Tensor) and isinstance(expected[name], torch.Tensor):
