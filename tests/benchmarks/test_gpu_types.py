@@ -96,8 +96,9 @@ def test_check_gpu_runs_every_step_on_the_chosen_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
     assert [line.split(" (")[0] for line in done.stdout.splitlines()] == [
-        f"{name}: status 0" for name in ("snapshot", "certify", "bench", "bench-fp8", "gpu-tests")
+        f"{name}: status 0" for name in ("snapshot", "certify", "bench-fp8", "bench", "gpu-tests")
     ]
+    assert (out / "snapshot.json").read_text() == "meltcore 3: snapshot --json\n"
     assert (out / "certify.log").read_text() == f"meltcore 3: certify --tier standard --out {out}\n"
     assert (out / "gpu-tests.log").read_text() == "python 3: -m pytest -m gpu -rs\n"
     again = check_gpu(tmp_path, "exit 0")

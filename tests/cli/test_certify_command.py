@@ -96,6 +96,8 @@ def test_without_driver_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture
     except NoDriverError:
         assert main(["certify", "--out", str(tmp_path)]) == 3
         assert "UNKNOWN: no NVIDIA driver" in capsys.readouterr().err
+        assert main(["bench", "--out", str(tmp_path / "runs")]) == 2
+        assert "there is no GPU to read; --cpu measures on the CPU" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
     else:
         pytest.skip("this machine has a driver")

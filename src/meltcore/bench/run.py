@@ -121,7 +121,7 @@ def claim(devices: Sequence[Device]) -> Iterator[None]:
 
 
 def _start_monitor(config: BenchConfig, folder: RunFolder, stack: ExitStack) -> Monitor | None:
-    """Start and return the GPU monitor; None for a run on the CPU, by option or without an NVIDIA driver."""
+    """Start and return the GPU monitor; None for a run on the CPU. Raises ConfigError without an NVIDIA driver."""
     if config.cpu:
         return None
     settings = SamplerSettings(
@@ -129,10 +129,8 @@ def _start_monitor(config: BenchConfig, folder: RunFolder, stack: ExitStack) -> 
     )
     try:
         return stack.enter_context(Monitor(settings))
-    except NoDriverError:
-        if config.gpus is not None:
-            raise
-        return None
+    except NoDriverError as error:
+        raise ConfigError(f"{error}; --cpu measures on the CPU") from error
 
 
 def _gpus(config: BenchConfig, monitor: Monitor, host_bytes: int) -> list[Device]:

@@ -46,6 +46,7 @@ def find_evidence(paths: Sequence[str]) -> Evidence:
     scored together.
     """
     usable_runs, skipped_runs = _usable_runs(paths)
+    skipped_runs = [*skipped_runs, *(f"{path}: there is no such folder" for path in paths if not Path(path).exists())]
     gsm8k_runs = [run for run in usable_runs if run.result.evaluation is not None]
     throughput_runs = [run for run in usable_runs if run.result.levels]
     for part_runs, part_name, command in (
