@@ -343,25 +343,23 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
         const uint4 loaded = tokens.load<uint4>(tile, column + 8 * t);
         b[tile][0][0] = loaded.x, b[tile][0][1] = loaded.y, b[tile][1][0] = loaded.z, b[tile][1][1] = loaded.w;
       }
-      {
-        Sums sums;
+      Sums sums;
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
-          u32 a[4];
-          const uint2 first = raw[0].values[block], second = raw[1].values[block];
-          decode_bytes(part ? first.y : first.x, a[0], a[2]);
-          decode_bytes(part ? second.y : second.x, a[1], a[3]);
+      for (int part = 0; part < 2; part++) {
+        u32 a[4];
+        const uint2 first = raw[0].values[block], second = raw[1].values[block];
+        decode_bytes(part ? first.y : first.x, a[0], a[2]);
+        decode_bytes(part ? second.y : second.x, a[1], a[3]);
 #pragma unroll
-          for (int tile = 0; tile < TOKEN_TILES; tile++)
-            if (part == 0)
-              mma_first(sums[tile], a, b[tile][part]);
-            else
-              mma(sums[tile], a, b[tile][part]);
-        }
-        const u32 shift = block % 2 * 16;
-        add_scaled(acc, sums, half_to_float(raw[0].scales[block / 2] >> shift),
-                   half_to_float(raw[1].scales[block / 2] >> shift));
+        for (int tile = 0; tile < TOKEN_TILES; tile++)
+          if (part == 0)
+            mma_first(sums[tile], a, b[tile][part]);
+          else
+            mma(sums[tile], a, b[tile][part]);
       }
+      const u32 shift = block % 2 * 16;
+      add_scaled(acc, sums, half_to_float(raw[0].scales[block / 2] >> shift),
+                 half_to_float(raw[1].scales[block / 2] >> shift));
     }
   } else {
 #pragma unroll
@@ -381,47 +379,45 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
             if (!TAIL || place < columns) loaded = tokens.load<uint2>(tile, place + 16 * half + 4 * t);
             b[odd][tile][0] = loaded.x, b[odd][tile][1] = loaded.y;
           }
-        {
-          u32 bytes[4], top[4] = {};
+        u32 bytes[4], top[4] = {};
 #pragma unroll
-          for (int which = 0; which < 2; which++) {
-            const uint4 words = raw[which].words[half];
-            bytes[which] = byte_pair(words.x, words.y, byte);
-            bytes[which + 2] = byte_pair(words.z, words.w, byte);
-            if constexpr (KIND == Q6_K) {
-              // Half word j of the high bits: 2 bits of each of word j's values.
-              const uint2 high = raw[which].high[half];
-              top[which] = high.x >> (4 * byte) & 0x000F000F;
-              top[which + 2] = high.y >> (4 * byte) & 0x000F000F;
-            }
+        for (int which = 0; which < 2; which++) {
+          const uint4 words = raw[which].words[half];
+          bytes[which] = byte_pair(words.x, words.y, byte);
+          bytes[which + 2] = byte_pair(words.z, words.w, byte);
+          if constexpr (KIND == Q6_K) {
+            // Half word j of the high bits: 2 bits of each of word j's values.
+            const uint2 high = raw[which].high[half];
+            top[which] = high.x >> (4 * byte) & 0x000F000F;
+            top[which + 2] = high.y >> (4 * byte) & 0x000F000F;
           }
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+          u32 a[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            u32 minus_zero = 0;
+            if constexpr (KIND == INT4) minus_zero = raw[i % 2].minus_zero(2 * byte + odd);
+            a[i] = decode_nibbles(bytes[i], top[i], minus_zero, odd);
+          }
+#pragma unroll
+          for (int tile = 0; tile < TOKEN_TILES; tile++)
+            if (half == 0 || KIND == Q6_K)
+              mma_first(sums[odd][tile], a, b[odd][tile]);
+            else
+              mma(sums[odd][tile], a, b[odd][tile]);
+        }
+        if constexpr (KIND == Q6_K) {  // a scale per 16 columns
 #pragma unroll
           for (int odd = 0; odd < 2; odd++) {
-            u32 a[4];
+            float scales[2];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-              u32 minus_zero = 0;
-              if constexpr (KIND == INT4) minus_zero = raw[i % 2].minus_zero(2 * byte + odd);
-              a[i] = decode_nibbles(bytes[i], top[i], minus_zero, odd);
+            for (int which = 0; which < 2; which++) {
+              const u32 pair = word_of(raw[which].subscales, byte) >> (16 * odd + 8 * half);
+              scales[which] = half_to_float(raw[which].scale) * (float)(signed char)pair;
             }
-#pragma unroll
-            for (int tile = 0; tile < TOKEN_TILES; tile++)
-              if (half == 0 || KIND == Q6_K)
-                mma_first(sums[odd][tile], a, b[odd][tile]);
-              else
-                mma(sums[odd][tile], a, b[odd][tile]);
-          }
-          if constexpr (KIND == Q6_K) {  // a scale per 16 columns
-#pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
-              float scales[2];
-#pragma unroll
-              for (int which = 0; which < 2; which++) {
-                const u32 pair = word_of(raw[which].subscales, byte) >> (16 * odd + 8 * half);
-                scales[which] = half_to_float(raw[which].scale) * (float)(signed char)pair;
-              }
-              add_scaled(acc, sums[odd], scales[0], scales[1]);
-            }
+            add_scaled(acc, sums[odd], scales[0], scales[1]);
           }
         }
         if constexpr (KIND == Q4_K) {
@@ -438,30 +434,30 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
       }
       if constexpr (KIND != Q6_K) {
 #pragma unroll
-          for (int odd = 0; odd < 2; odd++) {
-            float scales[2];
-            if constexpr (KIND == Q4_0) {
+        for (int odd = 0; odd < 2; odd++) {
+          float scales[2];
+          if constexpr (KIND == Q4_0) {
 #pragma unroll
-              for (int which = 0; which < 2; which++)
-                scales[which] = half_to_float(word_of(raw[which].scales, byte) >> (16 * odd));
-            } else if constexpr (KIND == INT4) {
+            for (int which = 0; which < 2; which++)
+              scales[which] = half_to_float(word_of(raw[which].scales, byte) >> (16 * odd));
+          } else if constexpr (KIND == INT4) {
 #pragma unroll
-              for (int which = 0; which < 2; which++) scales[which] = raw[which].scale(2 * byte + odd);
-            } else {
-              float minima[2];
+            for (int which = 0; which < 2; which++) scales[which] = raw[which].scale(2 * byte + odd);
+          } else {
+            float minima[2];
 #pragma unroll
-              for (int which = 0; which < 2; which++) {
-                const Raw<KIND>& row = raw[which];
-                const int plane = 2 * byte + odd;
-                const u32 low = row.subscales[plane / 4] >> (8 * (plane % 4));
-                const u32 high = row.subscales[2] >> (8 * (plane % 4) + 4 * (plane / 4));
-                scales[which] = half_to_float(row.scale) * (float)((low & 15) | (high & 3) << 4);
-                minima[which] = -half_to_float(row.scale >> 16) * (float)((low >> 4 & 15) | (high >> 2 & 3) << 4);
-              }
-              add_scaled(acc, totals[odd], minima[0], minima[1]);
+            for (int which = 0; which < 2; which++) {
+              const Raw<KIND>& row = raw[which];
+              const int plane = 2 * byte + odd;
+              const u32 low = row.subscales[plane / 4] >> (8 * (plane % 4));
+              const u32 high = row.subscales[2] >> (8 * (plane % 4) + 4 * (plane / 4));
+              scales[which] = half_to_float(row.scale) * (float)((low & 15) | (high & 3) << 4);
+              minima[which] = -half_to_float(row.scale >> 16) * (float)((low >> 4 & 15) | (high >> 2 & 3) << 4);
             }
-            add_scaled(acc, sums[odd], scales[0], scales[1]);
+            add_scaled(acc, totals[odd], minima[0], minima[1]);
           }
+          add_scaled(acc, sums[odd], scales[0], scales[1]);
+        }
       }
     }
   }
