@@ -25,6 +25,7 @@ from meltcore.process import STDERR, describe_exit, end_async, is_stopped, start
 from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
 from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.shell import EngineFailed, EngineReady, Shutdown
+from meltcore.protocol.synthesis import SynthesisReady
 from meltcore.protocol.transcription import TranscriptionReady
 from meltcore.protocol.translation import TranslationReady
 
@@ -146,7 +147,7 @@ class LocalEngineProcess:
 def common_limits(engines: Sequence[ServedReady]) -> ServedReady:
     """Return the smallest limits of all replicas, with the memory table of the first one."""
     load_s = max(engine.load_s for engine in engines)
-    if isinstance(first := engines[0], TranscriptionReady):
+    if isinstance(first := engines[0], TranscriptionReady | SynthesisReady):
         return msgspec.structs.replace(first, load_s=load_s)
     if isinstance(first, TranslationReady):
         slots = min(engine.slots for engine in engines if isinstance(engine, TranslationReady))

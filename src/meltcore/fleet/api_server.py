@@ -45,6 +45,7 @@ from meltcore.fleet.channel import (
     WorkerFailed,
 )
 from meltcore.fleet.listener import raise_file_limit
+from meltcore.protocol.synthesis import SynthesisReady
 from meltcore.protocol.transcription import TranscriptionReady
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class APIServer:
                 backend.open(engine, message.created)
             else:
                 assert text is not None
-                assert not isinstance(engine, TranscriptionReady)
+                assert not isinstance(engine, TranscriptionReady | SynthesisReady)
                 backend.open(text, engine, message.created)
         tune_gc()
         synthetic = [

@@ -16,6 +16,7 @@ from rich.table import Table
 from meltcore.config import ModelConfig, ServerConfig
 from meltcore.protocol.engines import ServedReady
 from meltcore.protocol.generation import GenerationReady
+from meltcore.protocol.synthesis import SynthesisReady
 from meltcore.protocol.translation import TranslationReady
 
 PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
@@ -110,6 +111,11 @@ def _limits(engine: ServedReady) -> str:
         return (
             f"{engine.slots} sentences per step of up to {engine.max_source} tokens, {engine.num_beams} beams of "
             f"{engine.max_new_tokens}"
+        )
+    if isinstance(engine, SynthesisReady):
+        return (
+            f"speech synthesis with {len(engine.voices)} voices, texts of up to {engine.max_text:,} characters, "
+            f"{engine.max_cost:,} frames per batch"
         )
     clip_s = engine.max_samples / engine.sample_rate
     return f"speech recognition in {len(engine.languages)} languages, clips of up to {clip_s:.0f} s"

@@ -38,6 +38,7 @@ from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
 from meltcore.protocol.generation import StepOutputs
 from meltcore.protocol.shell import ForgetClient, Loading
 from meltcore.protocol.sockets import SocketFolder
+from meltcore.protocol.synthesis import SynthesisOutputs
 from meltcore.protocol.transcription import TranscriptionOutputs
 from meltcore.protocol.translation import TranslationOutputs
 
@@ -288,7 +289,7 @@ class Supervisor:
 
     def _on_engine_message(self, model: int, replica: int, message: FromEngine) -> None:
         if isinstance(
-            message, StepOutputs | TranscriptionOutputs | TranslationOutputs
+            message, StepOutputs | SynthesisOutputs | TranscriptionOutputs | TranslationOutputs
         ):  # also without outputs: a sign of life
             self._stats.models[model].record_step(shared_stats(message.stats), message.step_ended_s, replica)
         elif isinstance(message, Loading) and replica == 0:  # all load the same; shown together, they would alternate
