@@ -11,9 +11,9 @@ from meltcore.protocol.shell import AbortRequests, EngineFailed, ForgetClient, L
 class Synthesize(TaskRequest, tag="synthesize", array_like=True, frozen=True, kw_only=True):
     """Asks for the speech of one text, which the engine cuts at sentence ends, in the voice of a reference.
 
-    voice: one of the engine's. "": that of `reference`, float32 samples from -1 to 1 in this machine's byte order, mono,
-    at the engine's sample rate, in which `reference_text` is spoken. speed: 2 is twice as fast; seed: of the noise that
-    speech is made of; num_steps: one of the engine's, 0 for its default.
+    voice: one of the engine's. "": that of `reference`, float32 samples from -1 to 1 in this machine's byte order,
+    mono, at the engine's sample rate, in which `reference_text` is spoken. speed: 2 is twice as fast; seed: of the
+    noise that speech is made of; num_steps: one of the engine's, 0 for its default.
     """
 
     text: str
@@ -26,7 +26,7 @@ class Synthesize(TaskRequest, tag="synthesize", array_like=True, frozen=True, kw
 
 
 class Synthesized(TaskResult, tag="synthesized", array_like=True, frozen=True, kw_only=True):
-    """Holds the next samples of a text's speech: float32 in this machine's byte order, mono, at the engine's sample rate.
+    """Holds the next samples of a text's speech, of the form of `Synthesize.reference`.
 
     Results of a request arrive in order, one per chunk of its text. Joined, their samples are the whole speech: chunks
     are cross-faded already. chunk counts from 1 to `chunks`; both are 0 when a request ends early.
