@@ -19,6 +19,7 @@ MEASURE = ("demo", "tune", "compare", "bench", "report", "evals", "load", "hardw
 GROUND = ("protocol", "results", "problems", "errors", "config", "host_memory", "process", "options")
 ALLOWED = {
     "llm": ("engine", "models", "text"),
+    "transcriber": ("engine", "audio", "text"),
     "translator": ("engine", "tasks", "models", "text"),
     "fleet": ("backends", "api"),
     "backends": ("api", "audio", "text", "models.checkpoint", "models.config_fields"),

@@ -24,12 +24,9 @@ for package in ("python_multipart", "sentencepiece", "soxr"):
 from nemo_tools import write_archive  # noqa: E402 - on the path added above
 from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, speech  # noqa: E402
 
-from meltcore.api.speech import SpokenWord, segments_of  # noqa: E402
-from meltcore.backends.transcription_engine import model_language  # noqa: E402
 from meltcore.config import EngineConfig  # noqa: E402
 from meltcore.engine.batch.engine import BatchEngine  # noqa: E402
 from meltcore.engine.batch.recognition import RecognitionTask  # noqa: E402
-from meltcore.errors import RequestError  # noqa: E402
 from meltcore.protocol.transcription import Transcribe, Transcript  # noqa: E402
 
 MODEL = "small"
@@ -199,27 +196,3 @@ def test_client_that_leaves_ends_its_work(server: RunningServer) -> None:
         wait_until(lambda: server.metrics()["requests_in_flight"] >= 1, "the request in flight")
     wait_until(lambda: server.metrics()["requests_aborted_total"] == before + 1, "the request aborted")
     server.check_no_leak()
-
-
-def test_segments_end_at_pauses_and_before_they_are_long() -> None:
-    words = [SpokenWord(str(i), i * 0.5, i * 0.5 + 0.4) for i in range(20)]
-    words += [SpokenWord("late", 20.0, 20.4)]
-    segments = segments_of(words)
-    assert [word for segment in segments for word in segment] == words
-    assert all(segment[-1].end_s - segment[0].start_s <= 6.0 for segment in segments)
-    assert segments[-1] == words[-1:]
-    assert len(segments) == 3
-
-
-def test_language_names_of_the_published_model() -> None:
-    codes = ["as", "brx", "kok", "ks", "mni", "ne", "or", "sat"]
-    for name, code in [
-        ("Konkani", "kok"),
-        ("gom_Deva", "kok"),
-        ("Kashmiri", "ks"),
-        ("Manipuri", "mni"),
-        ("odia", "or"),
-    ]:
-        assert model_language(name, codes) == code
-    with pytest.raises(RequestError, match="'English' is not one of"):
-        model_language("English", codes)

@@ -11,6 +11,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from meltcore.api.log import shorten
 from meltcore.errors import RequestError
+from meltcore.text.transcripts import Transcription
 
 ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 _DECODERS = ("rnnt", "ctc")
@@ -25,8 +26,6 @@ _NEUTRAL = {
 _FIELDS = {"file", "model", "language", "response_format", "timestamp_granularities[]", "timestamp_granularities"}
 _FIELDS |= {"decoder", "user", *_NEUTRAL}
 _MAX_FIELD_BYTES = 64 * 1024
-# A segment ends where a pause is this long, or the segment itself, as subtitles are read.
-_PAUSE_S, _SEGMENT_S = 0.6, 6.0
 _CONTENT_TYPES: dict[str, bytes] = {
     "text": b"text/plain; charset=utf-8",
     "srt": b"application/x-subrip; charset=utf-8",
@@ -46,27 +45,11 @@ class SpeechRequest(NamedTuple):
     user: str | None
 
 
-class SpokenWord(NamedTuple):
-    """A word and its times in seconds from the beginning of the file."""
-
-    text: str
-    start_s: float
-    end_s: float
-
-
-class SpeechResult(NamedTuple):
-    """A whole file's words, its duration in seconds, and its language as the model names it."""
-
-    words: list[SpokenWord]
-    duration_s: float
-    language: str
-
-
 @runtime_checkable
 class SpeechBackend(Protocol):
     """A backend whose model recognizes speech."""
 
-    async def transcribe(self, request: SpeechRequest, request_id: str) -> SpeechResult:
+    async def transcribe(self, request: SpeechRequest, request_id: str) -> Transcription:
         """Return the words of a file. Raises RequestError. Cancelling it ends the work."""
 
 
@@ -135,40 +118,23 @@ def _one_of(value: str, accepted: tuple[str, ...], param: str) -> str:
     return value
 
 
-def render(result: SpeechResult, request: SpeechRequest) -> tuple[bytes, bytes]:
+def render(result: Transcription, request: SpeechRequest) -> tuple[bytes, bytes]:
     """Return the body of an answer and its content type."""
-    text = " ".join(word.text for word in result.words)
     format_name = request.response_format
     if format_name == "json":
-        return msgspec.json.encode({"text": text}), b"application/json"
-    if format_name == "text":
-        return f"{text}\n".encode(), _CONTENT_TYPES["text"]
-    segments = segments_of(result.words)
+        return msgspec.json.encode({"text": result.text}), b"application/json"
     if format_name == "verbose_json":
-        return msgspec.json.encode(_verbose(result, text, segments, request.granularities)), b"application/json"
-    return _subtitles(segments, format_name).encode(), _CONTENT_TYPES[format_name]
+        return msgspec.json.encode(_verbose(result, request.granularities)), b"application/json"
+    content = f"{result.text}\n" if format_name == "text" else result.subtitles(format_name)
+    return content.encode(), _CONTENT_TYPES[format_name]
 
 
-def segments_of(words: list[SpokenWord]) -> list[list[SpokenWord]]:
-    """Group words to segments that end at a pause, or before they are too long to be read as a subtitle."""
-    segments: list[list[SpokenWord]] = []
-    for word in words:
-        segment = segments[-1] if segments else []
-        is_new = not segment or word.start_s - segment[-1].end_s >= _PAUSE_S
-        if is_new or word.end_s - segment[0].start_s > _SEGMENT_S:
-            segments.append([])
-        segments[-1].append(word)
-    return segments
-
-
-def _verbose(
-    result: SpeechResult, text: str, segments: list[list[SpokenWord]], granularities: frozenset[str]
-) -> dict[str, Any]:
+def _verbose(result: Transcription, granularities: frozenset[str]) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "task": "transcribe",
         "language": result.language,
         "duration": round(result.duration_s, 3),
-        "text": text,
+        "text": result.text,
     }
     if "segment" in granularities:
         answer["segments"] = [
@@ -178,26 +144,8 @@ def _verbose(
                 "end": segment[-1].end_s,
                 "text": " ".join(word.text for word in segment),
             }
-            for index, segment in enumerate(segments)
+            for index, segment in enumerate(result.segments())
         ]
     if "word" in granularities:
         answer["words"] = [{"word": word.text, "start": word.start_s, "end": word.end_s} for word in result.words]
     return answer
-
-
-def _subtitles(segments: list[list[SpokenWord]], format_name: str) -> str:
-    is_vtt = format_name == "vtt"
-    mark = "." if is_vtt else ","
-    blocks = ["WEBVTT\n"] if is_vtt else []
-    for number, segment in enumerate(segments, 1):
-        times = f"{_clock(segment[0].start_s, mark)} --> {_clock(segment[-1].end_s, mark)}"
-        text = " ".join(word.text for word in segment)
-        blocks.append(f"{times}\n{text}\n" if is_vtt else f"{number}\n{times}\n{text}\n")
-    return "\n".join(blocks)
-
-
-def _clock(seconds: float, mark: str) -> str:
-    milliseconds = round(seconds * 1000)
-    minutes, milliseconds = divmod(milliseconds, 60_000)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:02}:{minutes:02}:{milliseconds // 1000:02}{mark}{milliseconds % 1000:03}"

@@ -19,9 +19,10 @@ from meltcore.api.http import (
     send_error,
 )
 from meltcore.api.log import Log
-from meltcore.api.speech import SpeechBackend, SpeechRequest, SpeechResult, read_form, render
+from meltcore.api.speech import SpeechBackend, SpeechRequest, read_form, render
 from meltcore.config import ServerConfig
 from meltcore.errors import RequestError
+from meltcore.text.transcripts import Transcription
 
 # OpenAI's limit of an upload. A larger --max-body raises it.
 MIN_UPLOAD_BYTES = 25 * 2**20
@@ -78,7 +79,7 @@ class TranscriptionsEndpoint:
         content_type = header(scope, b"content-type")
         return await read_form(body, None if content_type is None else content_type.decode("latin-1"))
 
-    async def _transcribe(self, scope: Scope, request: SpeechRequest, identity: str) -> SpeechResult:
+    async def _transcribe(self, scope: Scope, request: SpeechRequest, identity: str) -> Transcription:
         """Transcribe until the end or until the client disconnects, which raises ClientDisconnectedError."""
         backend = self._models.find(request.model)
         if not isinstance(backend, SpeechBackend):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from meltcore.api.admission import Admission
 from meltcore.api.generation import Generation
 from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from meltcore.api.speech import SpeechRequest, SpeechResult, SpokenWord
+from meltcore.api.speech import SpeechRequest
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.audio.messages import Decoded
 from meltcore.audio.pool import AudioWorkers
@@ -22,6 +21,7 @@ from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.engines import FromEngine, shared_stats
 from meltcore.protocol.shell import AbortRequests, ProfileDone
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady
+from meltcore.text.transcripts import SpokenWord, Transcription, model_language, words_from
 
 MAX_AUDIO_S = 4 * 3600.0
 # Clips of one file in the engine. More wait in the audio worker, so a file of hours takes little memory.
@@ -84,7 +84,7 @@ class TranscriptionEngine(EngineBackend):
         elif isinstance(message, ProfileDone):
             self._on_profile_done(replica, message)
 
-    async def transcribe(self, request: SpeechRequest, request_id: str) -> SpeechResult:
+    async def transcribe(self, request: SpeechRequest, request_id: str) -> Transcription:
         """Return the words of a file.
 
         Raises RequestError: 400 for audio or a language that cannot be served, 429 when the queue is full, 500 when the
@@ -114,7 +114,7 @@ class TranscriptionEngine(EngineBackend):
 
     async def _transcribe(
         self, request: SpeechRequest, prefix: str, language: str, ready: TranscriptionReady, replica: int
-    ) -> SpeechResult:
+    ) -> Transcription:
         """Send the file's clips as they are decoded, a bounded number ahead of their transcripts."""
         starts: list[float] = []
         clips: list[tuple[str, asyncio.Future[Transcript]]] = []
@@ -141,7 +141,7 @@ class TranscriptionEngine(EngineBackend):
                         num_read += 1
             for index in range(num_read, len(clips)):
                 words += await self._read(clips[index], starts[index])
-            return SpeechResult(words, duration_s, language)
+            return Transcription(words, duration_s, language)
         finally:
             unfinished = [clip_id for clip_id, future in clips if clip_id in self._clips and not future.done()]
             for clip_id, _ in clips:
@@ -181,10 +181,7 @@ class TranscriptionEngine(EngineBackend):
         self._clips.pop(clip_id, None)
         if transcript.finish_reason != "stop":
             raise RequestError(transcript.error or "the engine ended the request", status=500)
-        return [
-            SpokenWord(word.text, round(start_s + word.start_s, 3), round(start_s + word.end_s, 3))
-            for word in transcript.words
-        ]
+        return words_from(start_s, transcript.words)
 
     def _admit(self, upload_bytes: int) -> int:
         """Count a request that begins; returns its replica. Raises RequestError (429, 503)."""
@@ -268,25 +265,3 @@ def check_audio_packages() -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise ConfigError(f"speech recognition needs {', '.join(missing)}: pip install 'meltcore[audio,engine]'")
-
-
-def model_language(name: str | None, languages: Sequence[str]) -> str:
-    """Return the model's code of a language that a client names by code, English name or FLORES code, in any case.
-
-    Raises RequestError (400) for no name, since the model does not detect languages, and for one it does not have.
-    """
-    known = ", ".join(languages)
-    if name is None:
-        raise RequestError(f"language is required: the model does not detect it; it has {known}", param="language")
-    folded = name.strip().casefold()
-    for code in languages:
-        if code.casefold() == folded:
-            return code
-    from meltcore.text.translation.languages import LANGUAGES  # here: servers of text may lack its packages
-
-    for language in LANGUAGES:
-        if folded in (known_name.casefold() for known_name in (language.code, *language.names)):
-            for code in languages:
-                if code in language.names:
-                    return code
-    raise RequestError(f"language {name[:60]!r} is not one of the model's: {known}", param="language")

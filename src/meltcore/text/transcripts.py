@@ -1,0 +1,94 @@
+"""Transcripts of whole files: words with times, subtitles, and the languages of a recognizer by all their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from meltcore.errors import RequestError
+from meltcore.protocol.transcription import Word
+
+SubtitleFormat = Literal["srt", "vtt"]
+# A segment ends where a pause is this long, or the segment itself, as subtitles are read.
+_PAUSE_S, _SEGMENT_S = 0.6, 6.0
+
+
+class SpokenWord(NamedTuple):
+    """A word and its times in seconds from the beginning of the file."""
+
+    text: str
+    start_s: float
+    end_s: float
+
+
+class Transcription(NamedTuple):
+    """A whole file's words, its duration in seconds, and its language as the model names it."""
+
+    words: list[SpokenWord]
+    duration_s: float
+    language: str
+
+    @property
+    def text(self) -> str:
+        """All words with spaces between them."""
+        return _text(self.words)
+
+    def segments(self) -> list[list[SpokenWord]]:
+        """Group words to segments that end at a pause, or before they are too long to be read as a subtitle."""
+        segments: list[list[SpokenWord]] = []
+        for word in self.words:
+            segment = segments[-1] if segments else []
+            is_new = not segment or word.start_s - segment[-1].end_s >= _PAUSE_S
+            if is_new or word.end_s - segment[0].start_s > _SEGMENT_S:
+                segments.append([])
+            segments[-1].append(word)
+        return segments
+
+    def subtitles(self, format_name: SubtitleFormat) -> str:
+        """Return the segments as the content of a subtitle file."""
+        is_vtt = format_name == "vtt"
+        mark = "." if is_vtt else ","
+        blocks = ["WEBVTT\n"] if is_vtt else []
+        for number, segment in enumerate(self.segments(), 1):
+            times = f"{_clock(segment[0].start_s, mark)} --> {_clock(segment[-1].end_s, mark)}"
+            text = _text(segment)
+            blocks.append(f"{times}\n{text}\n" if is_vtt else f"{number}\n{times}\n{text}\n")
+        return "\n".join(blocks)
+
+
+def words_from(start_s: float, words: Iterable[Word]) -> list[SpokenWord]:
+    """Return the words of a clip that begins at `start_s`, with their times in the file."""
+    return [SpokenWord(word.text, round(start_s + word.start_s, 3), round(start_s + word.end_s, 3)) for word in words]
+
+
+def model_language(name: str | None, languages: Sequence[str]) -> str:
+    """Return the model's code of a language that a client names by code, English name or FLORES code, in any case.
+
+    Raises RequestError (400) for no name, since the model does not detect languages, and for one it does not have.
+    """
+    known = ", ".join(languages)
+    if name is None:
+        raise RequestError(f"language is required: the model does not detect it; it has {known}", param="language")
+    folded = name.strip().casefold()
+    for code in languages:
+        if code.casefold() == folded:
+            return code
+    from meltcore.text.translation.languages import LANGUAGES  # here: servers of text may lack its packages
+
+    for language in LANGUAGES:
+        if folded in (known_name.casefold() for known_name in (language.code, *language.names)):
+            for code in languages:
+                if code in language.names:
+                    return code
+    raise RequestError(f"language {name[:60]!r} is not one of the model's: {known}", param="language")
+
+
+def _text(words: Iterable[SpokenWord]) -> str:
+    return " ".join(word.text for word in words)
+
+
+def _clock(seconds: float, mark: str) -> str:
+    milliseconds = round(seconds * 1000)
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{milliseconds // 1000:02}{mark}{milliseconds % 1000:03}"
