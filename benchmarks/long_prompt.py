@@ -1,8 +1,9 @@
 """The effect of a very long prompt on sequences that decode: p99 ITL before it and during its prefill.
 
-Dummy weights, and experts drawn at random with --debug uniform-routing. The prompt is prefilled once as the engine does
-it, in chunks limited by engine/core/pacing.py, and once in whole steps, as ordinary prompts are. A large model on one
-GPU takes minutes in chunks: --seconds ends that part early, and its last row then says how many tokens were prefilled.
+Dummy weights (of a GGUF file its shapes and formats), and experts drawn at random with --debug uniform-routing. The
+prompt is prefilled once as the engine does it, in chunks limited by engine/core/pacing.py, and once in whole steps, as
+ordinary prompts are. A large model on one GPU takes minutes in chunks: --seconds ends that part early, and its last row
+then says how many tokens were prefilled.
 
     python benchmarks/long_prompt.py --model Qwen/Qwen3.5-35B-A3B --length 200000 --load 8 --debug uniform-routing
 """
@@ -15,6 +16,7 @@ import math
 import random
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 from bench_output import Row, Target, need_gpu, write_result
@@ -129,7 +131,7 @@ def main() -> None:
         else:
             rows.append(Row(work=f"{work}, {name}: TTFT of the long prompt", unit="s", value=seen.took_s))
     versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
-    write_result(rows, versions, subject=args.model)
+    write_result(rows, versions, subject=Path(args.model).name if args.model.endswith(".gguf") else args.model)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ is not the expected number. All seven levels of the throughput evaluation, 1 to 
     python benchmarks/offline.py --peer benchmarks/results/peer_vllm/h200.json
     python benchmarks/offline.py --model Qwen/Qwen3.5-35B-A3B --debug uniform-routing --seqs 64 \\
         --works "1,8,64@1024:1024/256" --peer benchmarks/results/peer_vllm/h200.json
-    python benchmarks/offline.py --model /dev/shm/gemma-3-27b-q4_0.gguf --works "1,16,64,256@1024:1024/256"
+    python benchmarks/offline.py --model /dev/shm/gemma-3-27b-q4_0.gguf --works "1,16,64,256@1024:1024/256" \\
+        --peer benchmarks/results/peer_llamacpp/h200.json
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Peer:
         found = newest_run(path, subject) if path else {"rows": [], "versions": {}}
         if path and uniform != (found.get("routing") == "uniform_random"):
             raise SystemExit(f"{path} was measured with routing {found.get('routing')}; see --debug uniform-routing")
-        self.name = " ".join(("vLLM", found["versions"].get("vllm", "")))
+        versions = found["versions"]
+        self.name = (
+            f"llama.cpp {versions['llama.cpp']}" if "llama.cpp" in versions else f"vLLM {versions.get('vllm', '')}"
+        )
         self.start_s: float | None = found.get("process_start_to_first_token_s")
         self._rates = {row["work"]: statistics.median(row["rates"]) for row in found["rows"]}
 
@@ -108,6 +112,7 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
     parser.add_argument("--works", default=f"{SHORT} {LONG}", help='Work as "LEVELS@LOW:HIGH/OUT ...".')
     parser.add_argument("--seqs", type=int, default=1024)
+    parser.add_argument("--max-model-len", type=int, default=4096, help="Of prompt and answer together.")
     parser.add_argument("--budget", type=int, help="Tokens per step (default: that of the offline API).")
     parser.add_argument("--tp", type=int, default=1, help="Tensor-parallel size.")
     parser.add_argument("--reps", type=int, default=3)
@@ -117,7 +122,7 @@ def main() -> None:
     parser.add_argument("--prompt-share", action="store_true", help="Also time the prompts alone, once per work.")
     parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
     parser.add_argument("--peer", type=Path, help="Result file of a peer, measured in the same run.")
-    parser.add_argument("--peer-subject", help="Subject of the peer's run in that file (default: --model).")
+    parser.add_argument("--peer-subject", help="Subject of the peer's run in that file (default: ours).")
     args = parser.parse_args()
     need_gpu(args.tp, args.model)
 
@@ -125,12 +130,13 @@ def main() -> None:
     settings = {
         "load_format": args.load_format or ("auto" if args.model.endswith(".gguf") else "dummy"),
         "tensor_parallel_size": args.tp,
-        "max_model_len": 4096,
+        "max_model_len": args.max_model_len,
         "max_num_seqs": args.seqs,
         "debug": debug,
         "enable_prefix_caching": False,
     }
-    peer = Peer(args.peer, args.peer_subject or args.model, uniform="uniform-routing" in debug)
+    subject = Path(args.model).name if args.model.endswith(".gguf") else args.model
+    peer = Peer(args.peer, args.peer_subject or subject, uniform="uniform-routing" in debug)
     llm = LLM(args.model, max_num_batched_tokens=args.budget, **settings)
 
     def generate(prompts: list[list[int]], out: int) -> int:
@@ -166,9 +172,8 @@ def main() -> None:
     llm.close()
     for row in rows:
         row.limit_share = shares.get(row.work)
-        row.target = TARGETS.get((args.model, args.tp), {}).get((row.work, row.unit))
+        row.target = TARGETS.get((subject, args.tp), {}).get((row.work, row.unit))
     versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
-    subject = Path(args.model).name if args.model.endswith(".gguf") else args.model
     write_result(rows, versions, notes, subject=subject, gpus=args.tp)
 
 

@@ -10,6 +10,7 @@ from offline_work import Work
 from meltcore.results.weights import WEIGHTS
 
 RATE, SUM, START = "output tokens/s", "total tokens/s, weighted", "process start to first token"
+ONE_REQUEST, MANY_REQUESTS = "1 request, 1024 in / 256 out", "{} requests, 1024 in / 256 out"
 _REACH: dict[tuple[str, int], dict[tuple[str, str], float]] = {
     ("Qwen/Qwen3-0.6B", 1): {
         ("10 requests, 128 to 1024 in / 128 out", RATE): 2.0,
@@ -40,6 +41,25 @@ _REACH: dict[tuple[str, int], dict[tuple[str, str], float]] = {
     ("Qwen/Qwen3-30B-A3B", 1): {
         (f"{requests:,} requests, 128 to 1024 in / 128 out", RATE): 1.2 for requests in (10, 100, 400, 1_000, 10_000)
     },
+    # Beside llama.cpp.
+    ("gemma-3-27b-q4_0.gguf", 1): {(ONE_REQUEST, RATE): 1.8, (MANY_REQUESTS.format(64), RATE): 3.5},
+    ("qwen3-30b-a3b-q8_0.gguf", 1): {(ONE_REQUEST, RATE): 2.5, (MANY_REQUESTS.format(64), RATE): 5.0},
+    # Beside vLLM.
+    **{
+        (model, 1): {
+            (ONE_REQUEST, RATE): 1.2,
+            (MANY_REQUESTS.format(16), RATE): 1.2,
+            (MANY_REQUESTS.format(64), RATE): 1.1,
+            (MANY_REQUESTS.format(256), RATE): 1.05,
+        }
+        for model in ("Qwen/Qwen3-30B-A3B-FP8", "Qwen/Qwen3.5-35B-A3B-FP8")
+    },
+    ("meta-llama/Llama-3.1-8B-Instruct", 1): {
+        (ONE_REQUEST, RATE): 1.15,
+        (MANY_REQUESTS.format(64), RATE): 1.05,
+        (MANY_REQUESTS.format(256), RATE): 1.05,
+    },
+    ("google/gemma-3-27b-it", 1): {(ONE_REQUEST, RATE): 1.0, (MANY_REQUESTS.format(64), RATE): 1.03},
 }
 
 # A rate is bound by its ratio to the peer of the same run; times and weighted throughputs by their own values.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from math import prod
 from pathlib import Path
 
+import peer_llamacpp
 import pytest
 import torch
 from floors import Limits, Needs, floor_s
@@ -147,3 +149,36 @@ def test_peer_that_routed_otherwise_is_no_comparison(tmp_path: Path, routing: st
     with pytest.raises(SystemExit, match="routing"):
         Peer(path, "m", uniform=uniform)
     assert Peer(path, "m", uniform=not uniform).name == "vLLM 0"
+
+
+BATCHED_BENCH = """#!/bin/sh
+case $1 in --version) echo "version: 7 (abc)" >&2; exit;; esac
+echo loading
+for level in 1 4; do
+  echo "{\\"pp\\": 64, \\"tg\\": 16, \\"pl\\": $level, \\"t_pp\\": 1.5, \\"t_tg\\": 0.5}"
+done
+echo "$@" > "$0.asked"
+"""
+
+
+def test_rates_of_llamacpp_count_the_prompts_and_stand_beside_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, out = tmp_path / "bench", tmp_path / "out" / "peer.json"
+    bench.write_text(BATCHED_BENCH)
+    bench.chmod(0o755)
+    words = ["peer", "--model", "m.gguf", "--bench", str(bench), "--out", str(out), "--works"]
+    monkeypatch.setattr(sys, "argv", [*words, "1,4@64:64/16"])
+    peer_llamacpp.main()
+    peer = Peer(out, "m.gguf", uniform=False)
+    assert peer.name == "llama.cpp 7 (abc)"
+    assert [peer.rate(work) for work in parse_works("1,4@64:64/16")] == [8.0, 32.0]
+    asked = (tmp_path / "bench.asked").read_text()
+    assert "-c 320 " in asked
+    assert "-npl 1,4 " in asked
+    monkeypatch.setattr(sys, "argv", [*words, "1,8@64:64/16"])
+    with pytest.raises(SystemExit, match="without 8 requests"):
+        peer_llamacpp.main()
+    monkeypatch.setattr(sys, "argv", [*words, "1@32:64/16"])
+    with pytest.raises(SystemExit, match="one length"):
+        peer_llamacpp.main()
