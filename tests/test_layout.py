@@ -30,7 +30,7 @@ ALLOWED = {
     "models": ("layers", "kernels"),
     "layers": ("kernels",),
     "kernels": (),
-    "text": ("models.checkpoint", "models.gguf_config", "models.gguf_file"),
+    "text": ("models.checkpoint", "models.fairseq_config", "models.gguf_config", "models.gguf_file"),
     "demo": ("report", "evals", "load"),
     "tune": ("compare", "report", "evals", "load"),
     "compare": ("report", "evals", "load"),

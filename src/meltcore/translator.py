@@ -41,7 +41,7 @@ class _Loaded:
             checkpoint, dtype, device, dummy_seed=config.seed if is_dummy else None
         )
         sizes = self.model.config.encoder.vocab_size, self.model.config.decoder.vocab_size
-        has_tokenizer = not is_dummy or (checkpoint.folder / "model.SRC").exists()
+        has_tokenizer = not is_dummy or checkpoint.has_sentencepiece
         self.tokenizer: TranslationTokenizer = (
             SentencePieceTokenizer(checkpoint.folder, *sizes) if has_tokenizer else SyntheticTokenizer(sizes[0])
         )

@@ -37,7 +37,7 @@ class TranslationText:
 def load_translation_text(config: ModelConfig, checkpoint: Checkpoint) -> TranslationText:
     """Load the tokenizer. Raises ConfigError for missing and broken files."""
     sizes = Fields(checkpoint.config).required("encoder_vocab_size", "decoder_vocab_size")
-    is_synthetic = config.engine.load_format == "dummy" and not (checkpoint.folder / "model.SRC").exists()
+    is_synthetic = config.engine.load_format == "dummy" and not checkpoint.has_sentencepiece
     tokenizer: TranslationTokenizer = (
         SyntheticTokenizer(sizes["encoder_vocab_size"])
         if is_synthetic

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meltcore.errors import ConfigError
 from meltcore.models.config_fields import Fields
+from meltcore.models.fairseq_config import TOKENIZER_FOLDER
+from meltcore.models.fairseq_config import find_checkpoint as find_fairseq
+from meltcore.models.fairseq_config import read_config as read_fairseq_config
 from meltcore.models.hub import HubId, download_folder, download_gguf
 
 if TYPE_CHECKING:
@@ -73,7 +76,8 @@ _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 class Checkpoint:
     """A checkpoint folder and its parsed JSON files. `name` is the text by which the user selected it.
 
-    gguf: the headers of a GGUF checkpoint, whose metadata `config` comes from; tokenizer_folder: that of --tokenizer.
+    gguf: the headers of a GGUF checkpoint, whose metadata `config` comes from; tokenizer_folder: that of --tokenizer;
+    fairseq: the file of a checkpoint in fairseq's layout, which `config` is made from.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Checkpoint:
     generation_config: dict[str, Any]
     gguf: GGUFModel | None = None
     tokenizer_folder: Path | None = None
+    fairseq: Path | None = None
 
     @property
     def text_folder(self) -> Path | None:
@@ -89,6 +94,11 @@ class Checkpoint:
         if self.tokenizer_folder is not None or self.gguf is not None:
             return self.tokenizer_folder
         return self.folder
+
+    @property
+    def has_sentencepiece(self) -> bool:
+        """Whether the folder has a tokenizer of IndicTrans2, in either of its layouts."""
+        return any((self.folder / name).exists() for name in ("model.SRC", f"{TOKENIZER_FOLDER}/model.SRC"))
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -162,6 +172,10 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     if gguf_path is not None:
         return _open_gguf(model, gguf_path, tokenizer_folder)
     folder = _find_folder(model, files)
+    fairseq = find_fairseq(folder)
+    if fairseq is not None:
+        config = {"architectures": [TRANSLATION_ARCHITECTURE], **read_fairseq_config(fairseq)}
+        return Checkpoint(model, folder, config, {}, fairseq=fairseq)
     config_path = folder / "config.json"
     if not config_path.exists():
         raise ConfigError(f"{folder} has no config.json, so it is not a checkpoint folder")

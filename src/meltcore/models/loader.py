@@ -22,6 +22,7 @@ from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, stored_dtypes
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
+from meltcore.models.fairseq_weights import FairseqWeights
 from meltcore.models.model import LoadableModel, Model
 from meltcore.models.published_fp8 import keep_published_fp8
 from meltcore.models.published_int4 import quantize_to_int4
@@ -194,6 +195,9 @@ def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
 
         yield from (GGUFWeights(file, checkpoint.config) for file in checkpoint.gguf.files)
         return
+    if checkpoint.fairseq is not None:
+        yield FairseqWeights(checkpoint.fairseq)
+        return
     paths = checkpoint.weight_files
     if not paths:
         raise ConfigError(f"{checkpoint.folder} holds no *.safetensors files (--load-format dummy needs none)")
@@ -202,7 +206,7 @@ def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
 
 def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[TensorFile]) -> list[list[_Part]]:
     """Plan the reads of each file. Raises ConfigError unless the files hold each tensor of the model exactly once."""
-    place = checkpoint.folder if checkpoint.gguf is None else checkpoint.gguf.path
+    place = checkpoint.fairseq or (checkpoint.folder if checkpoint.gguf is None else checkpoint.gguf.path)
     loaders, fused_tensors = model.checkpoint_tensors(), model.fused_tensors()
     sources: dict[str, tuple[str, Path]] = {}  # from the model's tensor to the tensor and file that it is read from
     unexpected: list[str] = []

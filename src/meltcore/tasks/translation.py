@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -20,11 +19,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def open_translation_checkpoint(name: str, *, is_dummy: bool = False) -> Checkpoint:
     """Find the checkpoint. is_dummy: for random weights, its weights and tokenizer are not needed.
 
-    Raises ConfigError as `open_checkpoint` does, for another architecture, and for fairseq's own layout.
+    Raises ConfigError as `open_checkpoint` does, and for another architecture.
     """
-    folder = Path(name).expanduser()
-    if not (folder / "config.json").exists() and any(folder.glob("*.pt")) and any(folder.rglob("dict.*.txt")):
-        raise ConfigError(f"{name} is a fairseq checkpoint (*.pt, dict.*.txt); Meltcore reads the Hugging Face layout")
     checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
     names = checkpoint.config.get("architectures") or []
     if TRANSLATION_ARCHITECTURE not in names:

@@ -43,7 +43,7 @@ class TranslationTask:
         checkpoint = open_translation_checkpoint(config.model, is_dummy=is_dummy)
         self._device = choose_device(config.device)
         self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
-        self._has_tokenizer = (checkpoint.folder / "model.SRC").exists()
+        self._has_tokenizer = checkpoint.has_sentencepiece
         self.model = load_translation_model(
             checkpoint,
             translation_dtype(config.dtype, self._device),

@@ -1,7 +1,8 @@
 """Converts between text and the ids of IndicTrans2: SentencePiece pieces, looked up in a dictionary of the model.
 
 Layout of a checkpoint: model.SRC and model.TGT (SentencePiece models), dict.SRC.json and dict.TGT.json (ids by piece).
-The ids of SentencePiece itself are not used.
+In fairseq's layout they are vocab/model.SRC and .TGT, and final_bin/dict.SRC.txt and .TGT.txt. The ids of SentencePiece
+itself are not used.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from typing import Any, Protocol
 
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import read_json
+from meltcore.models.fairseq_config import DICTIONARY_FOLDER, TOKENIZER_FOLDER, read_dictionary
 from meltcore.text.translation.languages import TAGS, Language
 
 BOS_ID, PAD_ID, EOS_ID, UNK_ID = range(4)
+FILES = ("model.SRC", "model.TGT", "dict.SRC.json", "dict.TGT.json")
+FAIRSEQ_FILES = (
+    *(f"{TOKENIZER_FOLDER}/{name}" for name in FILES[:2]),
+    *(f"{DICTIONARY_FOLDER}/dict.{side}.txt" for side in ("SRC", "TGT")),
+)
 _SPECIAL_TOKENS = {"<s>": BOS_ID, "<pad>": PAD_ID, "</s>": EOS_ID, "<unk>": UNK_ID}
 _WORD_START = "\u2581"
 
@@ -39,18 +46,19 @@ class SentencePieceTokenizer:
 
         Raises ConfigError for a missing or invalid file, and for an id beyond the model's vocabulary.
         """
-        names = ("model.SRC", "model.TGT", "dict.SRC.json", "dict.TGT.json")
-        missing = [name for name in names if not (folder / name).is_file()]
+        files = FAIRSEQ_FILES if (folder / DICTIONARY_FOLDER).is_dir() else FILES
+        missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise ConfigError(f"{folder} lacks {', '.join(missing)}: files of the published tokenizer")
-        self._source_ids = _read_dictionary(folder / "dict.SRC.json", source_vocab_size)
-        target_ids = _read_dictionary(folder / "dict.TGT.json", target_vocab_size)
+        source_model, target_model, source_dictionary, target_dictionary = (folder / name for name in files)
+        self._source_ids = _read_dictionary(source_dictionary, source_vocab_size)
+        target_ids = _read_dictionary(target_dictionary, target_vocab_size)
         self._target_pieces = {token_id: piece for piece, token_id in target_ids.items()}
-        self._model = _load_model(folder / "model.SRC")
-        _load_model(folder / "model.TGT")  # decoding joins pieces and does not need it; a broken file is an error still
+        self._model = _load_model(source_model)
+        _load_model(target_model)  # decoding joins pieces and does not need it; a broken file is an error still
         self.tags = TAGS & self._source_ids.keys()
         if not self.tags:
-            raise ConfigError(f"{folder / 'dict.SRC.json'} has no language tag such as eng_Latn")
+            raise ConfigError(f"{source_dictionary} has no language tag such as eng_Latn")
 
     def encode(self, sentence: str, source: Language, target: Language) -> list[int]:
         """Return the ids of a preprocessed sentence: both language tags, its pieces, the end token.
@@ -94,7 +102,7 @@ class SyntheticTokenizer:
 
 def _read_dictionary(path: Path, vocab_size: int) -> dict[str, int]:
     """Read the ids by piece. Raises ConfigError for an invalid file and for ids that the model does not have."""
-    dictionary = read_json(path)
+    dictionary = read_json(path) if path.suffix == ".json" else read_dictionary(path)
     for piece, token_id in dictionary.items():
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ConfigError(
