@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# Dependency groups need pip 25.1 or later.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt --group test --group lint -e '.[audio,engine,translate]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group test --group lint -e '.[audio,av,engine,translate]'
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)
