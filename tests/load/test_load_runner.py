@@ -120,6 +120,15 @@ def test_two_worker_processes_have_one_clock_and_one_release(scripted: Start, tm
     assert all(line["intended_s"] == 0 for line in lines if line["index"] < 21)
 
 
+@pytest.mark.timeout(30)
+def test_no_more_worker_processes_than_connections(scripted: Start) -> None:
+    """A process without a connection would hold requests that are never sent."""
+    result = load(scripted("--tokens", "4"), concurrency=(1,), num_prompts=(6,), num_warmups=0, processes=3)
+    assert (result.succeeded, result.requests, result.peak_in_flight) == (6, 6, 1)
+    assert result.client is not None
+    assert result.client.processes == 1
+
+
 def test_warmup_requests_stay_out_of_the_results(scripted: Start, tmp_path: Path) -> None:
     records = tmp_path / "requests.jsonl"
     result = load(scripted("--tokens", "4"), concurrency=(3,), num_prompts=(6,), num_warmups=5, records_path=records)

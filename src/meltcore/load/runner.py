@@ -182,9 +182,9 @@ class _LoadRun:
             )
             await self._measure_level(level_idx, warmup_level, "warm-up", num_workers=1)
         first_prompt_idx, token_counter = self._next_prompt_idx, self._token_counter
-        measurement = await self._measure_level(
-            level_idx, level, "running", num_workers=min(self._config.processes, level.num_requests)
-        )
+        # A worker of a closed loop without a connection would never send its requests.
+        num_workers = min(self._config.processes, level.num_connections or level.num_requests)
+        measurement = await self._measure_level(level_idx, level, "running", num_workers=num_workers)
         if token_counter is not None:
             token_counter.fill_missing_counts(
                 measurement.records, lambda index: self._workload.make_prompt(first_prompt_idx + index).fields
