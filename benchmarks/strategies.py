@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -267,6 +268,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help=f"Workers to run ({', '.join(PACKAGES)}), separated by commas.")
     parser.add_argument("--list", action="store_true", help="List strategies and why some cannot run; run none.")
     args = parser.parse_args()
+    for name in ("seconds", "batch", "processes", "tasks", "requests"):
+        value = getattr(args, name)
+        if not 0 < value < math.inf:
+            parser.error(f"--{name} must be above 0 and finite; got {value:g}")
     args.sites = dict(args.site)
     return args
 

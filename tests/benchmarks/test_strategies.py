@@ -132,9 +132,12 @@ def test_folder_without_vllm_is_no_site(tmp_path: Path, monkeypatch: pytest.Monk
         (["--site", "vlm=."], "vlm=.: no such worker; one of transformers, compile"),
         (["--site", "vllm=absent"], "vllm=absent: must name a folder"),
         (["--only", "compile,vlm"], "--only vlm: no such worker; one of transformers, compile"),
+        (["--seconds", "-1"], "--seconds must be above 0 and finite; got -1"),
+        (["--seconds", "nan"], "--seconds must be above 0 and finite; got nan"),
+        (["--requests", "0"], "--requests must be above 0 and finite; got 0"),
     ],
 )
-def test_unknown_workers_and_folders_are_refused(
+def test_unknown_workers_and_folders_and_counts_are_refused(
     arguments: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

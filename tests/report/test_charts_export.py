@@ -32,7 +32,7 @@ def test_every_chart_of_a_score_stands_in_one_svg_with_its_title(tmp_path: Path)
     charts = root.findall(f"{SVG}svg")
     assert len(charts) == 5 + 2, "five over load, one over time per GPU"
     titles = [each.text for each in root.iter(f"{SVG}text") if each.get("class") == "title"]
-    assert titles[:2] == ["Output tokens per second", "GPU utilization, GPU 0"]
+    assert titles[:2] == ["Output tokens per second", "Utilization, GPU 0"]
     assert titles[-2:] == ["Over time", "Over time"]
     boxes = [tuple(float(chart.get(key, "")) for key in ("x", "y", "width", "height")) for chart in charts]
     for at, (x, y, width, height) in enumerate(boxes):

@@ -120,7 +120,7 @@ def test_utilization_stands_beside_the_throughput_and_nvmls_own_is_named_for_wha
     for level in device.levels:
         level.utilization = {"sm_active_percent": 90.0, "nvml_utilization_percent": 99.0}
     throughput, panel = score_charts([device])[:2]
-    assert (throughput.title, panel.title) == ("Output tokens per second", "GPU utilization")
+    assert (throughput.title, panel.title) == ("Output tokens per second", "Utilization")
     assert panel.legend == [
         ("SM active", 1, False),
         ("DRAM bandwidth", 2, False),
@@ -151,7 +151,7 @@ def test_utilization_of_older_results_is_the_mean_of_whole_seconds_within_the_wi
 
 def test_device_without_readings_has_no_utilization() -> None:
     device = sample_device(lines=None, health=None)
-    assert "GPU utilization" not in [figure.title for figure in score_charts([device])]
+    assert "Utilization" not in [figure.title for figure in score_charts([device])]
     assert "any kernel ran (NVML)" not in words(render(sample_scored_run([device])))
 
 

@@ -222,7 +222,7 @@ def score_charts(devices: Sequence[GpuScore]) -> list[Figure]:
     ]
     panels = [
         ("Output tokens per second", "tok/s", rates),
-        (f"GPU utilization{device_note}", "%", _utilization_lines(first_device)),
+        (f"Utilization{device_note}", "%", _utilization_lines(first_device)),
         (f"Time to first token{device_note}", "ms", _latency_lines(first_device, "ttft_ms")),
         (f"Inter-token latency{device_note}", "ms", _latency_lines(first_device, "itl_ms")),
         (
