@@ -107,6 +107,44 @@ def test_every_response_format(client: openai.OpenAI, expected: Transcript) -> N
     assert other != expected.text
 
 
+def test_text_is_streamed_as_clips_are_done(client: openai.OpenAI) -> None:
+    file = ("a.flac", wav(100.0, format="FLAC"))
+    fields: dict[str, Any] = {"model": MODEL, "file": file, "language": "kn", "extra_body": {"decoder": "ctc"}}
+    *deltas, done = client.audio.transcriptions.create(stream=True, **fields)
+    assert {event.type for event in deltas} == {"transcript.text.delta"}
+    assert len(deltas) == 3  # clips
+    assert done.type == "transcript.text.done"
+    assert "".join(event.delta for event in deltas) == done.text == client.audio.transcriptions.create(**fields).text
+    for changes, message in [({"language": "tlh"}, "is not one of"), ({"response_format": "srt"}, "stream needs")]:
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.audio.transcriptions.create(stream=True, **fields | changes)
+
+
+def test_dwanis_form_and_client(
+    server: RunningServer, expected: Transcript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multipart = {"content-type": "multipart/form-data; boundary=x"}
+    body = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n' + wav() + b"\r\n--x--\r\n"
+    for path in ("/v1/transcribe/?language=Kannada", "/v1/transcribe?language=kn", "/transcribe/?language=kannada"):
+        assert server.request("POST", path, body, multipart).json == {"text": expected.text}
+    for query, message in [
+        ("", "language is required"),
+        ("?language=german", "is not one"),
+        ("?a=1", "field 'a'"),
+    ]:
+        answer = server.request("POST", f"/v1/transcribe/{query}", body, multipart)
+        assert (answer.status, message in answer.error["message"]) == (400, True)
+    assert server.request("GET", "/v1/health").json == {"status": "healthy", "model": MODEL}
+
+    dwani = pytest.importorskip("dwani", reason="the test group has dwani")
+    (tmp_path / "a.wav").write_bytes(wav())
+    monkeypatch.setattr(dwani, "api_key", "none")
+    monkeypatch.setattr(dwani, "api_base", server.url)
+    assert dwani.asr.transcribe(str(tmp_path / "a.wav"), "Kannada") == {"text": expected.text}
+    with pytest.raises(dwani.DwaniAPIError, match="is not one of the model's"):
+        dwani.asr.transcribe(str(tmp_path / "a.wav"), "German")
+
+
 def test_concurrent_requests_have_their_own_transcripts(client: openai.OpenAI, server: RunningServer) -> None:
     def text(seed: int) -> str:
         file = ("a.wav", wav(0.5 + seed % 3, seed))

@@ -6,6 +6,8 @@ import asyncio
 import hmac
 import re
 import uuid
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -14,6 +16,7 @@ from meltcore.api.log import shorten
 from meltcore.errors import RequestError
 
 Headers = list[tuple[bytes, bytes]]
+_Result = TypeVar("_Result")
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -111,6 +114,26 @@ def _body_too_large_error(size_text: str, limit_bytes: int) -> RequestError:
     return RequestError(
         f"the body has {size_text}; the limit is {limit_bytes} bytes (--max-body)", status=413, code="body_too_large"
     )
+
+
+async def while_connected(scope: Scope, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of `work`, which is cancelled when the client disconnects.
+
+    Raises ClientDisconnectedError then.
+    """
+    task = asyncio.create_task(work)
+    connection = scope["meltcore.connection"]
+    connection.set_disconnect_callback(task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        own_task = asyncio.current_task()
+        if task.cancelled() and not (own_task is not None and own_task.cancelling()):
+            raise ClientDisconnectedError from None
+        task.cancel()
+        raise
+    finally:
+        connection.set_disconnect_callback(None)
 
 
 def error_json(error: RequestError) -> bytes:

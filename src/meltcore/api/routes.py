@@ -36,7 +36,7 @@ from meltcore.api.protocol import (
     TokenizeRequest,
     decode_request,
 )
-from meltcore.api.transcriptions import TranscriptionsEndpoint
+from meltcore.api.transcriptions import DWANI_PATHS, TranscriptionsEndpoint
 from meltcore.api.translate import TranslateHandler
 from meltcore.config import ServerConfig
 from meltcore.errors import EngineDeadError, RequestError
@@ -81,13 +81,14 @@ def _build_starlette(
     key = config.api_key
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
-        Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
-        Route("/v1/translate", _Endpoint(translate, key), methods=["POST"]),
+        *(Route(path, transcriptions, methods=["POST"]) for path in ("/v1/audio/transcriptions", *DWANI_PATHS)),
+        *(Route(path, _Endpoint(translate, key), methods=["POST"]) for path in ("/v1/translate", "/translate")),
         Route("/v1/models", _Endpoint(handlers.models, key), methods=["GET"]),
         Route("/v1/models/{name:path}", _Endpoint(handlers.model, key), methods=["GET"]),
         Route("/tokenize", _Endpoint(handlers.tokenize, key), methods=["POST"]),
         Route("/detokenize", _Endpoint(handlers.detokenize, key), methods=["POST"]),
         Route("/health", _Endpoint(handlers.health), methods=["GET"]),
+        Route("/v1/health", _Endpoint(handlers.dwani_health), methods=["GET"]),
         Route("/live", _Endpoint(handlers.live), methods=["GET"]),
         Route("/metrics", _Endpoint(handlers.metrics, content_type=PROMETHEUS), methods=["GET"]),
     ]
@@ -143,6 +144,11 @@ class _Handlers:
             return {"status": "ready"}
         num_live = sum(len(backend.stats.live_replicas()) for backend in backends)
         return {"status": "ready" if num_live == replicas else "degraded", "replicas": f"{num_live} of {replicas}"}
+
+    async def dwani_health(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
+        """Answer in dwani.ai's form."""
+        await self.health(_scope, _receive)
+        return {"status": "healthy", "model": self._models.backends[0].names[0]}
 
     async def live(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
         return {"status": "live", "version": __version__}

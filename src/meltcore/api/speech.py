@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import msgspec
@@ -11,7 +11,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from meltcore.api.log import shorten
 from meltcore.errors import RequestError
-from meltcore.text.transcripts import Transcription
+from meltcore.text.transcripts import SpokenWord, Transcription
 
 ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 _DECODERS = ("rnnt", "ctc")
@@ -20,11 +20,11 @@ _GRANULARITIES = ("word", "segment")
 _NEUTRAL = {
     "temperature": ("0", "0.0"),
     "prompt": ("",),
-    "stream": ("false", "False", "0"),
     "chunking_strategy": ("auto",),
 }
 _FIELDS = {"file", "model", "language", "response_format", "timestamp_granularities[]", "timestamp_granularities"}
-_FIELDS |= {"decoder", "user", *_NEUTRAL}
+_FIELDS |= {"decoder", "stream", "user", *_NEUTRAL}
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _MAX_FIELD_BYTES = 64 * 1024
 _CONTENT_TYPES: dict[str, bytes] = {
     "text": b"text/plain; charset=utf-8",
@@ -42,6 +42,7 @@ class SpeechRequest(NamedTuple):
     response_format: ResponseFormat
     granularities: frozenset[str]
     decoder: str
+    is_streamed: bool
     user: str | None
 
 
@@ -49,8 +50,16 @@ class SpeechRequest(NamedTuple):
 class SpeechBackend(Protocol):
     """A backend whose model recognizes speech."""
 
-    async def transcribe(self, request: SpeechRequest, request_id: str) -> Transcription:
-        """Return the words of a file. Raises RequestError. Cancelling it ends the work."""
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    async def transcribe(
+        self, request: SpeechRequest, request_id: str, on_words: Callable[[list[SpokenWord]], None] = ...
+    ) -> Transcription:
+        """Return the words of a file. on_words: receives those of each clip, in order, as they are known.
+
+        Raises RequestError. Cancelling it ends the work.
+        """
 
 
 class _InMemoryParser(MultiPartParser):
@@ -59,8 +68,8 @@ class _InMemoryParser(MultiPartParser):
     spool_max_size = 2**62
 
 
-async def read_form(body: bytes, content_type: str | None) -> SpeechRequest:
-    """Parse the body of a request. Raises RequestError (400) that names the field at fault."""
+async def read_form(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SpeechRequest:
+    """Parse the body of a request. query: fields in its URL. Raises RequestError (400) that names a field."""
     if content_type is None or not content_type.lower().startswith("multipart/form-data"):
         raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
 
@@ -74,7 +83,9 @@ async def read_form(body: bytes, content_type: str | None) -> SpeechRequest:
     except (MultiPartException, KeyError, UnicodeDecodeError) as error:
         reason = getattr(error, "message", None) or str(error)
         raise RequestError(f"the body is not valid multipart/form-data: {reason}") from error
-    texts: dict[str, str] = {}
+    texts = dict(query)
+    if unknown := texts.keys() - _FIELDS:
+        raise RequestError(f"unknown field {shorten(min(unknown))!r}", param=shorten(min(unknown)))
     data, granularities = None, set()
     for name, value in form.multi_items():
         if name not in _FIELDS:
@@ -101,6 +112,9 @@ def _request_of(texts: Mapping[str, str], data: bytes, granularities: frozenset[
         raise RequestError(
             "timestamp_granularities needs response_format verbose_json", param="timestamp_granularities"
         )
+    is_streamed = _TRUTH[_one_of(texts.get("stream", "false").lower(), tuple(_TRUTH), "stream")]
+    if is_streamed and format_name not in ("json", "text"):
+        raise RequestError("stream needs response_format json or text", param="stream")
     return SpeechRequest(
         data=data,
         model=texts.get("model"),
@@ -108,6 +122,7 @@ def _request_of(texts: Mapping[str, str], data: bytes, granularities: frozenset[
         response_format=format_name,  # type: ignore[arg-type] # checked above
         granularities=granularities or frozenset({"segment"}),
         decoder=_one_of(texts.get("decoder", "rnnt"), _DECODERS, "decoder"),
+        is_streamed=is_streamed,
         user=texts.get("user"),
     )
 

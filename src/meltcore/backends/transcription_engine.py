@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
@@ -84,8 +85,13 @@ class TranscriptionEngine(EngineBackend):
         elif isinstance(message, ProfileDone):
             self._on_profile_done(replica, message)
 
-    async def transcribe(self, request: SpeechRequest, request_id: str) -> Transcription:
-        """Return the words of a file.
+    async def transcribe(
+        self,
+        request: SpeechRequest,
+        request_id: str,
+        on_words: Callable[[list[SpokenWord]], None] = lambda _words: None,
+    ) -> Transcription:
+        """Return the words of a file. on_words: receives those of each clip, in order, as they are known.
 
         Raises RequestError: 400 for audio or a language that cannot be served, 429 when the queue is full, 500 when the
         engine fails, 504 after the time limit. Cancelling it ends its work.
@@ -97,7 +103,8 @@ class TranscriptionEngine(EngineBackend):
         outcome: Literal["finished", "aborted", "failed"] = "aborted"
         try:
             async with asyncio.timeout(self._limit_s):
-                result = await self._transcribe(request, f"{request_id}-{self._num_clips}", language, ready, replica)
+                prefix = f"{request_id}-{self._num_clips}"
+                result = await self._transcribe(request, prefix, language, ready, replica, on_words)
             outcome = "finished"
             self.stats.finish(
                 "stop", prompt_tokens=0, arrived_s=arrived_s, first_token_s=None, now_s=time.monotonic(), times=None
@@ -113,7 +120,13 @@ class TranscriptionEngine(EngineBackend):
             self._release(replica, len(request.data), outcome)
 
     async def _transcribe(
-        self, request: SpeechRequest, prefix: str, language: str, ready: TranscriptionReady, replica: int
+        self,
+        request: SpeechRequest,
+        prefix: str,
+        language: str,
+        ready: TranscriptionReady,
+        replica: int,
+        on_words: Callable[[list[SpokenWord]], None],
     ) -> Transcription:
         """Send the file's clips as they are decoded, a bounded number ahead of their transcripts."""
         starts: list[float] = []
@@ -137,10 +150,10 @@ class TranscriptionEngine(EngineBackend):
                         self._send_clip(f"{prefix}-{len(clips)}", part.samples, language, request, ready, replica)
                     )
                     if len(clips) - num_read >= _MAX_OPEN_CLIPS:
-                        words += await self._read(clips[num_read], starts[num_read])
+                        words += await self._read(clips[num_read], starts[num_read], on_words)
                         num_read += 1
             for index in range(num_read, len(clips)):
-                words += await self._read(clips[index], starts[index])
+                words += await self._read(clips[index], starts[index], on_words)
             return Transcription(words, duration_s, language)
         finally:
             unfinished = [clip_id for clip_id, future in clips if clip_id in self._clips and not future.done()]
@@ -174,14 +187,21 @@ class TranscriptionEngine(EngineBackend):
         self._send(message, replica)
         return clip_id, done
 
-    async def _read(self, clip: tuple[str, asyncio.Future[Transcript]], start_s: float) -> list[SpokenWord]:
+    async def _read(
+        self,
+        clip: tuple[str, asyncio.Future[Transcript]],
+        start_s: float,
+        on_words: Callable[[list[SpokenWord]], None],
+    ) -> list[SpokenWord]:
         """Wait for a clip's transcript; returns its words with times from the beginning of the file."""
         clip_id, done = clip
         transcript = await done
         self._clips.pop(clip_id, None)
         if transcript.finish_reason != "stop":
             raise RequestError(transcript.error or "the engine ended the request", status=500)
-        return words_from(start_s, transcript.words)
+        words = words_from(start_s, transcript.words)
+        on_words(words)
+        return words
 
     def _admit(self, upload_bytes: int) -> int:
         """Count a request that begins; returns its replica. Raises RequestError (429, 503)."""

@@ -31,7 +31,7 @@ class Transcription(NamedTuple):
     @property
     def text(self) -> str:
         """All words with spaces between them."""
-        return _text(self.words)
+        return text_of(self.words)
 
     def segments(self) -> list[list[SpokenWord]]:
         """Group words to segments that end at a pause, or before they are too long to be read as a subtitle."""
@@ -51,7 +51,7 @@ class Transcription(NamedTuple):
         blocks = ["WEBVTT\n"] if is_vtt else []
         for number, segment in enumerate(self.segments(), 1):
             times = f"{_clock(segment[0].start_s, mark)} --> {_clock(segment[-1].end_s, mark)}"
-            text = _text(segment)
+            text = text_of(segment)
             blocks.append(f"{times}\n{text}\n" if is_vtt else f"{number}\n{times}\n{text}\n")
         return "\n".join(blocks)
 
@@ -83,7 +83,8 @@ def model_language(name: str | None, languages: Sequence[str]) -> str:
     raise RequestError(f"language {name[:60]!r} is not one of the model's: {known}", param="language")
 
 
-def _text(words: Iterable[SpokenWord]) -> str:
+def text_of(words: Iterable[SpokenWord]) -> str:
+    """Return the words with spaces between them."""
     return " ".join(word.text for word in words)
 
 
