@@ -12,6 +12,10 @@ class ConfigError(MeltcoreError):
     """Reports a setting, file or checkpoint that cannot work. It is raised at the start, before anything is served."""
 
 
+class ShardError(ConfigError):
+    """Reports a size of a model that ranks cannot divide evenly, or not at the edges of quantized blocks."""
+
+
 class RequestError(MeltcoreError):
     """Reports one request that cannot be served. Other requests continue.
 

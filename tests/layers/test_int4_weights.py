@@ -108,16 +108,16 @@ def test_shards_end_where_groups_and_words_end(layout: str) -> None:
         assert_close(found, hidden @ dense.T)
 
 
-def test_a_shard_within_a_group_or_a_word_is_refused_with_the_largest_size() -> None:
+def test_a_shard_within_a_group_or_a_word_is_refused() -> None:
     group = TensorParallelGroup(0, 4)
     row_parallel = RowParallelLinear(768, 16)
     row_parallel.shard(group.shard(768, "columns"), group)
-    with pytest.raises(ConfigError, match=r"size 4 cuts 768 columns .* blocks of 128; the largest that does not is 3"):
+    with pytest.raises(ConfigError, match=r"size 4 cuts 768 columns .* blocks of 128$"):
         row_parallel.quantize(int4_method(stored("awq")))
     column_parallel = ColumnParallelLinear(256, 48)
     column_parallel.quantize(int4_method(stored("awq")))
     column_parallel.shard(group.shard(48, "rows"))
-    with pytest.raises(ConfigError, match=r"size 4 cuts 48 outputs .* words of 8; the largest that does not is 3"):
+    with pytest.raises(ConfigError, match=r"size 4 cuts 48 outputs .* words of 8$"):
         column_parallel.tensors(0)
 
 
@@ -135,7 +135,7 @@ def test_inputs_in_activation_order_are_gathered(layout: str) -> None:
     assert_close(layer.silu_and_mul(hidden), torch.nn.functional.silu(gate) * up)
     sharded = RowParallelLinear(512, 32)
     sharded.shard(RANKS[0].shard(512, "columns"), RANKS[0])
-    with pytest.raises(ConfigError, match=r"size 2 cuts 512 columns .* activation order .* largest that does not is 1"):
+    with pytest.raises(ConfigError, match=r"size 2 cuts 512 columns .* activation order"):
         sharded.quantize(int4_method(stored(layout, group_index=group_index)))
     with pytest.raises(ConfigError, match="experts with inputs in activation order"):
         Int4Experts(stored(layout, group_index=group_index), 2, 512, 512, range(512))

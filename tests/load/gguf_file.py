@@ -13,21 +13,6 @@ from typing import Any
 import gguf
 import numpy as np
 
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """Every tensor as float32; the file holds bfloat16, which numpy lacks."""
@@ -42,13 +27,6 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
         raw = np.frombuffer(data[header_end + start : header_end + end], dtype=np.uint16)
         tensors[name] = (raw.astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])
     return tensors
-
-
-def gguf_name(name: str) -> str:
-    if name in _OUTER:
-        return _OUTER[name]
-    layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_LAYER[rest.removesuffix('.weight')]}.weight"
 
 
 def write_gguf(folder: Path, path: Path) -> None:
@@ -80,8 +58,11 @@ def write_gguf(folder: Path, path: Path) -> None:
     writer.add_pad_token_id(config["pad_token_id"])
     writer.add_add_bos_token(False)
     writer.add_chat_template((folder / "chat_template.jinja").read_text())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for name, tensor in read_safetensors(folder / "model.safetensors").items():
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(tensor))
+        stored_name = names.get_name(name, try_suffixes=(".weight",))
+        assert stored_name is not None, name
+        writer.add_tensor(stored_name, np.ascontiguousarray(tensor))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -52,25 +52,11 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
 }
-_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-_GEMMA_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+# What the package calls the tensors of a published model, layer by layer.
+_NAMES = {
+    name: gguf.get_tensor_name_map(architecture, 8)
+    for architecture, name in gguf.MODEL_ARCH_NAMES.items()
+    if name in ARCHITECTURES.values()
 }
 
 
@@ -151,7 +137,7 @@ def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, store: str = "F
             tensor = permute(tensor, config.num_attention_heads)
         if writer.arch == "llama" and ".k_proj." in name:
             tensor = permute(tensor, config.num_key_value_heads)
-        for stored_name, part in gguf_tensors(name, tensor, is_gemma):
+        for stored_name, part in gguf_tensors(name, tensor, config.model_type):
             raw_type, convert = TYPES[stored_kind(stored_name, part, store)]
             writer.add_tensor(stored_name, convert(part.contiguous()), raw_dtype=raw_type)
 
@@ -179,7 +165,7 @@ def load_dequantized(reference: PreTrainedModel, path: Path) -> int:
     heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
     with torch.no_grad():
         for name, weight in reference.named_parameters():
-            parts = gguf_tensors(name, weight, config.model_type == "gemma3_text")
+            parts = gguf_tensors(name, weight, config.model_type)
             if parts[0][0] not in stored:
                 continue
             values = torch.cat([stored[part_name] for part_name, _ in parts], dim=weight.dim() - 2)
@@ -198,19 +184,24 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
-def gguf_tensors(name: str, tensor: torch.Tensor, is_gemma: bool) -> list[tuple[str, torch.Tensor]]:
+def gguf_tensors(name: str, tensor: torch.Tensor, model_type: str) -> list[tuple[str, torch.Tensor]]:
     """Return the GGUF names and parts of a tensor of transformers 5, which stacks the experts of a layer."""
-    base, _, kind = name.rpartition(".")
-    if base in _OUTER:
-        return [(f"{_OUTER[base]}.{kind}", tensor)]
-    _, _, layer, part = name.split(".", 3)
-    if part == "mlp.experts.gate_up_proj":
-        gate, up = tensor.chunk(2, dim=1)
-        return [(f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up)]
-    if part == "mlp.experts.down_proj":
-        return [(f"blk.{layer}.ffn_down_exps.weight", tensor)]
-    stored = (_LAYER | _GEMMA_NORMS if is_gemma else _LAYER)[part.rpartition(".")[0]]
-    return [(f"blk.{layer}.{stored}.{kind}", tensor)]
+    parts = [(name, tensor)]
+    if name.endswith(".gate_up_proj"):
+        base = name.removesuffix("gate_up_proj")
+        parts = [
+            (f"{base}{half}.weight", part)
+            for half, part in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True)
+        ]
+    elif name.endswith(".experts.down_proj"):
+        parts = [(f"{name}.weight", tensor)]
+    names = _NAMES[ARCHITECTURES[model_type]]
+    return [(_known(names.get_name(part_name, (".weight", ".bias"))), part) for part_name, part in parts]
+
+
+def _known(name: str | None) -> str:
+    assert name is not None
+    return name
 
 
 def permute(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from meltcore.errors import ConfigError
+from meltcore.errors import ConfigError, ShardError
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.quant.ggml_linear import ggml_linear
 from meltcore.kernels.quant.int4 import Int4Type, pack_int4_scales, pack_int4_values, pack_int4_zeros
@@ -125,10 +125,8 @@ class _Matrix(NamedTuple):
 
     def _refuse_shard(self, kept: range) -> None:
         outputs, size = self.part.shape[0], self.part.shape[0] // len(kept)
-        largest = max(each for each in range(1, size + 1) if each == 1 or outputs % (each * WORD_VALUES) == 0)
-        raise ConfigError(
-            f"--tensor-parallel-size {size} cuts {outputs} outputs of a quantized weight within words of "
-            f"{WORD_VALUES}; the largest that does not is {largest}"
+        raise ShardError(
+            f"--tensor-parallel-size {size} cuts {outputs} outputs of a quantized weight within words of {WORD_VALUES}"
         )
 
     def _store_values(self, rows: slice, words: torch.Tensor) -> None:
@@ -175,9 +173,9 @@ class Int4Weight(GgmlWeight):
         super().__init__(matrix_format.type, output_sizes, input_size)
         self._format, order = matrix_format, matrix_format.input_order()
         if order is not None and len(order) != input_size:
-            raise ConfigError(
+            raise ShardError(
                 f"--tensor-parallel-size {len(order) // input_size} cuts {len(order)} columns of a quantized weight in "
-                "activation order (desc_act), of which no rank has whole groups; the largest that does not is 1"
+                "activation order (desc_act), of which no rank has whole groups"
             )
         self._cpu_order = order
         self.register_buffer("input_order", None if order is None else torch.empty(len(order), dtype=torch.int64))

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from meltcore.errors import ConfigError
+from meltcore.errors import ShardError
 from meltcore.kernels.embedding import sharded_embedding
 from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.moe.experts import add_experts, expert_outputs
@@ -242,17 +242,15 @@ class QuantizationMethod(NamedTuple):
     column_multiple: int = 1
 
     def check_columns(self, total: int, local_columns: range) -> None:
-        """Raise ConfigError if a rank's part `local_columns` of `total` columns is not made of whole blocks."""
+        """Raise ShardError if a rank's part `local_columns` of `total` columns is not made of whole blocks."""
         multiple = self.column_multiple
         if len(local_columns) == total:  # a published matrix may end within a block
             return
         if local_columns.start % multiple == 0 and len(local_columns) % multiple == 0:
             return
-        size = total // len(local_columns)
-        largest = max(each for each in range(1, size + 1) if each == 1 or total % (each * multiple) == 0)
-        raise ConfigError(
-            f"--tensor-parallel-size {size} cuts {total} columns of a quantized weight within blocks of {multiple}; "
-            f"the largest that does not is {largest}"
+        raise ShardError(
+            f"--tensor-parallel-size {total // len(local_columns)} cuts {total} columns of a quantized weight "
+            f"within blocks of {multiple}"
         )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meltcore.errors import ConfigError
+from meltcore.errors import ConfigError, ShardError
 from meltcore.kernels.comm.all_reduce import (
     MAX_INT64,
     all_reduce,
@@ -54,17 +54,17 @@ class TensorParallelGroup:
     def shard(self, total: int, name: str) -> range:
         """Return this rank's part of `total` items.
 
-        Raises ConfigError if `total` is not divisible by the group's size.
+        Raises ShardError if `total` is not divisible by the group's size.
         """
         if total % self.size:
-            raise ConfigError(f"--tensor-parallel-size {self.size} does not divide this model's {total} {name}")
+            raise ShardError(f"--tensor-parallel-size {self.size} does not divide this model's {total} {name}")
         shard_size = total // self.size
         return range(self.rank * shard_size, (self.rank + 1) * shard_size)
 
     def shard_or_replicate(self, total: int, name: str) -> range:
         """Return this rank's part of `total` items, or one item if there are fewer items than ranks.
 
-        Neighboring ranks then hold the same item. Raises ConfigError if items cannot be divided evenly.
+        Neighboring ranks then hold the same item. Raises ShardError if items cannot be divided evenly.
         """
         if total >= self.size or self.size % total:
             return self.shard(total, name)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from meltcore.config import Quantization
-from meltcore.errors import ConfigError
+from meltcore.errors import ConfigError, ShardError
 from meltcore.host_memory import host_available_bytes
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import GgmlType, random_blocks
@@ -70,6 +70,39 @@ def build_meta_model(
     group: build only this rank's shard. Raises ConfigError for an unknown architecture, for one that does not support
     the quantization or the group size, for a second quantization, and when `device` has too little memory.
     """
+    ranks = group.size if group else 1
+    try:
+        model = _shard_on_meta(checkpoint, dtype, device, quantization, group)
+    except ShardError as error:
+        largest = ranks - 1
+        while largest > 1 and not _can_shard(checkpoint, dtype, device, quantization, largest):
+            largest -= 1
+        raise ConfigError(f"{error}; the largest size that {checkpoint.name} can have is {largest}") from error
+    check_memory(checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, ranks)
+    is_published = read_quantization_config(checkpoint.config) is not None
+    if checkpoint.gguf is not None or (is_published and _has_weight_files(checkpoint)):
+        check_tensors(model, checkpoint)  # headers have all shapes: none that contradicts them is allocated
+    return model
+
+
+def _can_shard(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: Quantization, ranks: int
+) -> bool:
+    try:
+        _shard_on_meta(checkpoint, dtype, device, quantization, TensorParallelGroup(0, ranks))
+    except ConfigError:
+        return False
+    return True
+
+
+def _shard_on_meta(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization,
+    group: TensorParallelGroup | None,
+) -> Model:
+    """Build a rank's shard on the meta device. Raises ShardError for a group size that the model cannot have."""
     config = Fields(checkpoint.config)
     names = config.optional("architectures", [])
     supported_names = [name for name in names if name in ARCHITECTURES]
@@ -98,11 +131,8 @@ def build_meta_model(
                 keep_published_fp8(model, published, device)
         if quantization == "fp8":
             quantize_to_fp8(model, device)
-    check_memory(
-        checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, group.size if group else 1
-    )
-    if checkpoint.gguf is not None or (published is not None and _has_weight_files(checkpoint)):
-        check_tensors(model, checkpoint)  # headers have all shapes: none that contradicts them is allocated
+    if group is not None:
+        model.checkpoint_tensors()  # refuses a shard that a checkpoint's words of several values do not end at
     return model
 
 
