@@ -61,6 +61,9 @@ PUBLISHED_TRANSLATION_FOLDERS = {
     )
 }
 
+SYNTHESIS_ARCHITECTURE = "INF5Model"
+PUBLISHED_SYNTHESIS_FOLDERS = {"ai4bharat/IndicF5": Path(__file__).parent / "published" / "indicf5"}
+
 # Published speech recognizers, with a model_config.yaml for random weights of their shapes.
 PUBLISHED_RECOGNIZERS = {
     "ai4bharat/indic-conformer-600m-multilingual": Path(__file__).parent / "published" / "indic-conformer-600m",
@@ -68,7 +71,8 @@ PUBLISHED_RECOGNIZERS = {
 
 CheckpointFiles = Literal["config", "text", "all"]
 _ONNX_ASSETS = "ONNX and TorchScript files, which cannot be served; give the model's NeMo archive (*.nemo)"
-_TEXT_PATTERNS = ["*.json", "*.jinja", "model.SRC", "model.TGT"]  # the last two: SentencePiece models of IndicTrans2
+# model.SRC, model.TGT: SentencePiece models of IndicTrans2; vocab.txt, prompts: of IndicF5
+_TEXT_PATTERNS = ["*.json", "*.jinja", "model.SRC", "model.TGT", "vocab.txt", "checkpoints/vocab.txt", "prompts/*"]
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 
 
@@ -226,13 +230,22 @@ def is_translation_model(model: str, *, dummy: bool = False) -> bool:
 
     False for what cannot be opened, which the engine of text generation reports.
     """
+    return TRANSLATION_ARCHITECTURE in _architectures(model, dummy)
+
+
+def is_synthesis_model(model: str, *, dummy: bool = False) -> bool:
+    """Return whether `model` names a checkpoint that synthesizes speech, as `is_translation_model` does."""
+    return SYNTHESIS_ARCHITECTURE in _architectures(model, dummy)
+
+
+def _architectures(model: str, dummy: bool) -> list[str]:
+    """Return the names in config.json; none for what cannot be opened, which the engine of text generation reports."""
     if model.endswith(".gguf"):
-        return False
+        return []
     try:
-        names = open_checkpoint(model, files="config" if dummy else "text").config.get("architectures") or []
+        return open_checkpoint(model, files="config" if dummy else "text").config.get("architectures") or []
     except ConfigError:
-        return False
-    return TRANSLATION_ARCHITECTURE in names
+        return []
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -294,7 +307,7 @@ def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoi
 def _find_folder(model: str, files: CheckpointFiles) -> Path:
     if model in _BUNDLED_FOLDERS:
         return _BUNDLED_FOLDERS[model]
-    published_folders = PUBLISHED_CONFIG_FOLDERS | PUBLISHED_TRANSLATION_FOLDERS
+    published_folders = PUBLISHED_CONFIG_FOLDERS | PUBLISHED_TRANSLATION_FOLDERS | PUBLISHED_SYNTHESIS_FOLDERS
     if files == "config" and model in published_folders:
         return published_folders[model]
     folder = Path(model).expanduser()

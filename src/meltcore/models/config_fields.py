@@ -106,6 +106,14 @@ RULES: dict[str, Rule] = {
     "share_decoder_input_output_embed": _FLAG,
     "max_source_positions": _integer_rule(1, MAX_POSITIONS),
     "max_target_positions": _integer_rule(1, MAX_POSITIONS),
+    # Of F5-TTS's configurations
+    **dict.fromkeys(("arch", "mel_spec", "vocoder"), _OBJECT),
+    **dict.fromkeys(("dim", "text_dim", "intermediate_dim", "target_sample_rate"), _WIDTH),
+    **dict.fromkeys(("depth", "heads", "dim_head", "ff_mult", "conv_layers", "num_layers"), _COUNT),
+    **dict.fromkeys(("hop_length", "win_length", "n_mel_channels", "pe_attn_head"), _COUNT),
+    "text_mask_padding": _FLAG,
+    "qk_norm": _TEXT,
+    "vocab_path": _TEXT,
     "max_position_embeddings": _integer_rule(2, MAX_POSITIONS),  # at least a prompt's token and an answer's
     "rms_norm_eps": _FRACTION,
     "rope_theta": _THETA,

@@ -132,8 +132,16 @@ def mel_filters(config: LogMelConfig) -> torch.Tensor:
         mels * _LINEAR_HZ_PER_MEL,
         _LOG_FROM_HZ * torch.exp(_LOG_STEP * (mels - _LOG_FROM_MEL)),
     )
+    lower, upper = corners_hz[:-2, None], corners_hz[2:, None]
+    return (triangles(bins_hz, corners_hz) * (2 / (upper - lower))).float()
+
+
+def triangles(bins_hz: torch.Tensor, corners_hz: torch.Tensor) -> torch.Tensor:
+    """Return filters that rise from one corner to the next and fall to the one after it, of height 1.
+
+    bins_hz: [bins]; corners_hz: [filters + 2], increasing. Returns [filters, bins].
+    """
     lower, center, upper = corners_hz[:-2, None], corners_hz[1:-1, None], corners_hz[2:, None]
     rising = (bins_hz - lower) / (center - lower)
     falling = (upper - bins_hz) / (upper - center)
-    triangles = torch.minimum(rising, falling).clamp(min=0)
-    return (triangles * (2 / (upper - lower))).float()
+    return torch.minimum(rising, falling).clamp(min=0)
