@@ -19,6 +19,7 @@ MEASURE = ("demo", "tune", "compare", "bench", "report", "evals", "load", "hardw
 GROUND = ("protocol", "results", "problems", "errors", "config", "host_memory", "process", "options")
 ALLOWED = {
     "llm": ("engine", "models", "text"),
+    "synthesizer": ("audio", "engine"),
     "transcriber": ("engine", "audio", "text"),
     "translator": ("engine", "tasks", "models", "text"),
     "fleet": ("backends", "api"),
@@ -30,7 +31,10 @@ ALLOWED = {
     "models": ("layers", "kernels"),
     "layers": ("kernels",),
     "kernels": (),
-    "text": ("models.checkpoint", "models.fairseq_config", "models.gguf_config", "models.gguf_file"),
+    "text": (
+        *("models.checkpoint", "models.config_fields", "models.fairseq_config", "models.gguf_config"),
+        "models.gguf_file",
+    ),
     "demo": ("report", "evals", "load"),
     "tune": ("compare", "report", "evals", "load"),
     "compare": ("report", "evals", "load"),

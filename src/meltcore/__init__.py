@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "SamplingParams", "Transcriber", "Translator", "__version__"]
+__all__ = ["LLM", "SamplingParams", "Synthesizer", "Transcriber", "Translator", "__version__"]
 
 if TYPE_CHECKING:
     from meltcore.llm import LLM
     from meltcore.protocol.sampling_params import SamplingParams
+    from meltcore.synthesizer import Synthesizer
     from meltcore.transcriber import Transcriber
     from meltcore.translator import Translator
 
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from meltcore.protocol.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "Synthesizer":
+        from meltcore.synthesizer import Synthesizer
+
+        return Synthesizer
     if name == "Transcriber":
         from meltcore.transcriber import Transcriber
 

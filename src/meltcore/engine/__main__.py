@@ -21,7 +21,7 @@ import msgspec
 from meltcore.config import EngineConfig
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import find_recognizer, is_translation_model
+from meltcore.models.checkpoint import find_recognizer, is_synthesis_model, is_translation_model
 
 
 def main() -> int:
@@ -46,7 +46,10 @@ def main() -> int:
     return serve(build, ToEngine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
 
 
-def _batch_task(config: EngineConfig) -> Literal["recognition", "translation"] | None:
+_Task = Literal["recognition", "synthesis", "translation"]
+
+
+def _batch_task(config: EngineConfig) -> _Task | None:
     """Return the task of a model that is served by the batch engine; None for text generation."""
     is_dummy = config.load_format == "dummy"
     try:
@@ -54,10 +57,12 @@ def _batch_task(config: EngineConfig) -> Literal["recognition", "translation"] |
             return "recognition"
     except ConfigError:
         return "recognition"  # and its start reports the error
+    if is_synthesis_model(config.model, dummy=is_dummy):
+        return "synthesis"
     return "translation" if is_translation_model(config.model, dummy=is_dummy) else None
 
 
-def _serve_task(config: EngineConfig, task: Literal["recognition", "translation"]) -> int:
+def _serve_task(config: EngineConfig, task: _Task) -> int:
     from meltcore.engine.host.shell import BuildEngine, serve
 
     build: BuildEngine
@@ -67,6 +72,11 @@ def _serve_task(config: EngineConfig, task: Literal["recognition", "translation"
         from meltcore.protocol.transcription import ToEngine as ToRecognition
 
         build, to_engine = partial(recognition_engine, config), ToRecognition
+    elif task == "synthesis":
+        from meltcore.engine.batch.synthesis import synthesis_engine
+        from meltcore.protocol.synthesis import ToEngine as ToSynthesis
+
+        build, to_engine = partial(synthesis_engine, config), ToSynthesis
     else:
         from meltcore.engine.batch.translation import translation_engine
         from meltcore.protocol.translation import ToEngine as ToTranslation

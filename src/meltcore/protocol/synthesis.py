@@ -53,7 +53,7 @@ class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=
     """Reports that a synthesis engine can serve.
 
     voices: the first is the default; it is empty if every request must bring a reference. max_text: characters;
-    max_reference_s: of an uploaded reference, whose first 15 s of speech are used; steps: accepted by num_steps, the
+    min_reference_s, max_reference_s: of a reference without the silence at its ends; steps: accepted by num_steps, the
     first is the default; tokens: "synthetic" when a checkpoint has no vocabulary (dummy weights).
     """
 

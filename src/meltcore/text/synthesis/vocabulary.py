@@ -26,8 +26,8 @@ def characters(text: str) -> list[str]:
     """Return the characters that the model reads of a text.
 
     They are the text's own, some quotation marks replaced. A word of ASCII gets a space before it, unless it follows a
-    space, colon or quotation mark: F5-TTS cuts text with jieba, and this is what remains of it without Chinese. Raises
-    RequestError for Chinese characters, which the model reads as pinyin.
+    space, colon or quotation mark: F5-TTS cuts text with jieba, and this is what remains of it without Chinese (and
+    without its dictionary's AT&T and C++). Raises RequestError for Chinese characters, which the model reads as pinyin.
     """
     found: list[str] = []
     text = text.translate(_REPLACED)
