@@ -106,6 +106,17 @@ def test_company_never_changes_a_result(model: IndicF5) -> None:
         torch.testing.assert_close(together[each.key], alone, atol=1e-5, rtol=1e-5)
 
 
+def test_half_precision_is_close_to_single(folder: Path) -> None:
+    checkpoint = synthesis.open_synthesis_checkpoint(str(folder))
+    half = synthesis.load_synthesis_model(
+        checkpoint, torch.bfloat16, torch.device("cpu"), len(CHARACTERS), steps=(STEPS,)
+    )
+    assert (half.dtype, half.vocoder.out.weight.dtype) == (torch.bfloat16, torch.float32)
+    each = COMPANY[1]
+    samples, reference = run(half, [each])[each.key], run(load_model(folder), [each])[each.key]
+    assert (samples - reference).square().mean() < 0.01 * reference.square().mean()
+
+
 @pytest.fixture
 def mutation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param

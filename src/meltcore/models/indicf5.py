@@ -286,12 +286,12 @@ class IndicF5(nn.Module):
         rate = -(math.log(_MAX_WAVELENGTH) / (half - 1))
         frequencies = torch.exp(torch.arange(half, dtype=torch.float32, device=self.device) * rate)
         angles = _TIME_SCALE * times[:, None] * frequencies
-        sinusoids = torch.cat([angles.sin(), angles.cos()], dim=-1).to(self.dtype)
-        embedded = functional.silu(self.time_mlp(sinusoids))
+        first, last = (self.time_mlp[i] for i in (0, 2))
+        embedded = _in_float32(first, torch.cat([angles.sin(), angles.cos()], dim=-1))
+        embedded = functional.silu(_in_float32(last, functional.silu(embedded)))
         linears = [*(layer.modulation for layer in self.layers), self.final_modulation]
-        assert all(isinstance(linear, nn.Linear) for linear in linears), "computed already"
-        rows = [linear(embedded).unflatten(-1, (-1, self.config.hidden_size)) for linear in linears]  # type: ignore[misc, operator]
-        return torch.cat(rows, dim=1)
+        rows = [_in_float32(linear, embedded).unflatten(-1, (-1, self.config.hidden_size)) for linear in linears]
+        return torch.cat(rows, dim=1).to(self.dtype)
 
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
         """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""
@@ -343,6 +343,12 @@ def _angles(positions: int, size: int, device: torch.device) -> torch.Tensor:
     """Return position times frequency, [positions, size / 2] float32."""
     frequencies = 1.0 / _MAX_WAVELENGTH ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
     return torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
+
+
+def _in_float32(linear: nn.Module | torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    """Return what a linear layer computes. Once for all utterances, so precision costs nothing."""
+    assert isinstance(linear, nn.Linear), "modulations are computed already"
+    return functional.linear(values, linear.weight.float(), linear.bias.float())
 
 
 def _rotate(values: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:

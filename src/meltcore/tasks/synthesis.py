@@ -7,6 +7,7 @@ samples. The batch whose first utterance is due earliest goes first, so an urgen
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +28,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 STEPS = (32, 16, 8)
 # An utterance joins a batch of a longer one if padding adds at most this factor to its cost.
 _MAX_PADDING = 1.5
+# Launched while the GPU computes: it never waits for the host between two steps.
+_STEPS_AHEAD = 1
 
 Samples = npt.NDArray[np.float32]
 
@@ -84,6 +87,7 @@ class SpeechSampler:
         self._max_frames = max_batch_frames
         self._waiting: dict[str, Utterance] = {}
         self._batches: list[_Batch] = []
+        self._launched: deque[torch.cuda.Event] = deque()
 
     @property
     def is_idle(self) -> bool:
@@ -114,6 +118,7 @@ class SpeechSampler:
         if self._waiting and (batch is None or min(each.due for each in self._waiting.values()) < batch.due):
             batch = self._begin()
         assert batch is not None
+        self._wait_for_device()
         self._advance(batch)
         ends = [self.model.first_step[each.num_steps] + each.num_steps for each in batch.utterances]
         done = [row for row, position in enumerate(batch.host_positions) if position == ends[row]]
@@ -126,6 +131,16 @@ class SpeechSampler:
         else:
             batch.keep([row for row in range(len(batch.utterances)) if row not in done])
         return list(zip(keys, samples, strict=True))
+
+    def _wait_for_device(self) -> None:
+        """Let at most _STEPS_AHEAD steps wait on a GPU, so that an urgent utterance or an end takes effect soon."""
+        if self.model.device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record()  # after the last step
+        self._launched.append(event)
+        if len(self._launched) > _STEPS_AHEAD:
+            self._launched.popleft().synchronize()
 
     def _begin(self) -> _Batch:
         """Make a batch of the waiting utterance that is due first and of those next that have a similar length."""

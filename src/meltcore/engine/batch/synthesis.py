@@ -49,6 +49,7 @@ from meltcore.text.synthesis.voices import PUBLISHED_VOICES, find_voice
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
 _SAMPLE_BYTES = 4
+_MAX_UPLOAD_S = 60.0  # of a reference with the silence at its ends
 # Frames of one batch: more do not make a GPU faster, and delay what is due next. Of all requests that have begun.
 _MAX_BATCH_FRAMES = {"cuda": 16_384, "cpu": 4096}
 _MAX_COST = {"cuda": 262_144, "cpu": 32_768}
@@ -240,9 +241,12 @@ class SynthesisTask:
         if not request.reference:
             known = ", ".join(self._voices) or "none"
             raise RequestError(f"give a voice ({known}) or a reference with its text", param="voice")
-        if len(request.reference) % _SAMPLE_BYTES:
+        num_bytes, max_bytes = len(request.reference), int(_MAX_UPLOAD_S * self._mel.sample_rate) * _SAMPLE_BYTES
+        if num_bytes % _SAMPLE_BYTES or num_bytes > max_bytes:
             raise RequestError(
-                f"the reference has {len(request.reference)} bytes, which are no float32 samples", param="reference"
+                f"the reference has {num_bytes} bytes; it must have float32 samples of at most {_MAX_UPLOAD_S:g} s, "
+                f"{max_bytes} bytes",
+                param="reference",
             )
         return self._prepare(np.frombuffer(request.reference, np.float32), request.reference_text)
 

@@ -18,6 +18,7 @@ _MIN_LETTERS_PER_S = 1.0
 # Where the published code cuts, if a space follows; a danda, which ends sentences of India's languages, is added.
 _PART_END = re.compile(r"(?<=[;:,.!?।॥۔])\s+")
 _SPACES = re.compile(r"\s+")
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class ReferenceText(NamedTuple):
@@ -41,6 +42,7 @@ class ReferenceText(NamedTuple):
                 f"it has {len(text)}",
                 param="reference_text",
             )
+        _check_characters(text, "reference_text")
         # A period after any other mark too, and a second space, as in training.
         text = f"{text.removesuffix('.')}.  "
         token_ids = vocabulary.encode(text)
@@ -73,6 +75,7 @@ def plan_chunks(
         raise RequestError(f"the text has {len(text):,} characters; the limit is {MAX_TEXT:,}", param="input")
     if not (text := text.strip()):
         raise RequestError("the text is empty", param="input")
+    _check_characters(text, "input")
     frames_per_s = reference.frames / reference.seconds
     reference_bytes = len(reference.text.encode())
     # The published rule measures the reference's text before it gets its second space.
@@ -88,6 +91,11 @@ def plan_chunks(
         frames = max(reference.frames + spoken, len(token_ids) + 1, reference.frames + 2)
         chunks.append(Chunk(part, token_ids, frames))
     return chunks
+
+
+def _check_characters(text: str, param: str) -> None:
+    if _SURROGATES.search(text):
+        raise RequestError(f"{param} has half of a surrogate pair, which is no character", param=param)
 
 
 def split_text(text: str, max_bytes: int) -> list[str]:
