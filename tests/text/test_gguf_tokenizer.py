@@ -78,6 +78,23 @@ def test_llama3_splits_digits_by_three_and_keeps_words_that_are_tokens(tmp_path:
     assert backend.model.ignore_merges
 
 
+def test_tekken_ends_words_before_capitals(tmp_path: Path) -> None:
+    """As Mistral's published tokenizer does, and llama.cpp: digits alone, slashes and line ends behind signs."""
+    folder = open_checkpoint(BUNDLED_MODEL, files="text").folder
+    backend = tokenizer_of(export_tokenizer(folder, tmp_path / "m.gguf", pre="tekken"))._backend
+    splits = {
+        "helloWorld": ["hello", "World"],
+        "HTMLPage": ["HTMLPage"],
+        "don't SHOUT": ["don", "'t", "ĠSHOUT"],
+        "x12 a//\n/b": ["x", "1", "2", "Ġa", "//Ċ/", "b"],
+        "  a\r\n\n b": ["Ġ", "Ġa", "čĊĊ", "Ġb"],
+    }
+    for text, words in splits.items():
+        assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == words
+    assert backend.normalizer is None
+    assert backend.model.ignore_merges
+
+
 def sentencepiece_vocabulary(num_words: int) -> tuple[list[str], list[int], list[float]]:
     """Return tokens, types and scores: specials, bytes, characters, words of distinct letters in random order."""
     generator = random.Random(1)
@@ -200,7 +217,7 @@ def test_named_tokenizer_replaces_that_of_a_folder(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model": "t5"}, "tokenizer.ggml.model is 't5'; supported: gpt2, llama .*--tokenizer"),
-        ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; supported: llama-bpe, .*qwen2"),
+        ({"pre": "gpt-4o"}, "tokenizer.ggml.pre is 'gpt-4o'; supported: llama-bpe, .*qwen2, tekken"),
         ({"merges": ["ab"]}, "tokenizer.ggml.merges has 'ab'; a merge is two tokens"),
         ({"merges": ["a zz"]}, "the tokenizer cannot be built: .*zz"),
         ({"tokens": ["a", "b", "a"]}, "tokenizer.ggml.tokens has 'a' twice"),

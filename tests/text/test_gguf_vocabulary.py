@@ -31,6 +31,11 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN_PATTERN = (  # of Mistral Nemo's tokenizer.json
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -90,19 +95,24 @@ def test_byte_level_vocabulary_is_that_of_its_source(tmp_path: Path, model: str,
     assert template.render(message) == expected.render(message)
 
 
-def llama3(content: dict[str, Any]) -> None:
-    content["normalizer"] = None
-    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = LLAMA3_PATTERN
-    content["model"]["ignore_merges"] = True
-    content["post_processor"] = json.loads(
-        processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]).__getstate__()
-    )
+def published(pattern: str) -> Change:
+    """Return the change of a tokenizer.json to one of the published pattern, whose BOS token every text gets."""
+    bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+
+    def change(content: dict[str, Any]) -> None:
+        content["normalizer"] = None
+        content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+        content["model"]["ignore_merges"] = True
+        content["post_processor"] = json.loads(bos.__getstate__())
+
+    return change
 
 
-def test_llama3_settings_and_bos_are_kept(tmp_path: Path) -> None:
-    source = copy_of(open_checkpoint(BUNDLED_MODEL, files="text").folder, tmp_path / "source", llama3)
+@pytest.mark.parametrize(("name", "pattern"), [("llama-bpe", LLAMA3_PATTERN), ("tekken", TEKKEN_PATTERN)])
+def test_published_settings_and_bos_are_kept(tmp_path: Path, name: str, pattern: str) -> None:
+    source = copy_of(open_checkpoint(BUNDLED_MODEL, files="text").folder, tmp_path / "source", published(pattern))
     written = write(checkpoint_of(source), tmp_path / "m.gguf", 824)
-    assert written.metadata["tokenizer.ggml.pre"] == "llama-bpe"
+    assert written.metadata["tokenizer.ggml.pre"] == name
     check_tokenizer(checkpoint_of(source), written)
     check_equal(tokenizer_of(written), Tokenizer.from_folder(source))
     assert tokenizer_of(written).encode("a", add_special_tokens=True)[0] == 0
@@ -233,15 +243,19 @@ def test_too_few_rows_and_merges_without_scores_are_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"the merges follow from no order of tokens, as GGUF needs it"):
         tokenizer_metadata(checkpoint_of(source), 600)
 
-    def first(content: dict[str, Any]) -> None:
-        content["pre_tokenizer"] = {
-            "type": "Metaspace",
-            "replacement": "▁",
-            "prepend_scheme": "first",
-            "split": False,
-        }
-        content["normalizer"] = None
 
-    source = copy_of(tmp_path / "plain", tmp_path / "first", first)
-    with pytest.raises(ConfigError, match=r'treatment of spaces is .*"first".*a space before each text, or none'):
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_spaces_that_gguf_has_no_name_for_are_refused(tmp_path: Path, scheme: str) -> None:
+    """GGUF adds a space before each text. `first` adds none after special tokens, `always` none before a space."""
+    splitter = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    change: Change = lambda content: content.update(pre_tokenizer=splitter, normalizer=None)  # noqa: E731
+    plain = save_sentencepiece(tmp_path / "plain", prefix=True)
+    source = copy_of(plain, tmp_path / "source", change)
+    texts = "<s> a", " a"
+    before, after = (
+        [Tokenizer.from_folder(folder).encode(text, add_special_tokens=False) for text in texts]
+        for folder in (plain, source)
+    )
+    assert before != after
+    with pytest.raises(ConfigError, match=rf'treatment of spaces is .*"{scheme}".*a space before each text, or none'):
         tokenizer_metadata(checkpoint_of(source), 600)

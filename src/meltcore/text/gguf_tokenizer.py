@@ -48,12 +48,20 @@ def _words(digits: str) -> str:
     )
 
 
+# Words of Mistral's Tekken, which end before a capital letter: "helloWorld" is two.
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+_TEKKEN_WORDS = (
+    f"{_BEFORE_WORD}{_CAPITALS}*{_SMALL}+|{_BEFORE_WORD}{_CAPITALS}+{_SMALL}*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LLAMA3 = PreTokenizer(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
 PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "qwen2": PreTokenizer(_words(r"\p{N}"), normalizers.NFC()),
+    "tekken": PreTokenizer(_TEKKEN_WORDS, ignore_merges=True, add_bos=True),
 }
 
 
