@@ -28,7 +28,7 @@ from meltcore.kernels.quant.ggml import (
 )
 from meltcore.kernels.quant.ggml_decode import dequantize, ggml_embedding
 from meltcore.kernels.quant.ggml_experts import ggml_expert_outputs, ggml_grouped_gemm
-from meltcore.kernels.quant.ggml_gemm import ggml_gemm
+from meltcore.kernels.quant.ggml_gemm import ggml_gemm, is_faster
 from meltcore.kernels.quant.ggml_linear import ggml_linear
 from meltcore.kernels.quant.int4 import Int4Type, pack_int4_scales, pack_int4_values, pack_int4_zeros
 
@@ -223,7 +223,7 @@ def test_gemm_multiplies_dequantized_values(
 def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
     tokens: int, ggml_type: BlockType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 tokens take the longer side of a tile, 150 the library's GEMM in slices; and the body in PyTorch."""
+    """40 tokens take the longer side of a tile (not in Q6_K), 150 the library's GEMM in slices; and the torch body."""
     monkeypatch.setattr(linear_file, "_CPU_SLICE_VALUES", 64 * 512)
     monkeypatch.setattr(linear_file, "_TILE_ROWS", 16)
     torch.manual_seed(tokens)
@@ -244,6 +244,16 @@ def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
         assert function(*given, residual=residual) is residual
         assert_near(residual, before.double() + exact(hidden, weight), dtype)
         assert_near(function(*given), exact(hidden, weight), dtype)
+
+
+@pytest.mark.parametrize(
+    ("ggml_type", "most"), [(GgmlType.Q4_0, 64), (GgmlType.Q8_0, 64), (GgmlType.Q4_K, 64), (GgmlType.Q6_K, 32)]
+)
+def test_weights_are_dequantized_from_the_second_tile_of_tokens_on(ggml_type: GgmlType, most: int) -> None:
+    weight = random_weight(2, 16, 256, ggml_type)
+    takes = [tokens for tokens in range(150) if is_faster(torch.zeros(tokens, 256, dtype=torch.bfloat16), weight)]
+    assert takes == list(range(1, most + 1))
+    assert not is_faster(torch.zeros(1, 256), weight)
 
 
 def test_columns_that_fill_no_chunk_are_padded(device: torch.device) -> None:

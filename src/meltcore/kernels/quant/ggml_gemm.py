@@ -13,19 +13,20 @@ from meltcore.kernels.capability import shared_memory_bytes, sm_count
 from meltcore.kernels.gemm.split_k import GemmConfig, reduce_splits, silu_and_mul, split_workspace, weight_row
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
-from meltcore.kernels.quant.ggml import GgmlTensor
+from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType
 from meltcore.kernels.quant.ggml_decode import block_k, decode_tile
 
-# With more, dequantizing the weight for cuBLAS takes less time than decoding it once per tile of tokens.
-MAX_TOKENS = 128
+# With more, a second tile of tokens would decode the weight again, which takes longer than dequantizing it for cuBLAS.
+# So does the first tile of Q6_K. On an H200 (docs/decisions/quantized-weights.md).
+MAX_TOKENS, _MAX_Q6_K_TOKENS = 64, 32
 _MAX_STAGES = 4
 _PREFETCH_STEPS = 4
 
 
-def supports(hidden: torch.Tensor) -> bool:
-    """Return whether the kernel supports these tokens: up to MAX_TOKENS of a 16-bit type."""
+def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
+    """Return whether the kernel takes these tokens, of a 16-bit type, and is faster than dequantizing the weight."""
     return (
-        1 <= hidden.shape[0] <= MAX_TOKENS
+        1 <= hidden.shape[0] <= (_MAX_Q6_K_TOKENS if weight.type == GgmlType.Q6_K else MAX_TOKENS)
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.is_contiguous()
     )
@@ -144,7 +145,7 @@ def select_config(tokens: int, weight: GgmlTensor, processors: int, shared_bytes
 
     Programs have 4 warps and keep at least two tiles in flight. Splits fill the SMs: two programs per SM for up to 16
     tokens, so that one loads while the other decodes. Where the skinny GEMM runs (ggml_skinny_gemm.py), more than its
-    MAX_TOKENS come here, of which 64 and 128 read at 9 to 20 % of an H200's bandwidth.
+    MAX_TOKENS come here, of which 64 read at 11 to 20 % of an H200's bandwidth.
     """
     (rows, row_bytes), width = weight.values.shape, block_k(weight)
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64

@@ -36,7 +36,7 @@ def ggml_linear(
     hidden = rms_norm(hidden, *norm) if norm else hidden
     if use_triton(hidden) and ggml_skinny_gemm.supports(hidden, weight):
         return ggml_skinny_gemm.ggml_skinny_gemm(hidden, weight, gated=gated, residual=residual, out=out)
-    if use_triton(hidden) and ggml_gemm.supports(hidden):
+    if use_triton(hidden) and ggml_gemm.is_faster(hidden, weight):
         return ggml_gemm.ggml_gemm(hidden, weight, gated=gated, residual=residual, out=out)
     if residual is not None:
         return _multiply_slices(hidden, weight, residual, add=True)
