@@ -66,7 +66,7 @@ _WORDS = {
     "gemma3": {
         "name": "meltcore/sums-gemma",
         "network": "Gemma3ForCausalLM",
-        "faults": "a wrong window, rotary embedding, norm, position or memory page",
+        "faults": "an ignored window or a wrong rotary embedding, position or memory page",
         "further": _FURTHER_GEMMA,
         "again": f"{_SCRIPT} --architecture gemma3 --minutes 7.5",
         "minutes": "7.5",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from bundled_data import Packed, PageGrowth, TrainingStream, pack
+from bundled_data import Packed, PageCurriculum, TrainingStream, pack
 from bundled_model import Trainee
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
@@ -27,12 +27,12 @@ def train(
     tokens: int,
     workers: int,
     seed: int,
-    growth: PageGrowth,
+    pages: PageCurriculum,
 ) -> None:
     """Train in place for `minutes`, in steps of about `tokens` tokens; print loss and held-out accuracy as it goes."""
     device = trainee.device
     progress = torch.zeros(1).share_memory_()
-    stream = TrainingStream(tokenizer, tokens=tokens, seed=seed, progress=progress, growth=growth)
+    stream = TrainingStream(tokenizer, tokens=tokens, seed=seed, progress=progress, pages=pages)
     batches = iter(DataLoader(stream, batch_size=None, num_workers=workers, pin_memory=device.type == "cuda"))
     checks = _held_out(tokenizer, seed)
     optimizers = _optimizers(trainee.model)
@@ -67,7 +67,8 @@ def exact(trainee: Trainee, batch: Packed) -> float:
 def _step(trainee: Trainee, batch: Packed, optimizers: list[torch.optim.Optimizer], rate: float) -> torch.Tensor:
     with torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=batch.ids.is_cuda):
         logits, further = trainee.answer_logits(batch)
-    loss = cross_entropy(logits.float(), batch.targets)
+    losses = cross_entropy(logits.float(), batch.targets, reduction="none")
+    loss = (losses * batch.weights).sum() / batch.weights.sum()
     (loss + further).backward()
     torch.nn.utils.clip_grad_norm_(trainee.model.parameters(), _CLIP)
     for optimizer in optimizers:

@@ -24,7 +24,7 @@ import tokenizers
 import torch
 import transformers
 from bundled_card import model_card
-from bundled_data import PageGrowth
+from bundled_data import GEMMA_PAGES, PageCurriculum
 from bundled_evaluate import evaluate
 from bundled_model import Trainee, model_config
 from bundled_tokenizer import train_tokenizer, write_tokenizer
@@ -69,7 +69,7 @@ def _make(folder: Path, arguments: argparse.Namespace, device: torch.device) -> 
             tokens=arguments.tokens,
             workers=arguments.workers,
             seed=arguments.seed,
-            growth=PageGrowth(first_facts=24, fraction=0.4) if arguments.architecture == "gemma3" else PageGrowth(),
+            pages=GEMMA_PAGES if arguments.architecture == "gemma3" else PageCurriculum(),
         )
     finally:
         trainee.write(config, folder)

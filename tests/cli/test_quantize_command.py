@@ -12,7 +12,7 @@ import pytest
 
 from meltcore import LLM, SamplingParams
 from meltcore.cli.main import main
-from meltcore.models.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL
+from meltcore.models.checkpoint import BUNDLED_GEMMA, BUNDLED_HYBRID, BUNDLED_MODEL
 from meltcore.problems import evaluation_set, is_correct
 
 ACCURACY = 0.95
@@ -57,6 +57,9 @@ def test_named_after_model_and_format(
         (BUNDLED_MODEL, "q4_0", 40),
         (BUNDLED_MODEL, "fp8", 40),
         (BUNDLED_HYBRID, "fp8", 40),
+        (BUNDLED_GEMMA, "q8_0", 40),
+        (BUNDLED_GEMMA, "q4_0", 40),
+        (BUNDLED_GEMMA, "fp8", 40),
     ],
 )
 def test_held_out_accuracy(tmp_path: Path, model: str, to: str, count: int) -> None:

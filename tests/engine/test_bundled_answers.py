@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from meltcore import LLM, SamplingParams
-from meltcore.models.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
-from meltcore.problems import evaluation_set, is_correct
+from meltcore.models.checkpoint import BUNDLED_GEMMA, BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
+from meltcore.problems import evaluation_set, generate, is_correct
 
 GREEDY = SamplingParams(max_tokens=256)
 ACCURACY = 0.95
-each_model = pytest.mark.parametrize("model", [BUNDLED_MODEL, BUNDLED_HYBRID])
+each_model = pytest.mark.parametrize("model", [BUNDLED_MODEL, BUNDLED_HYBRID, BUNDLED_GEMMA])
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:
@@ -46,6 +50,28 @@ def test_tokens_equal_transformers(model: str) -> None:
         with torch.no_grad():
             whole = reference.generate(prompt, max_new_tokens=256, do_sample=False)
         assert whole[0, prompt.shape[1] :].tolist() == answer.token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sliding_window": 2048},
+        {"rope_local_base_freq": 100_000},
+        {"rope_scaling": None},
+        {"sliding_window_pattern": 4},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_wrong_windows_and_rotary_embeddings_lose_the_fact(tmp_path: Path, change: dict[str, int | None]) -> None:
+    folder = shutil.copytree(open_checkpoint(BUNDLED_GEMMA, files="all").folder, tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    problems = generate("heldout", kind="long", num_problems=4, seed=5)
+    answers = LLM(str(folder), device="cpu", memory_bytes=2**28).chat(
+        [[{"role": "user", "content": problem.question}] for problem in problems], SamplingParams(max_tokens=80)
+    )
+    assert sum(is_correct(problem, answer.text) for problem, answer in zip(problems, answers, strict=True)) <= 1
 
 
 def test_reasoning_is_separate_from_the_answer() -> None:

@@ -16,8 +16,9 @@ from meltcore.problems import Problem, generate, is_correct
 
 FOLDER = Path(meltcore.__file__).parent / "bundled" / "sums"
 HYBRID = FOLDER.parent / "sums-hybrid"
+GEMMA = FOLDER.parent / "sums-gemma"
 # The least accuracy of each, by its own evaluation.
-ACCURACY = {FOLDER: 0.995, HYBRID: 0.95}
+ACCURACY = {FOLDER: 0.995, HYBRID: 0.95, GEMMA: 0.99}
 each_folder = pytest.mark.parametrize("folder", ACCURACY, ids=lambda folder: folder.name)
 _PAGE_TOKENS = 64
 

@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 BUNDLED_MODEL = "meltcore/sums"
 BUNDLED_HYBRID = "meltcore/sums-hybrid"
+BUNDLED_GEMMA = "meltcore/sums-gemma"
 _BUNDLED_FOLDERS = {
     BUNDLED_MODEL: Path(__file__).parent.parent / "bundled" / "sums",
     BUNDLED_HYBRID: Path(__file__).parent.parent / "bundled" / "sums-hybrid",
+    BUNDLED_GEMMA: Path(__file__).parent.parent / "bundled" / "sums-gemma",
 }
 # Bundled configurations of published models, so that random weights of these shapes need no download.
 PUBLISHED_CONFIG_FOLDERS = {
