@@ -11,7 +11,8 @@ from meltcore.config import DType, EngineConfig, LoadFormat
 from meltcore.engine.host.device import byte_budget, choose_device
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.indictrans2 import IndicTrans2
-from meltcore.tasks.beam_search import BeamOptions, BeamSearch
+from meltcore.tasks.beam_search import BeamSearch
+from meltcore.tasks.beam_state import BeamOptions
 from meltcore.tasks.translation import (
     load_translation_model,
     open_translation_checkpoint,
@@ -160,9 +161,10 @@ class Translator:
         budget = byte_budget(self._config, self._device, weight_bytes)
         free_bytes = int((budget - weight_bytes) * _CACHE_FRACTION)
         slot_bytes = BeamSearch.slot_bytes(model, options, longest)
-        if free_bytes < slot_bytes:
+        if free_bytes < 2 * slot_bytes:
             raise ConfigError(
                 f"a sentence of {longest} tokens takes {slot_bytes / 2**20:,.1f} MiB for {options.num_beams} beams of "
-                f"{options.max_new_tokens} tokens; {max(free_bytes, 0) / 2**20:,.1f} MiB are left beside the weights"
+                f"{options.max_new_tokens} tokens, and a spare slot as much; "
+                f"{max(free_bytes, 0) / 2**20:,.1f} MiB are left beside the weights"
             )
-        return min(free_bytes // slot_bytes, _GPU_SLOTS if self._device.type == "cuda" else _CPU_SLOTS)
+        return min(free_bytes // slot_bytes - 1, _GPU_SLOTS if self._device.type == "cuda" else _CPU_SLOTS)

@@ -9,14 +9,14 @@ import torch
 from kernel_tools import CompileCase, ModelShape
 
 from meltcore.kernels import activation, embedding, norm, step_io
-from meltcore.kernels.attention import decode, kv_cache, prefill, stream_k
+from meltcore.kernels.attention import beam, decode, kv_cache, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams, HeadNorms
 from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
 from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import CHUNK, GatedDeltaParams, GatedDeltaShape, chunk_rows
 from meltcore.kernels.quant.fp8 import FP8, FP8_CAPABILITY
-from meltcore.kernels.sampling import argmax, draw, penalties, top_k_top_p
+from meltcore.kernels.sampling import argmax, beam_top_k, draw, penalties, top_k_top_p
 
 Cases = list[CompileCase]
 VOCAB = 151936
@@ -89,6 +89,19 @@ def prefill_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     return [
         partial(prefill.prefill_attention, of.qkv, params, of.page_table, meta(tiles, 4, dtype=torch.int32))
         for params, tiles in given
+    ]
+
+
+def beam_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    """Five beams of 64 sentences, with as many positions of the source as of the target."""
+    cache = meta(2, 65, model.heads, 40, 5, model.head_dim, dtype=dtype)
+    query, slots = meta(64, 5, 3, model.heads, model.head_dim, dtype=dtype), indices(64)
+    writers = meta(65, 5, 40, dtype=torch.int8)
+    return [
+        partial(beam.beam_self_attention, query, cache, writers, slots, slots, 40),
+        partial(
+            beam.beam_cross_attention, query[:, :, 0].contiguous(), cache[..., 0, :].contiguous(), slots, slots, 40
+        ),
     ]
 
 
@@ -183,6 +196,10 @@ def argmax_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     return [partial(argmax.argmax, meta(64, VOCAB, dtype=dtype))]
 
 
+def beam_top_k_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    return [partial(beam_top_k.log_softmax_top_k, meta(64, VOCAB, dtype=dtype), 10, 2, meta(64, dtype=torch.bool))]
+
+
 def draw_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     logits, best = meta(64, VOCAB, dtype=dtype), indices(64)
     return [
@@ -204,6 +221,7 @@ def penalties_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 
 
 CASES = {
+    beam: beam_cases,
     kv_cache: store_kv_cases,
     decode: decode_cases,
     stream_k: stream_k_cases,
@@ -217,6 +235,7 @@ CASES = {
     intra_chunk: intra_chunk_cases,
     state_scan: state_scan_cases,
     argmax: argmax_cases,
+    beam_top_k: beam_top_k_cases,
     draw: draw_cases,
     top_k_top_p: top_k_top_p_cases,
     penalties: penalties_cases,

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models import indictrans2
 from meltcore.models.indictrans2 import DecodeStep, IndicTrans2
-from meltcore.tasks import beam_search
-from meltcore.tasks.beam_search import BeamOptions, BeamSearch, Translation
+from meltcore.tasks import beam_state
+from meltcore.tasks.beam_search import BeamSearch, Translation
+from meltcore.tasks.beam_state import BeamOptions, BeamState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW_TOKENS = 12
@@ -51,20 +52,19 @@ def forced_logits(model: IndicTrans2, sources: list[list[int]], prefix: list[int
     lengths = torch.tensor([len(source) for source in sources])
     token_ids = torch.tensor([source + [5] * (longest - len(source)) for source in sources])
     encoded = model.encode(token_ids, lengths)
-    cross_kv = torch.stack(model.cross_keys_values(encoded))
+    cross_kv = torch.stack(model.cross_keys_values(encoded)).contiguous()
     decoder, size = model.config.decoder, model.config.hidden_size
     self_kv = torch.zeros(decoder.num_layers, 2, rows, decoder.num_heads, len(prefix), 1, size // decoder.num_heads)
-    cross_mask = (torch.arange(longest) < lengths[:, None])[:, None, None]
     logits = []
     for position, token in enumerate(prefix):
-        mask = torch.ones(rows, 1, 1, position + 1, dtype=torch.bool)
         step = DecodeStep(
-            torch.full((rows, 1), token),
-            torch.arange(rows),
-            torch.full((rows,), position),
-            position + 1,
-            mask,
-            cross_mask,
+            token_ids=torch.full((rows, 1), token),
+            slots=torch.arange(rows),
+            positions=torch.full((rows,), position),
+            num_positions=position + 1,
+            writers=torch.zeros(rows, 1, len(prefix), dtype=torch.int8),
+            source_lengths=lengths,
+            max_source=longest,
         )
         logits.append(model.decode(step, self_kv, cross_kv)[:, 0])
     return torch.stack(logits, dim=1)
@@ -156,15 +156,15 @@ def test_some_searches_end_early_and_some_at_the_limit(pair: Pair) -> None:
 
 
 def skip_reorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    extend = BeamSearch._extend_beams
+    extend = BeamState._extend_beams
 
-    def without_reorder(self: BeamSearch, *scores: torch.Tensor) -> torch.Tensor:
+    def without_reorder(self: BeamState, *scores: torch.Tensor) -> torch.Tensor:
         writers = self._writers.clone()
         done = extend(self, *scores)
         self._writers.copy_(writers)
         return done
 
-    monkeypatch.setattr(BeamSearch, "_extend_beams", without_reorder)
+    monkeypatch.setattr(BeamState, "_extend_beams", without_reorder)
 
 
 def use_cross_kv_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,40 +183,39 @@ def add_to_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def turn_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        BeamSearch, "_length_factor", lambda self, lengths: lengths.float() ** -self.options.length_penalty
+        BeamState, "_length_factor", lambda self, lengths: lengths.float() ** -self.options.length_penalty
     )
 
 
 def attend_to_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     make = DecodeStep
     monkeypatch.setattr(
-        beam_search, "DecodeStep", lambda **fields: make(**{**fields, "cross_mask": fields["cross_mask"] | True})
+        beam_state, "DecodeStep", lambda **fields: make(**{**fields, "source_lengths": fields["source_lengths"] + 99})
     )
 
 
-def read_all_beams(monkeypatch: pytest.MonkeyPatch) -> None:
+def read_first_beam(monkeypatch: pytest.MonkeyPatch) -> None:
     make = DecodeStep
-    monkeypatch.setattr(
-        beam_search, "DecodeStep", lambda **fields: make(**{**fields, "self_mask": fields["self_mask"] | True})
-    )
+    monkeypatch.setattr(beam_state, "DecodeStep", lambda **fields: make(**{**fields, "writers": fields["writers"] * 0}))
 
 
-def leave_keys_of_moved_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = BeamSearch._free
+def keep_scores_of_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source begins with the scores that the one before left."""
+    begin = BeamState.begin
 
-    def without_keys(self: BeamSearch, slot: int) -> None:
-        kept = self._cross_kv[:, :, slot].clone()
-        free(self, slot)
-        self._cross_kv[:, :, slot] = kept
+    def without_scores(self: BeamState, slots: torch.Tensor, *inputs: torch.Tensor) -> None:
+        kept = self._scores[slots]
+        begin(self, slots, *inputs)
+        self._scores[slots] = kept
 
-    monkeypatch.setattr(BeamSearch, "_free", without_keys)
+    monkeypatch.setattr(BeamState, "begin", without_scores)
 
 
 @pytest.mark.parametrize(
     "mutate",
     [
-        skip_reorder, use_cross_kv_of_another, add_to_positions, turn_penalty, attend_to_padding, read_all_beams,
-        leave_keys_of_moved_slot,
+        skip_reorder, use_cross_kv_of_another, add_to_positions, turn_penalty, attend_to_padding, read_first_beam,
+        keep_scores_of_the_slot,
     ],
 )  # fmt: skip
 def test_mutation_changes_results(pair: Pair, monkeypatch: pytest.MonkeyPatch, mutate: Any) -> None:
@@ -227,12 +226,12 @@ def test_mutation_changes_results(pair: Pair, monkeypatch: pytest.MonkeyPatch, m
     assert mismatches(pair, sources, options, slots=5) != []
 
 
-@pytest.mark.parametrize("num_beams", [1, 5])
-def test_company_never_changes_a_result(pair: Pair, num_beams: int) -> None:
-    """Sources arrive and end at random steps, in few slots."""
+@pytest.mark.parametrize(("num_beams", "overlap"), [(1, True), (5, False), (5, True)])
+def test_company_never_changes_a_result(pair: Pair, num_beams: int, overlap: bool) -> None:
+    """Sources arrive and end at random steps, in few slots, with the padding and the step ahead of a GPU or without."""
     options = BeamOptions(num_beams=num_beams, max_new_tokens=NEW_TOKENS, early_stopping=True)
     sources, chance = random_sources(14, seed=8), random.Random(8)
-    state = BeamSearch(pair.model, options, slots=7, max_source=20)
+    state = BeamSearch(pair.model, options, slots=7, max_source=20, overlap=overlap)
     waiting, found = list(enumerate(sources)), {}
     while waiting or state.num_running:
         count = min(chance.randint(0, 3), state.num_free, len(waiting))
@@ -251,6 +250,37 @@ def test_company_never_changes_a_result(pair: Pair, num_beams: int) -> None:
     encoded = pair.model.encode(torch.tensor([[7, 8, 2, 9, 9], [4, 5, 6, 7, 2]]), torch.tensor([3, 5]))
     alone_encoded = pair.model.encode(torch.tensor([[7, 8, 2]]), torch.tensor([3]))
     torch.testing.assert_close(encoded[:1, :3], alone_encoded, rtol=0, atol=1e-5)
+
+
+def test_a_step_ahead_leaves_what_is_done(pair: Pair) -> None:
+    """A step that runs before the host has read the one before writes the rows that are done elsewhere."""
+    options = BeamOptions(num_beams=3, max_new_tokens=NEW_TOKENS, early_stopping=True)
+    sources = random_sources(10, seed=5)
+
+    def ahead() -> dict[Any, Translation]:
+        state, found = BeamSearch(pair.model, options, slots=10, max_source=20, overlap=True), []
+        state.add(range(10), sources)
+        assert state.step() == [], "the first step is read by the second"
+        while state.num_running:
+            found += state.step()
+        return {each.key: each for each in found}
+
+    expected = search(pair.model, sources, options)
+    assert {key: each.token_ids for key, each in ahead().items()} == {
+        key: each.token_ids for key, each in expected.items()
+    }
+    state = BeamState(pair.model, BeamOptions(num_beams=3, max_new_tokens=2), slots=1, max_source=20)
+    slots, source = torch.tensor([0]), torch.tensor([sources[0]])
+    with torch.inference_mode():
+        state.begin(slots, source, torch.tensor([source.shape[1]]))
+        assert [state.step(slots, 2, 20).item() for _ in range(2)] == [False, True]
+        tables = state._tokens, state._scores, state._finished_tokens, state._finished_scores
+        kept = [table[0].clone() for table in tables]
+        assert state.step(slots, 2, 20).item(), "still done"
+        assert all(torch.equal(table[0], each) for table, each in zip(tables, kept, strict=True))
+        state._is_done.fill_(False)
+        state.step(slots, 2, 20)
+        assert not torch.equal(state._scores[0], kept[1]), "a row that is not done changes"
 
 
 def test_cancelled_source_has_no_translation(pair: Pair) -> None:

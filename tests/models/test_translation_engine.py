@@ -110,9 +110,9 @@ def test_setting_of_text_generation_is_refused_by_name(folder: Path, setting: st
 
 
 def test_memory_plan_counts_weights_slots_and_reserve() -> None:
-    assert plan_slots(1000, 100, 4000, limit=64) == 24
+    assert plan_slots(1000, 100, 4000, limit=64) == 23
     assert plan_slots(1000, 100, 40_000, limit=64) == 64
-    with pytest.raises(ConfigError, match="must hold the weights and a slot"):
+    with pytest.raises(ConfigError, match="must hold the weights, a slot for one sentence and a spare one"):
         plan_slots(2**20, 2**20, 2**20, limit=64)
 
 

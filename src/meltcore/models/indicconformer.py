@@ -80,8 +80,13 @@ class PredictionNetwork(nn.Module):
 
         tokens: [clips] int64; state: two tensors, [layers, clips, prediction_size].
         """
-        output, state = self.lstm(self.embed(tokens)[None], state)
-        return output[0], state
+        output, hidden, cell = self.embed(tokens), [], []
+        # Cell by cell: of a single position cuDNN makes no faster launches, and these can be captured as a graph.
+        for layer, weights in enumerate(self.lstm.all_weights):
+            output, new_cell = torch.lstm_cell(output, [state[0][layer], state[1][layer]], *weights)
+            hidden.append(output)
+            cell.append(new_cell)
+        return output, (torch.stack(hidden), torch.stack(cell))
 
 
 class Joint(nn.Module):
@@ -133,7 +138,6 @@ class IndicConformer(nn.Module):
         """Build computed tensors for clips of up to `max_frames` encoder frames. The weights do not change after it."""
         self.log_mel = LogMel(self.config.features, self.device)
         self.encoder.prepare(max_frames)
-        self.prediction.lstm.flatten_parameters()
         self.requires_grad_(False).eval()
 
     def encoded_frames(self, samples: int) -> int:

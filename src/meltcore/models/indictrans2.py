@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from meltcore.kernels.attention.beam import beam_cross_attention, beam_self_attention
 from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.config_fields import Fields
 
@@ -126,11 +127,12 @@ class CrossAttention(nn.Module):
         split: torch.Tensor = keys_values.unflatten(-1, (2, self.num_heads, -1))  # torch has no types for it
         return split.permute(2, 0, 3, 1, 4)
 
-    def forward(self, hidden: torch.Tensor, keys_values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return [rows, beams, size]. keys_values: of the rows' sources; mask: [rows, 1, 1, positions] bool."""
-        queries = self.q_proj(self.norm(hidden)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        attended = functional.scaled_dot_product_attention(queries, keys_values[0], keys_values[1], mask)
-        projected: torch.Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
+    def forward(self, hidden: torch.Tensor, cross_kv: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+        """Return [rows, beams, size]. cross_kv: [2, slots, heads, source positions, head_dim]."""
+        queries = self.q_proj(self.norm(hidden)).unflatten(-1, (self.num_heads, -1))
+        projected: torch.Tensor = self.out_proj(
+            beam_cross_attention(queries, cross_kv, step.slots, step.source_lengths, step.max_source)
+        )
         return projected
 
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
@@ -223,15 +225,18 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """Return the new hidden states [rows, beams, size], and write the new keys and values into `self_kv`.
 
-        self_kv: [2, rows, heads, positions, beams, head_dim]; cross_kv: [2, rows, heads, source positions, head_dim].
+        self_kv: [2, slots, heads, positions, beams, head_dim]; cross_kv: [2, slots, heads, source positions, head_dim].
         """
-        queries, keys, values = self.self_attn.project(hidden)
-        self_kv[0][step.rows, :, step.positions] = keys
-        self_kv[1][step.rows, :, step.positions] = values
-        all_keys, all_values = self_kv[:, :, :, : step.num_positions].flatten(3, 4)
-        attended = functional.scaled_dot_product_attention(queries, all_keys, all_values, step.self_mask)
-        hidden = hidden + self.self_attn.output(attended)
-        hidden = hidden + self.cross_attn(hidden, cross_kv, step.cross_mask)
+        attended = beam_self_attention(
+            self.self_attn.qkv_proj(self.self_attn.norm(hidden)).unflatten(-1, (3, self.self_attn.num_heads, -1)),
+            self_kv,
+            step.writers,
+            step.slots,
+            step.positions,
+            step.num_positions,
+        )
+        hidden = hidden + self.self_attn.out_proj(attended)
+        hidden = hidden + self.cross_attn(hidden, cross_kv, step)
         return hidden.add(self.mlp(hidden))
 
 
@@ -239,17 +244,18 @@ class DecoderLayer(nn.Module):
 class DecodeStep:
     """What all layers of the decoder are given in one step.
 
-    token_ids: [rows, beams] int64; rows: arange; positions: [rows] int64, of the new tokens; num_positions: those that
-    attention reads. self_mask: [rows, 1, beams, num_positions * beams] bool, for each beam the entries of its own
-    prefix, which other beams may have written; cross_mask: [rows, 1, 1, source positions] bool.
+    token_ids: [rows, beams] int64; slots, positions: [rows] int64, where each row's keys and values are, and the place
+    of its new tokens; writers: [slots, beams, positions] int8, the beam that wrote each position of a beam's prefix;
+    source_lengths: [rows] int64; num_positions, max_source: upper bounds of positions + 1 and of source_lengths.
     """
 
     token_ids: torch.Tensor
-    rows: torch.Tensor
+    slots: torch.Tensor
     positions: torch.Tensor
     num_positions: int
-    self_mask: torch.Tensor
-    cross_mask: torch.Tensor
+    writers: torch.Tensor
+    source_lengths: torch.Tensor
+    max_source: int
 
 
 class IndicTrans2(nn.Module):

@@ -1,54 +1,33 @@
 """Beam search and greedy decoding of an encoder-decoder, for many sources that begin and end at different steps.
 
-Scores, stopping and length penalty are those of `generate` in transformers. Each source has a slot with its state:
-beams do not copy their prefixes when they are reordered, since a table names for each beam and position the beam that
-wrote the keys and values there. The beams of a source share its cross-attention keys and values.
+Each source has a slot of the tables on the device (`beam_state.py`). On a GPU a step is the replay of one CUDA graph
+for the number of running sources, padded, and it is launched before the host reads which sources the step before ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from meltcore.errors import ConfigError, RequestError
-from meltcore.models.indictrans2 import EOS_ID, DecodeStep, IndicTrans2
+from meltcore.kernels.graph_capture import GraphCapturer
+from meltcore.kernels.launch import use_triton
+from meltcore.models.indictrans2 import EOS_ID, IndicTrans2
+from meltcore.tasks.beam_state import BeamOptions, BeamState
 
-MAX_BEAMS = 8
 # Tokens, with padding, that are encoded together at most: they bound the encoder's activations.
 _ENCODER_TOKENS = {"cuda": 16_384, "cpu": 2048}
-_IMPOSSIBLE = -1e9  # the score of a beam that does not exist
-
-
-@dataclass(frozen=True)
-class BeamOptions:
-    """Holds the settings of a search, as transformers names them. One beam is greedy decoding.
-
-    length_penalty: a finished score is divided by the length to this power, so that more prefers longer ones.
-    early_stopping: True ends with as many finished beams as `num_beams`; False when no running beam can become better
-    at its length; "never" when none can at the best length.
-    """
-
-    num_beams: int = 5
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_beams <= MAX_BEAMS:
-            raise ConfigError(f"num_beams must be from 1 to {MAX_BEAMS}; got {self.num_beams}")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens or self.max_new_tokens < 1:
-            raise ConfigError(
-                "min_new_tokens and max_new_tokens must be 0 <= min <= max and max >= 1; "
-                f"got {self.min_new_tokens} and {self.max_new_tokens}"
-            )
-        if not -100 <= self.length_penalty <= 100:
-            raise ConfigError(f"length_penalty must be from -100 to 100; got {self.length_penalty}")
-        if self.early_stopping not in (True, False, "never"):
-            raise ConfigError(f'early_stopping must be True, False or "never"; got {self.early_stopping!r}')
+# Steps whose inputs and flags are in host memory: one runs while those of the one before are read.
+_STEPS_IN_FLIGHT = 2
 
 
 class Translation(NamedTuple):
@@ -59,11 +38,42 @@ class Translation(NamedTuple):
     score: float
 
 
+@dataclass(eq=False)
+class _Sentence:
+    """A source that runs. is_running: False once it has been taken or cancelled."""
+
+    key: Hashable
+    slot: int
+    source_size: int
+    begun_step: int
+    is_running: bool = True
+
+
+class _Step(NamedTuple):
+    """A step that was launched. ended: host memory, [sentences] bool, valid once the event has passed."""
+
+    sentences: list[_Sentence]
+    ended: torch.Tensor
+    event: torch.cuda.Event | None
+
+
 class BeamSearch:
     """Decodes sources in slots. `add` fills free slots, `step` computes one token per beam of all filled ones."""
 
-    def __init__(self, model: IndicTrans2, options: BeamOptions, *, slots: int, max_source: int) -> None:
+    def __init__(
+        self,
+        model: IndicTrans2,
+        options: BeamOptions,
+        *,
+        slots: int,
+        max_source: int,
+        overlap: bool | None = None,
+        graphs: bool | None = None,
+    ) -> None:
         """Allocate the state of `slots` sources of at most `max_source` tokens.
+
+        overlap: read the results of a step while the next one runs; graphs: replay CUDA graphs, each captured at its
+        first use or by `capture`. Both default to whether the device is a GPU.
 
         Raises ConfigError for more tokens than the model has positions.
         """
@@ -76,46 +86,54 @@ class BeamSearch:
                 raise ConfigError(f"{limit} tokens are more than the model's {name}, {most}")
         self.model, self.options = model, options
         self.max_source, self.num_slots = max_source, slots
-        self._keys: list[Hashable] = []  # of the filled slots, which are the first ones
-        # Per filled slot, known without asking the device: tokens of the source, and of the target so far
-        self._source_sizes: list[int] = []
-        self._target_sizes: list[int] = []
-        beams, length, device = options.num_beams, options.max_new_tokens, model.device
-        head_dim = config.hidden_size // config.decoder.num_heads
-        shape = (config.decoder.num_layers, 2, slots, config.decoder.num_heads)
-        self._self_kv = torch.zeros(*shape, length, beams, head_dim, dtype=model.dtype, device=device)
-        self._cross_kv = torch.zeros(*shape, max_source, head_dim, dtype=model.dtype, device=device)
-
-        def table(*sizes: int, fill: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.full((slots, *sizes), fill, dtype=dtype, device=device)
-
-        self._source_lengths = table(fill=1)
-        self._positions = table(fill=0)  # of the next tokens
-        self._writers = table(beams, length, fill=-1)  # the beam that wrote a position of a beam's prefix
-        self._tokens = table(beams, length, fill=0)
-        self._scores = table(beams, fill=_IMPOSSIBLE, dtype=torch.float32)
-        self._finished_tokens = table(beams, length, fill=0)
-        self._finished_lengths = table(beams, fill=0)
-        self._finished_scores = table(beams, fill=_IMPOSSIBLE, dtype=torch.float32)
-        self._is_finished = table(beams, fill=False, dtype=torch.bool)
+        self.state = BeamState(model, options, slots=slots, max_source=max_source)
+        self._is_gpu = model.device.type == "cuda"
+        self._overlaps = self._is_gpu if overlap is None else overlap
+        has_graphs = self._is_gpu and use_triton(self.state.self_kv) if graphs is None else graphs
+        self._capturer = GraphCapturer() if has_graphs else None
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._sizes = graph_rows(slots)
+        self._free_slots = list(range(slots))
+        self._running: dict[int, _Sentence] = {}  # by slot, in the order in which they began
+        # The rows of the next step, None until they are needed; and those that the device has
+        self._rows: list[_Sentence] | None = None
+        self._sent_rows: list[_Sentence] | None = None
+        self._limits: deque[int] = deque()  # steps before which sentences have reached their last token
+        self._num_steps = 0
+        self._launched: _Step | None = None
+        # What the host sends and reads
+        self._slots = torch.full((self._sizes[-1],), self.state.spare, device=model.device)
+        self._staged = self._host(_STEPS_IN_FLIGHT, self._sizes[-1], dtype=torch.int64)
+        self._ended = self._host(_STEPS_IN_FLIGHT, self._sizes[-1], dtype=torch.bool)
+        make_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
+        self._reading = make_stream() if self._is_gpu else None
 
     @staticmethod
     def slot_bytes(model: IndicTrans2, options: BeamOptions, max_source: int) -> int:
-        """Return the bytes of one slot: keys and values, and the logits of a step."""
-        config = model.config
-        positions = max_source + options.num_beams * options.max_new_tokens
-        kv_bytes = 2 * config.decoder.num_layers * config.hidden_size * model.dtype.itemsize * positions
-        return kv_bytes + options.num_beams * config.decoder.vocab_size * (model.dtype.itemsize + 4)
+        """Return the bytes of one slot: keys and values, and the logits of a step. One slot more is allocated."""
+        return BeamState.slot_bytes(model, options, max_source)
 
     @property
     def num_running(self) -> int:
         """The number of filled slots."""
-        return len(self._keys)
+        return len(self._running)
 
     @property
     def num_free(self) -> int:
         """The number of sources that `add` takes now."""
-        return self.num_slots - len(self._keys)
+        return len(self._free_slots)
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[str, float], None] = lambda _stage, _part: None) -> None:
+        """Capture the graphs of all sizes, the largest first, so that the smaller ones fit into its memory.
+
+        Nothing may run. Without graphs it does nothing.
+        """
+        assert not self._running
+        if self._capturer is not None:
+            for index, size in enumerate(reversed(self._sizes)):
+                self._graph(size)
+                progress("capturing graphs", (index + 1) / len(self._sizes))
 
     @torch.inference_mode()
     def add(self, keys: Sequence[Hashable], sources: Sequence[Sequence[int]]) -> None:
@@ -127,192 +145,147 @@ class BeamSearch:
         for source in sources:
             if not 1 <= len(source) <= self.max_source:
                 raise RequestError(f"a sentence has {len(source)} tokens; the limit is {self.max_source}")
+        sentences = []
         # Short ones first: sources that are encoded together have about one length.
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
         max_tokens = _ENCODER_TOKENS[self.model.device.type]
         while order:
             count = max(1, min(len(order), max_tokens // len(sources[order[-1]])))
             part, order = order[-count:], order[:-count]
-            self._encode([keys[i] for i in part], [sources[i] for i in part])
+            slots = [self._free_slots.pop() for _ in part]
+            self._encode(slots, [sources[i] for i in part])
+            sentences += [
+                _Sentence(keys[i], slot, len(sources[i]), self._num_steps) for i, slot in zip(part, slots, strict=True)
+            ]
+        self._running |= {sentence.slot: sentence for sentence in sentences}
+        self._limits.append(self._num_steps + self.options.max_new_tokens)
+        self._rows = None
 
-    def _encode(self, keys: list[Hashable], sources: list[Sequence[int]]) -> None:
-        lengths = torch.tensor([len(source) for source in sources])
-        token_ids = torch.zeros(len(sources), int(lengths.max()), dtype=torch.int64)
-        for row, source in zip(token_ids, sources, strict=True):
-            row[: len(source)] = torch.tensor(source)
-        device = self.model.device
-        lengths = lengths.to(device)
-        encoded = self.model.encode(token_ids.to(device), lengths)
-        new = slice(len(self._keys), len(self._keys) + len(keys))
-        for cache, keys_values in zip(self._cross_kv, self.model.cross_keys_values(encoded), strict=True):
-            cache[:, new, :, : encoded.shape[1]] = keys_values
-        self._source_lengths[new] = lengths
-        self._positions[new] = 0
-        self._writers[new] = -1
-        self._scores[new] = _IMPOSSIBLE  # so that the first tokens are all of one beam
-        self._scores[new, 0] = 0.0
-        self._finished_scores[new] = _IMPOSSIBLE
-        self._is_finished[new] = False
-        self._keys += keys
-        self._source_sizes += map(len, sources)
-        self._target_sizes += [0] * len(keys)
+    def _encode(self, slots: list[int], sources: list[Sequence[int]]) -> None:
+        longest = max(map(len, sources))
+        # In one array, which one copy brings to the device: the tokens, then slot and length of each
+        inputs = self._host(len(sources), longest + 2, dtype=torch.int64)
+        for row, slot, source in zip(inputs.numpy(), slots, sources, strict=True):
+            row[: len(source)] = source
+            row[longest:] = slot, len(source)
+        inputs = inputs.to(self.model.device, non_blocking=True)
+        self.state.begin(inputs[:, longest], inputs[:, :longest], inputs[:, longest + 1])
 
     def cancel(self, keys: Iterable[Hashable]) -> None:
         """End sources without a translation. Unknown keys are ignored."""
         unwanted = set(keys)
-        for slot in reversed([i for i, key in enumerate(self._keys) if key in unwanted]):
-            self._free(slot)
+        for sentence in [sentence for sentence in self._running.values() if sentence.key in unwanted]:
+            self._free(sentence)
 
     @torch.inference_mode()
     def step(self) -> list[Translation]:
-        """Compute the next token of every beam. Returns the translations that are complete, whose slots are free."""
-        if not self._keys:
-            return []
-        num_rows = len(self._keys)
-        logits = self._next_logits(num_rows).float()
-        totals = logits.logsumexp(dim=-1)
-        generated = self._positions[:num_rows] + 1
-        if self.options.min_new_tokens:  # the probabilities of the other tokens stay, as in transformers
-            logits[..., EOS_ID].masked_fill_((generated <= self.options.min_new_tokens)[:, None], -torch.inf)
-        extend = self._extend_greedy if self.options.num_beams == 1 else self._extend_beams
-        is_done = extend(logits, totals) | (generated >= self.options.max_new_tokens)
-        self._positions[:num_rows] = generated
-        self._target_sizes = [size + 1 for size in self._target_sizes]
-        return self._take(is_done.nonzero().flatten().tolist())
+        """Compute the next token of every beam. Returns the translations that are complete, whose slots are free.
 
-    def _next_logits(self, num_rows: int) -> torch.Tensor:
-        """Return the logits of the next tokens: [rows, beams, vocab]."""
-        beams = torch.arange(self.options.num_beams, device=self.model.device)
-        rows = torch.arange(num_rows, device=self.model.device)
-        positions = self._positions[:num_rows]
-        self._writers[rows, :, positions] = beams
-        num_positions, max_source = max(self._target_sizes) + 1, max(self._source_sizes)
-        last = self._tokens[rows, :, (positions - 1).clamp(min=0)]
-        writers = self._writers[:num_rows, :, :num_positions]
-        source_positions = torch.arange(max_source, device=self.model.device)
-        step = DecodeStep(
-            token_ids=torch.where(positions[:, None] == 0, EOS_ID, last),
-            rows=rows,
-            positions=positions,
-            num_positions=num_positions,
-            self_mask=(writers[..., None] == beams).flatten(2)[:, None],
-            cross_mask=(source_positions < self._source_lengths[:num_rows, None])[:, None, None],
+        With overlap these are the translations that the step before completed.
+        """
+        if not self._running:
+            return []
+        launched = self._launch()
+        if not self._overlaps:
+            return self._take(launched)
+        before, self._launched = self._launched, launched
+        return self._take(before)
+
+    def _launch(self) -> _Step | None:
+        """Launch a step of all sentences that are not known to be complete. Returns None where there is none."""
+        while self._limits and self._limits[0] <= self._num_steps:
+            self._limits.popleft()
+            self._rows = None
+        if self._rows is None:
+            least = self._num_steps - self.options.max_new_tokens
+            self._rows = [sentence for sentence in self._running.values() if sentence.begun_step > least]
+        rows = self._rows
+        if not rows:
+            return None
+        buffer = self._num_steps % _STEPS_IN_FLIGHT
+        size = self._sizes[bisect_left(self._sizes, len(rows))] if self._overlaps else len(rows)
+        if rows is not self._sent_rows:
+            self._send(self._staged[buffer], rows)
+        ended = self._compute(size, rows)
+        host_ended, event = self._ended[buffer, : len(rows)], None
+        host_ended.copy_(ended[: len(rows)], non_blocking=True)
+        if self._is_gpu:
+            make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+            event = make_event()
+            event.record()
+        self._num_steps += 1
+        return _Step(rows, host_ended, event)
+
+    def _send(self, staged: torch.Tensor, rows: list[_Sentence]) -> None:
+        """Send the slots of a step's rows to the device; the rest is padding."""
+        slots = staged.numpy()
+        slots[: len(rows)] = [sentence.slot for sentence in rows]
+        slots[len(rows) :] = self.state.spare
+        self._slots.copy_(staged, non_blocking=True)
+        self._sent_rows = rows
+
+    def _compute(self, size: int, rows: list[_Sentence]) -> torch.Tensor:
+        """Compute a step of `size` rows, of which the first are `rows`. Returns which are done, [size] bool."""
+        if self._capturer is not None:
+            graph, ended = self._graph(size)
+            graph.replay()
+            return ended
+        num_positions = self._num_steps + 1 - next(iter(self._running.values())).begun_step
+        return self.state.step(
+            self._slots[:size],
+            min(num_positions, self.options.max_new_tokens),
+            max(sentence.source_size for sentence in rows),
         )
-        return self.model.decode(step, self._self_kv[:, :, :num_rows], self._cross_kv[:, :, :num_rows, :, :max_source])
 
-    def _extend_greedy(self, logits: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-        """Append the most probable tokens of single beams. Returns which rows end: [rows] bool.
+    def _graph(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Return the graph of a size, captured at its first use, and its output."""
+        if size not in self._graphs:
+            assert self._capturer is not None
+            step = partial(self.state.step, self._slots[:size], self.options.max_new_tokens, self.max_source)
+            sent = self._slots.clone()
+            self._slots.fill_(self.state.spare)
+            step()  # compiles, on the spare slot
+            self._slots.copy_(sent)
+            torch.cuda.synchronize()
+            self._graphs[size] = self._capturer.capture(step)
+        return self._graphs[size]
 
-        logits: [rows, 1, vocab] float32; totals: their logsumexp [rows, 1].
-        """
-        num_rows = len(logits)
-        best, tokens = logits[:, 0].max(dim=-1)
-        log_probs = best - totals[:, 0]
-        rows, positions = torch.arange(num_rows, device=logits.device), self._positions[:num_rows]
-        self._tokens[rows, 0, positions] = tokens
-        self._scores[:num_rows, 0] += log_probs
-        lengths = positions + 1
-        self._finished_tokens[:num_rows] = self._tokens[:num_rows]
-        self._finished_lengths[:num_rows, 0] = lengths
-        self._finished_scores[:num_rows, 0] = self._scores[:num_rows, 0] / self._length_factor(lengths)
-        return tokens == EOS_ID
-
-    def _extend_beams(self, logits: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-        """Choose the best extensions of all beams, and finish those that end. Returns which rows end: [rows] bool.
-
-        logits: [rows, beams, vocab] float32; totals: their logsumexp [rows, beams].
-        """
-        num_rows, beams, _ = logits.shape
-        positions = self._positions[:num_rows]
-        lengths = positions + 1
-        # Twice as many candidates as beams: at most half of them end, so that as many as there are beams can run on.
-        count = 2 * beams
-        top, top_tokens = logits.topk(count, dim=-1)
-        top = top - totals[..., None] + self._scores[:num_rows, :, None]
-        scores, chosen = top.flatten(1).topk(count)
-        parents = chosen // count
-        tokens = top_tokens.flatten(1).gather(1, chosen)
-        sequences = _take_beams(self._tokens[:num_rows], parents)
-        sequences.scatter_(2, positions[:, None, None].expand(-1, count, 1), tokens[..., None])
-        ends = (tokens == EOS_ID) | (lengths >= self.options.max_new_tokens)[:, None]
-
-        running_scores = scores + ends * _IMPOSSIBLE
-        keep = running_scores.topk(beams).indices
-        self._finish(scores, sequences, ends)
-        self._scores[:num_rows] = running_scores.gather(1, keep)
-        self._tokens[:num_rows] = _take_beams(sequences, keep)
-        self._writers[:num_rows] = _take_beams(self._writers[:num_rows], parents.gather(1, keep))
-        return self._cannot_improve(lengths)
-
-    def _finish(self, scores: torch.Tensor, sequences: torch.Tensor, ends: torch.Tensor) -> None:
-        """Keep the best finished sequences of each row: of those it has and of the first candidates that end."""
-        num_rows, beams = len(scores), self.options.num_beams
-        lengths = self._positions[:num_rows] + 1
-        is_first = torch.arange(scores.shape[1], device=scores.device) < beams
-        is_new = ends & is_first
-        new_scores = scores / self._length_factor(lengths)[:, None] + ~is_new * _IMPOSSIBLE
-        merged = torch.cat([self._finished_scores[:num_rows], new_scores], dim=1)
-        best, index = merged.topk(beams)
-        new_lengths = lengths[:, None].expand(-1, scores.shape[1])
-        self._finished_scores[:num_rows] = best
-        for state, new in (
-            (self._is_finished, is_new),
-            (self._finished_lengths, new_lengths),
-            (self._finished_tokens, sequences),
-        ):
-            state[:num_rows] = _take_beams(torch.cat([state[:num_rows], new], dim=1), index)
-
-    def _cannot_improve(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return which rows are done: no running beam is expected to become better than a finished one, [rows] bool."""
-        num_rows = len(lengths)
-        early_stopping, penalty = self.options.early_stopping, self.options.length_penalty
-        if early_stopping == "never" and penalty > 0:
-            lengths = torch.full_like(lengths, self.options.max_new_tokens)
-        best_running = self._scores[:num_rows, 0] / self._length_factor(lengths)
-        all_finished = self._is_finished[:num_rows].all(dim=1)
-        is_done = all_finished & (best_running <= self._finished_scores[:num_rows].amin(dim=1))
-        return is_done | all_finished if early_stopping is True else is_done
-
-    def _length_factor(self, lengths: torch.Tensor) -> torch.Tensor:
-        return lengths.float() ** self.options.length_penalty
-
-    def _take(self, slots: list[int]) -> list[Translation]:
-        """Return the best translations of slots in increasing order, and free them."""
-        if not slots:
+    def _take(self, step: _Step | None) -> list[Translation]:
+        """Return the translations that a step completed, and free their slots."""
+        if step is None:
             return []
-        index = torch.tensor(slots, device=self.model.device)
-        lengths = self._finished_lengths[index, 0].tolist()
-        sequences = self._finished_tokens[index, 0].tolist()
-        scores = self._finished_scores[index, 0].tolist()
+        if step.event is not None:
+            step.event.synchronize()
+        rows = np.flatnonzero(step.ended.numpy()).tolist()
+        sentences = [sentence for row in rows if (sentence := step.sentences[row]).is_running]
+        if not sentences:
+            return []
+        # On a stream of its own, so that it does not wait for the step that runs: that leaves these slots as they are.
+        with torch.cuda.stream(self._reading) if self._reading is not None else nullcontext():
+            slots = self._host(len(sentences), dtype=torch.int64)
+            slots.numpy()[:] = [sentence.slot for sentence in sentences]
+            tokens, scores = self.state.read(slots.to(self.model.device, non_blocking=True))
         translations = []
-        for slot, length, sequence, score in zip(slots, lengths, sequences, scores, strict=True):
-            token_ids = sequence[:length]
-            if token_ids[-1] == EOS_ID:
-                token_ids.pop()
-            translations.append(Translation(self._keys[slot], token_ids, score))
-        for slot in reversed(slots):
-            self._free(slot)
+        for sentence, token_ids, score in zip(sentences, tokens, scores, strict=True):
+            self._free(sentence)
+            translations.append(
+                Translation(sentence.key, token_ids[:-1] if token_ids[-1] == EOS_ID else token_ids, score)
+            )
         return translations
 
-    def _free(self, slot: int) -> None:
-        """Free a slot: the last filled one moves there, so that filled slots remain the first ones."""
-        last = len(self._keys) - 1
-        if slot != last:
-            self._self_kv[:, :, slot] = self._self_kv[:, :, last]
-            self._cross_kv[:, :, slot] = self._cross_kv[:, :, last]
-            for state in (
-                self._source_lengths, self._positions, self._writers, self._tokens, self._scores, self._finished_tokens,
-                self._finished_lengths, self._finished_scores, self._is_finished,
-            ):  # fmt: skip
-                state[slot] = state[last]
-        self._keys[slot] = self._keys[last]
-        self._keys.pop()
-        for sizes in (self._source_sizes, self._target_sizes):
-            sizes[slot] = sizes[last]
-            sizes.pop()
+    def _free(self, sentence: _Sentence) -> None:
+        sentence.is_running = False
+        del self._running[sentence.slot]
+        self._free_slots.append(sentence.slot)
+        self._rows = None
+
+    def _host(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros in host memory, from which a GPU copies without a wait."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=self._is_gpu)
 
 
-def _take_beams(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return values [rows, beams, ...] of the beams `index` [rows, new beams]."""
-    expanded = index.view(*index.shape, *[1] * (values.dim() - 2)).expand(*index.shape, *values.shape[2:])
-    return values.gather(1, expanded)
+def graph_rows(slots: int) -> list[int]:
+    """Return the numbers of sentences that steps are padded to, ascending up to `slots`: four in each factor of two."""
+    sizes = {1, 2, *(math.ceil(2 ** (exponent / 4)) for exponent in range(8, 4 * slots.bit_length()))}
+    rounded = {size if size <= 8 else -(-size // 8) * 8 for size in sizes}
+    return [*sorted(size for size in rounded if size < slots), slots]

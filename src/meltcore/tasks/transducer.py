@@ -3,7 +3,7 @@
 The decoder state of a clip changes only with a token. So one iteration computes, for every clip, the logits of several
 frames with the same prediction, takes the first frame whose best token is not the blank, and then advances the
 prediction network once for all clips (after Xu et al., "Label-Looping", 2024; the window of frames is ours). Clips in
-different places of their audio share every operation.
+different places of their audio share every operation. On a GPU several iterations are one CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from meltcore.kernels.graph_capture import GraphCache, GraphCapturer
 from meltcore.models.indicconformer import IndicConformer
 from meltcore.tasks.ctc import Emissions
 
@@ -19,6 +20,8 @@ from meltcore.tasks.ctc import Emissions
 WINDOW_FRAMES = 4
 # Iterations between two looks at the device for whether all clips have ended.
 _GPU_ITERATIONS = 8
+# Graphs that are kept, one per number of clips and frames.
+_MAX_GRAPHS = 16
 
 
 class _State(NamedTuple):
@@ -37,63 +40,134 @@ class _State(NamedTuple):
         )
 
 
+class _Loop:
+    """The tables of one batch, which iterations change in place. `load` begins a batch of the same shape."""
+
+    def __init__(self, model: IndicConformer, clips: int, size: int) -> None:
+        """Allocate the tables of `clips` clips of `size` encoder frames."""
+        self.model, self.size = model, size
+        config, device = model.config, model.device
+        self._window = min(WINDOW_FRAMES, size)
+        self._offsets = torch.arange(self._window, device=device)
+        self._rows = torch.arange(clips, device=device)
+        self._projected = torch.empty(clips, size, config.joint_size, dtype=model.dtype, device=device)
+        zeros = self._projected.new_zeros(config.prediction_layers, clips, config.prediction_size)
+        self._state = _State(zeros.new_zeros(clips, config.joint_size), zeros, zeros.clone())
+
+        def table(*columns: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(clips, *columns, dtype=dtype, device=device)
+
+        self._frames, self._languages, self.count = table(), table(), table()
+        self._frame, self._symbols = table(), table()  # the frame of each clip, and the tokens that it has there
+        # One column more: iterations of a clip that emit nothing write there.
+        self._max_tokens = size * config.max_symbols
+        self.tokens = table(self._max_tokens + 1, dtype=torch.int32)
+        self.places = table(self._max_tokens + 1, dtype=torch.int32)
+        self.is_running = torch.zeros((), dtype=torch.bool, device=device)
+
+    def load(self, encoded: torch.Tensor, frames: torch.Tensor, languages: torch.Tensor, start: int) -> None:
+        """Begin a batch. start: the prediction network's first input."""
+        model = self.model
+        self._projected.copy_(model.joint.enc(encoded))
+        self._frames.copy_(frames)
+        self._languages.copy_(languages)
+        for zeroed in (self._frame, self._symbols, self.count, *self._state):
+            zeroed.zero_()
+        self._start = start
+        self._keep(_advance(model, torch.full_like(frames, start), self._state))
+        self.is_running.fill_(True)
+
+    def iterate(self, iterations: int) -> None:
+        """Run iterations of all clips, and say in `is_running` whether a clip has frames left."""
+        heads = self.model.joint.heads(self._languages)
+        for _ in range(iterations):
+            self._iterate(heads)
+        self.is_running.copy_((self._frame < self._frames).any())
+
+    def _iterate(self, heads: tuple[torch.Tensor, torch.Tensor]) -> None:
+        config = self.model.config
+        window_frames = self._frame[:, None] + self._offsets
+        read = self._projected[self._rows[:, None], window_frames.clamp(max=self.size - 1)]
+        best = self.model.joint(read, self._state.predicted, heads).argmax(-1)
+        is_token = (best != config.blank) & (window_frames < self._frames[:, None])
+        emits, first = is_token.any(1), is_token.int().argmax(1)
+        token = best.gather(1, first[:, None])[:, 0]
+        # A frame that is left by blanks begins its successor's count; so does one with the most tokens.
+        frame = self._frame + torch.where(emits, first, self._window)
+        symbols = torch.where(emits, torch.where(first > 0, 1, self._symbols + 1), 0)
+        column = torch.where(emits, self.count, self._max_tokens)[:, None]
+        self.tokens.scatter_(1, column, token[:, None].int())
+        self.places.scatter_(1, column, frame[:, None].int())
+        self.count += emits
+        new = _advance(self.model, torch.where(emits, token, self._start), self._state)
+        self._keep(self._state.updated(new, emits))
+        is_full = symbols >= config.max_symbols
+        # Not far beyond the end, where iterations of longer clips would lead.
+        self._frame.copy_((frame + is_full).clamp(max=self.size))
+        self._symbols.copy_(symbols.masked_fill(is_full, 0))
+
+    def _keep(self, state: _State) -> None:
+        for kept, new in zip(self._state, state, strict=True):
+            kept.copy_(new)
+
+
+class TransducerGraphs:
+    """Loops whose iterations are CUDA graphs, by the shape of the batch."""
+
+    def __init__(self, model: IndicConformer) -> None:
+        self._model = model
+        self._cache: GraphCache[tuple[_Loop, torch.cuda.CUDAGraph]] = GraphCache(_MAX_GRAPHS)
+
+    def get(
+        self, encoded: torch.Tensor, frames: torch.Tensor, languages: torch.Tensor, start: int
+    ) -> tuple[_Loop, torch.cuda.CUDAGraph]:
+        """Return the loop of the shape of these inputs, loaded with them, and its graph of several iterations."""
+        clips, size, _ = encoded.shape
+
+        def make(capturer: GraphCapturer) -> tuple[_Loop, torch.cuda.CUDAGraph]:
+            loop = _Loop(self._model, clips, size)
+            loop.load(encoded, frames, languages, start)
+            loop.iterate(_GPU_ITERATIONS)  # so that nothing is loaded or chosen during the capture
+            torch.cuda.synchronize()
+            graph, _ = capturer.capture(lambda: loop.iterate(_GPU_ITERATIONS))
+            return loop, graph
+
+        loop, graph = self._cache.get((clips, size, start), make)
+        loop.load(encoded, frames, languages, start)
+        return loop, graph
+
+
 def transducer_greedy(
     model: IndicConformer,
     encoded: torch.Tensor,
     frames: torch.Tensor,
     languages: torch.Tensor,
     start_token: int | None = None,
+    graphs: TransducerGraphs | None = None,
 ) -> list[Emissions]:
     """Return each clip's emissions. A token spans the frame at which it is emitted.
 
     encoded: [clips, frames, hidden_size]; frames, languages: [clips] int64; start_token: the prediction network's first
-    input (default: the global blank).
+    input (default: the global blank); graphs: where graphs of earlier batches are, on a GPU; None launches one by one.
     """
-    config = model.config
-    clips, size, _ = encoded.shape
-    start = config.vocab_size if start_token is None else start_token
-    blank, window = config.blank, min(WINDOW_FRAMES, size)
-    projected, heads = model.joint.enc(encoded), model.joint.heads(languages)
-    offsets = torch.arange(window, device=encoded.device)
-    rows = torch.arange(clips, device=encoded.device)
-    state = _advance(model, torch.full_like(frames, start), _initial_state(model, clips))
-    frame, symbols, count = torch.zeros_like(frames), torch.zeros_like(frames), torch.zeros_like(frames)
-    max_tokens = size * config.max_symbols
-    # One column more: iterations of a clip that emit nothing write there.
-    tokens = torch.zeros(clips, max_tokens + 1, dtype=torch.int32, device=encoded.device)
-    places = torch.zeros_like(tokens)
-    per_look = 1 if encoded.device.type == "cpu" else _GPU_ITERATIONS
-    while bool((frame < frames).any()):
-        for _ in range(per_look):
-            window_frames = frame[:, None] + offsets
-            read = projected[rows[:, None], window_frames.clamp(max=size - 1)]
-            best = model.joint(read, state.predicted, heads).argmax(-1)
-            is_token = (best != blank) & (window_frames < frames[:, None])
-            emits, first = is_token.any(1), is_token.int().argmax(1)
-            token = best.gather(1, first[:, None])[:, 0]
-            # A frame that is left by blanks begins its successor's count; so does one with the most tokens.
-            frame = frame + torch.where(emits, first, window)
-            symbols = torch.where(emits, torch.where(first > 0, 1, symbols + 1), 0)
-            column = torch.where(emits, count, max_tokens)[:, None]
-            tokens.scatter_(1, column, token[:, None].int())
-            places.scatter_(1, column, frame[:, None].int())
-            count = count + emits
-            state = state.updated(_advance(model, torch.where(emits, token, start), state), emits)
-            is_full = symbols >= config.max_symbols
-            frame, symbols = frame + is_full, symbols.masked_fill(is_full, 0)
-    counts = count.tolist()
+    start = model.config.vocab_size if start_token is None else start_token
+    if graphs is None:
+        loop = _Loop(model, *encoded.shape[:2])
+        loop.load(encoded, frames, languages, start)
+        iterations = 1 if encoded.device.type == "cpu" else _GPU_ITERATIONS
+        while bool(loop.is_running):
+            loop.iterate(iterations)
+    else:
+        loop, graph = graphs.get(encoded, frames, languages, start)
+        while bool(loop.is_running):
+            graph.replay()
+    counts = loop.count.tolist()
     longest = max(counts)
-    host_tokens, host_places = tokens[:, :longest].cpu(), places[:, :longest].cpu()
+    host_tokens, host_places = loop.tokens[:, :longest].cpu(), loop.places[:, :longest].cpu()
     return [
         Emissions(host_tokens[i, :n].tolist(), host_places[i, :n].tolist(), (host_places[i, :n] + 1).tolist())
         for i, n in enumerate(counts)
     ]
-
-
-def _initial_state(model: IndicConformer, clips: int) -> _State:
-    config = model.config
-    zeros = torch.zeros(config.prediction_layers, clips, config.prediction_size, dtype=model.dtype, device=model.device)
-    return _State(zeros.new_zeros(clips, config.joint_size), zeros, zeros)
 
 
 def _advance(model: IndicConformer, tokens: torch.Tensor, state: _State) -> _State:

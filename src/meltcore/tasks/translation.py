@@ -11,7 +11,8 @@ from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import TRANSLATION_ARCHITECTURE, Checkpoint, open_checkpoint
 from meltcore.models.indictrans2 import IndicTrans2
 from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
-from meltcore.tasks.beam_search import BeamOptions, BeamSearch
+from meltcore.tasks.beam_search import BeamSearch
+from meltcore.tasks.beam_state import BeamOptions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -23,14 +23,14 @@ from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady, Word
 from meltcore.tasks.ctc import Emissions, ctc_greedy
-from meltcore.tasks.transducer import transducer_greedy
+from meltcore.tasks.speech_encoding import EncoderGraphs, encode_samples
+from meltcore.tasks.transducer import TransducerGraphs, transducer_greedy
 
 # Trained on 5 to 25 s. Up to 45 s its results are good; the published encoder cuts off at 240 s.
 MAX_CLIP_S = 45
 # Encoder frames of the batches that run together. More do not make a GPU faster, and delay what arrives meanwhile.
 _MAX_COST = {"cuda": 32_768, "cpu": 4096}
 _SAMPLE_BYTES = 2
-_INT16_RANGE = 32_768
 # For workspaces of libraries and fragmentation.
 _RESERVE_FRACTION = 0.08
 # Tensors of one layer of the subsampling that live together: before and after the activation, and the next one's.
@@ -89,6 +89,9 @@ class RecognitionTask:
         )
         self.model.prepare(max_shape)
         self._batches: list[_Batch] = []
+        is_cuda = device.type == "cuda"
+        self._encoder_graphs = EncoderGraphs(self.model) if is_cuda else None
+        self._rnnt_graphs = TransducerGraphs(self.model) if is_cuda else None
         self._device = device
         self._load_s = time.monotonic() - start_s
 
@@ -174,13 +177,15 @@ class RecognitionTask:
         size = shape * factor * features.hop - (0 if features.drops_last_frame else 1)
         is_cuda = self._device.type == "cuda"
         samples = torch.zeros(len(requests), size, dtype=torch.int16, pin_memory=is_cuda)
-        lengths = []
-        for row, request in zip(samples.numpy(), requests, strict=True):
+        lengths = torch.zeros(len(requests), dtype=torch.int64, pin_memory=is_cuda)
+        for row, (target, request) in enumerate(zip(samples.numpy(), requests, strict=True)):
             clip = np.frombuffer(request.samples, np.int16)
-            row[: len(clip)] = clip
-            lengths.append(len(clip))
-        on_device = samples.to(self._device, non_blocking=True).float() / _INT16_RANGE
-        return self.model.encode(on_device, torch.tensor(lengths, device=self._device))
+            target[: len(clip)] = clip
+            lengths[row] = len(clip)
+        on_device = samples.to(self._device, non_blocking=True), lengths.to(self._device, non_blocking=True)
+        if self._encoder_graphs is not None:
+            return self._encoder_graphs.encode(*on_device)
+        return encode_samples(self.model, *on_device)
 
     def _ctc(
         self, requests: Sequence[Transcribe], encoded: torch.Tensor, frames: torch.Tensor
@@ -206,7 +211,7 @@ class RecognitionTask:
         languages = torch.tensor([self._languages[requests[row].language] for row in rows], device=self._device)
         if len(rows) < len(requests):
             encoded, frames = encoded[rows], frames[rows]
-        return [(rows, transducer_greedy(self.model, encoded, frames, languages))]
+        return [(rows, transducer_greedy(self.model, encoded, frames, languages, graphs=self._rnnt_graphs))]
 
     def _transcript(self, request: Transcribe, emissions: Emissions, frames: int) -> Transcript:
         words = words_of(emissions, self._token_texts[request.language], self.model.config.frame_s)

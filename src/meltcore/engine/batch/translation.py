@@ -18,7 +18,8 @@ from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
-from meltcore.tasks.beam_search import BeamOptions, BeamSearch
+from meltcore.tasks.beam_search import BeamSearch
+from meltcore.tasks.beam_state import BeamOptions
 from meltcore.tasks.translation import load_translation_model, open_translation_checkpoint, translation_dtype
 
 # Sentences that are decoded together at most. More do not make a device faster, and delay what arrives meanwhile.
@@ -63,12 +64,13 @@ class TranslationTask:
             MemoryRow("weights", weight_bytes),
             MemoryRow(
                 "slots",
-                self.slots * slot_bytes,
-                f"of {self.slots} sentences: {self.max_source} tokens and {self.options.num_beams} beams of "
+                (self.slots + 1) * slot_bytes,
+                f"of {self.slots} sentences and a spare: {self.max_source} tokens, {self.options.num_beams} beams of "
                 f"{self.options.max_new_tokens}",
             ),
         ]
         self._search = BeamSearch(self.model, self.options, slots=self.slots, max_source=self.max_source)
+        self._search.capture(progress)
         # A sentence holds its slot for as long as it runs, whatever its length: all cost the same.
         positions = self.max_source + self.options.num_beams * self.options.max_new_tokens
         self._slot_cost = next(shape for shape in shape_buckets(2 * positions) if shape >= positions)
@@ -137,15 +139,15 @@ def translation_engine(
 
 
 def plan_slots(weight_bytes: int, slot_bytes: int, memory_bytes: int, limit: int) -> int:
-    """Return the number of slots that memory_bytes hold beside the weights, at most `limit`.
+    """Return the number of slots that memory_bytes hold beside the weights and the spare slot, at most `limit`.
 
     Raises ConfigError when there is not memory for one.
     """
-    slots = min(limit, (int(memory_bytes * (1 - _RESERVE_FRACTION)) - weight_bytes) // slot_bytes)
+    slots = min(limit, (int(memory_bytes * (1 - _RESERVE_FRACTION)) - weight_bytes) // slot_bytes - 1)
     if slots < 1:
-        needed_bytes = (weight_bytes + slot_bytes) / (1 - _RESERVE_FRACTION)
+        needed_bytes = (weight_bytes + 2 * slot_bytes) / (1 - _RESERVE_FRACTION)
         raise ConfigError(
-            f"{memory_bytes / 2**20:,.1f} MiB must hold the weights and a slot for one sentence, which take "
+            f"{memory_bytes / 2**20:,.1f} MiB must hold the weights, a slot for one sentence and a spare one: "
             f"{needed_bytes / 2**20:,.1f} MiB. Raise --memory."
         )
     return slots

@@ -16,6 +16,7 @@ import torch
 
 from meltcore.engine.core.batch import NewPages
 from meltcore.engine.worker.transfer import STAGING_SLOTS, StagingBuffer, aligned, pinned
+from meltcore.kernels.graph_capture import GraphCapturer
 from meltcore.kernels.step_io import apply_updates, finish_step
 from meltcore.models.loader import Progress
 
@@ -51,31 +52,6 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     sizes = [1, 2, 4, 8, 10, 12, 16, 24, 32, 48, *range(64, 128, 8), *range(128, 256, 16), *range(256, 512, 32)]
     sizes += [*range(512, 1024, 64), *range(1024, max_num_seqs, 256)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
-
-
-class GraphCapturer:
-    """Captures graphs that run one after another on one stream, so they share the memory of one pool."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
-        self._stream = stream()  # one for all: cuBLAS keeps a workspace per stream
-
-    def capture(self, step: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> CapturedGraph:
-        """Return a graph of `step`, which must have run before: compiling during a capture ends it.
-
-        Unlike torch.cuda.graph it neither waits for the device nor frees all cached memory, which the next step would
-        have to allocate again.
-        """
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # "thread_local": CUDA calls of other threads, such as NCCL's, do not end the capture.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                values, token_ids = step()
-            finally:
-                graph.capture_end()
-        return CapturedGraph(graph, values, token_ids)
 
 
 class DecodeGraphs:
@@ -121,7 +97,8 @@ class DecodeGraphs:
             rows, positions = self._padding(size)
             self._eager_step(rows, positions)
             torch.cuda.synchronize()
-            self._captured[size] = capturer.capture(partial(self._eager_step, rows, positions))
+            graph, outputs = capturer.capture(partial(self._eager_step, rows, positions))
+            self._captured[size] = CapturedGraph(graph, *outputs)
             progress("capturing graphs", (index + 1) / len(self._sizes))
         self._warm_up_send()
         self._steps.zero_()

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from meltcore.engine.core.batch import Batch, NewPages, RecurrentBatch
-from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph, GraphCapturer
+from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
 from meltcore.engine.worker.transfer import StagingBuffer, aligned
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES
 from meltcore.kernels.gated_delta.common import CHUNK
+from meltcore.kernels.graph_capture import GraphCapturer
 from meltcore.kernels.step_io import apply_updates
 from meltcore.models.loader import Progress
 
@@ -249,7 +250,7 @@ class PrefillGraphs:
             inputs = PaddedInputs.views(self._inputs, bucket)
             self._step(inputs, bucket)
             torch.cuda.synchronize()
-            self._captured[bucket] = self._capturer.capture(partial(self._step, inputs, bucket))
+            self._capture(inputs, bucket)
             progress("capturing prefill graphs", (index + 1) / len(first_buckets))
 
     def bucket_for(self, batch: Batch) -> GraphBucket | None:
@@ -276,12 +277,16 @@ class PrefillGraphs:
         if captured is None:
             inputs = PaddedInputs.views(self._inputs, bucket)
             hidden, token_ids = self._step(inputs, bucket)
-            self._captured[bucket] = self._capturer.capture(partial(self._step, inputs, bucket))
+            self._capture(inputs, bucket)
         else:
             captured.graph.replay()
             hidden, token_ids = captured.values, captured.token_ids
         num_samples = len(batch.last_tokens)
         return hidden[:num_samples], token_ids[:num_samples]
+
+    def _capture(self, inputs: PaddedInputs, bucket: GraphBucket) -> None:
+        graph, outputs = self._capturer.capture(partial(self._step, inputs, bucket))
+        self._captured[bucket] = CapturedGraph(graph, *outputs)
 
     def _has_memory(self) -> bool:
         """Return whether memory is left for one more graph; after a False, no more are captured."""

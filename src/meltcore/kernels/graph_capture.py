@@ -1,0 +1,56 @@
+"""Captures launches as CUDA graphs that run one after another and share memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import torch
+
+_Outputs = TypeVar("_Outputs")
+_Kept = TypeVar("_Kept")
+
+
+class GraphCapturer:
+    """Captures graphs that run one after another on one stream, so they share the memory of one pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
+        self._stream = stream()  # one for all: cuBLAS keeps a workspace per stream
+
+    def capture(self, step: Callable[[], _Outputs]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:
+        """Return a graph of `step` and its outputs. It must have run before: compiling during a capture ends it.
+
+        Unlike torch.cuda.graph it neither waits for the device nor frees all cached memory, which the next step would
+        have to allocate again.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # "thread_local": CUDA calls of other threads, such as NCCL's, do not end the capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = step()
+            finally:
+                graph.capture_end()
+        return graph, outputs
+
+
+class GraphCache(Generic[_Kept]):
+    """Keeps what was captured for the shapes that were used last."""
+
+    def __init__(self, limit: int) -> None:
+        """Keep at most `limit` shapes."""
+        self._limit = limit
+        self._capturer = GraphCapturer()
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[GraphCapturer], _Kept]) -> _Kept:
+        """Return what was made for a shape, or make it now in place of the one that was not used for longest."""
+        if key not in self._kept:
+            if len(self._kept) >= self._limit:
+                self._kept.popitem(last=False)
+            self._kept[key] = make(self._capturer)
+        self._kept.move_to_end(key)
+        return self._kept[key]
