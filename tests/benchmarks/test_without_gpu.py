@@ -26,11 +26,13 @@ NEED_A_GPU = [
     "many_streams",
     "offline",
     "quantized_linear",
+    "recognition",
     "gemm_sweep",
     "router",
     "staggered",
     "step_profile",
     "strategies",
+    "translation",
 ]
 
 
