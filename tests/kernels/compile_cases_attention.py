@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from kernel_tools import CompileCase, ModelShape
 
-from meltcore.kernels import activation, embedding, norm, step_io
+from meltcore.kernels import activation, embedding, layer_norm, norm, step_io
 from meltcore.kernels.attention import beam, decode, kv_cache, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams, HeadNorms
 from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
@@ -113,6 +113,11 @@ def norm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
         partial(norm.rms_norm, heads, heads[0, 0], 1e-6),
         partial(norm.norm_add_rms_norm, hidden, hidden, *[norm.Norm(hidden[0].float(), 1e-6)] * 2),
     ]
+
+
+def layer_norm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    hidden = meta(64, 5, model.hidden_size, dtype=dtype)
+    return [partial(layer_norm.add_layer_norm, hidden, hidden, hidden[0, 0], hidden[0, 0], 1e-5)]
 
 
 def activation_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
@@ -227,6 +232,7 @@ CASES = {
     stream_k: stream_k_cases,
     prefill: prefill_cases,
     norm: norm_cases,
+    layer_norm: layer_norm_cases,
     activation: activation_cases,
     embedding: embedding_cases,
     step_io: step_io_cases,

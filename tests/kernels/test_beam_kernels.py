@@ -1,4 +1,4 @@
-"""Kernels of a beam search against their references: attention of beams, and their best tokens."""
+"""Kernels of a beam search against their references: attention of beams, their norms, and their best tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from kernel_tools import in_triton
 
 from meltcore.kernels.attention import beam
+from meltcore.kernels.layer_norm import add_layer_norm
 from meltcore.kernels.sampling.beam_top_k import log_softmax_top_k, log_softmax_top_k_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -101,3 +102,18 @@ def test_of_equal_logits_the_lowest_tokens_are_taken(device: torch.device) -> No
     logits[0, [4999, 3000, 900]] = 1.0
     _, tokens = in_triton(log_softmax_top_k)(logits.to(device), 6, 1, torch.tensor([True]).to(device))
     assert tokens.tolist() == [[900, 3000, 4999, 0, 2, 3]]
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(48, torch.float32), (1024, torch.float32), (520, torch.float16)])
+def test_layer_norm_of_a_sum(size: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(size)
+    residual, added = 3 + randn(3, 5, size, dtype=dtype), randn(3, 5, size, dtype=dtype)
+    weight, bias = randn(size, dtype=dtype), randn(size, dtype=dtype)
+    total = (residual + added).float()
+    scale = (total.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+    expected = (total - total.mean(-1, keepdim=True)) * scale * weight.float() + bias.float()
+    for place, function in (("cpu", add_layer_norm), (device, in_triton(add_layer_norm))):
+        changed = residual.clone().to(place)
+        found = function(changed, added.to(place), weight.to(place), bias.to(place), 1e-5)
+        assert torch.equal(changed.cpu(), residual + added)
+        torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=TOLERANCE[dtype])

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from meltcore.kernels.attention.beam import beam_cross_attention, beam_self_attention
+from meltcore.kernels.layer_norm import add_layer_norm
 from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.config_fields import Fields
 
@@ -127,9 +128,9 @@ class CrossAttention(nn.Module):
         split: torch.Tensor = keys_values.unflatten(-1, (2, self.num_heads, -1))  # torch has no types for it
         return split.permute(2, 0, 3, 1, 4)
 
-    def forward(self, hidden: torch.Tensor, cross_kv: torch.Tensor, step: DecodeStep) -> torch.Tensor:
-        """Return [rows, beams, size]. cross_kv: [2, slots, heads, source positions, head_dim]."""
-        queries = self.q_proj(self.norm(hidden)).unflatten(-1, (self.num_heads, -1))
+    def forward(self, normed: torch.Tensor, cross_kv: torch.Tensor, step: DecodeStep) -> torch.Tensor:
+        """Return [rows, beams, size] of normalized hidden states. cross_kv: that of DecoderLayer."""
+        queries = self.q_proj(normed).unflatten(-1, (self.num_heads, -1))
         projected: torch.Tensor = self.out_proj(
             beam_cross_attention(queries, cross_kv, step.slots, step.source_lengths, step.max_source)
         )
@@ -157,7 +158,11 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what is added to `hidden` [..., size]."""
-        added: torch.Tensor = self.fc2(self._activation(self.fc1(self.norm(hidden))))
+        return self.of_normed(self.norm(hidden))
+
+    def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the same of hidden states that are normalized."""
+        added: torch.Tensor = self.fc2(self._activation(self.fc1(normed)))
         return added
 
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
@@ -221,23 +226,29 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(config.hidden_size, config.decoder.ffn_size, config.activation)
 
     def forward(
-        self, hidden: torch.Tensor, step: DecodeStep, self_kv: torch.Tensor, cross_kv: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        step: DecodeStep,
+        self_kv: torch.Tensor,
+        cross_kv: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the new hidden states [rows, beams, size], and write the new keys and values into `self_kv`.
+        """Return what is yet to be added to `hidden` [rows, beams, size], and write keys and values into `self_kv`.
 
-        self_kv: [2, slots, heads, positions, beams, head_dim]; cross_kv: [2, slots, heads, source positions, head_dim].
+        hidden: changed in place; normed: its norm; self_kv: [2, slots, heads, positions, beams, head_dim]; cross_kv:
+        [2, slots, heads, source positions, head_dim].
         """
         attended = beam_self_attention(
-            self.self_attn.qkv_proj(self.self_attn.norm(hidden)).unflatten(-1, (3, self.self_attn.num_heads, -1)),
+            self.self_attn.qkv_proj(normed).unflatten(-1, (3, self.self_attn.num_heads, -1)),
             self_kv,
             step.writers,
             step.slots,
             step.positions,
             step.num_positions,
         )
-        hidden = hidden + self.self_attn.out_proj(attended)
-        hidden = hidden + self.cross_attn(hidden, cross_kv, step)
-        return hidden.add(self.mlp(hidden))
+        normed = _add_norm(hidden, self.self_attn.out_proj(attended), self.cross_attn.norm)
+        normed = _add_norm(hidden, self.cross_attn(normed, cross_kv, step), self.mlp.norm)
+        return self.mlp.of_normed(normed)
 
 
 @dataclass(frozen=True)
@@ -313,10 +324,13 @@ class IndicTrans2(nn.Module):
         self_kv, cross_kv: those of DecoderLayer with a first dimension of layers.
         """
         hidden = self.decoder_embedding(step.token_ids, step.positions[:, None])
-        for layer, layer_self_kv, layer_cross_kv in zip(self.decoder_layers, self_kv, cross_kv, strict=True):
-            hidden = layer(hidden, step, layer_self_kv, layer_cross_kv)
+        layers = cast("list[DecoderLayer]", list(self.decoder_layers))
+        norms = [*(layer.self_attn.norm for layer in layers), self.decoder_norm]
+        normed = norms[0](hidden)
+        for layer, next_norm, *caches in zip(layers, norms[1:], self_kv, cross_kv, strict=True):
+            normed = _add_norm(hidden, layer(hidden, normed, step, *caches), next_norm)
         head = self.decoder_embedding.tokens if self.lm_head is None else self.lm_head
-        return functional.linear(self.decoder_norm(hidden), head.weight)
+        return functional.linear(normed, head.weight)
 
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
         """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""
@@ -347,6 +361,11 @@ class IndicTrans2(nn.Module):
     def ignored_tensor(self, name: str) -> bool:
         """Return whether a tensor is a computed table of positions, or a copy of the embedding as a tied head."""
         return name.endswith("embed_positions.weights") or (self.lm_head is None and name == "lm_head.weight")
+
+
+def _add_norm(hidden: torch.Tensor, added: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
+    """Add to `hidden` in place, and return the norm of the sum."""
+    return add_layer_norm(hidden, added, norm.weight, norm.bias, norm.eps)
 
 
 def _norm_tensors(prefix: str, norm: nn.LayerNorm) -> dict[str, WeightLoader]:
