@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -174,10 +174,37 @@ class TranslateRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
+class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of POST /v1/audio/speech. The last three are dwani.ai's names of input, voice and reference_text."""
+
+    model: str | None = None
+    input: str | None = None
+    voice: str | dict[str, str] | None = None  # a name, or OpenAI's {"id": name}
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = None
+    speed: float | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    instructions: str | None = None
+    reference_text: str | None = None
+    language: str | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    num_steps: int | None = None
+    user: str | None = None
+    text: str | None = None
+    ref_audio_name: str | None = None
+    ref_text: str | None = None
+
+
 Request = TypeVar("Request", bound=msgspec.Struct)
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     struct: msgspec.json.Decoder(struct)
-    for struct in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, TranslateRequest)
+    for struct in (
+        ChatRequest,
+        CompletionRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        TranslateRequest,
+        SynthesisFields,
+    )
 }
 
 
@@ -197,6 +224,14 @@ def decode_request(body: bytes, form: type[Request]) -> Request:
     return request
 
 
+def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
+    """Return the fields of a form or of a URL, whose values are text. Raises RequestError (400)."""
+    try:
+        return msgspec.convert(fields, form, strict=False)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from error
+
+
 def check_supported(struct: msgspec.Struct, prefix: str = "") -> None:
     """Raise RequestError for the first field that asks for something not supported."""
     for name in _UNSUPPORTED.get(type(struct), ()):
@@ -211,6 +246,10 @@ def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
     return any(type(value) is type(neutral_value) and value == neutral_value for neutral_value in neutral_values)
 
 
+_ENUMERATIONS = {
+    "response_format": ("mp3", "opus", "aac", "flac", "wav", "pcm"),
+    "stream_format": ("audio", "sse"),
+}
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")
 
@@ -228,6 +267,8 @@ def _validation_error(text: str) -> RequestError:
         reason = "this field is not known here, so it is not supported"
     elif reason.startswith("missing field"):
         reason = "this field is required"
-    elif reason.startswith("Invalid enum value"):  # Role is the one enumeration
+    elif reason.startswith("Invalid enum value") and path in _ENUMERATIONS:
+        reason += f"; known are {', '.join(_ENUMERATIONS[path])}"
+    elif reason.startswith("Invalid enum value"):  # of a message of a chat
         reason += f"; known are {', '.join(get_args(Role))}"
     return RequestError(f"{param}: {reason}" if param else reason, param=param or None)

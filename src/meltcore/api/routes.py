@@ -36,6 +36,8 @@ from meltcore.api.protocol import (
     TokenizeRequest,
     decode_request,
 )
+from meltcore.api.synthesis import PATHS as SYNTHESIS_PATHS
+from meltcore.api.synthesis import SynthesisEndpoint
 from meltcore.api.transcriptions import DWANI_PATHS, TranscriptionsEndpoint
 from meltcore.api.translate import TranslateHandler
 from meltcore.config import ServerConfig
@@ -53,8 +55,11 @@ def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: L
         "/v1/completions": CompletionsEndpoint(models, config, log, CompletionRequest),
     }
     transcriptions = TranscriptionsEndpoint(models, config, log)
+    synthesis = SynthesisEndpoint(models, config, log)
     translate = TranslateHandler(models, config, log)
-    app = _build_starlette(_Handlers(models, config, metrics), config, completions, transcriptions, translate)
+    app = _build_starlette(
+        _Handlers(models, config, metrics), config, completions, transcriptions, synthesis, translate
+    )
     # Requests of web pages need Starlette's headers; for all others its layers would be a fifth of the cost per token.
     return app if config.allowed_origins else _Shortcut(app, completions)
 
@@ -76,12 +81,14 @@ def _build_starlette(
     config: ServerConfig,
     completions: dict[str, CompletionsEndpoint],
     transcriptions: TranscriptionsEndpoint,
+    synthesis: SynthesisEndpoint,
     translate: TranslateHandler,
 ) -> Starlette:
     key = config.api_key
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
         *(Route(path, transcriptions, methods=["POST"]) for path in ("/v1/audio/transcriptions", *DWANI_PATHS)),
+        *(Route(path, synthesis, methods=["POST"]) for path in SYNTHESIS_PATHS),
         *(Route(path, _Endpoint(translate, key), methods=["POST"]) for path in ("/v1/translate", "/translate")),
         Route("/v1/models", _Endpoint(handlers.models, key), methods=["GET"]),
         Route("/v1/models/{name:path}", _Endpoint(handlers.model, key), methods=["GET"]),

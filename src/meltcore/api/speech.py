@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import msgspec
-from starlette.datastructures import Headers, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 
+from meltcore.api.forms import is_multipart, read_multipart
 from meltcore.api.log import shorten
 from meltcore.errors import RequestError
 from meltcore.text.transcripts import SpokenWord, Transcription
@@ -25,7 +24,6 @@ _NEUTRAL = {
 _FIELDS = {"file", "model", "language", "response_format", "timestamp_granularities[]", "timestamp_granularities"}
 _FIELDS |= {"decoder", "stream", "user", *_NEUTRAL}
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
-_MAX_FIELD_BYTES = 64 * 1024
 _CONTENT_TYPES: dict[str, bytes] = {
     "text": b"text/plain; charset=utf-8",
     "srt": b"application/x-subrip; charset=utf-8",
@@ -62,38 +60,22 @@ class SpeechBackend(Protocol):
         """
 
 
-class _InMemoryParser(MultiPartParser):
-    """Keeps files in memory, whose size the body's limit bounds: no temporary file is written."""
-
-    spool_max_size = 2**62
-
-
 async def read_form(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SpeechRequest:
     """Parse the body of a request. query: fields in its URL. Raises RequestError (400) that names a field."""
-    if content_type is None or not content_type.lower().startswith("multipart/form-data"):
+    if content_type is None or not is_multipart(content_type):
         raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
-
-    async def chunks() -> AsyncIterator[bytes]:
-        yield body
-
-    headers = Headers({"content-type": content_type})
-    parser = _InMemoryParser(headers, chunks(), max_files=1, max_fields=32, max_part_size=_MAX_FIELD_BYTES)  # type: ignore[arg-type] # an AsyncGenerator is an AsyncIterator
-    try:
-        form = await parser.parse()
-    except (MultiPartException, KeyError, UnicodeDecodeError) as error:
-        reason = getattr(error, "message", None) or str(error)
-        raise RequestError(f"the body is not valid multipart/form-data: {reason}") from error
+    parts = await read_multipart(body, content_type)
     texts = dict(query)
     if unknown := texts.keys() - _FIELDS:
         raise RequestError(f"unknown field {shorten(min(unknown))!r}", param=shorten(min(unknown)))
     data, granularities = None, set()
-    for name, value in form.multi_items():
+    for name, value in parts:
         if name not in _FIELDS:
             raise RequestError(f"unknown field {shorten(name)!r}", param=shorten(name))
-        if isinstance(value, UploadFile):
+        if isinstance(value, bytes):
             if name != "file":
                 raise RequestError(f"{name} must be text, not a file", param=name)
-            data = await value.read()
+            data = value
         elif name.startswith("timestamp_granularities"):
             granularities.add(_one_of(value, _GRANULARITIES, "timestamp_granularities"))
         else:

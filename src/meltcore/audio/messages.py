@@ -39,7 +39,35 @@ class NotDecoded(msgspec.Struct, tag="error", array_like=True, frozen=True):
     message: str
 
 
-FromWorker = DecodedClip | Decoded | NotDecoded
+class Encode(msgspec.Struct, tag="encode", array_like=True, frozen=True):
+    """Asks for the next bytes of the file `file_id`, which begins with its first message. See `encode.encoder`.
+
+    samples: float32 in this machine's byte order, mono, from -1 to 1; cpu_s: of CPU time, until the worker is killed.
+    """
+
+    file_id: int
+    format_name: str
+    sample_rate: int
+    is_whole: bool
+    samples: bytes
+    is_last: bool
+    cpu_s: int
+
+
+class DropFile(msgspec.Struct, tag="drop", array_like=True, frozen=True):
+    """Ends a file before its last piece. There is no answer."""
+
+    file_id: int
+
+
+class Encoded(msgspec.Struct, tag="encoded", array_like=True, frozen=True):
+    """Holds the next bytes of a file."""
+
+    data: bytes
+
+
+ToWorker = Decode | Encode | DropFile
+FromWorker = DecodedClip | Decoded | NotDecoded | Encoded
 
 
 def write(stream: BinaryIO, message: msgspec.Struct) -> None:

@@ -11,7 +11,15 @@ from contextlib import aclosing, asynccontextmanager, suppress
 
 import msgspec
 
-from meltcore.audio.messages import LENGTH_BYTES, Decode, Decoded, DecodedClip, FromWorker, NotDecoded
+from meltcore.audio.messages import (
+    LENGTH_BYTES,
+    Decode,
+    Decoded,
+    DecodedClip,
+    FromWorker,
+    NotDecoded,
+    ToWorker,
+)
 from meltcore.errors import RequestError
 from meltcore.process import end_async, start_async
 
@@ -19,7 +27,7 @@ _COMMAND = (sys.executable, "-m", "meltcore.audio.worker")
 # Of CPU time, per file. Three hours of MP3 take about 25 s; what takes longer was made to.
 CPU_LIMIT_S = 60
 # Without an answer for so long a worker hangs. Its CPU limit ends it before, unless it waits for something.
-_ANSWER_LIMIT_S = 90.0
+ANSWER_LIMIT_S = 90.0
 _EXIT_LIMIT_S = 2.0
 _decode_message = msgspec.msgpack.Decoder(FromWorker).decode
 
@@ -51,7 +59,7 @@ class AudioWorkers:
     async def close(self) -> None:
         """End all workers."""
         self._free.clear()
-        await asyncio.gather(*(_end(worker) for worker in self._all))
+        await asyncio.gather(*(end_worker(worker) for worker in self._all))
         self._all.clear()
 
     @asynccontextmanager
@@ -76,7 +84,7 @@ class AudioWorkers:
                     await worker.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        worker = await start_async(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        worker = await start_worker()
         self._all.add(worker)
         return worker
 
@@ -85,17 +93,11 @@ async def _converse(
     worker: asyncio.subprocess.Process, request: Decode
 ) -> AsyncGenerator[DecodedClip | Decoded | NotDecoded]:
     """Send a request and yield the answers up to the last one."""
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    encoded = msgspec.msgpack.encode(request)
     try:
-        async with asyncio.timeout(_ANSWER_LIMIT_S):
-            worker.stdin.write(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
-            await worker.stdin.drain()
+        await send(worker, request)
         while True:
-            async with asyncio.timeout(_ANSWER_LIMIT_S):
-                length = await worker.stdout.readexactly(LENGTH_BYTES)
-                message = _decode_message(await worker.stdout.readexactly(int.from_bytes(length, "big")))
+            message = await receive(worker)
+            assert isinstance(message, DecodedClip | Decoded | NotDecoded)
             yield message
             if not isinstance(message, DecodedClip):
                 return
@@ -107,7 +109,31 @@ async def _converse(
         ) from error
 
 
-async def _end(worker: asyncio.subprocess.Process) -> None:
+async def start_worker() -> asyncio.subprocess.Process:
+    """Start an audio worker process. Raises ProcessError."""
+    return await start_async(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+async def send(worker: asyncio.subprocess.Process, message: ToWorker) -> None:
+    """Send a message within the time limit. Raises TimeoutError, ConnectionError."""
+    assert worker.stdin is not None
+    encoded = msgspec.msgpack.encode(message)
+    async with asyncio.timeout(ANSWER_LIMIT_S):
+        worker.stdin.write(len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
+        await worker.stdin.drain()
+
+
+async def receive(worker: asyncio.subprocess.Process) -> FromWorker:
+    """Return the next answer within the time limit. Raises TimeoutError, IncompleteReadError."""
+    assert worker.stdout is not None
+    async with asyncio.timeout(ANSWER_LIMIT_S):
+        length = await worker.stdout.readexactly(LENGTH_BYTES)
+        answer: FromWorker = _decode_message(await worker.stdout.readexactly(int.from_bytes(length, "big")))
+        return answer
+
+
+async def end_worker(worker: asyncio.subprocess.Process) -> None:
+    """End a worker, which exits at the end of its stdin."""
     assert worker.stdin is not None
     worker.stdin.close()
     await end_async(worker, _EXIT_LIMIT_S)

@@ -1,4 +1,4 @@
-"""An audio worker process: `python -m meltcore.audio.worker`. It decodes one file after another from its stdin.
+"""An audio worker process: `python -m meltcore.audio.worker`. It decodes files and encodes speech.
 
 A damaged or malicious file can cost this process no more than its limits: memory, CPU time, and no files.
 """
@@ -10,9 +10,21 @@ import signal
 import sys
 
 import msgspec
+import numpy as np
 
 from meltcore.audio.decode import AudioLimits, Clip, decode
-from meltcore.audio.messages import LENGTH_BYTES, Decode, Decoded, DecodedClip, NotDecoded, write
+from meltcore.audio.encode import Encoder, encoder
+from meltcore.audio.messages import (
+    LENGTH_BYTES,
+    Decoded,
+    DecodedClip,
+    DropFile,
+    Encode,
+    Encoded,
+    NotDecoded,
+    ToWorker,
+    write,
+)
 from meltcore.errors import RequestError
 
 _MEMORY_BYTES = 3 * 2**30  # of address space: libraries take about 1 GiB of it
@@ -25,12 +37,20 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    read = msgspec.msgpack.Decoder(ToWorker).decode
+    files: dict[int, Encoder] = {}
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     while length := stdin.read(LENGTH_BYTES):
-        request = msgspec.msgpack.decode(stdin.read(int.from_bytes(length, "big")), type=Decode)
+        request = read(stdin.read(int.from_bytes(length, "big")))
+        if isinstance(request, DropFile):
+            files.pop(request.file_id, None)
+            continue
         used_s = resource.getrusage(resource.RUSAGE_SELF)
         limit_s = int(used_s.ru_utime + used_s.ru_stime) + 1 + request.cpu_s
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
+        if isinstance(request, Encode):
+            write(stdout, Encoded(_encode(request, files)))
+            continue
         try:
             for part in decode(request.data, AudioLimits(request.sample_rate, request.max_clip_s, request.max_audio_s)):
                 write(stdout, DecodedClip(*part) if isinstance(part, Clip) else Decoded(part))
@@ -40,6 +60,17 @@ def main() -> int:
             write(stdout, NotDecoded(f"the audio needs more than {_MEMORY_BYTES / 2**30:.0f} GiB of memory to decode"))
         del request
     return 0
+
+
+def _encode(request: Encode, files: dict[int, Encoder]) -> bytes:
+    """Return the next bytes of a file, one of `files` or a new one."""
+    file = files.get(request.file_id)
+    if file is None:
+        file = files[request.file_id] = encoder(request.format_name, request.sample_rate, is_whole=request.is_whole)
+    data = file.add(np.frombuffer(request.samples, np.float32), is_last=request.is_last)
+    if request.is_last:
+        del files[request.file_id]
+    return data
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from meltcore.models.checkpoint import (
     Checkpoint,
     CheckpointFiles,
     find_recognizer,
+    is_synthesis_model,
     open_checkpoint,
 )
 from meltcore.text.chat_template import ChatTemplate
@@ -47,6 +48,12 @@ def find_checkpoint(config: ModelConfig) -> Checkpoint:
 def is_recognizer(config: ModelConfig) -> bool:
     """Return whether the model recognizes speech: it has no text model. Raises ConfigError."""
     return find_recognizer(config.engine.model, dummy=config.engine.load_format == "dummy") is not None
+
+
+def has_text(config: ModelConfig) -> bool:
+    """Return whether the model reads or writes tokens of text, not speech. Raises ConfigError."""
+    is_dummy = config.engine.load_format == "dummy"
+    return not is_recognizer(config) and not is_synthesis_model(config.engine.model, dummy=is_dummy)
 
 
 def load_text(config: ModelConfig) -> TextModel | TranslationText:

@@ -6,19 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
-from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
-from meltcore.api.admission import Admission
-from meltcore.api.generation import Generation
-from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.api.speech import SpeechRequest
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.audio.messages import Decoded
-from meltcore.audio.pool import AudioWorkers
-from meltcore.backends.engine_backend import EngineBackend
+from meltcore.backends.audio_backend import AudioBackend
 from meltcore.config import ModelConfig
-from meltcore.errors import ConfigError, RequestError
+from meltcore.errors import RequestError
 from meltcore.protocol.engines import FromEngine, shared_stats
 from meltcore.protocol.shell import AbortRequests, ProfileDone
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady
@@ -27,10 +22,6 @@ from meltcore.text.transcripts import SpokenWord, Transcription, model_language,
 MAX_AUDIO_S = 4 * 3600.0
 # Clips of one file in the engine. More wait in the audio worker, so a file of hours takes little memory.
 _MAX_OPEN_CLIPS = 16
-# Uploads of open requests in this process. Beyond it requests are refused: memory stays bounded.
-_MAX_UPLOADS_BYTES = 2**30
-# Requests that the admission counts as running; more are in the queue.
-_RUNNING_REQUESTS = 64
 
 
 class _OpenClip(NamedTuple):
@@ -40,24 +31,19 @@ class _OpenClip(NamedTuple):
     done: asyncio.Future[Transcript]
 
 
-class TranscriptionEngine(EngineBackend):
+class TranscriptionEngine(AudioBackend):
     """Decodes uploads in worker processes, sends their clips to a replica, and joins the transcripts."""
+
+    purpose = "transcribes speech: POST /v1/audio/transcriptions"
 
     def __init__(
         self, config: ModelConfig, server: ServerStats, stats: ModelStats, *, request_timeout_s: float
     ) -> None:
-        super().__init__(config, server, stats)
-        self.workers = AudioWorkers()
-        self._limit_s = request_timeout_s
+        super().__init__(config, server, stats, request_timeout_s=request_timeout_s)
         self._ready: TranscriptionReady | None = None
         self._created = 0
-        self._admission = Admission(
-            max_queue=config.max_queue, max_queue_tokens=config.max_queue_tokens, max_num_seqs=_RUNNING_REQUESTS
-        )
         self._clips: dict[str, _OpenClip] = {}
         self._num_clips = 0
-        self._open_requests = 0
-        self._upload_bytes = 0
 
     def open(self, engine: TranscriptionReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
@@ -98,26 +84,9 @@ class TranscriptionEngine(EngineBackend):
         """
         ready = self._when_ready(self._ready)
         language = model_language(request.language, ready.languages)
-        arrived_s = time.monotonic()
-        replica = self._admit(len(request.data))
-        outcome: Literal["finished", "aborted", "failed"] = "aborted"
-        try:
-            async with asyncio.timeout(self._limit_s):
-                prefix = f"{request_id}-{self._num_clips}"
-                result = await self._transcribe(request, prefix, language, ready, replica, on_words)
-            outcome = "finished"
-            self.stats.finish(
-                "stop", prompt_tokens=0, arrived_s=arrived_s, first_token_s=None, now_s=time.monotonic(), times=None
-            )
-            return result
-        except TimeoutError as error:
-            message = f"the answer took longer than {self._limit_s:g} s (--request-timeout)"
-            raise RequestError(message, status=504, code="request_timeout") from error
-        except RequestError as error:
-            outcome = "failed" if error.status >= 500 else "aborted"
-            raise
-        finally:
-            self._release(replica, len(request.data), outcome)
+        async with self.admitted(len(request.data)) as replica:
+            prefix = f"{request_id}-{self._num_clips}"
+            return await self._transcribe(request, prefix, language, ready, replica, on_words)
 
     async def _transcribe(
         self,
@@ -203,58 +172,6 @@ class TranscriptionEngine(EngineBackend):
         on_words(words)
         return words
 
-    def _admit(self, upload_bytes: int) -> int:
-        """Count a request that begins; returns its replica. Raises RequestError (429, 503)."""
-        stats, live = self.stats, self.stats.live_replicas()
-        if not live:
-            self.check_ready()
-            raise RequestError(self.health.reason, status=503, code="not_ready")
-        with stats.shared.locked():  # the limits are those of all API servers together
-            in_flight = round(stats.total("in_flight"))
-            try:
-                self._admission.check(requests=1, replicas=len(live), tokens=0, in_flight=in_flight, waiting_tokens=0)
-                if self._upload_bytes and self._upload_bytes + upload_bytes > _MAX_UPLOADS_BYTES:
-                    raise RequestError(
-                        f"the queue is full: uploads of {self._upload_bytes + upload_bytes} bytes would wait, "
-                        f"the limit is {_MAX_UPLOADS_BYTES}",
-                        status=429,
-                        code="queue_full",
-                    )
-            except RequestError:
-                stats.add("rejected_queue_full")
-                raise
-            replica = min(live, key=stats.open_tokens)
-            stats.assign(replica, upload_bytes)
-            stats.add("accepted")
-            self._open_requests += 1
-            self._upload_bytes += upload_bytes
-            stats.set_in_flight(self._open_requests)
-        return replica
-
-    def _release(self, replica: int, upload_bytes: int, outcome: str) -> None:
-        self._open_requests -= 1
-        self._upload_bytes -= upload_bytes
-        self.stats.unassign(replica, upload_bytes)
-        self.stats.add(outcome)
-        self.stats.set("in_flight", self._open_requests)
-
-    # --- the other routes
-
-    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:  # noqa: ARG002
-        """Refuse to generate text."""
-        raise self._no_text()
-
-    def release(self, generation: Generation, error: RequestError | None = None) -> None:
-        """Do nothing: there are no generations."""
-
-    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
-        """Refuse to tokenize."""
-        raise self._no_text()
-
-    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
-        """Refuse to detokenize."""
-        raise self._no_text()
-
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a measurement must record."""
         ready = self._when_ready(self._ready)
@@ -272,16 +189,3 @@ class TranscriptionEngine(EngineBackend):
             "dtype": ready.dtype,
             "replicas": self.config.data_parallel_size,
         }
-
-    def _no_text(self) -> RequestError:
-        return RequestError(
-            f"the model {self.names[0]} transcribes speech: POST /v1/audio/transcriptions", param="model"
-        )
-
-
-def check_audio_packages() -> None:
-    """Raise ConfigError unless the packages that read uploads are installed."""
-    packages = ("python_multipart", "regex", "sacremoses", "sentencepiece", "soundfile", "soxr", "yaml")
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"speech recognition needs {', '.join(missing)}: pip install 'meltcore[audio,engine]'")

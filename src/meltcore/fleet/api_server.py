@@ -24,9 +24,12 @@ from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
 from meltcore.api.stats import ServerStats
+from meltcore.backends.audio_backend import AudioBackend, check_audio_packages
 from meltcore.backends.local_engine import LocalEngine
-from meltcore.backends.text_model import TextModel, is_recognizer, load_text
-from meltcore.backends.transcription_engine import TranscriptionEngine, check_audio_packages
+from meltcore.backends.synthesis_engine import SynthesisEngine
+from meltcore.backends.text_model import TextModel, has_text, is_recognizer, load_text
+from meltcore.backends.transcription_engine import TranscriptionEngine
+from meltcore.config import ModelConfig
 from meltcore.errors import MeltcoreError, RequestError
 from meltcore.fleet.channel import (
     MESSAGE_BYTES,
@@ -63,9 +66,7 @@ class APIServer:
         self._channel: Channel[ToAPIServer] = Channel(channel_socket, ToAPIServer)
         self._log = Log(config.log_format, stats)
         self._backends = [
-            (TranscriptionEngine if is_recognizer(model) else LocalEngine)(
-                model, stats, stats.models[index], request_timeout_s=config.request_timeout_s
-            )
+            _backend_type(model)(model, stats, stats.models[index], request_timeout_s=config.request_timeout_s)
             for index, model in enumerate(config.models)
         ]
         engines = iter(range(sum(replicas)))
@@ -85,8 +86,8 @@ class APIServer:
         await self._http.serve()
         for backend in self._backends:
             backend.close()
-            if isinstance(backend, TranscriptionEngine):
-                await backend.workers.close()
+            if isinstance(backend, AudioBackend):
+                await backend.close_workers()
         await asyncio.to_thread(self._log.close)
 
     def _on_message(self, message: ToAPIServer, descriptors: list[int]) -> None:
@@ -118,11 +119,10 @@ class APIServer:
 
     async def _load_texts(self) -> list[TextModel | TranslationText | None] | None:
         try:
-            if any(map(is_recognizer, self._config.models)):
+            if not all(map(has_text, self._config.models)):
                 check_audio_packages()
             return [
-                None if is_recognizer(model) else await asyncio.to_thread(load_text, model)
-                for model in self._config.models
+                await asyncio.to_thread(load_text, model) if has_text(model) else None for model in self._config.models
             ]
         except MeltcoreError as error:
             self._channel.send(WorkerFailed("start", str(error)))
@@ -137,6 +137,9 @@ class APIServer:
             if isinstance(backend, TranscriptionEngine):
                 assert isinstance(engine, TranscriptionReady)
                 backend.open(engine, message.created)
+            elif isinstance(backend, SynthesisEngine):
+                assert isinstance(engine, SynthesisReady)
+                backend.open(engine, message.created)
             else:
                 assert text is not None
                 assert not isinstance(engine, TranscriptionReady | SynthesisReady)
@@ -150,6 +153,12 @@ class APIServer:
 
     def _report_unreadable(self, model: int, replica: int, reason: str) -> None:
         self._channel.send(WorkerFailed("engine", reason, model, replica))
+
+
+def _backend_type(model: ModelConfig) -> type[LocalEngine | SynthesisEngine | TranscriptionEngine]:
+    if has_text(model):
+        return LocalEngine
+    return TranscriptionEngine if is_recognizer(model) else SynthesisEngine
 
 
 def main() -> int:

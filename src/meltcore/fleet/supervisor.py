@@ -25,7 +25,7 @@ from meltcore.api.stats import ServerStats
 from meltcore.backends.engine_link import socket_folder
 from meltcore.backends.engine_process import ENGINE_COMMAND, LocalEngineProcess, common_limits
 from meltcore.backends.stuck_watch import StuckWatch
-from meltcore.backends.text_model import find_checkpoint, is_recognizer
+from meltcore.backends.text_model import find_checkpoint, has_text
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.channel import EndRequests, LoadText, Open, ReplicaDied, StatusChanged
@@ -199,7 +199,7 @@ class Supervisor:
         """Start API servers and engines; returns the limits of each model's engines. Raises MeltcoreError."""
         await self._pool.start()
         for model in self._config.models:
-            if not is_recognizer(model):
+            if has_text(model):
                 await asyncio.to_thread(find_checkpoint, model)
         self._pool.broadcast(LoadText())
         starting = asyncio.gather(

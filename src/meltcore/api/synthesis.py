@@ -1,0 +1,167 @@
+"""POST /v1/audio/speech in OpenAI's form and in dwani.ai's, from the text to the audio."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from urllib.parse import parse_qsl
+
+from meltcore.api.audio_endpoint import AudioEndpoint, Exchange
+from meltcore.api.forms import is_multipart, read_multipart
+from meltcore.api.http import while_connected
+from meltcore.api.log import shorten
+from meltcore.api.protocol import SynthesisFields, convert_fields, decode_request
+from meltcore.errors import RequestError
+from meltcore.text.transcripts import model_language
+
+AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+PATHS = ("/v1/audio/speech", "/audio/speech")
+_CONTENT_TYPES: dict[str, bytes] = {
+    "mp3": b"audio/mpeg",
+    "opus": b"audio/ogg",
+    "aac": b"audio/aac",
+    "flac": b"audio/flac",
+    "wav": b"audio/wav",
+    "pcm": b"audio/pcm",
+}
+# Of IndicF5, whose texts show their language by their letters: dwani.ai's clients name it all the same.
+_LANGUAGES = ("as", "bn", "gu", "hi", "kn", "ml", "mr", "or", "pa", "ta", "te")
+_REFERENCE_FILES = ("reference", "ref_audio")
+
+
+class SynthesisRequest(NamedTuple):
+    """The fields of a request for speech. None: the model's default.
+
+    reference: the file of a voice in which reference_text is spoken, instead of a voice of the model's. is_whole: the
+    answer is one file with its length. is_events: it is OpenAI's events.
+    """
+
+    text: str
+    voice: str | None
+    reference: bytes | None
+    reference_text: str
+    response_format: AudioFormat
+    speed: float
+    seed: int
+    num_steps: int | None
+    is_whole: bool
+    is_events: bool
+    model: str | None
+    user: str | None
+
+
+class SpokenPart(NamedTuple):
+    """The next bytes of the file."""
+
+    data: bytes
+    is_last: bool
+
+
+@runtime_checkable
+class SynthesisBackend(Protocol):
+    """A backend whose model synthesizes speech."""
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    async def synthesize(
+        self, request: SynthesisRequest, request_id: str, on_part: Callable[[SpokenPart], Awaitable[None]]
+    ) -> float:
+        """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
+
+        Raises RequestError. Cancelling it ends the work.
+        """
+
+
+class SynthesisEndpoint(AudioEndpoint):
+    """Reads a request, and sends the speech of its text part by part."""
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        body, content_type = await exchange.body(self.upload_limit_bytes)
+        request = await read_request(body, content_type, exchange.scope["query_string"])
+        exchange.fields |= {"model": request.model, "user": request.user}
+        backend: SynthesisBackend = self.find(request.model, SynthesisBackend, "synthesize speech")
+        await while_connected(exchange.scope, _answer(exchange, backend, request))
+
+
+async def _answer(exchange: Exchange, backend: SynthesisBackend, request: SynthesisRequest) -> None:
+    content_type = _CONTENT_TYPES[request.response_format]
+    if request.is_whole:
+        disposition = f'attachment; filename="speech.{request.response_format}"'
+        exchange.headers += [(b"content-disposition", disposition.encode()), (b"cache-control", b"no-cache")]
+
+    async def on_part(part: SpokenPart) -> None:
+        if request.is_events:
+            await exchange.event({"type": "speech.audio.delta", "audio": base64.b64encode(part.data).decode()})
+        elif part.is_last and exchange.content_type is None:
+            await exchange.answer(part.data, content_type)
+        else:
+            await exchange.stream(part.data, content_type)
+            if part.is_last:
+                await exchange.end()
+
+    duration_s = await backend.synthesize(request, exchange.identity, on_part)
+    exchange.fields["audio_s"] = round(duration_s, 3)
+    if request.is_events:
+        await exchange.event({"type": "speech.audio.done"})
+        await exchange.end()
+
+
+async def read_request(body: bytes, content_type: str | None, query: bytes) -> SynthesisRequest:
+    """Parse a request: JSON, a form with a reference, or without a body dwani.ai's query. Raises RequestError (400)."""
+    reference = None
+    if is_multipart(content_type):
+        fields: dict[str, Any] = {}
+        for name, value in await read_multipart(body, content_type or ""):
+            if isinstance(value, str):
+                fields[name] = value
+            elif name in _REFERENCE_FILES:
+                reference = value
+            else:
+                shown = shorten(name)
+                raise RequestError(f"{shown} must be text; a file goes into the field reference", param=shown)
+        request = convert_fields(fields, SynthesisFields)
+    elif body:
+        request = decode_request(body, SynthesisFields)
+    else:
+        request = convert_fields(dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)), SynthesisFields)
+    return _request_of(request, reference, is_query=not body)
+
+
+def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: bool) -> SynthesisRequest:
+    for name in ("text", "ref_audio_name", "ref_text"):  # dwani.ai's names of other fields
+        other = {"text": "input", "ref_audio_name": "voice", "ref_text": "reference_text"}[name]
+        if getattr(fields, name) is not None and getattr(fields, other) is not None:
+            raise RequestError(f"{name} and {other} mean the same; give one", param=name)
+    is_worker_form = fields.text is not None
+    text = fields.text if fields.input is None else fields.input
+    if text is None or not text.strip():
+        raise RequestError("input is empty: it must hold the text to speak", param="input")
+    if fields.instructions:
+        raise RequestError("instructions is not supported; leave it out", param="instructions")
+    if fields.language is not None:
+        model_language(fields.language, _LANGUAGES)
+    voice = fields.ref_audio_name if fields.voice is None else fields.voice
+    if isinstance(voice, dict):
+        voice = str(voice.get("id"))
+    reference_text = fields.ref_text if fields.reference_text is None else fields.reference_text
+    if reference is not None and voice is not None:
+        raise RequestError("voice and reference exclude each other: the reference is the voice", param="voice")
+    if reference is not None and not (reference_text or "").strip():
+        raise RequestError("reference_text is missing: what is said in the reference", param="reference_text")
+    return SynthesisRequest(
+        text=text,
+        voice=voice,
+        reference=reference,
+        reference_text=reference_text or "",
+        response_format=fields.response_format or ("wav" if is_worker_form else "mp3"),
+        speed=1.0 if fields.speed is None else fields.speed,
+        seed=fields.seed or 0,
+        num_steps=fields.num_steps,
+        is_whole=is_query or is_worker_form,
+        is_events=fields.stream_format == "sse",
+        model=fields.model,
+        user=fields.user,
+    )

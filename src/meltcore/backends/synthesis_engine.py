@@ -1,0 +1,237 @@
+"""The backend of a speech synthesizer whose engines run on this machine, as one API server process sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.api.synthesis import SpokenPart, SynthesisRequest
+from meltcore.audio.encode import missing_package
+from meltcore.audio.encoders import AudioEncoders
+from meltcore.audio.messages import DecodedClip
+from meltcore.backends.audio_backend import AudioBackend
+from meltcore.config import ModelConfig
+from meltcore.errors import RequestError
+from meltcore.protocol.engines import FromEngine, shared_stats
+from meltcore.protocol.shell import AbortRequests, ProfileDone
+from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesize, Synthesized
+from meltcore.text.synthesis.voices import find_voice
+
+# Of float32 samples that wait in this process for slow clients: 3 hours at 24 kHz. A request that goes beyond it ends.
+_MAX_WAITING_BYTES = 2**30
+_SAMPLE_BYTES = 4
+_INT16_RANGE = 32_768
+_ENDED = {
+    "abort": ("the engine ended the request", 500, None),
+    "deadline": ("the request waited longer than --request-timeout", 504, "request_timeout"),
+    "error": ("the engine refused the request", 400, None),
+}
+
+
+@dataclass
+class _OpenSpeech:
+    """A text in the engine: its replica, and the results that have come, or the error that ends it."""
+
+    replica: int
+    results: asyncio.Queue[Synthesized | RequestError] = field(default_factory=asyncio.Queue)
+
+
+class SynthesisEngine(AudioBackend):
+    """Sends texts to a replica, and encodes their chunks in worker processes as they are spoken."""
+
+    purpose = "synthesizes speech: POST /v1/audio/speech"
+
+    def __init__(
+        self, config: ModelConfig, server: ServerStats, stats: ModelStats, *, request_timeout_s: float
+    ) -> None:
+        super().__init__(config, server, stats, request_timeout_s=request_timeout_s)
+        self._ready: SynthesisReady | None = None
+        self._created = 0
+        self._encoders = AudioEncoders()
+        self._warm_up: asyncio.Task[None] | None = None
+        self._speeches: dict[str, _OpenSpeech] = {}
+        self._numbers = itertools.count()
+        self._waiting_bytes = 0
+
+    def open(self, engine: SynthesisReady, created: int) -> None:
+        """Register the loaded model. Requests are accepted once the status is set to "ready"."""
+        self._ready, self._created = engine, created
+        self._warm_up = asyncio.create_task(self._encoders.warm_up(engine.sample_rate))
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+        self._when_ready(self._ready)
+
+    async def close_workers(self) -> None:
+        """End the processes of this backend."""
+        if self._warm_up is not None:
+            self._warm_up.cancel()
+        await asyncio.gather(super().close_workers(), self._encoders.close())
+
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted where the request ends
+        """End every open request, or every one of `replica`, with an error."""
+        for speech in self._speeches.values():
+            if replica is None or speech.replica == replica:
+                speech.results.put_nowait(error)
+
+    def on_message(self, replica: int, message: FromEngine) -> None:
+        """Handle a message of a replica's engine to this process."""
+        if isinstance(message, SynthesisOutputs):
+            self._server_stats.record_cpu_time()
+            self.stats.record_step(shared_stats(message.stats), message.step_ended_s, replica)
+            for result in message.outputs:
+                if (speech := self._speeches.get(result.request_id)) is not None:
+                    self._add(speech, result)
+        elif isinstance(message, ProfileDone):
+            self._on_profile_done(replica, message)
+
+    def _add(self, speech: _OpenSpeech, result: Synthesized) -> None:
+        if self._waiting_bytes + len(result.samples) > _MAX_WAITING_BYTES:
+            reason = f"the client reads too slowly: {self._waiting_bytes} bytes of speech wait in this process"
+            speech.results.put_nowait(RequestError(reason, status=503, code="client_too_slow"))
+            return
+        self._waiting_bytes += len(result.samples)
+        speech.results.put_nowait(result)
+
+    async def synthesize(
+        self, request: SynthesisRequest, request_id: str, on_part: Callable[[SpokenPart], Awaitable[None]]
+    ) -> float:
+        """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
+
+        Raises RequestError: 400 for what the model cannot speak, 429 when the queue is full, 500 when the engine fails,
+        504 after the time limit. Cancelling it ends its work.
+        """
+        ready = self._when_ready(self._ready)
+        voice = _checked(request, ready)
+        upload_bytes = len(request.reference or b"") + len(request.text.encode())
+        async with self.admitted(upload_bytes) as replica:
+            reference = await self._samples(request.reference, ready) if request.reference is not None else b""
+            now_s = time.monotonic()
+            message = Synthesize(
+                request_id=f"{request_id}-{next(self._numbers)}",
+                arrived_s=now_s,
+                deadline_s=now_s + self.limit_s,
+                text=request.text,
+                voice=voice,
+                reference=reference,
+                reference_text=request.reference_text,
+                speed=request.speed,
+                seed=request.seed,
+                num_steps=request.num_steps or 0,
+            )
+            return await self._speak(message, request, ready.sample_rate, replica, on_part)
+
+    async def _speak(
+        self,
+        message: Synthesize,
+        request: SynthesisRequest,
+        sample_rate: int,
+        replica: int,
+        on_part: Callable[[SpokenPart], Awaitable[None]],
+    ) -> float:
+        """Send a text to a replica, and encode its chunks as they come."""
+        speech = self._speeches[message.request_id] = _OpenSpeech(replica)
+        self._send(message, replica)
+        num_bytes, is_last = 0, False
+        try:
+            async with self._encoders.open(request.response_format, sample_rate, is_whole=request.is_whole) as file:
+                while not is_last:
+                    result = await speech.results.get()
+                    if isinstance(result, RequestError):
+                        raise result
+                    self._waiting_bytes -= len(result.samples)
+                    is_last = result.finish_reason is not None
+                    if result.finish_reason in _ENDED:
+                        reason, status, code = _ENDED[result.finish_reason]
+                        raise RequestError(result.error or reason, status=status, code=code)
+                    num_bytes += len(result.samples)
+                    data = await file.add(result.samples, is_last=is_last)
+                    if data or is_last:
+                        await on_part(SpokenPart(data, is_last))
+            return num_bytes / _SAMPLE_BYTES / sample_rate
+        finally:
+            del self._speeches[message.request_id]
+            while not speech.results.empty():
+                left = speech.results.get_nowait()
+                self._waiting_bytes -= 0 if isinstance(left, RequestError) else len(left.samples)
+                is_last = is_last or (isinstance(left, Synthesized) and left.finish_reason is not None)
+            if not is_last and replica in self.stats.live_replicas():
+                self._send(AbortRequests([message.request_id]), replica)
+
+    async def _samples(self, file: bytes, ready: SynthesisReady) -> bytes:
+        """Return the float32 samples of an uploaded reference. Raises RequestError (400)."""
+        parts = self.workers.decode(
+            file,
+            sample_rate=ready.sample_rate,
+            max_clip_s=ready.max_reference_s + 1,  # one clip, which is never cut
+            max_audio_s=ready.max_reference_s,
+        )
+        try:
+            clips = [part.samples async for part in parts if isinstance(part, DecodedClip)]
+        except RequestError as error:
+            raise RequestError(f"reference: {error.message}", param="reference", code=error.code) from error
+        samples = np.frombuffer(b"".join(clips), np.int16).astype(np.float32) / _INT16_RANGE
+        if len(samples) < ready.min_reference_s * ready.sample_rate:
+            raise RequestError(
+                f"reference: the audio has {len(samples) / ready.sample_rate:.2f} s; at least "
+                f"{ready.min_reference_s:g} s are needed",
+                param="reference",
+                code="invalid_audio",
+            )
+        return samples.tobytes()
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's model card with the facts that a client and a measurement need."""
+        ready = self._when_ready(self._ready)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "meltcore",
+            "task": ready.task,
+            "voices": ready.voices,
+            "sample_rate": ready.sample_rate,
+            "max_text": ready.max_text,
+            "max_reference_s": ready.max_reference_s,
+            "steps": ready.steps,
+            "weights": ready.weights,
+            "tokenizer": ready.tokens,
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "replicas": self.config.data_parallel_size,
+        }
+
+
+def _checked(request: SynthesisRequest, ready: SynthesisReady) -> str:
+    """Return the engine's name of the voice, "" for a reference. Raises RequestError (400) for what it cannot speak."""
+    for name, text in (("input", request.text), ("reference_text", request.reference_text)):
+        if len(text) > ready.max_text:
+            raise RequestError(f"{name} has {len(text):,} characters; the limit is {ready.max_text:,}", param=name)
+    if not ready.min_speed <= request.speed <= ready.max_speed:
+        raise RequestError(
+            f"speed must be {ready.min_speed:g} to {ready.max_speed:g}; got {request.speed:g}", param="speed"
+        )
+    if request.num_steps is not None and request.num_steps not in ready.steps:
+        steps = ", ".join(map(str, ready.steps))
+        raise RequestError(f"num_steps must be one of {steps}; got {request.num_steps}", param="num_steps")
+    if (missing := missing_package(request.response_format)) is not None:
+        raise RequestError(
+            f"response_format {request.response_format} is not built in: this server lacks {missing}",
+            param="response_format",
+        )
+    if request.reference is not None:
+        return ""
+    if request.voice is not None:
+        return find_voice(request.voice, ready.voices)
+    if not ready.voices:
+        raise RequestError(
+            "this model has no voices: upload one as the file reference, with its reference_text", param="voice"
+        )
+    return ready.voices[0]
