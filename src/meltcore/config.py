@@ -11,6 +11,7 @@ LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 Profiler = Literal["torch", "cuda"]
+Task = Literal["text", "recognition", "synthesis"]  # of a model, as its API server sees it: translation is of text
 KVCacheDType = Literal["auto", "fp8"]
 DebugSwitch = Literal[
     "reference-kernels",
@@ -162,6 +163,12 @@ class ModelConfig:
     )
     generation_config: Literal["auto", "greedy"] = option(
         "greedy", "auto: take sampling defaults from the checkpoint's generation_config.json.", group=_HTTP_GROUP
+    )
+
+    normalizer: Literal["itt", "original"] = option(
+        "itt",
+        "How texts of a translation model are prepared: as IndicTransToolkit does, or without two of its faults.",
+        group=_HTTP_GROUP,
     )
 
     @property

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meltcore.api.sampling import checkpoint_defaults
-from meltcore.config import ModelConfig
+from meltcore.config import ModelConfig, Task
+from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import (
     TRANSLATION_ARCHITECTURE,
     Checkpoint,
@@ -50,16 +51,28 @@ def is_recognizer(config: ModelConfig) -> bool:
     return find_recognizer(config.engine.model, dummy=config.engine.load_format == "dummy") is not None
 
 
-def has_text(config: ModelConfig) -> bool:
-    """Return whether the model reads or writes tokens of text, not speech. Raises ConfigError."""
-    is_dummy = config.engine.load_format == "dummy"
-    return not is_recognizer(config) and not is_synthesis_model(config.engine.model, dummy=is_dummy)
+def find_task(config: ModelConfig) -> Task:
+    """Return what kind of backend a model needs, once its configuration is on this machine. Raises ConfigError."""
+    is_translation = False
+    if is_recognizer(config):
+        task: Task = "recognition"
+    elif is_synthesis_model(config.engine.model, dummy=config.engine.load_format == "dummy"):
+        task = "synthesis"
+    else:
+        task, is_translation = "text", _is_translation(find_checkpoint(config))
+    if config.normalizer != "itt" and not is_translation:
+        raise ConfigError(f"--normalizer {config.normalizer}: {config.engine.model} is not a translation checkpoint")
+    return task
+
+
+def _is_translation(checkpoint: Checkpoint) -> bool:
+    return TRANSLATION_ARCHITECTURE in (checkpoint.config.get("architectures") or [])
 
 
 def load_text(config: ModelConfig) -> TextModel | TranslationText:
     """Load what the text side of a model needs. Takes up to seconds. Raises ConfigError."""
     checkpoint = find_checkpoint(config)
-    if TRANSLATION_ARCHITECTURE in (checkpoint.config.get("architectures") or []):
+    if _is_translation(checkpoint):
         from meltcore.backends.translations import load_translation_text  # needs meltcore[translate]
 
         return load_translation_text(config, checkpoint)

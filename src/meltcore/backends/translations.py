@@ -81,6 +81,7 @@ class Translations:
         """Serve a loaded model. send(message, replica): sends to one of its engines."""
         self.text, self.engine = text, engine
         self._names = config.names
+        self._normalizer = config.normalizer
         self._stats = stats
         self._send = send
         self._admission = Admission(
@@ -98,9 +99,9 @@ class Translations:
         429, 500, 503).
         """
         source, target = self._languages(request)
-        tokenizer, limit = self.text.tokenizer, self.engine.max_source
+        tokenizer, limit, normalizer = self.text.tokenizer, self.engine.max_source, self._normalizer
         documents = await asyncio.to_thread(
-            lambda: [prepare(text, tokenizer, source, target, limit) for text in request.sentences]
+            lambda: [prepare(text, tokenizer, source, target, limit, normalizer) for text in request.sentences]
         )
         sentences = [sentence for document in documents for sentence in document.sentences]
         if not sentences:

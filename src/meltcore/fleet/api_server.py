@@ -27,9 +27,9 @@ from meltcore.api.stats import ServerStats
 from meltcore.backends.audio_backend import AudioBackend, check_audio_packages
 from meltcore.backends.local_engine import LocalEngine
 from meltcore.backends.synthesis_engine import SynthesisEngine
-from meltcore.backends.text_model import TextModel, has_text, is_recognizer, load_text
+from meltcore.backends.text_model import TextModel, load_text
 from meltcore.backends.transcription_engine import TranscriptionEngine
-from meltcore.config import ModelConfig
+from meltcore.config import Task
 from meltcore.errors import MeltcoreError, RequestError
 from meltcore.fleet.channel import (
     MESSAGE_BYTES,
@@ -55,6 +55,13 @@ if TYPE_CHECKING:
     from meltcore.backends.translations import TranslationText
 
 
+_BACKENDS: dict[Task, type[LocalEngine | SynthesisEngine | TranscriptionEngine]] = {
+    "text": LocalEngine,
+    "recognition": TranscriptionEngine,
+    "synthesis": SynthesisEngine,
+}
+
+
 class APIServer:
     """One API server process, from its setup to its end."""
 
@@ -66,7 +73,7 @@ class APIServer:
         self._channel: Channel[ToAPIServer] = Channel(channel_socket, ToAPIServer)
         self._log = Log(config.log_format, stats)
         self._backends = [
-            _backend_type(model)(model, stats, stats.models[index], request_timeout_s=config.request_timeout_s)
+            _BACKENDS[setup.tasks[index]](model, stats, stats.models[index], request_timeout_s=config.request_timeout_s)
             for index, model in enumerate(config.models)
         ]
         engines = iter(range(sum(replicas)))
@@ -119,10 +126,11 @@ class APIServer:
 
     async def _load_texts(self) -> list[TextModel | TranslationText | None] | None:
         try:
-            if not all(map(has_text, self._config.models)):
+            if any(isinstance(backend, AudioBackend) for backend in self._backends):
                 check_audio_packages()
             return [
-                await asyncio.to_thread(load_text, model) if has_text(model) else None for model in self._config.models
+                await asyncio.to_thread(load_text, backend.config) if isinstance(backend, LocalEngine) else None
+                for backend in self._backends
             ]
         except MeltcoreError as error:
             self._channel.send(WorkerFailed("start", str(error)))
@@ -153,12 +161,6 @@ class APIServer:
 
     def _report_unreadable(self, model: int, replica: int, reason: str) -> None:
         self._channel.send(WorkerFailed("engine", reason, model, replica))
-
-
-def _backend_type(model: ModelConfig) -> type[LocalEngine | SynthesisEngine | TranscriptionEngine]:
-    if has_text(model):
-        return LocalEngine
-    return TranscriptionEngine if is_recognizer(model) else SynthesisEngine
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from meltcore.api.backend import ServerStatus
-from meltcore.config import ServerConfig
+from meltcore.config import ServerConfig, Task
 from meltcore.protocol.engines import ServedReady
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a server's configuration takes a few kilobytes
@@ -26,6 +26,7 @@ class Setup(msgspec.Struct, tag="setup", frozen=True):
     """The first message. The descriptor of the shared statistics comes with it. Answered by `Started`."""
 
     config: ServerConfig
+    tasks: list[Task]  # of the models
     api_server: int  # its row of the statistics and its sockets to the engines, from 1 on
     num_processes: int  # rows of the statistics: the API servers and the supervisor
     directory: str  # of the sockets

@@ -25,7 +25,7 @@ from meltcore.api.stats import ServerStats
 from meltcore.backends.engine_link import socket_folder
 from meltcore.backends.engine_process import ENGINE_COMMAND, LocalEngineProcess, common_limits
 from meltcore.backends.stuck_watch import StuckWatch
-from meltcore.backends.text_model import find_checkpoint, has_text
+from meltcore.backends.text_model import find_task
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.channel import EndRequests, LoadText, Open, ReplicaDied, StatusChanged
@@ -197,10 +197,7 @@ class Supervisor:
 
     async def _load(self) -> list[ServedReady]:
         """Start API servers and engines; returns the limits of each model's engines. Raises MeltcoreError."""
-        await self._pool.start()
-        for model in self._config.models:
-            if has_text(model):
-                await asyncio.to_thread(find_checkpoint, model)
+        await self._pool.start([await asyncio.to_thread(find_task, model) for model in self._config.models])
         self._pool.broadcast(LoadText())
         starting = asyncio.gather(
             *(

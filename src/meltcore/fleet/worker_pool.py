@@ -12,13 +12,13 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meltcore.api.stats import ServerStats
-from meltcore.config import ServerConfig
+from meltcore.config import ServerConfig, Task
 from meltcore.errors import ConfigError
 from meltcore.fleet.channel import (
     Channel,
@@ -108,14 +108,16 @@ class WorkerPool:
         self._workers: list[APIServerWorker] = []
         self._watches: set[asyncio.Task[None]] = set()
         self._pending: deque[socket.socket] = deque()  # connections that no worker could take yet
+        self._tasks: list[Task] = []
         self._state: dict[type[Broadcast], Broadcast] = {}  # what a restarted worker has to be sent
         self._all_opened = False  # once they are, one that is not gets no connections: it would refuse requests
         self._exiting = False
         self.synthetic_tokenizers: list[bool] = []
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start(self) -> None:
-        """Start every process."""
+    async def start(self, tasks: Sequence[Task]) -> None:
+        """Start every process. tasks: of the models."""
+        self._tasks = list(tasks)
         for worker_id in range(1, self._stats.api_servers + 1):
             worker = APIServerWorker(worker_id)
             self._workers.append(worker)
@@ -201,7 +203,7 @@ class WorkerPool:
         worker.channel = Channel(parent_socket, FromAPIServer)
         worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
         num_processes = self._stats.api_servers + 1
-        setup = Setup(self._config, worker.worker_id, num_processes, str(self._directory))
+        setup = Setup(self._config, self._tasks, worker.worker_id, num_processes, str(self._directory))
         worker.channel.send(setup, self._stats.shared.fd)
         watch = asyncio.create_task(self._watch(worker))
         self._watches.add(watch)

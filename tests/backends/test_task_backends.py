@@ -1,0 +1,171 @@
+"""Backends of tasks other than generation: the texts and errors that they send, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
+pytest.importorskip("soundfile", reason="the extra audio has soundfile")
+
+from meltcore.api.audio_endpoint import Exchange
+from meltcore.api.protocol import TranslateRequest
+from meltcore.api.stats import ServerStats
+from meltcore.api.synthesis import SynthesisRequest
+from meltcore.backends import synthesis_engine
+from meltcore.backends.audio_backend import _RUNNING_REQUESTS
+from meltcore.backends.synthesis_engine import SynthesisEngine
+from meltcore.backends.text_model import find_task
+from meltcore.backends.translations import Translations, TranslationText
+from meltcore.config import EngineConfig, ModelConfig
+from meltcore.errors import ConfigError, RequestError
+from meltcore.protocol.batch import BatchStats
+from meltcore.protocol.shell import AbortRequests
+from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesized
+from meltcore.protocol.translation import TranslationReady
+from meltcore.text.translation.document import prepare
+from meltcore.text.translation.languages import find_language
+from meltcore.text.translation.tokenizer import SyntheticTokenizer
+
+TRANSLATOR = "ai4bharat/indictrans2-indic-en-dist-200M"
+ENGINE = ("CPU", "float32", "dummy", [], 0.0)  # of every ready message
+
+
+def model(name: str, **fields: Any) -> ModelConfig:
+    return ModelConfig(engine=EngineConfig(model=name, load_format="dummy"), **fields)
+
+
+@pytest.mark.parametrize("normalizer", ["itt", "original"])
+def test_normalizer_of_a_server_prepares_its_texts(normalizer: Literal["itt", "original"]) -> None:
+    sent: list[Any] = []
+    tokenizer, text = SyntheticTokenizer(32_000), "सुबह 5:30 बजे"
+    ready = TranslationReady(*ENGINE, "translation", 64, 4, 256, 32_000, 5, 256, "synthetic")
+    (stats,) = ServerStats().models
+    translations = Translations(
+        model(TRANSLATOR, normalizer=normalizer),
+        TranslationText(tokenizer, True, "indic-en"),
+        ready,
+        stats,
+        lambda message, _replica: sent.append(message),
+    )
+
+    async def translate() -> None:
+        async with asyncio.timeout(0.5):
+            await translations.translate(TranslateRequest([text], "hi", "en"), "r", time.monotonic(), lambda _end: None)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(translate())
+    source, target = find_language("hi", "x"), find_language("en", "x")
+    ids = {
+        name: prepare(text, tokenizer, source, target, 256, name).sentences[0].token_ids for name in ("itt", "original")
+    }
+    assert sent[0].token_ids == ids[normalizer]
+    assert ids["itt"] != ids["original"]
+
+
+def test_tasks_and_settings_that_do_not_fit(tmp_path: Path) -> None:
+    assert find_task(model("ai4bharat/IndicF5")) == "synthesis"
+    assert find_task(model("ai4bharat/indic-conformer-600m-multilingual")) == "recognition"
+    assert find_task(model(TRANSLATOR, normalizer="original")) == find_task(model("meltcore/sums")) == "text"
+    for name in ("ai4bharat/IndicF5", "meltcore/sums"):
+        with pytest.raises(ConfigError, match=f"--normalizer original: {name} is not a translation checkpoint"):
+            find_task(model(name, normalizer="original"))
+    with pytest.raises(ConfigError, match="nothing"):
+        find_task(model(str(tmp_path / "nothing")))
+
+
+def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
+    server = ServerStats()
+    stats = server.models[0]
+    backend = SynthesisEngine(model("ai4bharat/IndicF5", max_queue=2), server, stats, request_timeout_s=30)
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as held:
+            replicas = [await held.enter_async_context(backend.admitted(10)) for _ in range(_RUNNING_REQUESTS + 2)]
+            with pytest.raises(RequestError, match="the queue is full: 3 requests would wait, the limit is 2") as full:
+                await held.enter_async_context(backend.admitted(10))
+            assert (set(replicas), full.value.status, stats.total("in_flight")) == ({0}, 429, len(replicas))
+        backend.limit_s = 0.2
+        with pytest.raises(RequestError, match=r"longer than 0\.2 s") as late:
+            async with backend.admitted(10):
+                await asyncio.sleep(5)
+        assert (late.value.status, stats.total("in_flight")) == (504, 0)
+        ended = {outcome: stats.total(outcome) for outcome in ("accepted", "finished", "failed", "rejected_queue_full")}
+        counts = {"accepted": 67, "finished": 66, "failed": 0, "rejected_queue_full": 1}
+        assert ended == counts
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+@pytest.mark.parametrize("kind", ["nothing sent", "events", "audio"])
+def test_an_error_after_the_beginning_is_seen_by_the_client(kind: str) -> None:
+    """A status before the first part, an event among events, and a broken connection within audio."""
+    sent: list[Any] = []
+    connection = SimpleNamespace(transport=SimpleNamespace(abort=lambda: sent.append("aborted")))
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def scenario() -> None:
+        exchange = Exchange({"headers": [], "meltcore.connection": connection}, None, send)  # type: ignore[arg-type]
+        if kind == "events":
+            await exchange.event({"a": 1})
+        elif kind == "audio":
+            await exchange.stream(b"RIFF", b"audio/wav")
+        await exchange.fail(RequestError("the engine has died", status=500))
+
+    asyncio.run(scenario())
+    if kind == "nothing sent":
+        assert (sent[0]["status"], sent[1].get("more_body", False)) == (500, False)
+    elif kind == "events":
+        assert b"the engine has died" in sent[2]["body"]
+        assert sent[3] == {"type": "http.response.body", "body": b""}
+    else:
+        assert (sent[1]["more_body"], sent[2:]) == (True, ["aborted"])
+
+
+def test_speech_that_no_client_reads_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that stops reading after the first part: its request ends, in the engine too, and memory is free."""
+    monkeypatch.setattr(synthesis_engine, "_MAX_WAITING_BYTES", 30_000)
+    server = ServerStats()
+    backend = SynthesisEngine(model("ai4bharat/IndicF5"), server, server.models[0], request_timeout_s=30)
+    sent: list[Any] = []
+    request = SynthesisRequest("Hello.", None, None, "", "pcm", 1.0, 0, None, False, False, None, None)
+
+    async def scenario() -> None:
+        backend.open(SynthesisReady(*ENGINE, "synthesis", 9, ["a"], 24_000, 99, 0.5, 15, 0.5, 2, [32], "synthetic"), 0)
+        backend.health.set("ready", "ready")
+        is_sent, is_stuck, may_go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        def send(message: Any, _replica: int) -> None:
+            sent.append(message)
+            is_sent.set()
+
+        monkeypatch.setattr(backend, "_send", send)
+
+        async def on_part(_part: Any) -> None:
+            is_stuck.set()
+            await may_go_on.wait()
+
+        speaking = asyncio.create_task(backend.synthesize(request, "r", on_part))
+        await is_sent.wait()
+        for chunk in range(1, 6):
+            part = Synthesized(request_id=sent[0].request_id, samples=bytes(8000), chunk=chunk, chunks=9)
+            backend.on_message(0, SynthesisOutputs([part], BatchStats(), time.monotonic()))
+            if chunk == 1:
+                await is_stuck.wait()
+        assert backend._waiting_bytes == 24_000
+        may_go_on.set()
+        with pytest.raises(RequestError, match="the client reads too slowly: 24000 bytes of speech wait"):
+            await speaking
+        assert backend._waiting_bytes == 0
+        assert sent[1:] == [AbortRequests([sent[0].request_id])]
+        await backend.close_workers()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
