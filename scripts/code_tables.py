@@ -28,7 +28,7 @@ from meltcore.models.quantization import quantize_as_stored
 from meltcore.models.quantization_config import METHODS
 from meltcore.models.registry import ARCHITECTURES
 from meltcore.models.safetensors_file import SafetensorsFile
-from meltcore.results.definitions import DEFINITIONS
+from meltcore.results.definitions import DEFINITIONS, TASK_DEFINITIONS
 
 _PLACES = {
     protocol.ChatRequest: "chat",
@@ -53,6 +53,11 @@ def unsupported_fields() -> list[str]:
 def load_metrics() -> list[str]:
     """Lines of a list: the definitions of the load generator's metrics, word for word."""
     return [f"- **{each.name}** ({each.unit}): {each.text}" for each in DEFINITIONS]
+
+
+def task_metrics() -> list[str]:
+    """Lines of a list: the definitions of the metrics of translation, recognition and synthesis."""
+    return [f"- **{each.name}** ({each.unit}): {each.text}" for each in TASK_DEFINITIONS]
 
 
 def published_shapes() -> list[str]:
@@ -218,6 +223,7 @@ def _gpus(capabilities: list[int]) -> str:
 TABLES = {
     "unsupported fields": unsupported_fields,
     "load metrics": load_metrics,
+    "task metrics": task_metrics,
     "published shapes": published_shapes,
     "weight formats": weight_formats,
 }

@@ -13,7 +13,7 @@ from meltcore.hardware.monitor.timeline import attach_gpu_timelines, mean_sm_act
 from meltcore.hardware.nvml.driver import NoDriverError
 from meltcore.hardware.nvml.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.hardware.nvml.select import GpuInfo
-from meltcore.report.run import timeline_figure
+from meltcore.report.load_charts import timeline_figure
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import Distribution, LevelResult, TimelinePoint
 from meltcore.testing.fake_gpu import FakeGpu, ReadingChange, cli_command

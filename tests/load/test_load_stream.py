@@ -6,7 +6,8 @@ import pytest
 
 from meltcore.load.config import AnswerRules
 from meltcore.load.record import RequestRecord
-from meltcore.load.stream import MAX_TOKENS, NO_EXTRA_RULES, StreamedResponse, UnstreamedResponse, error_message
+from meltcore.load.response import error_message
+from meltcore.load.stream import MAX_TOKENS, NO_EXTRA_RULES, StreamedResponse, UnstreamedResponse
 
 
 def event(text: str | None = None, *, finish: str | None = None, usage: int | None = None, role: bool = False) -> bytes:

@@ -52,9 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--metric",
-        default="output tok/s",
         metavar="NAME",
-        help="Metric that decides the verdict (default: output tok/s).",
+        help="Metric that decides the verdict (default: output tok/s, or the throughput of another task).",
     )
     parser.add_argument(
         "--at",
@@ -167,7 +166,7 @@ def _run_against_stored(args: argparse.Namespace) -> int:
     from meltcore.compare.run import save_comparison
     from meltcore.compare.server import read_command
     from meltcore.compare.starts import interleave, run_starts
-    from meltcore.load.workload import check_workload
+    from meltcore.load.workloads import check_workload
     from meltcore.report.compare_starts import compare_starts
     from meltcore.results.runfolder import RunFolder
     from meltcore.results.starts import write_start_set
@@ -175,7 +174,7 @@ def _run_against_stored(args: argparse.Namespace) -> int:
     old = _read_side(args.stored[0], args.baselines)
     plan = start_options(args, tuple(sys.argv[1:]))
     plan = dataclasses.replace(plan, load=stored_load(old.load, workload=args.workload))
-    check_workload(plan.load.workload, max_tokens=plan.load.max_tokens)
+    check_workload(plan.load)
     console = Console(stderr=True)
     report, on_start = start_printers(console, {"B": args.starts})
     planned_starts = interleave({"B": read_command(Path(args.run[0]))}, args.starts)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from meltcore.results.runfolder import RunFolder
     from meltcore.results.schema import RunResult
 
-HELP = "Load an OpenAI-compatible server and measure throughput and latency."
+HELP = "Load an OpenAI-compatible server and measure throughput and latency: chat, translation, transcription, speech."
 
 EXAMPLES = """\
   meltcore load http://127.0.0.1:8000 --concurrency 10,100,400
@@ -24,6 +24,9 @@ EXAMPLES = """\
 workloads:
   problems:short|long|mixed      the bundled arithmetic problems; answers are graded
   random:in=128-1024,out=128     random token ids (vocab=N: ids below N; eos=1: end tokens end an answer)
+  translate:src=eng_Latn,tgt=kan_Knda       made sentences (words=8-40; sentences=1 a request; file=PATH: own ones)
+  transcribe:language=kn,seconds=5-25       made clips (clips=64; decoder=ctc; manifest=PATH: own ones)
+  speak:voice=NAME,words=8-40               made texts to synthesize (language=kan_Knda; format=wav|pcm; file=PATH)
   FILE.jsonl                     one object per line: prompt, messages or prompt_token_ids; max_tokens, answer,
                                  temperature, ignore_eos, skip_special_tokens
 """
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.errors import ConfigError
     from meltcore.report.console import print_table
     from meltcore.report.render import save_run
-    from meltcore.report.run import levels_table
+    from meltcore.report.run import levels_tables
     from meltcore.results.formatting import result_warnings
     from meltcore.results.runfolder import RunFolder
 
@@ -87,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
         else:
-            print_table(levels_table(result.levels), console)
+            for table in levels_tables(result.levels):
+                print_table(table, console)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
     if result.verdict == "PARTIAL":
         return EXIT_INTERRUPTED
@@ -129,14 +133,15 @@ def _load_config(args: argparse.Namespace) -> "LoadConfig":
     """Return the settings of the command line. Raises ConfigError for invalid or contradictory options."""
     from meltcore.errors import ConfigError
     from meltcore.load.config import LoadConfig, Timeouts
-    from meltcore.load.workload import check_workload
+    from meltcore.load.workloads import check_workload
     from meltcore.options import from_options
 
     if args.concurrency is None:
         args.concurrency = LoadConfig.concurrency
     elif args.request_rate:
         raise ConfigError("--concurrency makes closed-loop levels and --request-rate open-loop ones: give one of them")
-    check_workload(args.workload, max_tokens=args.max_tokens)
-    return from_options(
+    config = from_options(
         LoadConfig, args, timeouts=Timeouts() if args.timeout is None else Timeouts(total_s=args.timeout)
     )
+    check_workload(config)
+    return config

@@ -44,11 +44,11 @@ def start_options(args: argparse.Namespace, arguments: tuple[str, ...]) -> "Star
     from meltcore.compare.starts import StartOptions
     from meltcore.errors import ConfigError
     from meltcore.load.config import LoadConfig
-    from meltcore.load.workload import check_workload
+    from meltcore.load.workloads import check_workload
     from meltcore.options import from_options
 
     load = from_options(LoadConfig, args, url="", workload=args.workload or LoadConfig.workload)
-    check_workload(load.workload, max_tokens=load.max_tokens)
+    check_workload(load)
     if not args.start_timeout > 0:
         raise ConfigError(f"--start-timeout must be more than 0 seconds; got {args.start_timeout:g}")
     return StartOptions(load=load, arguments=arguments, start_limit_s=args.start_timeout)
@@ -61,15 +61,13 @@ def start_printers(console: "Console", totals: Mapping[str, int]) -> "tuple[Call
     """
     from rich.markup import escape
 
-    from meltcore.results.formatting import format_load, format_number
+    from meltcore.results.throughput import throughput_text
 
     def report(text: str) -> None:
         console.print(escape(text), style="yellow", highlight=False)
 
     def on_start(start: "PlannedStart", result: "RunResult") -> None:
-        rates = ", ".join(
-            f"{format_number(level.output_tokens_per_s)} tok/s {format_load(level)}" for level in result.levels
-        )
+        rates = "; ".join(map(throughput_text, result.levels))
         label = f"{start.set_name} {start.number} of {totals[start.set_name]}"
         console.print(f"{label}: ready after {result.settings['ready_s']:.1f} s, {rates}", highlight=False)
 

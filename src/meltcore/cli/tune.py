@@ -89,8 +89,11 @@ def _load(args: argparse.Namespace) -> "LoadConfig":
     from meltcore.cli.start_options import start_options
     from meltcore.errors import ConfigError
     from meltcore.load.config import parse_slo
+    from meltcore.load.task_workload import is_task
 
     load = start_options(args, ()).load
+    if is_task(load.workload):
+        raise ConfigError(f"tune tunes the engine of generation; the workload {load.workload} is of another task")
     if len(load.levels) != 1:
         raise ConfigError("tune loads every setting with the same concurrency: give one value as --concurrency")
     return dataclasses.replace(load, slo_ms={} if args.goodput is None else parse_slo(args.goodput))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from meltcore.compare.server import ServerCommand
 from meltcore.compare.starts import OnStart, StartOptions, interleave, run_starts
 from meltcore.errors import ConfigError
-from meltcore.report.compare_starts import PRIMARY_METRIC, compare_starts, find_metric
+from meltcore.report.compare_starts import compare_starts, find_metric
 from meltcore.report.comparison import comparison_markdown, comparison_page
 from meltcore.report.html import write_page
 from meltcore.results.comparison import COMPARISON_FILE, ComparisonResult, Limits
@@ -25,21 +25,22 @@ CONTROL, OLD, NEW = "control", "A", "B"
 class Comparison:
     """Settings of an A/B comparison: `starts` per side, after `control` starts of the old server alone.
 
-    The verdict is that of `metric` at `concurrency` (None: the highest). `force` gives a verdict also for sets that do
-    not compare.
+    The verdict is that of `metric` (None: the throughput of the load's task) at `concurrency` (None: the highest).
+    `force` gives a verdict also for sets that do not compare.
     """
 
     old: ServerCommand
     new: ServerCommand
     starts: int = 6
     control: int = 6
-    metric: str = PRIMARY_METRIC
+    metric: str | None = None
     concurrency: int | None = None
     limits: Limits = field(default_factory=Limits)
     force: bool = False
 
     def __post_init__(self) -> None:
-        find_metric(self.metric)  # refuse a wrong name now, not after an hour of starts
+        if self.metric is not None:
+            find_metric(self.metric)  # refuse a wrong name now, not after an hour of starts
         if self.starts < 1 or self.control < MIN_CONTROL_STARTS:
             raise ConfigError(
                 f"a comparison takes at least 1 start per side and {MIN_CONTROL_STARTS} of A against A; "

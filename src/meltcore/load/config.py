@@ -14,12 +14,14 @@ from meltcore.options import option
 
 ArrivalProcess = Literal["poisson", "constant"]
 
-SLO_METRICS = ("ttft", "tpot", "itl", "e2e")
+FIRST_AUDIO = "first_audio"
+SLO_METRICS = ("ttft", "tpot", "itl", "e2e", FIRST_AUDIO)
 DEFAULT_MAX_WARMUPS = 32  # a warm-up as wide as a level of high concurrency would cost as much as the level
 
 _Number = TypeVar("_Number", int, float)
 
 _RANGE_PATTERN = re.compile(r"(\d+)(?:-(\d+))?")
+_FOLDER_PATTERN = re.compile(r"=[^,]*/")
 _FIELD_PATTERN = re.compile(r"([a-z_]+)=(.+)")
 
 
@@ -47,6 +49,14 @@ class AnswerRules(NamedTuple):
     needs_text: bool = False
     allow_empty: bool = False
     needs_usage: bool = False
+
+
+def published_workload(spec: str) -> str:
+    """Return the workload `spec` without the folders of its files."""
+    kind, separator, options_text = spec.partition(":")
+    if "/" in kind or "=" not in options_text:
+        return spec.rpartition("/")[2]
+    return f"{kind}{separator}{_FOLDER_PATTERN.sub('=', options_text)}"
 
 
 def parse_slo(text: str) -> dict[str, float]:
@@ -92,7 +102,7 @@ class LoadConfig:
     )
     slo_ms: dict[str, float] = option(
         {},
-        "Latency limits of a good request in ms; also itl and e2e.",
+        "Latency limits of a good request in ms; also itl, e2e and first_audio.",
         group="Load",
         flag="--goodput",
         type=parse_slo,
@@ -101,7 +111,7 @@ class LoadConfig:
     processes: int = option(1, "Client processes.", group="Load")
     workload: str = option(
         "problems:short",
-        "Prompts: problems:short, random:in=128-1024,out=128 or FILE.jsonl.",
+        "Prompts: problems:short, random:in=128-1024,out=128, FILE.jsonl, translate:..., transcribe:... or speak:...",
         group="Prompts",
     )
     max_tokens: int | None = option(None, "Output limit of prompts that set none.", group="Prompts")
@@ -198,7 +208,7 @@ class LoadConfig:
         """Return the settings for published results, without the API key, the address and local paths."""
         unpublished_fields = {"api_key", "records_path", "tokenizer", "url"}
         published_fields = {name: value for name, value in asdict(self).items() if name not in unpublished_fields}
-        return {**published_fields, "timeouts": self.timeouts._asdict(), "workload": self.workload.rpartition("/")[2]}
+        return {**published_fields, "timeouts": self.timeouts._asdict(), "workload": published_workload(self.workload)}
 
     def _num_requests_per_level(self, defaults: list[int]) -> list[int]:
         """Return the number of requests of each level: `num_prompts` where given, else the defaults."""

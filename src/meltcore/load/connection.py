@@ -46,13 +46,15 @@ class Target:
     path: str = ""  # prefix before /v1
     api_key: str | None = field(default=None, repr=False)
 
-    def encode_head(self, method: str, path: str, body_length: int | None = None) -> bytes:
+    def encode_head(
+        self, method: str, path: str, body_length: int | None = None, content_type: str = "application/json"
+    ) -> bytes:
         """Encode request line and header fields, including the empty line."""
         lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {self._host}:{self.port}"]
         if self.api_key is not None:
             lines.append(f"Authorization: Bearer {self.api_key}")
         if body_length is not None:
-            lines += ["Content-Type: application/json", f"Content-Length: {body_length}"]
+            lines += [f"Content-Type: {content_type}", f"Content-Length: {body_length}"]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
     @property

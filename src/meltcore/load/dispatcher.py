@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from typing import Protocol
 
-from meltcore.load.config import AnswerRules, Timeouts
+from meltcore.load.config import Timeouts
 from meltcore.load.connection import HttpConnection, HttpRequestError, Target, get
 from meltcore.load.record import RequestRecord
-from meltcore.load.stream import NO_EXTRA_RULES, StreamedResponse, UnstreamedResponse
+from meltcore.load.response import BaseResponse
 from meltcore.load.workload import EncodedRequest
 
 TIMEOUT_CHECK_S = 0.25
@@ -21,6 +21,20 @@ CONNECTION_FAILURES = frozenset({"connect refused", "connection reset", "connect
 OnDone = Callable[[HttpConnection | None], None]
 
 
+class MakeResponse(Protocol):
+    """Declares what makes the reader of a response to a request."""
+
+    def __call__(
+        self,
+        record: RequestRecord,
+        on_done: Callable[[BaseResponse], None],
+        *,
+        keep_text: bool,
+        max_output_tokens: int | None,
+    ) -> BaseResponse:
+        """Return a reader that fills `record` and then calls `on_done`."""
+
+
 class Dispatcher:
     """Sends requests and calls `on_record` exactly once for each of them, also when it fails."""
 
@@ -29,15 +43,13 @@ class Dispatcher:
         target: Target,
         timeouts: Timeouts,
         on_record: Callable[[RequestRecord], None],
-        *,
-        stream: bool = True,
-        rules: AnswerRules = NO_EXTRA_RULES,
+        make_response: MakeResponse,
     ) -> None:
-        self._make_response = partial(StreamedResponse if stream else UnstreamedResponse, rules=rules)
+        self._make_response = make_response
         self._target = target
         self._timeouts = timeouts
         self._on_record = on_record
-        self._active_requests: dict[StreamedResponse, tuple[HttpConnection, EncodedRequest, OnDone]] = {}
+        self._active_requests: dict[BaseResponse, tuple[HttpConnection, EncodedRequest, OnDone]] = {}
         self._consecutive_failures = 0
         self._first_failure_s = 0.0
         self.server_died_s: float | None = None
@@ -49,7 +61,7 @@ class Dispatcher:
 
     def send(self, connection: HttpConnection, request: EncodedRequest, intended_s: float, on_done: OnDone) -> None:
         """Send `request`. After its record, `on_done` receives the connection where that is reusable, else None."""
-        record = RequestRecord(index=request.index, intended_s=intended_s)
+        record = RequestRecord(index=request.index, intended_s=intended_s, work=request.work)
         response = self._make_response(
             record, self._finish, keep_text=request.keep_text, max_output_tokens=request.max_output_tokens
         )
@@ -92,7 +104,7 @@ class Dispatcher:
             if self._consecutive_failures and error.reason in CONNECTION_FAILURES:
                 self.server_died_s = self._first_failure_s
 
-    def _find_timeout(self, response: StreamedResponse, now_s: float) -> tuple[str, str] | None:
+    def _find_timeout(self, response: BaseResponse, now_s: float) -> tuple[str, str] | None:
         timeouts, record = self._timeouts, response.record
         if now_s - record.intended_s > timeouts.total_s:
             return "total timeout", f"not complete after {timeouts.total_s:g} s"
@@ -103,7 +115,7 @@ class Dispatcher:
             return "idle timeout", f"no byte for {timeouts.idle_s:g} s"
         return None
 
-    def _finish(self, response: StreamedResponse) -> None:
+    def _finish(self, response: BaseResponse) -> None:
         connection, request, on_done = self._active_requests.pop(response)
         record = response.record
         if record.failure is None:

@@ -16,7 +16,7 @@ import numpy as np
 from meltcore.load.config import ArrivalProcess
 from meltcore.load.connection import HttpConnection, HttpRequestError, connect
 from meltcore.load.dispatcher import Dispatcher
-from meltcore.load.workload import EncodedRequest, RequestBuilder
+from meltcore.load.workload import Builder, EncodedRequest
 
 # A listen queue holds 4,096 at most on a stock Linux, often 128: more connects than that are retried after 1 s.
 MAX_CONCURRENT_CONNECTS = 256
@@ -43,7 +43,7 @@ class RequestLoop(ABC):
     """Sends the requests `indexes` of a level and sets `finished` when each of them has its record."""
 
     def __init__(
-        self, dispatcher: Dispatcher, builder: RequestBuilder, indexes: Sequence[int], connect_timeout_s: float
+        self, dispatcher: Dispatcher, builder: Builder, indexes: Sequence[int], connect_timeout_s: float
     ) -> None:
         self._dispatcher = dispatcher
         self._builder = builder
@@ -114,7 +114,7 @@ class ClosedLoop(RequestLoop):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        builder: RequestBuilder,
+        builder: Builder,
         indexes: Sequence[int],
         connect_timeout_s: float,
         *,
@@ -182,7 +182,7 @@ class OpenLoop(RequestLoop):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        builder: RequestBuilder,
+        builder: Builder,
         indexes: Sequence[int],
         connect_timeout_s: float,
         *,

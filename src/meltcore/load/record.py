@@ -16,12 +16,23 @@ from meltcore.errors import ConfigError
 RESERVE_BYTES = 8 * 2**20  # result.json with GPU timelines and the report take 0.1 to 5 MB
 
 
+class TaskWork(msgspec.Struct, array_like=True, frozen=True):
+    """The work of a request for translation, recognition or synthesis; a task leaves the others' fields at 0."""
+
+    sentences: int = 0
+    source_chars: int = 0
+    audio_s: float = 0.0  # of the clip that was sent, or of the speech that came
+
+
 class RequestRecord(msgspec.Struct, array_like=True):
     """Describes one request as the client saw it.
 
     Times are `time.monotonic()` seconds of this machine; 0 means that it did not happen. `event_times` holds the
     arrival times of the events with text (float64, raw bytes). `event_tokens` holds the server's count of output tokens
     up to each of these events (uint32, raw bytes); it is empty unless each of them came with a count.
+
+    With `work` the request asks for a task other than generation. Then `first_text_s` is the first audio of synthesis,
+    else the end of an answer that has text.
     """
 
     index: int
@@ -43,6 +54,7 @@ class RequestRecord(msgspec.Struct, array_like=True):
     reasoning_chars: int = 0  # length of the reasoning in `text`
     event_times: bytes = b""
     event_tokens: bytes = b""
+    work: TaskWork | None = None
 
     @property
     def content(self) -> str:
@@ -156,6 +168,8 @@ class RecordFile:
             "detail": record.detail,
             "correct": record.correct,
         }
+        if record.work is not None:
+            line |= msgspec.structs.asdict(record.work)
         if self._with_event_times:
             line["event_us"] = np.diff(record.times_s * 1e6).astype(int).tolist()
         return line

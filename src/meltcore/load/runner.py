@@ -25,7 +25,7 @@ from meltcore.load.summary import LevelMeasurement, summarize
 from meltcore.load.token_counter import TokenCounter
 from meltcore.load.worker import LoadWorker, LocalWorker, OnRecords, WorkerSettings
 from meltcore.load.worker_process import WorkerProcess
-from meltcore.load.workload import open_workload
+from meltcore.load.workloads import open_workload
 from meltcore.results.schema import LevelResult
 
 PROGRESS_INTERVAL_S = 0.25
@@ -234,6 +234,7 @@ class _LoadRun:
             server_peak_in_flight=server_peak,
             workload_name=self._workload.name,
             is_graded=self._workload.is_graded,
+            task=self._workload.task,
             is_streamed=self._config.stream,
             slo_ms=self._config.slo_ms,
         )
@@ -250,6 +251,7 @@ class _LoadRun:
             level=level,
             first_prompt_idx=self._next_prompt_idx,
             num_prompts=self._num_prompts,
+            clips=self._workload.clips,
             num_workers=num_workers,
         )
         self._next_prompt_idx += level.num_requests

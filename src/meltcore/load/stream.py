@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable
 
@@ -11,9 +10,8 @@ import msgspec
 from meltcore.load.config import AnswerRules
 from meltcore.load.http import EventParser, HttpError
 from meltcore.load.record import RequestRecord
+from meltcore.load.response import BaseResponse, error_message
 
-MAX_ERROR_BODY_BYTES = 64 * 1024
-MAX_DETAIL_CHARS = 300
 MAX_TOKENS = 2**24  # of one request; the longest context of a published model has 10 million
 IMPLAUSIBLE_USAGE = "implausible usage"
 NO_EXTRA_RULES = AnswerRules()
@@ -48,21 +46,10 @@ class _Event(msgspec.Struct):
     error: msgspec.Raw = msgspec.Raw()
 
 
-class _ErrorText(msgspec.Struct):
-    message: str = ""
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorText | str = ""
-    message: str = ""
-    detail: str | None = None
-
-
 _decode_event = msgspec.json.Decoder(_Event).decode
-_decode_error = msgspec.json.Decoder(_ErrorBody).decode
 
 
-class StreamedResponse:
+class StreamedResponse(BaseResponse):
     """Reads one streamed answer into `record`, then calls `on_done` exactly once.
 
     An answer is complete when its response ended in order after a finish reason, with text or with counted tokens.
@@ -82,16 +69,13 @@ class StreamedResponse:
         "_event_tokens",
         "_is_empty",
         "_max_output_tokens",
-        "_on_done",
         "_reasoning",
         "_rules",
         "_saw_done",
         "_saw_usage",
-        "now_s",
-        "record",
     )
 
-    CONTENT_TYPE = "text/event-stream"
+    CONTENT_TYPES = ("text/event-stream",)
     WRONG_TYPE_FAILURE = "not a stream"
 
     def __init__(
@@ -103,9 +87,7 @@ class StreamedResponse:
         rules: AnswerRules = NO_EXTRA_RULES,
         max_output_tokens: int | None = None,
     ) -> None:
-        self.record = record
-        self.now_s = 0.0
-        self._on_done: Callable[[StreamedResponse], None] | None = on_done
+        super().__init__(record, on_done)
         self._event_parser = EventParser()
         self._content: list[str] | None = [] if keep_text else None
         self._reasoning: list[str] = []
@@ -130,21 +112,12 @@ class StreamedResponse:
 
     # --- callbacks of the connection
 
-    def on_head(self, status: int, headers: dict[str, str]) -> None:
-        """Store the status, and fail a response of another content type."""
-        self.record.status = status
-        if status == 200 and not headers.get("content-type", "").lower().startswith(self.CONTENT_TYPE):
-            self._finish(self.WRONG_TYPE_FAILURE, f"content-type is {headers.get('content-type', 'absent')}")
-
     def on_body(self, data: bytes) -> None:
         """Decode the events in `data`, or collect the body of an error response."""
         if self._on_done is None:
             return
         if self.record.status != 200:
-            if self._content is None:
-                self._content = []
-            if sum(map(len, self._content)) < MAX_ERROR_BODY_BYTES:
-                self._content.append(data.decode("utf-8", "replace"))
+            super().on_body(data)
             return
         try:
             events = self._event_parser.feed(data)
@@ -155,17 +128,6 @@ class StreamedResponse:
             if self._on_done is None:  # failed: its record was already delivered
                 return
             self._on_event(event)
-
-    def on_end(self) -> None:
-        """Complete the record, as a failure where the answer is not complete."""
-        if self.record.status != 200:
-            self._finish(f"http {self.record.status}", error_message(self.content))
-        else:
-            self._finish(*self._find_failure())
-
-    def on_failure(self, reason: str, detail: str) -> None:
-        """Complete the record as a failure."""
-        self._finish(reason, detail)
 
     # --- inside the stream
 
@@ -250,20 +212,13 @@ class StreamedResponse:
             )
         return None, None
 
-    def _finish(self, failure: str | None, detail: str | None) -> None:
-        on_done, self._on_done = self._on_done, None
-        if on_done is None:  # failed before; the rest of its bytes was still received
-            return
+    def _complete_record(self) -> None:
         record = self.record
-        record.ended_s = self.now_s or time.monotonic()
-        record.failure = failure
-        record.detail = None if detail is None else detail[:MAX_DETAIL_CHARS]
         if self._event_times:
             record.first_text_s = self._event_times[0]
             record.event_times = self._event_times.tobytes()
         if len(self._event_tokens) == len(self._event_times):
             record.event_tokens = self._event_tokens.tobytes()
-        on_done(self)
 
 
 class UnstreamedResponse(StreamedResponse):
@@ -271,7 +226,7 @@ class UnstreamedResponse(StreamedResponse):
 
     __slots__ = ("_body",)
 
-    CONTENT_TYPE = "application/json"
+    CONTENT_TYPES = ("application/json",)
     WRONG_TYPE_FAILURE = "not JSON"
 
     def __init__(
@@ -299,13 +254,3 @@ class UnstreamedResponse(StreamedResponse):
             self._on_event(b"".join(self._body))
             self._saw_done = True
         super().on_end()
-
-
-def error_message(body: str) -> str:
-    """Return the message of an error object in OpenAI's or a similar form, else the start of `body`."""
-    try:
-        error_body = _decode_error(body.encode())
-    except msgspec.DecodeError:
-        return body[:MAX_DETAIL_CHARS] or "empty body"
-    message = error_body.error if isinstance(error_body.error, str) else error_body.error.message
-    return message or error_body.message or error_body.detail or body[:MAX_DETAIL_CHARS]

@@ -11,9 +11,10 @@ import numpy as np
 from meltcore.load.client_monitor import ClientUsage, client_bound_reasons
 from meltcore.load.config import Level
 from meltcore.load.record import RequestRecord
+from meltcore.load.task_summary import first_audio_ms, task_load, task_notes, work_times
 from meltcore.load.timeline import MS_PER_S, InFlight, TextArrivals, TokenTimes, bucket_means, timeline
 from meltcore.results.percentiles import distribution
-from meltcore.results.schema import ClientLoad, LevelResult, Steady, TimelinePoint, Verdict
+from meltcore.results.schema import ClientLoad, LevelResult, Steady, Task, TimelinePoint, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class LevelMeasurement:
     is_streamed: bool = True
     fallback_count_source: Literal["tokenizer", "events"] = "events"  # where the server sent no usage
     num_warmups: int = 0
+    task: Task | None = None  # None: generation
     slo_ms: dict[str, float]
 
 
@@ -49,8 +51,9 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
     in_flight = InFlight(_field_values(sent_records, "sent_s"), _field_values(sent_records, "ended_s"))
     prompt_tokens = sum(record.prompt_tokens for record in complete_records)
     output_tokens = sum(record.output_tokens for record in complete_records)
+    task = measurement.task
     has_token_counts = all(record.cumulative_tokens is not None for record in records_with_text)
-    token_times = TokenTimes.from_records(complete_records)
+    token_times = TokenTimes.from_records(complete_records) if task is None else work_times(complete_records, task)
     result = LevelResult(
         concurrency=measurement.level.concurrency,
         load_kind="closed" if measurement.level.rate is None else "open",
@@ -75,12 +78,15 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
         else measurement.fallback_count_source,
         steady=_steady_rate(measurement, in_flight, token_times),
         timeline=timeline(in_flight, token_times, measurement.released_s, ended_s) if measurement.records else [],
+        task=None if task is None else task_load(task, complete_records, duration_s),
         released_s=measurement.released_s,
         client=_client_load(measurement.client_usages),
         e2e_ms=distribution([e2e_ms(record) for record in complete_records]),
         queue_delay_ms=distribution([(record.sent_s - record.intended_s) * MS_PER_S for record in complete_records]),
     )
-    if measurement.is_streamed and records_with_text:  # else no first token was seen, nor any other
+    if task is not None:
+        _report_as_work(result)
+    elif measurement.is_streamed and records_with_text:  # else no first token was seen, nor any other
         arrivals = TextArrivals.from_records(records_with_text, use_token_counts=has_token_counts)
         _add_latencies(result, records_with_text, arrivals)
         result.itl_unit = "token" if has_token_counts else "event"
@@ -88,7 +94,7 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
     if measurement.slo_ms:
         result.slo = dict(measurement.slo_ms)
         result.goodput_per_s = _per_second(
-            sum(_meets_slo(record, measurement.slo_ms) for record in complete_records), duration_s
+            sum(_meets_slo(record, measurement.slo_ms, task) for record in complete_records), duration_s
         )
     result.verdict, result.reasons = _verdict(measurement, result)
     return result
@@ -114,7 +120,10 @@ def tpot_ms(record: RequestRecord) -> float | None:
     return (e2e_ms(record) - ttft_ms(record)) / (record.output_tokens - 1)
 
 
-def _meets_slo(record: RequestRecord, slo_ms: dict[str, float]) -> bool:
+def _meets_slo(record: RequestRecord, slo_ms: dict[str, float], task: Task | None) -> bool:
+    if task is not None:
+        task_latencies_ms = {"e2e": e2e_ms(record), "first_audio": first_audio_ms(record)}
+        return all(task_latencies_ms[name] <= limit for name, limit in slo_ms.items())
     if not record.first_text_s:  # an answer without text meets no limit
         return False
     itl_ms = TextArrivals.from_records([record]).itl_ms
@@ -174,6 +183,13 @@ def _steady_rate(measurement: LevelMeasurement, in_flight: InFlight, token_times
     )
 
 
+def _report_as_work(result: LevelResult) -> None:
+    """Move the rates of a task's level, which counts no output tokens, from tokens to work."""
+    rates: list[TimelinePoint | Steady] = [*result.timeline, *filter(None, [result.steady])]
+    for rate in rates:
+        rate.work_per_s, rate.output_tokens_per_s = rate.output_tokens_per_s, 0.0
+
+
 def _client_load(client_usages: list[ClientUsage]) -> ClientLoad:
     cpu_utilizations = [usage.cpu_utilization for usage in client_usages if usage.cpu_utilization is not None]
     lags_p99_ms = [usage.lag_p99_ms for usage in client_usages if usage.lag_p99_ms is not None]
@@ -212,12 +228,16 @@ def _add_latency_timeline(
 def _verdict(measurement: LevelMeasurement, result: LevelResult) -> tuple[Verdict, list[str]]:
     """Return the most severe verdict that applies, and every reason to doubt the measurement."""
     verdict: Verdict = "OK"
-    median_latencies_ms = [value for value in (result.itl_ms.p50, result.ttft_ms.p50) if value is not None]
+    latencies = (result.itl_ms, result.ttft_ms)
+    if result.task is not None:
+        latencies = (result.task.first_audio_ms, result.e2e_ms)
+    median_latencies_ms = [latency.p50 for latency in latencies if latency.p50 is not None]
     reasons = client_bound_reasons(measurement.client_usages, min(median_latencies_ms, default=None))
     if reasons:
         verdict = "CLIENT_BOUND"
-    reasons += _answer_notes(measurement, result)
-    if any(record.failure is None and not record.first_text_s for record in measurement.records):
+    reasons += _answer_notes(measurement, result) if result.task is None else task_notes(result, result.task)
+    may_be_empty = measurement.task == "recognition"  # a clip need not hold speech
+    if not may_be_empty and any(record.failure is None and not record.first_text_s for record in measurement.records):
         verdict = "NO_TEXT"
     if result.failed:
         verdict = "FAILED"

@@ -12,12 +12,14 @@ from typing import Protocol
 import msgspec
 
 from meltcore.load.client_monitor import ClientMonitor, ClientUsage
+from meltcore.load.clips import Clip
 from meltcore.load.config import Level, LoadConfig
 from meltcore.load.connection import Target
 from meltcore.load.dispatcher import TIMEOUT_CHECK_S, Dispatcher
 from meltcore.load.loops import ClosedLoop, OpenLoop, RequestLoop, arrival_offsets
 from meltcore.load.record import RequestRecord
-from meltcore.load.workload import RequestBuilder, Workload, open_workload
+from meltcore.load.workload import Workload
+from meltcore.load.workloads import make_builder, open_workload, response_maker
 
 INTERRUPTED = "interrupted"
 SERVER_DIED = "server died"
@@ -37,6 +39,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     first_prompt_idx: int
     num_prompts: int
+    clips: tuple[Clip, ...] = ()  # of a run on recognition: made once, for all workers and levels
     worker_idx: int = 0
     num_workers: int = 1
 
@@ -81,14 +84,11 @@ class LocalWorker:
         self._records: list[RequestRecord] = []
         self._is_stopping = False
         config = settings.config
+        workload = open_workload(config, settings.num_prompts, settings.clips)
         self._dispatcher = Dispatcher(
-            settings.target,
-            config.timeouts,
-            self._records.append,
-            stream=config.stream,
-            rules=config.answer_rules,
+            settings.target, config.timeouts, self._records.append, response_maker(config, workload)
         )
-        self._request_loop = self._make_request_loop(open_workload(config, settings.num_prompts))
+        self._request_loop = self._make_request_loop(workload)
 
     @property
     def in_flight(self) -> int:
@@ -154,7 +154,7 @@ class LocalWorker:
 
     def _make_request_loop(self, workload: Workload) -> RequestLoop:
         settings, level, config = self._settings, self._settings.level, self._settings.config
-        builder = RequestBuilder(config, settings.target, settings.model, workload, settings.first_prompt_idx)
+        builder = make_builder(config, settings.target, settings.model, workload, settings.first_prompt_idx)
         indexes = range(settings.worker_idx, level.num_requests, settings.num_workers)
         connect_timeout_s = config.timeouts.connect_s
         if level.rate is None:

@@ -11,14 +11,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
 from meltcore import problems
 from meltcore.errors import ConfigError
+from meltcore.load.clips import Clip
 from meltcore.load.config import IntRange, LoadConfig, parse_fields, parse_range
 from meltcore.load.connection import Target
+from meltcore.load.record import TaskWork
+from meltcore.results.schema import Task
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -42,11 +45,16 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds a request's path, the body fields that vary, and the grader of its answer where there is one."""
+    """Holds a request's path, the body fields that vary, and the grader of its answer where there is one.
+
+    A request for a task other than generation has its `work`; one for recognition sends clip `clip_idx`.
+    """
 
     path: str
     fields: dict[str, Any]
     grade: Callable[[str], bool] | None = None
+    work: TaskWork | None = None
+    clip_idx: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,15 @@ class Workload:
     """Describes a source of prompts.
 
     `make_prompt(i)` returns the prompt of request i of the run, for any i from 0. `is_graded` tells whether every
-    answer can be graded.
+    answer can be graded. `task` is None for generation; `clips` are those that requests for recognition send.
     """
 
     name: str
     make_prompt: Callable[[int], Prompt]
     is_graded: bool
+    task: Task | None = None
+    clips: tuple[Clip, ...] = ()
+    speech_format: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +83,21 @@ class EncodedRequest:
     in_check_sample: bool  # the text is kept in the record
     needs_token_count: bool  # the text is kept in the record if the server sends no token count
     max_output_tokens: int | None = None  # of all choices together; None: the request sets no limit
+    work: TaskWork | None = None
 
     @property
     def keep_text(self) -> bool:
         """Return whether the answer's text is needed once the answer is complete."""
         return self.grade is not None or self.in_check_sample or self.needs_token_count
+
+
+class Builder(Protocol):
+    """Declares the interface of a builder of requests."""
+
+    target: Target
+
+    def build(self, index: int) -> EncodedRequest:
+        """Encode the request `index`, which counts from 0 within the level."""
 
 
 class RequestBuilder:
@@ -127,11 +148,6 @@ def max_output_tokens(fields: dict[str, Any]) -> int | None:
     return max(known_limits) * max([1, *(count for count in choice_counts if isinstance(count, int))])
 
 
-def open_workload(config: LoadConfig, num_requests: int) -> Workload:
-    """Open the workload of `config` for `num_requests` requests. Raises ConfigError where it cannot be read."""
-    return load_workload(config.workload, num_requests=num_requests, seed=config.seed, max_tokens=config.max_tokens)
-
-
 def load_workload(spec: str, *, num_requests: int, seed: int, max_tokens: int | None) -> Workload:
     """Open the workload that `spec` describes. Raises ConfigError for a malformed `spec` or file.
 
@@ -144,11 +160,6 @@ def load_workload(spec: str, *, num_requests: int, seed: int, max_tokens: int | 
     if workload_type == "random":
         return _random_workload(spec, options_text, seed, max_tokens)
     return _file_workload(Path(spec), max_tokens)
-
-
-def check_workload(spec: str, *, max_tokens: int | None) -> None:
-    """Raise ConfigError where `spec` describes no workload, before a server is started."""
-    load_workload(spec, num_requests=1, seed=0, max_tokens=max_tokens)
 
 
 def _problem_workload(name: str, kind: str, num_requests: int, seed: int, max_tokens: int | None) -> Workload:
@@ -203,7 +214,7 @@ def _file_workload(path: Path, max_tokens: int | None) -> Workload:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"workload {path}: cannot be read ({error}); a workload is a JSONL file, problems:short|long|mixed, "
-            f"or random:in=128-1024,out=128"
+            f"random:in=128-1024,out=128, translate:..., transcribe:... or speak:..."
         ) from error
     prompts = [
         _parse_prompt_line(line, f"{path} line {line_number}", max_tokens)

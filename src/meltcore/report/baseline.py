@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from meltcore.report.compare_runs import METRICS, level_key
+from meltcore.report.compare_runs import level_key, metrics_of
 from meltcore.report.console import print_blocks
 from meltcore.report.page import Column, Facts, Row, Table, Text, numeric_columns
 from meltcore.results.formatting import (
@@ -22,13 +22,14 @@ from meltcore.results.formatting import (
 )
 from meltcore.results.schema import LevelResult
 from meltcore.results.starts import StartSet
+from meltcore.results.throughput import throughput, throughput_unit
 
 
 def print_start_set(start_set: StartSet, console: Console) -> None:
     """Prints the machine, the command, and each metric's mean and spread over the starts."""
     rows = []
     for level in start_set.starts[0].levels:
-        for metric in METRICS:
+        for metric in metrics_of(level):
             values = [
                 value
                 for same_level in _levels_with_same_load(start_set, level)
@@ -51,13 +52,9 @@ def print_start_sets(start_sets: Sequence[StartSet], console: Console) -> None:
         first_start = start_set.starts[0]
         machine = format_counts([gpu.name for gpu in first_start.fingerprint.gpus]) or first_start.fingerprint.cpu
         level = max(first_start.levels, key=lambda level: (level.concurrency, level.rate_per_s or 0.0))
-        mean_rate = float(
-            np.mean([same_level.output_tokens_per_s for same_level in _levels_with_same_load(start_set, level)])
-        )
-        line = (
-            f"{len(start_set.starts)} starts, {format_number(mean_rate)} output tok/s {format_load(level)}, on "
-            f"{machine}, "
-        )
+        mean_rate = float(np.mean([throughput(same_level) for same_level in _levels_with_same_load(start_set, level)]))
+        rate_text = f"{format_number(mean_rate)} {throughput_unit(level).unit} {format_load(level)}"
+        line = f"{len(start_set.starts)} starts, {rate_text}, on {machine}, "
         line += format_time(start_set.taken)
         console.print(f"[bold]{escape(start_set.name)}[/]  {escape(line)}", highlight=False, soft_wrap=True)
         console.print(f"  {escape(start_set.command)}", highlight=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from meltcore.report.comparison import starts_chart, starts_line
 from meltcore.report.documents import Document
 from meltcore.report.evidence import evidence_of
 from meltcore.report.html import write_page
+from meltcore.report.load_charts import load_charts
 from meltcore.report.page import (
     Block,
     Box,
@@ -29,7 +30,7 @@ from meltcore.report.page import (
     Tiles,
 )
 from meltcore.report.profile import profile_headline, window_bar
-from meltcore.report.run import load_charts, machine_section, run_tiles
+from meltcore.report.run import machine_section, run_tiles
 from meltcore.report.score import score_charts, score_tiles
 from meltcore.report.story import build_stories
 from meltcore.report.tuning import tuning_figure

@@ -12,7 +12,8 @@ from meltcore.errors import ConfigError
 from meltcore.report.console import print_blocks
 from meltcore.report.page import Block, Box, Column, Row, Table, Text, numeric_columns
 from meltcore.results.formatting import NOT_MEASURED, format_load, format_number, format_percent
-from meltcore.results.schema import LevelResult, RunResult
+from meltcore.results.schema import LevelResult, RunResult, Task, TaskLoad
+from meltcore.results.throughput import task_of
 
 CAVEAT = (
     "One run per side: these ratios hold no evidence of a difference. Repeat both runs, alternating, before concluding."
@@ -25,13 +26,27 @@ SERVER_SETTINGS = ("server_version", "device", "dtype", "tokenizer", "replicas",
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a level, one column of a table; `better` says which direction is an improvement."""
+    """A metric of a level, one column of a table; `better` says which direction is an improvement.
+
+    `tasks` are those whose levels have it; None is generation.
+    """
 
     name: str
     value: Callable[[LevelResult], float | None]
     better: str  # "higher" or "lower"
+    tasks: tuple[Task | None, ...] = (None,)
 
 
+def _of_task(value: Callable[[TaskLoad], float | None]) -> Callable[[LevelResult], float | None]:
+    return lambda level: None if level.task is None else value(level.task)
+
+
+def _source_per_s(unit: str) -> Callable[[LevelResult], float | None]:
+    return _of_task(lambda load: load.source_per_s if load.source_unit == unit else None)
+
+
+_ALL_TASKS: tuple[Task | None, ...] = (None, "translation", "recognition", "synthesis")
+# The first metric of a task is its throughput, which gives the verdict where no other is asked for.
 METRICS = (
     Metric("output tok/s", lambda level: level.output_tokens_per_s, "higher"),
     Metric("total tok/s", lambda level: level.total_tokens_per_s, "higher"),
@@ -39,9 +54,23 @@ METRICS = (
     Metric("TTFT p99 ms", lambda level: level.ttft_ms.p99, "lower"),
     Metric("ITL p50 ms", lambda level: level.itl_ms.p50, "lower"),
     Metric("ITL p99 ms", lambda level: level.itl_ms.p99, "lower"),
-    Metric("E2E p50 ms", lambda level: level.e2e_ms.p50, "lower"),
-    Metric("accuracy", lambda level: level.accuracy, "higher"),
+    Metric("sentences/s", _of_task(lambda load: load.work_per_s), "higher", ("translation",)),
+    Metric("source tok/s", _source_per_s("token"), "higher", ("translation",)),
+    Metric("source char/s", _source_per_s("character"), "higher", ("translation",)),
+    Metric("RTFx", _of_task(lambda load: load.work_per_s), "higher", ("recognition",)),
+    Metric("audio s/s", _of_task(lambda load: load.work_per_s), "higher", ("synthesis",)),
+    Metric("first audio p50 ms", _of_task(lambda load: load.first_audio_ms.p50), "lower", ("synthesis",)),
+    Metric("first audio p99 ms", _of_task(lambda load: load.first_audio_ms.p99), "lower", ("synthesis",)),
+    Metric("real-time factor p50", _of_task(lambda load: load.real_time_factor.p50), "lower", ("synthesis",)),
+    Metric("E2E p50 ms", lambda level: level.e2e_ms.p50, "lower", _ALL_TASKS),
+    Metric("E2E p99 ms", lambda level: level.e2e_ms.p99, "lower", _ALL_TASKS[1:]),
+    Metric("accuracy", lambda level: level.accuracy, "higher", _ALL_TASKS),
 )
+
+
+def metrics_of(level: LevelResult) -> list[Metric]:
+    """Returns the metrics of the task of a level."""
+    return [metric for metric in METRICS if task_of(level) in metric.tasks]
 
 
 @dataclass(frozen=True)
@@ -82,7 +111,7 @@ def compare_runs(first: RunResult, second: RunResult, *, force: bool = False) ->
     rows = [
         MetricRatio(format_load(level), metric.name, metric.value(level), metric.value(second_level), metric.better)
         for level, second_level in level_pairs
-        for metric in METRICS
+        for metric in metrics_of(level)
     ]
     return rows + _weighted_ratios(first, second)
 

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from typing import cast
 
 from meltcore.errors import ConfigError
-from meltcore.report.compare_runs import METRICS, Metric, comparability_notes, environment_changes, level_key
+from meltcore.report.compare_runs import (
+    METRICS,
+    Metric,
+    comparability_notes,
+    environment_changes,
+    level_key,
+    metrics_of,
+)
 from meltcore.report.statistics import CONFIDENCE, Change, compare_samples, noise_floor
 from meltcore.results.comparison import Better, ComparedMetric, ComparisonResult, ComparisonVerdict, Difference, Limits
 from meltcore.results.formatting import format_load, format_setting
@@ -20,7 +27,6 @@ from meltcore.results.schema import LevelResult, RunResult
 from meltcore.results.starts import StartSet
 
 MIN_STARTS_PER_SIDE = 4  # per side: below it no order of the values reaches p < 0.05
-PRIMARY_METRIC = "output tok/s"
 _LOAD_SETTINGS = ("workload", "seed", "max_tokens", "num_prompts", "temperature", "extra_body", "stream")
 NOT_INTERLEAVED = (
     "Not interleaved: the two sets were taken at different times, so the change contains what happened in between."
@@ -33,7 +39,7 @@ def compare_starts(
     *,
     control: StartSet | None = None,
     order: str = "",
-    metric: str = PRIMARY_METRIC,
+    metric: str | None = None,
     load: int | None = None,
     limits: Limits | None = None,
     force: bool = False,
@@ -41,14 +47,15 @@ def compare_starts(
     """Compares two sets of server starts and judges one metric.
 
     `control`: starts of `old`'s server before the comparison. `order`: how starts were interleaved, such as "ABBA".
-    `load` is the concurrency of the level that gives the verdict; None picks the highest that both sets have.
+    `metric` None judges the throughput of the task. `load` is the concurrency of the level that gives the verdict;
+    None picks the highest that both sets have.
     Raises ConfigError for sets that do not compare (unless `force`), an unknown metric, or a load not measured.
     """
     reasons = start_set_comparability_notes(old, new)
     if reasons and not force:
         raise ConfigError(f"these sets do not compare: {'; '.join(reasons)}. --force shows them all the same")
     limits = limits or Limits()
-    judged_metric = find_metric(metric)
+    judged_metric = metrics_of(old.starts[0].levels[0])[0] if metric is None else find_metric(metric)
     level_id = _primary_key(old, new, load)
     rows = _compare_common_loads(old, new)
     primary = next((row for row_level, row in rows if row_level == level_id and row.metric == judged_metric.name), None)
@@ -171,7 +178,7 @@ def _compare_common_loads(old: StartSet, new: StartSet) -> list[tuple[tuple[str,
     """Compares every metric of every common load of which all starts have a value."""
     rows = []
     for level in old.starts[0].levels:
-        for metric in METRICS:
+        for metric in metrics_of(level):
             row = _compare_metric(old, new, level_key(level), metric)
             if row is not None:
                 rows.append((level_key(level), row))

@@ -13,7 +13,6 @@ from meltcore.results.comparison import ComparisonResult, ComparisonVerdict
 from meltcore.results.formatting import (
     eval_score_line,
     evaluation_line,
-    format_load,
     format_number,
     result_warnings,
     weighted_throughput_line,
@@ -22,6 +21,7 @@ from meltcore.results.gaps import Profile
 from meltcore.results.schema import RunResult
 from meltcore.results.score import HealthVerdict, ScoredRun
 from meltcore.results.snapshot import Snapshot
+from meltcore.results.throughput import throughput, throughput_text
 from meltcore.results.tuning import Tuning
 
 EvidenceParts = tuple[EvidenceVerdict, str, list[str]]  # verdict, summary, reasons
@@ -149,8 +149,7 @@ def _run_line(run: RunResult) -> str:
     if run.evaluation is not None:
         lines.append(evaluation_line(run.evaluation))
     if run.levels and not lines:
-        best = max(run.levels, key=lambda level: level.output_tokens_per_s)
-        lines.append(f"{format_number(best.output_tokens_per_s)} output tok/s, {format_load(best)}")
+        lines.append(throughput_text(max(run.levels, key=throughput)))
     if run.checks:
         num_passed = sum(check.status == "PASS" for check in run.checks)
         lines.append(f"API forms: {num_passed} of {len(run.checks)}")

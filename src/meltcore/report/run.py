@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.report.charts import NARROW, NUM_COLORS, Line, Mark, Strip, line_chart, time_strips
+from meltcore.report.load_charts import load_charts, timeline_figure
 from meltcore.report.page import (
     Block,
     Box,
@@ -13,7 +13,6 @@ from meltcore.report.page import (
     Column,
     Details,
     Facts,
-    Figure,
     Figures,
     Page,
     Row,
@@ -25,11 +24,20 @@ from meltcore.report.page import (
     numeric_columns,
     percentile_cell,
 )
+from meltcore.report.task_tables import (
+    failed_cell,
+    relevant_definitions,
+    task_distributions,
+    task_facts,
+    task_table,
+    verdict_cell,
+)
 from meltcore.results import formatting
-from meltcore.results.definitions import DEFINITIONS, define
+from meltcore.results.definitions import define
 from meltcore.results.formatting import format_duration, format_load, format_number, format_percent
 from meltcore.results.percentiles import QUANTILES, SAMPLES_NEEDED
-from meltcore.results.schema import Fingerprint, GpuTimeline, LevelResult, RunResult, TokenCountSource
+from meltcore.results.schema import Distribution, Fingerprint, LevelResult, RunResult, TokenCountSource
+from meltcore.results.throughput import by_task, throughput, throughput_unit
 from meltcore.results.weights import WEIGHTS
 
 _DISTRIBUTION_KEYS = ("ttft_ms", "itl_ms", "event_gap_ms", "tpot_ms", "e2e_ms", "queue_delay_ms")
@@ -40,13 +48,6 @@ _TOKEN_COUNT_SOURCES: dict[TokenCountSource, str] = {
     "events": "events that carried text: the server reported none",
 }
 _STATUS_STYLES: dict[str, Style] = {"PASS": "good", "FAIL": "bad"}
-# (key, title, one unit of the axis, the least end of the axis)
-_GPU_STRIPS = (
-    ("sm_active_percent", "SM active, %", 1.0, 100.0),
-    ("dram_bandwidth_percent", "DRAM bandwidth, %", 1.0, 100.0),
-    ("power_w", "power, W", 1.0, 0.0),
-    ("memory_used_bytes", "memory used, GiB", 2.0**30, 0.0),
-)
 
 
 def run_page(result: RunResult) -> Page:
@@ -68,7 +69,7 @@ def run_page(result: RunResult) -> Page:
             if checks
         ),
         Section(column_sections=[machine_section(result.fingerprint), _settings_section(result)]),
-        Section("What the words mean", [Facts(_definition_facts())]),
+        Section("What the words mean", [Facts(_definition_facts(result))]),
     ]  # fmt: skip
     return Page(
         title=f"meltcore {result.command} – {formatting.format_time(result.started)}",
@@ -102,18 +103,14 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
             )
         )
     if result.levels:
-        best_level = max(result.levels, key=lambda level: level.output_tokens_per_s)
         peak_level = max(result.levels, key=lambda level: level.peak_in_flight)
         num_requests, num_failed = (
             sum(getattr(level, name) for level in result.levels) for name in ("requests", "failed")
         )
-        tiles.append(
-            (
-                "Best throughput",
-                format_number(best_level.output_tokens_per_s),
-                f"output tok/s, {format_load(best_level)}",
-            )
-        )
+        for levels in by_task(result.levels).values():
+            best_level = max(levels, key=throughput)
+            small_print = f"{throughput_unit(best_level).unit}, {format_load(best_level)}"
+            tiles.append(("Best throughput", format_number(throughput(best_level)), small_print))
         answered_text = f"{peak_level.succeeded:,} of {peak_level.requests:,} answered"
         tiles.append(("Most in flight", f"{peak_level.peak_in_flight:,}", answered_text))
         if result.weighted_throughput is not None:
@@ -130,15 +127,13 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def load_charts(levels: Sequence[LevelResult]) -> list[Figure]:
-    """Draws throughput and latencies over load, for each kind of loop (closed, open) with several levels."""
-    closed_levels = [level for level in levels if level.load_kind == "closed"]
-    open_levels = [level for level in levels if level.load_kind == "open"]
-    return [figure for same_loop in (closed_levels, open_levels) if len(same_loop) > 1 for figure in _charts(same_loop)]
+def levels_tables(levels: Sequence[LevelResult]) -> list[Table]:
+    """Builds one table per task, with one row per level."""
+    return [levels_table(group) if task is None else task_table(group) for task, group in by_task(levels).items()]
 
 
 def levels_table(levels: Sequence[LevelResult]) -> Table:
-    """Builds a table with one row per level: requests, accuracy, throughput, latencies."""
+    """Builds a table with one row per level of generation: requests, accuracy, throughput, latencies."""
     has_open_loop = any(level.load_kind == "open" for level in levels)
     has_several_workloads, has_slo = len({level.workload for level in levels}) > 1, any(level.slo for level in levels)
     columns = [
@@ -167,14 +162,14 @@ def levels_table(levels: Sequence[LevelResult]) -> Table:
             Cell(format_load(level), small_print=workload_name, console_text=load),
             f"{level.requests:,}",
             f"{level.succeeded:,}",
-            _failed_cell(level),
+            failed_cell(level),
             f"{level.peak_in_flight:,}",
             format_percent(level.accuracy),
             format_number(level.output_tokens_per_s),
             Cell("none", "faint") if level.steady is None else format_number(level.steady.output_tokens_per_s),
             *latencies,
             *([format_number(level.goodput_per_s)] if has_slo else []),
-            _verdict_cell(level),
+            verdict_cell(level),
         ]
         rows.append(Row(cells))
     return Table(columns, rows, is_compact=True)
@@ -193,43 +188,9 @@ def throughput_table(levels: Sequence[LevelResult]) -> Table:
         latencies: list[str | Cell] = [
             percentile_cell(distribution, name) for distribution in distributions for name in ("p50", "p99")
         ]
-        first_cells: list[str | Cell] = [f"{level.concurrency:,}", f"{level.requests:,}", _failed_cell(level)]
-        rows.append(Row([*first_cells, *rates, *latencies, spot_checks, _verdict_cell(level)]))
+        first_cells: list[str | Cell] = [f"{level.concurrency:,}", f"{level.requests:,}", failed_cell(level)]
+        rows.append(Row([*first_cells, *rates, *latencies, spot_checks, verdict_cell(level)]))
     return Table(columns, rows)
-
-
-def timeline_figure(level: LevelResult) -> Figure | None:
-    """Draws tokens, requests, latencies and GPU metrics of a level over time; None where nothing was recorded."""
-    if len(level.timeline) < 2:
-        return None
-    points = level.timeline
-    rates = [(point.t_s, point.output_tokens_per_s) for point in points]
-    strips = [
-        Strip("output tokens/s", [("", 1, rates)], filled=True),
-        Strip("in flight", [("", 2, [(point.t_s, float(point.in_flight)) for point in points])], filled=True),
-    ]
-    # Latencies are drawn where GPUs stand below them to be read against; the tables hold them anyway.
-    for title, name in (("mean TTFT, ms", "ttft_ms"), ("mean ITL, ms", "itl_ms")):
-        latencies = [(point.t_s, getattr(point, name)) for point in points]
-        if level.gpus and any(value is not None for _, value in latencies):
-            strips.append(Strip(title, [("", 3, latencies)]))
-    strips += _gpu_strips(level.gpus)
-    legend = [(gpu.gpu, index % NUM_COLORS + 1, False) for index, gpu in enumerate(level.gpus)]
-    steady = level.steady
-    return Figure(
-        format_load(level),
-        time_strips(
-            strips,
-            duration_s=points[-1].t_s,
-            label=f"{format_load(level)}: {', '.join(strip.title for strip in strips)}",
-            x_title="seconds since release",
-            frame=NARROW,
-            spans=[] if steady is None else [(steady.start_s, steady.end_s, "steady window", "")],
-        ),
-        legend=legend if len(legend) > 1 else [],
-        caption=f"{level.gpus[0].gpu}, {level.gpus[0].name}" if len(legend) == 1 else "",
-        note="; ".join(f"{gpu.gpu}, {key}: {reason}" for gpu in level.gpus for key, reason in gpu.absent.items()),
-    )
 
 
 def machine_section(fingerprint: Fingerprint | None) -> Section:
@@ -291,67 +252,8 @@ def _load_sections(levels: Sequence[LevelResult]) -> list[Section]:
     return [Section("Throughput and latency against load", blocks)] if figures else []
 
 
-def _charts(levels: Sequence[LevelResult]) -> list[Figure]:
-    note = f"p95 needs {SAMPLES_NEEDED['p95']} samples, p99 {SAMPLES_NEEDED['p99']}."
-    x_title = "Requests per second offered" if levels[0].load_kind == "open" else "Concurrent requests"
-    steady = [None if level.steady is None else level.steady.output_tokens_per_s for level in levels]
-    rates: list[float | None] = [level.output_tokens_per_s for level in levels]
-    panels = [
-        (
-            "Output tokens per second",
-            "tok/s",
-            "",
-            [
-                _level_line("whole level", 1, levels, rates, "tok/s"),
-                _level_line("steady window", 3, levels, steady, "tok/s"),
-            ],
-        )
-    ]
-    for title, name in (
-        ("Time to first token", "ttft_ms"),
-        ("Inter-token latency", "itl_ms"),
-        ("End to end", "e2e_ms"),
-    ):
-        lines = [
-            _level_line(key, color, levels, [getattr(getattr(level, name), key) for level in levels], "ms")
-            for key, color in (("p50", 1), ("p95", 3), ("p99", 2))
-        ]
-        panels.append((title, "ms", note, lines))
-    figures = []
-    for title, unit, note_text, lines in panels:
-        label = f"{title} against load"
-        chart = line_chart(lines, label=label, x_title=x_title, unit=unit, log_y=unit == "ms")
-        if chart is not None:
-            legend = [
-                (line.name, line.color, line.dashed) for line in lines if any(mark.y is not None for mark in line.marks)
-            ]
-            figures.append(Figure(title, chart, legend, note_text))
-    return figures
-
-
-def _level_line(
-    name: str, color: int, levels: Sequence[LevelResult], values: Sequence[float | None], unit: str
-) -> Line:
-    """Return the chart line of `values` over the offered load of levels, with a gap where the workload changes."""
-    marks: list[Mark] = []
-    workload = None
-    for level, value in sorted(
-        zip(levels, values, strict=True), key=lambda level_and_value: _offered_load(level_and_value[0])
-    ):
-        tooltip = f"{format_load(level)}: {name} {format_number(value)} {unit}"
-        if level.workload != workload:
-            marks.append(Mark(_offered_load(level), None))
-            workload = level.workload
-        marks.append(Mark(_offered_load(level), value, tooltip))
-    return Line(name, color, marks, dashed=name == "steady window")
-
-
-def _offered_load(level: LevelResult) -> float:
-    return level.rate_per_s or 0.0 if level.load_kind == "open" else float(level.concurrency)
-
-
 def _levels_section(levels: Sequence[LevelResult]) -> Section:
-    return Section("Levels", [levels_table(levels)]) if levels else Section()
+    return Section("Levels", levels_tables(levels)) if levels else Section()
 
 
 def _timeline_section(levels: Sequence[LevelResult]) -> Section:
@@ -360,41 +262,25 @@ def _timeline_section(levels: Sequence[LevelResult]) -> Section:
     return Section("Over time", [note, Figures(figures)]) if figures else Section()
 
 
-def _gpu_strips(gpus: Sequence[GpuTimeline]) -> list[Strip]:
-    """Returns one strip per metric that any GPU has, with one line per GPU."""
-    strips = []
-    for key, title, unit, min_axis_top in _GPU_STRIPS:
-        lines = [
-            (
-                "",
-                gpu_index % NUM_COLORS + 1,
-                [
-                    (bucket * gpu.bucket_s, None if value is None else value / unit)
-                    for bucket, value in enumerate(gpu.values[key])
-                ],
-            )
-            for gpu_index, gpu in enumerate(gpus)
-            if key in gpu.values
-        ]
-        if lines:
-            strips.append(Strip(title, lines, min_axis_top, filled=len(gpus) == 1))
-    return strips
-
-
 def _level_details_section(levels: Sequence[LevelResult]) -> Section:
     names = ("p50", "p90", "p95", "p99", "p999")
     percentile_heads = [f"p{100 * QUANTILES[name]:g}" for name in names]
     details = []
     for level in levels:
         rows = []
-        for key in _DISTRIBUTION_KEYS:
-            distribution = getattr(level, key)
+        for name, distribution in _named_distributions(level):
             percentiles = [percentile_cell(distribution, name) for name in names]
             bounds = [format_number(value) for value in (distribution.mean, distribution.min, distribution.max)]
-            rows.append(Row([define(key).name, f"{distribution.n:,}", *bounds[:2], *percentiles, bounds[2]]))
+            rows.append(Row([name, f"{distribution.n:,}", *bounds[:2], *percentiles, bounds[2]]))
         table = Table(numeric_columns("ms", "n", "mean", "min", *percentile_heads, "max"), rows)
         details.append(Details(format_load(level), [table, Facts(_level_facts(level))], is_open=len(levels) == 1))
     return Section("Each level in full", details) if details else Section()
+
+
+def _named_distributions(level: LevelResult) -> list[tuple[str, Distribution]]:
+    if level.task is not None:
+        return task_distributions(level, level.task)
+    return [(define(key).name, getattr(level, key)) for key in _DISTRIBUTION_KEYS]
 
 
 def _level_facts(level: LevelResult) -> list[tuple[str, str]]:
@@ -402,23 +288,13 @@ def _level_facts(level: LevelResult) -> list[tuple[str, str]]:
     steady = "no steady window"
     if level.steady is not None:
         steady = f"steady from {format_duration(level.steady.start_s)} to {format_duration(level.steady.end_s)}"
-    source = _TOKEN_COUNT_SOURCES[level.token_count_source]
     peak_text = f"{level.peak_in_flight:,} counted here"
     if level.server_peak_in_flight is not None:
         peak_text += f", {level.server_peak_in_flight:,} reported by the server"
     facts = [
         ("Workload", (level.workload or "not named") + warmup_note),
         ("Duration", f"{format_duration(level.duration_s)}; {steady}"),
-        (
-            "Tokens",
-            f"{level.prompt_tokens:,} prompt, {level.output_tokens:,} output ({source}); "
-            f"{format_number(level.total_tokens_per_s)} tok/s together",
-        ),
-        ("Events per token", f"{format_number(level.events_per_token)}; ITL per {level.itl_unit}"),
-        (
-            "Tokens per event",
-            f"{format_number(level.tokens_per_event)}; the gaps between events stand above as event gap",
-        ),
+        *(_token_facts(level) if level.task is None else task_facts(level.task)),
         ("Peak in flight", peak_text),
     ]
     if level.client is not None:
@@ -441,6 +317,22 @@ def _level_facts(level: LevelResult) -> list[tuple[str, str]]:
     return facts + [("Failed", f"{count:,} × {reason}") for reason, count in level.failures.items()]
 
 
+def _token_facts(level: LevelResult) -> list[tuple[str, str]]:
+    source = _TOKEN_COUNT_SOURCES[level.token_count_source]
+    return [
+        (
+            "Tokens",
+            f"{level.prompt_tokens:,} prompt, {level.output_tokens:,} output ({source}); "
+            f"{format_number(level.total_tokens_per_s)} tok/s together",
+        ),
+        ("Events per token", f"{format_number(level.events_per_token)}; ITL per {level.itl_unit}"),
+        (
+            "Tokens per event",
+            f"{format_number(level.tokens_per_event)}; the gaps between events stand above as event gap",
+        ),
+    ]
+
+
 def _answers_section(result: RunResult) -> Section:
     if result.evaluation is None:
         return Section()
@@ -461,10 +353,10 @@ def _settings_section(result: RunResult) -> Section:
     return Section("Settings", [Facts(facts)] if facts else [])
 
 
-def _definition_facts() -> list[tuple[str, str]]:
+def _definition_facts(result: RunResult) -> list[tuple[str, str]]:
     sample_counts = ", ".join(f"{count:,} for p{100 * QUANTILES[name]:g}" for name, count in SAMPLES_NEEDED.items())
     return [
-        *((definition.name, definition.text) for definition in DEFINITIONS),
+        *((definition.name, definition.text) for definition in relevant_definitions(list(by_task(result.levels)))),
         (
             "n too small, n<",
             f"A percentile is stated only from enough samples (MLPerf early stopping, 99 % confidence): "
@@ -472,7 +364,8 @@ def _definition_facts() -> list[tuple[str, str]]:
         ),
         (
             "NO_TEXT",
-            "The server counted tokens of answers in which no text came, as a model with random weights gives them.",
+            "The server counted tokens of answers in which no text came, as a model with random weights gives them; or "
+            "a translation was empty.",
         ),
         (
             "CLIENT_BOUND",
@@ -488,11 +381,3 @@ def _latency_columns() -> list[Column]:
         for group in ("TTFT", "ITL")
         for name in ("p50", "p99")
     ]
-
-
-def _failed_cell(level: LevelResult) -> Cell:
-    return Cell(f"{level.failed:,}", "warning" if level.failed else "")
-
-
-def _verdict_cell(level: LevelResult) -> Cell:
-    return Cell(level.verdict, "good" if level.verdict == "OK" else "bad", tag=True)

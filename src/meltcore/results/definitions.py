@@ -51,7 +51,7 @@ DEFINITIONS: tuple[Definition, ...] = (
         "queue_delay_ms",
         "Queue delay",
         "ms",
-        "Time a request spent in the client, from its intended start to the moment it was sent. TTFT and end to end "
+        "Time a request spent in the client, from its intended start to the moment it was sent. The other latencies "
         "include it; its own metric shows a late client.",
     ),
     Definition(
@@ -71,7 +71,7 @@ DEFINITIONS: tuple[Definition, ...] = (
         "steady",
         "Steady tok/s",
         "tokens/s",
-        "Output tokens per second within the longest window that has at least 90 % of the level in flight; "
+        "Throughput within the longest window that has at least 90 % of the level in flight; "
         '"none" where the level never reached that.',
     ),
     Definition(
@@ -110,6 +110,49 @@ DEFINITIONS: tuple[Definition, ...] = (
         "Tokens per event",
         "tokens",
         "Output tokens, divided by events that carried text; events that were read together count as one.",
+    ),
+)
+
+# Metrics of the load on translation, recognition and synthesis. Work counts at the end of its request.
+TASK_DEFINITIONS: tuple[Definition, ...] = (
+    Definition(
+        "sentences_per_s",
+        "Sentences/s",
+        "sentences/s",
+        "Translated sentences of succeeded requests, divided by the whole level from release to last answer. A "
+        "sentence is one text of a request, which the server may split further.",
+    ),
+    Definition(
+        "source_per_s",
+        "Source tokens/s",
+        "tokens/s",
+        "Tokens of the translated texts over the same time, as the server counts them: `usage.prompt_tokens` of each "
+        "answer. Where one answer lacks that count, characters are counted, by the client, and the unit says so.",
+    ),
+    Definition(
+        "rtfx",
+        "RTFx",
+        "s/s",
+        "Seconds of audio recognized, divided by the seconds of the whole level: the inverse real-time factor, with "
+        "the upload of every clip included. Latency per clip is end to end.",
+    ),
+    Definition(
+        "audio_s_per_s",
+        "Audio s/s",
+        "s/s",
+        "Seconds of audio synthesized by succeeded requests, divided by the seconds of the whole level.",
+    ),
+    Definition(
+        "first_audio_ms",
+        "First audio",
+        "ms",
+        "From the intended start of a request to its first sample: the first byte behind the headers of HTTP and WAV.",
+    ),
+    Definition(
+        "real_time_factor",
+        "Real-time factor",
+        "ratio",
+        "End to end of one request, divided by the seconds of its audio. Below 1, speech comes faster than it plays.",
     ),
 )
 
@@ -168,7 +211,7 @@ SCORE_DEFINITIONS: tuple[Definition, ...] = (
     ),
 )
 
-_BY_KEY = {definition.key: definition for definition in (*DEFINITIONS, *SCORE_DEFINITIONS)}
+_BY_KEY = {definition.key: definition for definition in (*DEFINITIONS, *TASK_DEFINITIONS, *SCORE_DEFINITIONS)}
 
 
 def define(key: str) -> Definition:

@@ -14,6 +14,8 @@ SCHEMA_VERSION = 2  # of every document; convert.py reads version 1
 Verdict = Literal["OK", "CLIENT_BOUND", "NO_TEXT", "SERVER_DIED", "PARTIAL", "FAILED"]
 Status = Literal["complete", "partial"]
 LoadKind = Literal["closed", "open"]
+# Of a load other than on generation.
+Task = Literal["translation", "recognition", "synthesis"]
 # confirmed: the server's counts, with which the tokenizer agrees. tokenizer, events: the server sent no usage with some
 # answers, whose tokens were counted with the tokenizer, or as events that carried text.
 TokenCountSource = Literal["server-reported", "confirmed", "tokenizer", "events"]
@@ -34,11 +36,35 @@ class Distribution(msgspec.Struct, kw_only=True):
 
 
 class Steady(msgspec.Struct, kw_only=True):
-    """The longest window with at least 90 % of the level in flight; times count from the release of the level."""
+    """The longest window with at least 90 % of the level in flight; times count from the release of the level.
+
+    `work_per_s` is the rate of a task other than generation, as in TaskLoad.
+    """
 
     start_s: float
     end_s: float
     output_tokens_per_s: float
+    work_per_s: float | None = None
+
+
+class TaskLoad(msgspec.Struct, kw_only=True):
+    """The metrics of a level of translation, recognition or synthesis. Such a level counts no output tokens.
+
+    `work` is what succeeded requests had done: sentences of translation, else seconds of audio. Of recognition,
+    `work_per_s` is RTFx. `source_per_s` counts what translation has read: tokens where every answer came with the
+    server's count, else characters. `empty_answers` are complete answers without text. Fields that a task does not
+    have are None, or have no samples.
+    """
+
+    task: Task
+    work: float
+    work_per_s: float
+    source: int | None = None
+    source_per_s: float | None = None
+    source_unit: Literal["token", "character"] | None = None
+    empty_answers: int = 0
+    first_audio_ms: Distribution = msgspec.field(default_factory=Distribution)
+    real_time_factor: Distribution = msgspec.field(default_factory=Distribution)
 
 
 class ClientLoad(msgspec.Struct, kw_only=True):
@@ -56,6 +82,7 @@ class TimelinePoint(msgspec.Struct, kw_only=True):
     """One bucket of a level, starting `t_s` after its release: its mean output rate, and requests in flight at its end.
 
     `ttft_ms` is the mean of the first tokens that arrived in it, `itl_ms` of the others; None where none did.
+    `work_per_s` is the rate of a task other than generation, as in TaskLoad.
     """
 
     t_s: float
@@ -63,6 +90,7 @@ class TimelinePoint(msgspec.Struct, kw_only=True):
     in_flight: int
     ttft_ms: float | None = None
     itl_ms: float | None = None
+    work_per_s: float | None = None
 
 
 class GpuTimeline(msgspec.Struct, kw_only=True):
@@ -151,6 +179,7 @@ class LevelResult(msgspec.Struct, kw_only=True):
     token_count_source: TokenCountSource = "server-reported"
     failures: dict[str, int] = msgspec.field(default_factory=dict)
     client: ClientLoad | None = None
+    task: TaskLoad | None = None
     checks: LevelChecks | None = None
     verdict: Verdict = "OK"
     reasons: list[str] = msgspec.field(default_factory=list)
