@@ -26,6 +26,8 @@ from meltcore.api.http import check_api_key
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig
 from meltcore.errors import RequestError
+from meltcore.load.config import LoadConfig
+from meltcore.load.runner import run_levels
 
 CORPUS = ["the cat sat on the mat", "a dog ran home", "वह घर गया", "क ख ग घ", "नमस्ते दुनिया", "< ID1 > . , ? ! ।"] * 10
 START_S = 120.0
@@ -66,13 +68,33 @@ def test_translations_are_those_of_the_offline_translator(server: RunningServer,
     words = ["the", "cat", "sat", "on", "a", "mat", "dog", "ran", "home"]
     texts = [*(" ".join(words[i % 9 : i % 9 + 1 + i % 4]) for i in range(24)), "", "home.\n\nThe mat!"]
     expected = Translator(str(folder), device="cpu").translate(texts, "en", "kn", max_new_tokens=10)
+    before = server.metrics()
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda text: translate(server, [text]), texts))
-    assert [answer.json for answer in answers] == [{"translations": [text]} for text in expected]
-    assert translate(server, texts, model="translator", tgt_lang="Kannada").json == {"translations": expected}
+    assert [answer.json["translations"] for answer in answers] == [[text] for text in expected]
+    together = translate(server, texts, model="translator", tgt_lang="Kannada").json
+    assert together["translations"] == expected
     found = server.check_no_leak()
+    for name, metric in (("prompt_tokens", "prompt_tokens_total"), ("completion_tokens", "generation_tokens_total")):
+        assert sum(answer.json["usage"][name] for answer in answers) == together["usage"][name]
+        assert found[metric] - before[metric] == 2 * together["usage"][name]
     assert found["requests_failed_total"] == found["requests_aborted_total"] == 0
     assert found["requests_finished_total"] >= 2 * 26
+
+
+def test_load_generator_counts_what_the_server_translates(server: RunningServer) -> None:
+    before = server.metrics()
+    workload = "translate:src=eng_Latn,tgt=kan_Knda,words=2-6,sentences=1-3"
+    [level] = run_levels(
+        LoadConfig(
+            url=server.url, model="translator", workload=workload, num_prompts=(12,), concurrency=(4,), num_warmups=0
+        )
+    )
+    assert level.task is not None
+    assert (level.failed, level.task.source_unit) == (0, "token")
+    found = server.check_no_leak()
+    assert level.task.source == found["prompt_tokens_total"] - before["prompt_tokens_total"]
+    assert level.task.work == found["requests_finished_total"] - before["requests_finished_total"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from starlette.types import Receive, Scope
 
@@ -15,6 +15,17 @@ from meltcore.api.log import Log
 from meltcore.api.protocol import MAX_SENTENCES, TranslateRequest, decode_request
 from meltcore.config import ServerConfig
 from meltcore.errors import RequestError
+
+
+class TranslatedTexts(NamedTuple):
+    """The translation of each text of a request, and the tokens of its sentences: those read, and those written.
+
+    The tokens include what a model adds to a sentence: its language tags and the end token.
+    """
+
+    texts: list[str]
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 @runtime_checkable
@@ -29,7 +40,7 @@ class TranslationBackend(Protocol):
 
     async def translate(
         self, request: TranslateRequest, request_id: str, arrived_s: float, on_job: Callable[[Callable[[], None]], None]
-    ) -> list[str]:
+    ) -> TranslatedTexts:
         """Return the translation of each text. on_job: receives a function that ends the request in the engines.
 
         Raises RequestError (400, 429, 500, 503).
@@ -77,13 +88,19 @@ class TranslateHandler:
 
         try:
             async with asyncio.timeout(limit_s):
-                return {"translations": await backend.translate(request, request_id(scope), arrived_s, watch)}
+                translated = await backend.translate(request, request_id(scope), arrived_s, watch)
         except TimeoutError as error:
             raise RequestError(
                 f"the answer took longer than {limit_s:g} s (--request-timeout)", status=504, code="request_timeout"
             ) from error
         finally:
             connection.set_disconnect_callback(None)
+        usage = {
+            "prompt_tokens": translated.prompt_tokens,
+            "completion_tokens": translated.completion_tokens,
+            "total_tokens": translated.prompt_tokens + translated.completion_tokens,
+        }
+        return {"translations": translated.texts, "usage": usage}
 
     def _find(self, name: str | None) -> TranslationBackend:
         """Return the named model, or the first that translates: clients of dwani.ai's API name none."""

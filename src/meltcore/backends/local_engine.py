@@ -17,6 +17,7 @@ from meltcore.api.protocol import (
 )
 from meltcore.api.sampling import is_echo_only, sampling_params
 from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.api.translate import TranslatedTexts
 from meltcore.backends.engine_backend import ENGINE_DEAD, EngineBackend
 from meltcore.backends.open_requests import OpenRequests, RequestTimeLimit, client_disconnected
 from meltcore.backends.text_model import TextModel
@@ -102,7 +103,7 @@ class LocalEngine(EngineBackend):
 
     async def translate(
         self, request: TranslateRequest, request_id: str, arrived_s: float, on_job: Callable[[Callable[[], None]], None]
-    ) -> list[str]:
+    ) -> TranslatedTexts:
         """Return the translation of each text. on_job: receives a function that ends the request in the engines.
 
         Raises RequestError (400, 429, 500, 503).

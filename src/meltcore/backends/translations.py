@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from meltcore.api.admission import Admission
 from meltcore.api.protocol import TranslateRequest
 from meltcore.api.stats import ModelStats
+from meltcore.api.translate import TranslatedTexts
 from meltcore.config import ModelConfig
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import Checkpoint
@@ -92,7 +93,7 @@ class Translations:
 
     async def translate(
         self, request: TranslateRequest, request_id: str, arrived_s: float, on_job: Callable[[Callable[[], None]], None]
-    ) -> list[str]:
+    ) -> TranslatedTexts:
         """Return the translation of each text.
 
         on_job: receives a function that ends the request in the engines, once it is there. Raises RequestError (400,
@@ -105,14 +106,16 @@ class Translations:
         )
         sentences = [sentence for document in documents for sentence in document.sentences]
         if not sentences:
-            return [finish(document, [], tokenizer, target) for document in documents]
+            return TranslatedTexts([finish(document, [], tokenizer, target) for document in documents])
         job = self._admit(sentences, request_id, arrived_s)
         on_job(lambda: self._end(job, RequestError("the client closed the connection", status=499), "aborted"))
         try:
             await job.done
         finally:
             self._end(job, RequestError("the request has ended", status=499), "aborted")
-        return await asyncio.to_thread(lambda: list(self._texts(documents, job, target)))
+        texts = await asyncio.to_thread(lambda: list(self._texts(documents, job, target)))
+        num_source_tokens = sum(len(sentence.token_ids) for sentence in sentences)
+        return TranslatedTexts(texts, num_source_tokens, sum(map(len, filter(None, job.outputs))))
 
     def on_step(self, step: TranslationOutputs, replica: int) -> None:
         """Give each request its new translations."""
