@@ -169,10 +169,11 @@ def test_level_too_short_to_measure_the_client_says_so() -> None:
 
 
 LATE = ClientUsage(duration_s=5.0, cpu_s=0.5, lags_s=[0.001] * 400 + [0.2] * 20)
+SELDOM = ClientUsage(duration_s=4.0, cpu_s=0.5, lags_s=[0.06] * 57)  # so late that it has few ticks
 BUSY = ClientUsage(duration_s=5.0, cpu_s=4.9, lags_s=[])
 
 
-@pytest.mark.parametrize(("watch", "word"), [(LATE, "event loop"), (BUSY, "98% of a core")])
+@pytest.mark.parametrize(("watch", "word"), [(LATE, "event loop"), (SELDOM, "event loop"), (BUSY, "98% of a core")])
 def test_late_or_busy_client_makes_the_level_client_bound(watch: ClientUsage, word: str) -> None:
     records = [answer(index, times=[11.0, 11.01], tokens=[1, 2]) for index in range(20)]
     result = level(records, client_usages=[CALM, watch])

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 
 TICK_S = 0.010
-MIN_TICKS = 100  # a 99th percentile of fewer means nothing
-MIN_DURATION_S = 1.0  # CPU time of a shorter span is mostly start-up
+# CPU time of a shorter span is mostly start-up, and a 99th percentile of its less than 100 ticks means nothing. A longer
+# span with fewer ticks had a late event loop.
+MIN_DURATION_S = 1.0
 
 MAX_LAG_MS = 25.0
 MAX_LAG_RATIO = 0.10  # of the shortest latency that the level reports
@@ -32,8 +33,10 @@ class ClientUsage(msgspec.Struct, array_like=True):
 
     @property
     def lag_p99_ms(self) -> float | None:
-        """Return the 99th percentile of the event loop's lag; None where there are fewer than MIN_TICKS samples."""
-        return float(np.quantile(self.lags_s, 0.99) * 1000) if len(self.lags_s) >= MIN_TICKS else None
+        """Return the 99th percentile of the event loop's lag; None where the time is below MIN_DURATION_S."""
+        if not self.lags_s or self.duration_s < MIN_DURATION_S:
+            return None
+        return float(np.quantile(self.lags_s, 0.99) * 1000)
 
 
 class ClientMonitor:
@@ -54,8 +57,11 @@ class ClientMonitor:
     def finish(self) -> ClientUsage:
         """Stop measuring and return the measurements."""
         self._timer.cancel()
+        now_s = time.monotonic()
+        if now_s > self._next_tick_s:
+            self._lags_s.append(now_s - self._next_tick_s)
         return ClientUsage(
-            duration_s=time.monotonic() - self._start_s,
+            duration_s=now_s - self._start_s,
             cpu_s=time.process_time() - self._start_cpu_s,
             lags_s=self._lags_s,
         )
