@@ -212,6 +212,25 @@ def test_cancelled_utterances_leave_their_batch(model: IndicF5) -> None:
     torch.testing.assert_close(torch.from_numpy(found["long"]), alone, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [({}, True), ({"power": 2.0}, False), ({"mel_scale": "slaney"}, False), ({"norm": "slaney"}, False),
+     ({"hop": 255}, False)],
+)  # fmt: skip
+def test_spectrograms_are_those_of_transformers(changes: dict[str, Any], is_same: bool) -> None:
+    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+
+    settings = {"power": 1.0, "mel_scale": "htk", "norm": None, "hop": 256} | changes
+    samples = torch.randn(12_000, generator=torch.Generator().manual_seed(2)) * 0.1
+    filters = mel_filter_bank(513, 100, 0.0, 12_000.0, 24_000, norm=settings["norm"], mel_scale=settings["mel_scale"])
+    reference = spectrogram(
+        samples.numpy().astype("float64"), window_function(1024, "hann"), 1024, settings["hop"],
+        power=settings["power"], mel_filters=filters, mel_floor=1e-5, log_mel="log",
+    ).T  # fmt: skip
+    found = MelSpectrogram(MelConfig())(samples).double()
+    assert (found.shape == reference.shape and (found - torch.from_numpy(reference)).abs().max() < 1e-4) == is_same
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
