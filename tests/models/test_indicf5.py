@@ -22,11 +22,13 @@ from f5_tools import (
 from safetensors.torch import load_file, save_file
 
 from meltcore.errors import ConfigError
+from meltcore.kernels import graph_capture
 from meltcore.models import indicf5
 from meltcore.models.indicf5 import IndicF5, IndicF5Config
 from meltcore.models.vocos import MelConfig, MelSpectrogram, Vocos
 from meltcore.tasks import synthesis
 from meltcore.tasks.synthesis import SpeechSampler, Utterance
+from meltcore.tasks.synthesis_graphs import StepGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 8
@@ -229,6 +231,53 @@ def test_spectrograms_are_those_of_transformers(changes: dict[str, Any], is_same
     ).T  # fmt: skip
     found = MelSpectrogram(MelConfig())(samples).double()
     assert (found.shape == reference.shape and (found - torch.from_numpy(reference)).abs().max() < 1e-4) == is_same
+
+
+class HostCapturer:
+    """Captures for tests without a GPU: a replay computes the step anew from the same tensors, into the same output."""
+
+    def capture(self, step: Any) -> tuple[Any, torch.Tensor]:
+        output = step()
+        return types.SimpleNamespace(replay=lambda: output.copy_(step())), output
+
+
+def test_graphs_read_the_batch_that_they_replay_for(model: IndicF5, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_capture, "GraphCapturer", HostCapturer)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    sampler = SpeechSampler(model, 10_000)
+    sampler._graphs = StepGraphs(model)
+    # Batches of one shape, with padding and without, that take turns; and one too large for a graph.
+    rounds = [COMPANY[:1], COMPANY[:3], [COMPANY[0]._replace(noise=COMPANY[0].noise.flip(0))], [*COMPANY, *COMPANY[:1]]]
+    for number, company in enumerate(rounds):
+        named = [each._replace(key=f"{number}-{i}", due=(float(number),)) for i, each in enumerate(company)]
+        expected_samples, found = run(model, named), dict[str, Any]()
+        for each in named:
+            sampler.add(each)
+        urgent = named[0]._replace(key="urgent", due=(-1.0,), noise=named[0].noise * 0.5)
+        sampler.step()
+        sampler.add(urgent)
+        while not sampler.is_idle:
+            found |= dict(sampler.step())
+        expected_samples |= run(model, [urgent])
+        assert found.keys() == expected_samples.keys()
+        for name, samples in found.items():
+            torch.testing.assert_close(torch.from_numpy(samples), expected_samples[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_gpu_speaks_as_the_host_does_with_graphs_and_without(folder: Path, model: IndicF5) -> None:
+    checkpoint, device = synthesis.open_synthesis_checkpoint(str(folder)), torch.device("cuda")
+    on_gpu = synthesis.load_synthesis_model(checkpoint, torch.float32, device, len(CHARACTERS), steps=(STEPS, 4))
+    for company in (COMPANY[:1], COMPANY, [*COMPANY, utterance("fifth", 66, 22, 30, seed=6)]):
+        expected_samples = run(model, company)
+        moved = [each._replace(reference=each.reference.to(device)) for each in company]
+        for _ in range(2):  # the second time, graphs are replayed for other noise and texts
+            found = run(on_gpu, moved)
+            for name, samples in found.items():
+                torch.testing.assert_close(samples, expected_samples[name], atol=1e-3, rtol=1e-3)
+            company = [each._replace(noise=each.noise.flip(0), token_ids=each.token_ids[::-1]) for each in company]
+            expected_samples = run(model, company)
+            moved = [each._replace(reference=each.reference.to(device)) for each in company]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import SYNTHESIS_ARCHITECTURE, Checkpoint, open_checkpoint
 from meltcore.models.indicf5 import FILLER, IndicF5, IndicF5Config
 from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
+from meltcore.tasks.synthesis_graphs import StepGraphs, StepInputs, step_velocity
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Accepted numbers of steps; the first is the default.
@@ -88,6 +89,7 @@ class SpeechSampler:
         self._waiting: dict[str, Utterance] = {}
         self._batches: list[_Batch] = []
         self._launched: deque[torch.cuda.Event] = deque()
+        self._graphs = StepGraphs(model) if model.device.type == "cuda" else None
 
     @property
     def is_idle(self) -> bool:
@@ -184,10 +186,9 @@ class SpeechSampler:
 
     def _advance(self, batch: _Batch) -> None:
         """Compute one step, without a transfer from the device."""
-        model = self.model
-        modulations, sizes = model.modulations[batch.positions], model.step_sizes[batch.positions]
-        velocity = model.velocity(batch.noisy, batch.condition, modulations, batch.is_padding)
-        batch.noisy.addcmul_(velocity, sizes[:, None, None])
+        inputs = StepInputs(batch.noisy, batch.condition, batch.positions, batch.is_padding)
+        velocity = step_velocity(self.model, inputs) if self._graphs is None else self._graphs.velocity(inputs)
+        batch.noisy.addcmul_(velocity, self.model.step_sizes[batch.positions][:, None, None])
         batch.positions += 1
         batch.host_positions = [position + 1 for position in batch.host_positions]
 
