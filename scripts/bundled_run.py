@@ -82,7 +82,7 @@ def evaluation_record(what: str, training: str, parameters: int, kinds: dict[str
         "training": training,
         "machine": machine(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "command": f"python {shlex.join([sys.argv[0], *_without_out(sys.argv[1:])])}",
+        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *_without_out(sys.argv[1:])]),
         "date": today(),
         "parameters": parameters,
         "kinds": kinds,

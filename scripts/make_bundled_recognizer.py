@@ -48,6 +48,9 @@ from meltcore.problems.tones import ALPHABETS, ToneClip, in_alphabet, render, to
 _PEAK_RATE, _CLIP = 1.5e-3, 1.0
 _MAX_CLIP_S = 15.0
 _GROWTH = 0.2  # the part of training in which clips grow to their full length
+# Frames by which the RNN-T's tokens are moved at random. A decoder that cannot trust the frame alone learns to ask its
+# state whether a token has been emitted.
+_JITTER = 0.25
 _NO_TARGET = -100
 _BATCH_NORM_EPS = 1e-5
 _TOKENS = len(ALPHABETS["en"]) + 2  # <unk>, the word start, the characters
@@ -172,12 +175,15 @@ class Trainee:
             hidden = layer(hidden, layer.self_attn.project_positions(positions), is_padding)
         return hidden, frames
 
-    def losses(self, batch: Batch, size: int) -> dict[str, torch.Tensor]:
-        """Return the losses: of the RNN-T, of CTC, and of the CTC head by frame. size: samples, padded."""
+    def losses(self, batch: Batch, size: int, jitter: float = 0.0) -> dict[str, torch.Tensor]:
+        """Return the losses: of the RNN-T, of CTC, and of the CTC head by frame.
+
+        size: samples, padded; jitter: frames by which the RNN-T's tokens are moved at most, half as many to each side.
+        """
         rate = self.config.features.sample_rate
         encoded, frames = self.encode(batch.sounds.rendered(size, rate), batch.samples)
         blank = self.config.blank
-        heard = self._frames_heard(batch)
+        heard, moved = self._frames_heard(batch, 0.0), self._frames_heard(batch, jitter)
         logits = self.model.ctc_logits(encoded, int(batch.language)).float()
         by_frame = torch.full(logits.shape[:2], blank, device=self.device)
         is_token = torch.arange(batch.tokens.shape[1], device=self.device) < batch.num_tokens[:, None]
@@ -185,7 +191,7 @@ class Trainee:
         by_frame[rows[is_token], heard[is_token]] = batch.tokens[is_token]
         by_frame.masked_fill_(padding_mask(frames, logits.shape[1]), _NO_TARGET)
         return {
-            "rnnt": self._rnnt_loss(encoded, frames, heard, batch),
+            "rnnt": self._rnnt_loss(encoded, frames, moved, batch),
             "frames": cross_entropy(logits.flatten(0, 1), by_frame.flatten(), ignore_index=_NO_TARGET),
             "ctc": ctc_loss(
                 log_softmax(logits, -1).transpose(0, 1), batch.tokens, frames, batch.num_tokens, blank=blank,
@@ -193,11 +199,12 @@ class Trainee:
             ),
         }  # fmt: skip
 
-    def _frames_heard(self, batch: Batch) -> torch.Tensor:
-        """Return the frame in whose time the middle of each token's sound is: [clips, tokens]."""
+    def _frames_heard(self, batch: Batch, jitter: float) -> torch.Tensor:
+        """Return the frame in whose time the middle of each token's sound is, moved at random: [clips, tokens]."""
         starts_s = batch.sounds.starts_s
         begins, ends = starts_s.gather(1, batch.spoken), starts_s.gather(1, batch.spoken + 1)
-        return torch.floor((begins + ends) / 2 / self.config.frame_s).long()
+        middles = (begins + ends) / 2 / self.config.frame_s
+        return torch.floor(middles + jitter * (torch.rand_like(middles) - 0.5)).long()
 
     def _rnnt_loss(
         self, encoded: torch.Tensor, frames: torch.Tensor, heard: torch.Tensor, batch: Batch
@@ -252,7 +259,7 @@ def train(
         stream.progress[0] = tick.progress
         host = next(batches)
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            losses = trainee.losses(host.to(device), int(host.samples.max()))
+            losses = trainee.losses(host.to(device), int(host.samples.max()), _JITTER)
         # By frame the head learns in a minute what the CTC loss alone takes long to begin with.
         frame_part = max(0.0, 1 - 2 * tick.progress)
         loss = losses["rnnt"] + frame_part * losses["frames"] + (1 - frame_part) * losses["ctc"]
