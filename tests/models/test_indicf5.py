@@ -26,7 +26,7 @@ from meltcore.kernels import graph_capture
 from meltcore.models import indicf5
 from meltcore.models.indicf5 import IndicF5, IndicF5Config
 from meltcore.models.vocos import MelConfig, MelSpectrogram, Vocos
-from meltcore.tasks import synthesis
+from meltcore.tasks import synthesis, synthesis_graphs
 from meltcore.tasks.synthesis import SpeechSampler, Utterance
 from meltcore.tasks.synthesis_graphs import StepGraphs
 
@@ -244,6 +244,7 @@ class HostCapturer:
 def test_graphs_read_the_batch_that_they_replay_for(model: IndicF5, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_capture, "GraphCapturer", HostCapturer)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(synthesis_graphs, "MAX_FRAMES", 250)
     sampler = SpeechSampler(model, 10_000)
     sampler._graphs = StepGraphs(model)
     # Batches of one shape, with padding and without, that take turns; and one too large for a graph.

@@ -243,6 +243,8 @@ def test_memory_plan_counts_weights_activations_and_requests() -> None:
     batch, cost, rows = plan_memory(config, memory_bytes=4 * 2**30, limits=(16_384, 262_144), **sizes)
     assert batch == 16_384
     assert sum(row.size_bytes for row in rows) <= 0.9 * 4 * 2**30
+    *_, rows = plan_memory(config, memory_bytes=4 * 2**30, limits=(16_384, 262_144), has_graphs=True, **sizes)
+    assert sum(row.size_bytes for row in rows) <= 0.9 * 4 * 2**30
     less, fewer, rows = plan_memory(config, memory_bytes=5 * 2**28, limits=(16_384, 262_144), **sizes)
     assert 2560 <= less < batch
     assert less <= fewer < cost

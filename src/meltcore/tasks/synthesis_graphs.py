@@ -9,8 +9,8 @@ import torch
 from meltcore.kernels.graph_capture import GraphCache, GraphCapturer
 from meltcore.models.indicf5 import IndicF5
 
-# Utterances of a graph at most; more keep a GPU busy for longer than their launches take. And graphs that are kept.
-_MAX_UTTERANCES, _MAX_GRAPHS = 4, 16
+# Frames of a graph's batch at most; more keep a GPU busy for longer than their launches take. And graphs that are kept.
+MAX_FRAMES, MAX_GRAPHS = 4096, 8
 
 
 class StepInputs(NamedTuple):
@@ -42,11 +42,12 @@ class StepGraphs:
 
     def __init__(self, model: IndicF5) -> None:
         self._model = model
-        self._cache: GraphCache[_Graph] = GraphCache(_MAX_GRAPHS)
+        self._cache: GraphCache[_Graph] = GraphCache(MAX_GRAPHS)
 
     def velocity(self, inputs: StepInputs) -> torch.Tensor:
         """Compute as `step_velocity` does. The next step of the same shape overwrites the result."""
-        if len(inputs.noisy) > _MAX_UTTERANCES:
+        rows, frames, _ = inputs.noisy.shape
+        if rows * frames > MAX_FRAMES:
             return step_velocity(self._model, inputs)
 
         def make(capturer: GraphCapturer) -> _Graph:
@@ -55,7 +56,7 @@ class StepGraphs:
             torch.cuda.synchronize()
             return _Graph(own, *capturer.capture(lambda: step_velocity(self._model, own)))
 
-        kept = self._cache.get((*inputs.noisy.shape, inputs.is_padding is None), make)
+        kept = self._cache.get((rows, frames, inputs.is_padding is None), make)
         for own, values in zip(kept.inputs, inputs, strict=True):
             if own is not None and values is not None:
                 own.copy_(values)

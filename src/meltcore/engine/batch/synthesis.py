@@ -35,6 +35,7 @@ from meltcore.tasks.synthesis import (
     open_synthesis_checkpoint,
     synthesis_dtype,
 )
+from meltcore.tasks.synthesis_graphs import MAX_FRAMES, MAX_GRAPHS
 from meltcore.tasks.voices import dummy_voice, read_voices
 from meltcore.text.synthesis.chunks import (
     MAX_REFERENCE_S,
@@ -124,6 +125,7 @@ class SynthesisTask:
             memory_bytes=byte_budget(config, self._device, weight_bytes),
             max_shape=self.max_shape,
             limits=(_MAX_BATCH_FRAMES[self._device.type], _MAX_COST[self._device.type]),
+            has_graphs=self._device.type == "cuda",
         )
         self._sampler = SpeechSampler(self.model, max_batch_frames)
         self._voices = self._load_voices(config, checkpoint.folder if not is_dummy else None)
@@ -311,6 +313,7 @@ def plan_memory(
     memory_bytes: int,
     max_shape: int,
     limits: tuple[int, int],
+    has_graphs: bool = False,
 ) -> tuple[int, int, list[MemoryRow]]:
     """Return the frames of a batch, the frames of all requests that have begun, and the memory table.
 
@@ -325,10 +328,13 @@ def plan_memory(
     frame_bytes = max(layer, text, vocoder) + _GUIDED * max_shape * 4
     # Noise, reference and their padded copies in float32, and what the input layer adds in every step.
     state_bytes = 4 * config.mel.num_mels * 4 + _GUIDED * config.hidden_size * element_size
-    available_bytes = int(memory_bytes * (1 - _RESERVE_FRACTION)) - weight_bytes
+    # Graphs share the memory of their activations; each has inputs of its own.
+    graph_bytes = MAX_FRAMES * (layer + MAX_GRAPHS * state_bytes) if has_graphs else 0
+    available_bytes = int(memory_bytes * (1 - _RESERVE_FRACTION)) - weight_bytes - graph_bytes
     max_batch_frames = min(limits[0], available_bytes // (frame_bytes + state_bytes))
     if max_batch_frames < max_shape:
-        needed_bytes = (weight_bytes + max_shape * (frame_bytes + state_bytes)) / (1 - _RESERVE_FRACTION)
+        least_bytes = weight_bytes + graph_bytes + max_shape * (frame_bytes + state_bytes)
+        needed_bytes = least_bytes / (1 - _RESERVE_FRACTION)
         raise ConfigError(
             f"{memory_bytes / 2**20:,.1f} MiB must hold the weights and {MAX_SPEECH_S:g} s of speech, which take "
             f"{needed_bytes / 2**20:,.1f} MiB. Raise --memory."
@@ -344,5 +350,6 @@ def plan_memory(
                 "activations", max_batch_frames * frame_bytes, f"of {max_batch_frames * seconds:,.0f} s per batch"
             ),
             MemoryRow("requests", max_cost * state_bytes, f"of {max_cost * seconds:,.0f} s with their references"),
+            *([MemoryRow("CUDA graphs", graph_bytes, f"{MAX_FRAMES} frames per step")] if has_graphs else []),
         ],
     )
