@@ -118,15 +118,6 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
-def test_published_layout_of_onnx_files_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "assets").mkdir()
-    (tmp_path / "assets" / "encoder.onnx").write_bytes(b"")
-    for model in (str(tmp_path), "ai4bharat/indic-conformer-600m-multilingual"):
-        with pytest.raises(ConfigError, match=r"ONNX and TorchScript files, .*NeMo archive \(\*\.nemo\)"):
-            find_recognizer(model)
-    assert find_recognizer("Qwen/Qwen3-0.6B") is None
-
-
 def test_wrong_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.nemo"
     for content, message in ((b"a: [", "is not valid YAML"), (b"- 1", "must hold an object")):

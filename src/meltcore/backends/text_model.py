@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from meltcore.api.sampling import checkpoint_defaults
 from meltcore.config import ModelConfig, Task
 from meltcore.errors import ConfigError
+from meltcore.models import checkpoint as checkpoints
 from meltcore.models.checkpoint import (
     TRANSLATION_ARCHITECTURE,
     Checkpoint,
     CheckpointFiles,
-    find_recognizer,
     is_synthesis_model,
     open_checkpoint,
 )
@@ -48,7 +48,7 @@ def find_checkpoint(config: ModelConfig) -> Checkpoint:
 
 def is_recognizer(config: ModelConfig) -> bool:
     """Return whether the model recognizes speech: it has no text model. Raises ConfigError."""
-    return find_recognizer(config.engine.model, dummy=config.engine.load_format == "dummy") is not None
+    return checkpoints.is_recognizer(config.engine.model, dummy=config.engine.load_format == "dummy")
 
 
 def find_task(config: ModelConfig) -> Task:

@@ -21,7 +21,7 @@ import msgspec
 from meltcore.config import EngineConfig
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import find_recognizer, is_synthesis_model, is_translation_model
+from meltcore.models.checkpoint import is_recognizer, is_synthesis_model, is_translation_model
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def _batch_task(config: EngineConfig) -> _Task | None:
     """Return the task of a model that is served by the batch engine; None for text generation."""
     is_dummy = config.load_format == "dummy"
     try:
-        if find_recognizer(config.model, dummy=is_dummy) is not None:
+        if is_recognizer(config.model, dummy=is_dummy):
             return "recognition"
     except ConfigError:
         return "recognition"  # and its start reports the error

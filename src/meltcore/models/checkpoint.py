@@ -72,7 +72,8 @@ PUBLISHED_RECOGNIZERS = {
 }
 
 CheckpointFiles = Literal["config", "text", "all"]
-_ONNX_ASSETS = "ONNX and TorchScript files, which cannot be served; give the model's NeMo archive (*.nemo)"
+ASSETS_FOLDER = "assets"  # of ONNX and TorchScript files
+_RECOGNIZER_PATTERNS = ["config.json", f"{ASSETS_FOLDER}/*"]
 # model.SRC, model.TGT: SentencePiece models of IndicTrans2; vocab.txt, prompts: of IndicF5
 _TEXT_PATTERNS = ["*.json", "*.jinja", "model.SRC", "model.TGT", "vocab.txt", "checkpoints/vocab.txt", "prompts/*"]
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
@@ -199,32 +200,39 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     return checkpoint
 
 
-def find_recognizer(model: str, *, dummy: bool = False) -> Path | None:
-    """Return the NeMo archive, or the folder that one is unpacked into, that `model` names; None for other models.
+def is_recognizer(model: str, *, dummy: bool = False) -> bool:
+    """Return whether `model` names a speech recognizer, without a download. Raises ConfigError as find_recognizer."""
+    is_published = model in PUBLISHED_RECOGNIZERS and not Path(model).expanduser().is_dir()
+    return is_published or find_recognizer(model, dummy=dummy) is not None
 
-    dummy: only the configuration is needed. Raises ConfigError for a missing archive, for a folder with several, and
-    for the published layout of ONNX and TorchScript files, which is not supported.
+
+def find_recognizer(model: str, *, dummy: bool = False) -> Path | None:
+    """Return what `model` names: a NeMo archive, a folder that one is unpacked into, or one with published assets.
+
+    None for other models. The hub id of a published recognizer is downloaded, unless `dummy` says that its
+    configuration is enough. Raises ConfigError for a missing archive, a failed download, and a folder with several.
     """
     path = Path(model).expanduser()
     if model in PUBLISHED_RECOGNIZERS and not path.is_dir():
-        if dummy:
-            return PUBLISHED_RECOGNIZERS[model]
-        raise ConfigError(f"{model} is published as {_ONNX_ASSETS}, or give --load-format dummy")
+        return PUBLISHED_RECOGNIZERS[model] if dummy else download_folder(model, _RECOGNIZER_PATTERNS)
     if model.endswith(".nemo") and not path.is_dir():
         if not path.exists():
             raise ConfigError(f"{model}: no such file")
         return path
     if not path.is_dir():
         return None
-    if (path / "model_config.yaml").exists():
+    if (path / "model_config.yaml").exists() or has_assets(path):
         return path
     archives = sorted(path.glob("*.nemo"))
     if len(archives) > 1:
         names = ", ".join(archive.name for archive in archives)
         raise ConfigError(f"{model} has {len(archives)} NeMo archives, so name one of them: {names}")
-    if not archives and (path / "assets" / "encoder.onnx").exists():
-        raise ConfigError(f"{model} holds {_ONNX_ASSETS}")
     return archives[0] if archives else None
+
+
+def has_assets(path: Path) -> bool:
+    """Return whether a recognizer's folder has the published assets, and no NeMo archive."""
+    return (path / ASSETS_FOLDER / "encoder.onnx").exists() and not any(path.glob("*.nemo"))
 
 
 def is_translation_model(model: str, *, dummy: bool = False) -> bool:

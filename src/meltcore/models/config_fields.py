@@ -240,6 +240,12 @@ RULES: dict[str, Rule] = {
     "num_classes": _integer_rule(1, 2**24),
     "language_keys": _TEXT_LIST,
     "max_symbols": _COUNT,
+    # config.json of IndicConformer's published files
+    "BLANK_ID": _integer_rule(0, 2**24),
+    "SOS": _integer_rule(0, 2**24),
+    "RNNT_MAX_SYMBOLS": _COUNT,
+    "PRED_RNN_LAYERS": _COUNT,
+    "PRED_RNN_HIDDEN_DIM": _WIDTH,
     # generation_config.json, and config.json
     "eos_token_id": Rule(
         "a whole number of at least 0, or a list of them",

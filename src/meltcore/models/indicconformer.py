@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,6 +30,33 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _UNUSED = ("preprocessor.", "loss.", "wer.", "encoder.pos_bias_")
 _BATCH_NORM_EPS = 1e-5
 _MAX_NAMES_SHOWN = 5
+
+
+class RecognizerFiles(Protocol):
+    """The files of a checkpoint, in any of the layouts.
+
+    path: as the user gave it; model_config: the sizes; has_batch_norm: whether batch norms are tensors of their own.
+    """
+
+    path: Path
+    has_batch_norm: bool
+
+    @property
+    def model_config(self) -> IndicConformerConfig:
+        """The sizes. Raises ConfigError for what is missing, invalid, or not computed here."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Read the weights into host memory, by the names of a NeMo checkpoint. Raises ConfigError."""
+        ...
+
+    def token_texts(self, config: IndicConformerConfig) -> dict[str, list[str]]:
+        """Return the text of every token, by language. Raises ConfigError."""
+        ...
+
+    def close(self) -> None:
+        """Close the files."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -161,12 +190,13 @@ class IndicConformer(nn.Module):
         bias = torch.cat([self.ctc_head.bias[row] for row in rows])
         return functional.linear(encoded, weight, bias)
 
-    def load(self, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], source: str, *, has_batch_norm: bool = True) -> None:
         """Copy the weights from a NeMo checkpoint, converting types. source: the file's name for errors.
 
-        Raises ConfigError that names missing, unexpected and misshapen tensors. tensors: as NeMo names them.
+        Raises ConfigError that names missing, unexpected and misshapen tensors. tensors: as NeMo names them;
+        has_batch_norm: whether batch norms are still apart of the convolutions before them.
         """
-        converted = from_nemo(tensors, self.config, source)
+        converted = from_nemo(tensors, self.config, source, has_batch_norm=has_batch_norm)
         own = dict(self.named_parameters())
         _raise_for_names(source, "lacks", own.keys() - converted.keys())
         _raise_for_names(source, "has unexpected", converted.keys() - own.keys())
@@ -194,7 +224,11 @@ class IndicConformer(nn.Module):
 
 
 def from_nemo(
-    tensors: Mapping[str, torch.Tensor], config: IndicConformerConfig, source: str = "checkpoint"
+    tensors: Mapping[str, torch.Tensor],
+    config: IndicConformerConfig,
+    source: str = "checkpoint",
+    *,
+    has_batch_norm: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Return this module's tensors from those of a NeMo checkpoint.
 
@@ -217,6 +251,8 @@ def from_nemo(
             parts = [take(f"{attention}linear_{part}.{kind}") for part in "qkv"]
             if not missing:
                 converted[f"{attention}linear_qkv.{kind}"] = torch.cat(parts)
+        if not has_batch_norm:
+            continue
         convolution = f"encoder.layers.{layer}.conv."
         remaining.pop(f"{convolution}batch_norm.num_batches_tracked", None)
         names = ("weight", "bias", "running_mean", "running_var")

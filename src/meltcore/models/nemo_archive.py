@@ -57,6 +57,8 @@ _REQUIRED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
 class NemoArchive:
     """An archive or an unpacked folder: its configuration, and its other files by name."""
 
+    has_batch_norm = True
+
     def __init__(self, path: Path) -> None:
         """Open it and read the configuration. Raises ConfigError when that fails."""
         self.path = path
@@ -65,6 +67,11 @@ class NemoArchive:
         except (OSError, tarfile.TarError) as error:
             raise ConfigError(f"{path} cannot be read as a NeMo archive, a tar file: {error}") from error
         self.config = self._read_config()
+
+    @property
+    def model_config(self) -> IndicConformerConfig:
+        """The sizes that the configuration asks for. Raises ConfigError as `read_config` does."""
+        return read_config(self.config)
 
     def open(self, name: str) -> IO[bytes]:
         """Open a file for reading. Raises ConfigError when there is none of that name."""

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from meltcore.errors import ConfigError
 
-# Of entries that are read as a whole, after decompression.
-_MAX_PICKLE_BYTES, _MAX_CODE_BYTES = 8 * 2**20, 2**20
+# Of the pickle, and of all code together, after decompression.
+_MAX_PICKLE_BYTES, _MAX_CODE_BYTES = 8 * 2**20, 2 * 2**20
 _MAX_ENTRIES = 100_000
 _MAX_MEMO = 2**20
 _MAX_DEPTH = 64
@@ -101,11 +101,13 @@ class TorchArchive:
         content = self._read_entry(archive, entries[pickles[0]], _MAX_PICKLE_BYTES)
         _check_opcodes(content)
         self.root = _Unpickler(BytesIO(content), places).load()
-        self.code = {
-            name.removeprefix(f"{prefix}code/"): self._read_entry(archive, entry, _MAX_CODE_BYTES).decode()
-            for name, entry in entries.items()
-            if name.startswith(f"{prefix}code/") and name.endswith(".py")
-        }
+        self.code: dict[str, str] = {}
+        left_bytes = _MAX_CODE_BYTES
+        for name, entry in entries.items():
+            if name.startswith(f"{prefix}code/") and name.endswith(".py"):
+                content = self._read_entry(archive, entry, left_bytes)
+                left_bytes -= len(content)
+                self.code[name.removeprefix(f"{prefix}code/")] = content.decode()
 
     def _read_entry(self, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, limit: int) -> bytes:
         """Read an entry, which may be compressed. The size in its header is not trusted."""

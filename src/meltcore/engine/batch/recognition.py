@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,10 +14,11 @@ from meltcore.engine.batch.engine import BatchEngine, check_options
 from meltcore.engine.batch.waiting import shape_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device
 from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import find_recognizer
-from meltcore.models.indicconformer import IndicConformer, IndicConformerConfig
+from meltcore.models.checkpoint import find_recognizer, has_assets
+from meltcore.models.indicconformer import IndicConformer, IndicConformerConfig, RecognizerFiles
 from meltcore.models.loader import check_memory
-from meltcore.models.nemo_archive import NemoArchive, read_config
+from meltcore.models.nemo_archive import NemoArchive
+from meltcore.models.recognizer_assets import PublishedAssets
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady, Word
@@ -67,13 +67,13 @@ class RecognitionTask:
         default = torch.float32 if device.type == "cpu" else torch.float16
         self._dtype = default if config.dtype == "auto" else _DTYPES[config.dtype]
         self._weights: Literal["real", "dummy"] = "dummy" if config.load_format == "dummy" else "real"
-        archive = NemoArchive(path)
+        files: RecognizerFiles = PublishedAssets(path) if has_assets(path) else NemoArchive(path)
         try:
-            model_config = read_config(archive.config)
+            model_config = files.model_config
             self.model = _build(config, model_config, self._dtype, device)
-            self._token_texts = _load(self.model, archive, config, progress)
+            self._token_texts = _load(self.model, files, config, progress)
         finally:
-            archive.close()
+            files.close()
         self.max_samples = MAX_CLIP_S * model_config.features.sample_rate
         self._languages = {language: index for index, language in enumerate(model_config.languages)}
         longest = self.model.encoded_frames(self.max_samples)
@@ -296,7 +296,7 @@ def _build(
 
 
 def _load(
-    model: IndicConformer, archive: NemoArchive, config: EngineConfig, progress: Callable[[str, float], None]
+    model: IndicConformer, files: RecognizerFiles, config: EngineConfig, progress: Callable[[str, float], None]
 ) -> dict[str, list[str]]:
     """Fill the weights and return the texts of the tokens, by language. Of dummy weights they are numbers."""
     if config.load_format == "dummy":
@@ -305,7 +305,7 @@ def _load(
         names = [f"{_WORD_START}{token}" for token in range(model.config.tokens_per_language)]
         return dict.fromkeys(model.config.languages, names)
     progress("reading tokenizers", 0.0)
-    texts = archive.token_texts(model.config)
+    texts = files.token_texts(model.config)
     progress("loading weights", 0.0)
-    model.load(archive.tensors(), Path(archive.path).name)
+    model.load(files.tensors(), str(files.path), has_batch_norm=files.has_batch_norm)
     return texts
