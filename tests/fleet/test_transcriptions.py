@@ -120,9 +120,7 @@ def test_text_is_streamed_as_clips_are_done(client: openai.OpenAI) -> None:
             client.audio.transcriptions.create(stream=True, **fields | changes)
 
 
-def test_dwanis_form_and_client(
-    server: RunningServer, expected: Transcript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dwanis_form_and_client(server: RunningServer, expected: Transcript, tmp_path: Path) -> None:
     multipart = {"content-type": "multipart/form-data; boundary=x"}
     body = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n' + wav() + b"\r\n--x--\r\n"
     for path in ("/v1/transcribe/?language=Kannada", "/v1/transcribe?language=kn", "/transcribe/?language=kannada"):
@@ -138,11 +136,10 @@ def test_dwanis_form_and_client(
 
     dwani = pytest.importorskip("dwani", reason="the test group has dwani")
     (tmp_path / "a.wav").write_bytes(wav())
-    monkeypatch.setattr(dwani, "api_key", "none")
-    monkeypatch.setattr(dwani, "api_base", server.url)
-    assert dwani.asr.transcribe(str(tmp_path / "a.wav"), "Kannada") == {"text": expected.text}
+    client = dwani.DwaniClient("none", server.url)
+    assert client.transcribe(str(tmp_path / "a.wav"), "Kannada") == {"text": expected.text}
     with pytest.raises(dwani.DwaniAPIError, match="is not one of the model's"):
-        dwani.asr.transcribe(str(tmp_path / "a.wav"), "German")
+        client.transcribe(str(tmp_path / "a.wav"), "German")
 
 
 def test_concurrent_requests_have_their_own_transcripts(client: openai.OpenAI, server: RunningServer) -> None:

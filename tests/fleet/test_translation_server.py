@@ -122,16 +122,15 @@ def test_bad_request_is_an_error_that_names_it(
     assert translate(server, ["home"]).status == 200
 
 
-def test_dwani_client_translates(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dwani_client_translates(server: RunningServer) -> None:
     dwani = pytest.importorskip("dwani", reason="the test group has dwani")
-    monkeypatch.setattr(dwani, "api_key", "none")
-    monkeypatch.setattr(dwani, "api_base", server.url)
+    client = dwani.DwaniClient("none", server.url)
     expected = translate(server, ["the cat sat", "a dog ran"]).json
-    assert dwani.translate.run_translate(["the cat sat", "a dog ran"], "English", "Kannada") == expected
+    assert client.translate(["the cat sat", "a dog ran"], "English", "Kannada") == expected
     # The client itself cuts a text at full stops, and loses them.
-    assert dwani.translate.run_translate("the cat sat. a dog ran.", "eng_Latn", "kan_Knda") == expected
+    assert client.translate("the cat sat. a dog ran.", "eng_Latn", "kan_Knda") == expected
     with pytest.raises(dwani.DwaniAPIError, match="deu_Latn"):
-        dwani.translate.run_translate(["the cat"], "English", "German")
+        client.translate(["the cat"], "English", "German")
     worker = {"sentences": ["the cat sat", "a dog ran"], "src_lang": "eng_Latn", "tgt_lang": "kan_Knda"}
     assert server.post("/translate?src_lang=eng_Latn&tgt_lang=kan_Knda", worker).json == expected
 
