@@ -28,6 +28,9 @@ from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on 
 
 from meltcore import Synthesizer  # noqa: E402
 from meltcore.audio.encode import missing_package  # noqa: E402
+from meltcore.load.config import LoadConfig  # noqa: E402
+from meltcore.load.runner import run_levels  # noqa: E402
+from meltcore.results.schema import TaskLoad  # noqa: E402
 
 MODEL, RATE = "small", 24_000
 # A frame is 43 ms: few to compute for as much speech.
@@ -95,6 +98,23 @@ def form(reference: bytes, **fields: str) -> tuple[bytes, dict[str, str]]:
     parts.append(b'form-data; name="reference"; filename="r"\r\n\r\n' + reference)
     body = b"".join(b"--x\r\ncontent-disposition: " + part + b"\r\n" for part in parts) + b"--x--\r\n"
     return body, {"content-type": "multipart/form-data; boundary=x"}
+
+
+def test_load_generator_measures_streamed_speech(server: RunningServer) -> None:
+    def load(speech_format: str) -> TaskLoad:
+        workload = f"speak:voice=b,words=3,format={speech_format}"
+        config = LoadConfig(
+            url=server.url, workload=workload, concurrency=(2,), num_prompts=(4,), num_warmups=0, extra_body=FAST
+        )
+        [level] = run_levels(config)
+        assert level.failures == {}
+        assert level.task is not None
+        return level.task
+
+    wav_load, pcm_load = load("wav"), load("pcm")
+    assert wav_load.work == pytest.approx(pcm_load.work), "the header is no audio"
+    assert wav_load.work > 4 * 0.5
+    assert wav_load.first_audio_ms.n == wav_load.real_time_factor.n == 4
 
 
 def test_openai_client_gets_the_offline_speech(client: openai.OpenAI, expected: dict[str, np.ndarray]) -> None:

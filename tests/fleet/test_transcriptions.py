@@ -27,6 +27,8 @@ from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, sp
 from meltcore.config import EngineConfig  # noqa: E402
 from meltcore.engine.batch.engine import BatchEngine  # noqa: E402
 from meltcore.engine.batch.recognition import RecognitionTask  # noqa: E402
+from meltcore.load.config import LoadConfig  # noqa: E402
+from meltcore.load.runner import run_levels  # noqa: E402
 from meltcore.protocol.transcription import Transcribe, Transcript  # noqa: E402
 
 MODEL = "small"
@@ -84,6 +86,15 @@ def test_openai_client_gets_the_engines_transcript(client: openai.OpenAI, expect
     assert flac.text == expected.text
     card = client.models.list().data[0]
     assert (card.id, card.task, card.languages) == (MODEL, "transcription", ["hi", "kn", "ta"])  # type: ignore[attr-defined]
+
+
+def test_load_generator_measures_recognition(server: RunningServer) -> None:
+    workload = "transcribe:language=kn,seconds=1-2,clips=3,decoder=ctc"
+    config = LoadConfig(url=server.url, workload=workload, concurrency=(3,), num_prompts=(6,), num_warmups=0)
+    [level] = run_levels(config)
+    assert level.failures == {}
+    assert level.task is not None
+    assert level.task.work == pytest.approx(6 * 1.5)
 
 
 def test_every_response_format(client: openai.OpenAI, expected: Transcript) -> None:

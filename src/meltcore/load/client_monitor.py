@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 TICK_S = 0.010
-# CPU time of a shorter span is mostly start-up, and a 99th percentile of its less than 100 ticks means nothing. A longer
-# span with fewer ticks had a late event loop.
+# CPU time of a shorter span is mostly start-up, and a 99th percentile of its few ticks means nothing. A longer span
+# with as few had a late event loop.
 MIN_DURATION_S = 1.0
 
 MAX_LAG_MS = 25.0
