@@ -9,7 +9,7 @@ are wanted, a regular expression that is searched in "WORK [UNIT]":
     <!-- results: offline/h200.json | Qwen/Qwen3-0.6B | output tokens/s -->
     <!-- end of results -->
 
-Tables of gpu_types.py and code_tables.py, which are computed, stand between others:
+Tables of gpu_types.py, code_tables.py and result_tables.py, which are computed, stand between others:
 
     <!-- generated: gpu types -->
     <!-- end of generated -->
@@ -26,6 +26,7 @@ from typing import Any
 
 import code_tables
 import gpu_types
+import result_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,7 +38,7 @@ _BLOCK = re.compile(
 _GENERATED = re.compile(
     r"(?P<head><!-- generated: (?P<name>[^\n]*?) -->\n).*?(?P<end><!-- end of generated -->)", re.DOTALL
 )
-_TABLES = {**gpu_types.TABLES, **code_tables.TABLES}
+_TABLES = {**gpu_types.TABLES, **code_tables.TABLES, **result_tables.TABLES}
 _MAIN_VERSIONS = ("meltcore", "vllm", "torch", "triton")
 
 
