@@ -76,6 +76,7 @@ def test_language_of_two_scripts_needs_one(name: str, codes: str) -> None:
     [
         ("ai4bharat/indictrans2-en-indic-1B", "en-indic"), ("/x/en-indic/indictrans2-indic-en-dist-200M/", "indic-en"),
         ("IndicTrans2-Indic-Indic", "indic-indic"), ("indictrans2", None), ("men-indic", None), ("", None),
+        ("/x/indic-en-preprint/fairseq_model", "indic-en"), ("/en-indic/x", None), ("fairseq_model", None),
     ],
 )  # fmt: skip
 def test_direction_is_read_from_the_last_part_of_a_name(name: str, direction: str | None) -> None:

@@ -87,8 +87,12 @@ def needed_direction(source: Language, target: Language) -> Direction:
 
 
 def direction_of(checkpoint: str) -> Direction | None:
-    """Return the direction in the last part of a checkpoint's name or path; None if there is none."""
-    found = _DIRECTION.search(checkpoint.rstrip("/").rpartition("/")[2].lower())
+    """Return the direction in the last part of a checkpoint's name or path; None if there is none.
+
+    Folders of fairseq's checkpoints are published as `fairseq_model` in one with the name.
+    """
+    path = checkpoint.rstrip("/").lower().removesuffix("/fairseq_model")
+    found = _DIRECTION.search(path.rpartition("/")[2])
     return next((each for each in get_args(Direction) if found and found.group(1) == each), None)
 
 
