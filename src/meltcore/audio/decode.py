@@ -20,6 +20,7 @@ _INT16_MAX = 32_767
 SILENCE_PEAK = 8
 # A cut lies in the middle of the quietest window of this length.
 _WINDOW_S = 0.2
+_WINDOW_FRAMES = 20  # of 10 ms, at whose ends a window begins
 _MIN_CLIP_FRACTION = 0.4  # of the longest clip: cuts come after this part of it
 
 Samples = npt.NDArray[np.int16]
@@ -56,7 +57,7 @@ def decode(data: bytes, limits: AudioLimits) -> Iterator[Clip | float]:
             num_samples += len(block)
             if num_samples > limits.max_audio_s * limits.sample_rate:
                 raise _too_long(limits)
-            peak = max(peak, int(np.abs(block.astype(np.int32)).max(initial=0)))
+            peak = max(peak, _peak(block))
             yield from cutter.add(block)
         if num_samples == 0:
             raise refusal("holds no samples")
@@ -90,14 +91,21 @@ def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples]:
             raise refusal(
                 f"holds samples that are not numbers (NaN or infinity) before {num_read / file.sample_rate:.1f} s"
             )
-        mono: Floats = block.mean(axis=1)
+        mono: Floats = block[:, 0] if file.num_channels == 1 else block.mean(axis=1)
         yield _int16(mono if resampler is None else resampler.resample_chunk(mono))
     if resampler is not None:
         yield _int16(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
 
 
 def _int16(samples: Floats) -> Samples:
-    return np.rint(np.clip(samples, -1.0, 1.0) * _INT16_MAX).astype(np.int16)
+    scaled = np.multiply(samples, _INT16_MAX, dtype=np.float32)
+    np.clip(scaled, -_INT16_MAX, _INT16_MAX, out=scaled)
+    return np.rint(scaled, out=scaled).astype(np.int16)
+
+
+def _peak(samples: Samples) -> int:
+    """Return the largest absolute value, 0 of no samples. It is at most _INT16_MAX."""
+    return max(int(samples.max(initial=0)), -int(samples.min(initial=0)))
 
 
 class _Cutter:
@@ -121,18 +129,20 @@ class _Cutter:
 
     def _clip(self, size: int) -> Iterator[Clip]:
         samples, self._pending = self._pending[:size], self._pending[size:]
-        if np.abs(samples.astype(np.int32)).max(initial=0) >= SILENCE_PEAK:
+        if _peak(samples) >= SILENCE_PEAK:
             yield Clip(self._start, samples.tobytes())
         self._start += size
 
     def _quietest(self) -> int:
         """Return the middle of the quietest window between the shortest and the longest length of a clip."""
-        first = int(self._max_samples * _MIN_CLIP_FRACTION)
-        energies = np.square(self._pending[first : self._max_samples].astype(np.float64)).cumsum()
-        windows = energies[self._window :] - energies[: -self._window]
+        first, frame = int(self._max_samples * _MIN_CLIP_FRACTION), self._window // _WINDOW_FRAMES
+        num_frames = (self._max_samples - first) // frame
+        samples = self._pending[first : first + num_frames * frame].reshape(num_frames, frame).astype(np.float32)
+        energies = np.einsum("ij,ij->i", samples, samples).cumsum(dtype=np.float64)
+        windows = energies[_WINDOW_FRAMES:] - energies[:-_WINDOW_FRAMES]
         # Of equally quiet windows the last one: fewer and longer clips.
         quietest = len(windows) - 1 - int(windows[::-1].argmin())
-        return first + quietest + self._window // 2
+        return first + (quietest + 1) * frame + self._window // 2
 
 
 def _too_long(limits: AudioLimits) -> RequestError:
