@@ -115,7 +115,7 @@ def _limits(engine: ServedReady) -> str:
     if isinstance(engine, SynthesisReady):
         return (
             f"speech synthesis with {len(engine.voices)} voices, texts of up to {engine.max_text:,} characters, "
-            f"{engine.max_cost:,} frames per batch"
+            f"{engine.max_cost:,} frames of open requests"
         )
     clip_s = engine.max_samples / engine.sample_rate
     return f"speech recognition in {len(engine.languages)} languages, clips of up to {clip_s:.0f} s"
