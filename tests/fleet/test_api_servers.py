@@ -221,6 +221,19 @@ def test_profile_can_be_started_and_stopped_at_different_api_servers(tmp_path: A
         kept.close()
 
 
+def test_profile_that_gets_no_answer_ends_with_the_server(tmp_path: Path) -> None:
+    """Nsight Systems ends a server at the end of the range, while the engine may still be writing."""
+    with scripted_server(profile_dir=str(tmp_path)) as server:
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        asked = server.open("/stop_profile", {})
+        time.sleep(0.3)
+        server.signal()
+        assert read_until(asked, b"never") == b"", "disconnected"
+        asked.close()
+        assert server.wait_exit() == 0
+        assert "Traceback" not in server.stderr
+
+
 def test_delayed_api_server_sends_missed_tokens_in_few_events() -> None:
     """About 300 tokens pass while the API server is stopped; they come as one event."""
     with scripted_server("--step-s", "0.002") as server:

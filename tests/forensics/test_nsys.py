@@ -146,6 +146,7 @@ def test_hanging_nsys_is_ended_with_its_command(folder: Path, raw: bool) -> None
         record([*command(STAY), "pid"], folder, limit_s=1.5, report=print)
     assert ("trace.qdstrm without a report" in str(raised.value)) == raw
     assert ("it left no report" in str(raised.value)) != raw
+    assert str(raised.value).endswith(f"it printed nothing ({folder / 'nsys.log'})")
     assert ended(folder / "pid")
 
 
@@ -184,6 +185,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         refused = self.path == "/start_profile" and "--refuse" in sys.argv
         with seen.open("a") as file:
             file.write(self.path + "\\n")
+        if self.path == "/stop_profile" and "--end" in sys.argv:
+            os._exit(0)
         self.send_response(404 if refused else 200)
         self.end_headers()
         self.wfile.write(b"{}")
@@ -204,11 +207,14 @@ sys.exit(143)
 """
 
 
-def test_server_is_captured_between_its_marks(folder: Path, capsys: pytest.CaptureFixture[str], port: int) -> None:
+@pytest.mark.parametrize("ending", [[], ["--end"]], ids=["answers", "ends without an answer"])
+def test_server_is_captured_between_its_marks(
+    folder: Path, capsys: pytest.CaptureFixture[str], port: int, ending: list[str]
+) -> None:
     fake_nsys(folder, UNTIL_STOPPED)
     url = f"http://127.0.0.1:{port}"
     options = ["profile", "--nsys", "--url", url, "--seconds", "0.2", "--json", "--"]
-    assert main([*options, *command(SERVER), str(port)]) == 0
+    assert main([*options, *command(SERVER), str(port), *ending]) == 0
     paths = (folder / "seen").read_text().split()
     assert paths[-2:] == ["/start_profile", "/stop_profile"]
     assert set(paths[:-2]) == {"/health"}

@@ -85,14 +85,17 @@ def test_answers_to_a_file_are_graded(scripted: Start, tmp_path: Path) -> None:
 def test_events_of_several_tokens_count_their_tokens(scripted: Start) -> None:
     server = scripted("--ttft-ms", "50", "--itl-ms", "20", "--tokens", "16", "--merge", "4")
     result = load(server, concurrency=(12,), num_prompts=(24,))
-    assert result.itl_ms.p50 == pytest.approx(20, rel=0.10), "80 ms between chunks, shared by 4 tokens"
-    assert result.ttft_ms.p50 == pytest.approx(50 + 3 * 20, rel=0.10), "the first chunk waits for its fourth token"
+    # A busy machine delays events, and no chunk is early: the gaps are compared with each other more closely.
+    assert 0.9 * 80 < result.event_gap_ms.p50 < 1.5 * 80
+    assert result.itl_ms.p50 == pytest.approx(result.event_gap_ms.p50 / 4), "a gap is shared by 4 tokens"
+    first_ms = 50 + 3 * 20  # the first chunk waits for its fourth token
+    assert 0.9 * first_ms < result.ttft_ms.p50 < 1.5 * first_ms
     assert result.events_per_token == 0.25
     assert result.tokens_per_event == 4.0
-    assert result.event_gap_ms.p50 == pytest.approx(80, rel=0.10)
     unweighted = load(server, concurrency=(12,), num_prompts=(24,), continuous_usage=False)
     assert unweighted.itl_unit == "event"
-    assert unweighted.itl_ms.p50 == pytest.approx(80, rel=0.10)
+    assert unweighted.itl_ms == unweighted.event_gap_ms
+    assert 0.9 * 80 < unweighted.itl_ms.p50 < 1.5 * 80
 
 
 @pytest.mark.parametrize("arrivals", ["constant", "poisson"])

@@ -26,6 +26,7 @@ from meltcore.api.http import (
     request_id,
     send_bytes,
     send_error,
+    while_connected,
 )
 from meltcore.api.log import Log, shorten
 from meltcore.api.metrics import Metrics
@@ -180,11 +181,12 @@ class _Handlers:
         request = decode_request(await self._body(scope, receive), DetokenizeRequest)
         return await self._models.find(request.model).detokenize(request)
 
-    async def start_profile(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
-        return await self._profile("start")
+    async def start_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
+        return await while_connected(scope, self._profile("start"))
 
-    async def stop_profile(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
-        return await self._profile("stop")
+    async def stop_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
+        # Nsight Systems ends the server when the range ends, often before the engine has answered.
+        return await while_connected(scope, self._profile("stop"))
 
     async def _profile(self, action: Literal["start", "stop"]) -> dict[str, str]:
         """Start or stop the profile of the first model: a trace in --profile-dir, or Nsight Systems' capture range."""

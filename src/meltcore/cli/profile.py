@@ -1,6 +1,7 @@
 """`meltcore profile`: when a GPU was idle, and why, from a profiler's trace."""
 
 import argparse
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def _record_nsys(args: argparse.Namespace) -> "Path":
 
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.errors import ConfigError
+    from meltcore.evals.api import ApiError
     from meltcore.evals.server_process import is_healthy
     from meltcore.forensics.nsys import find_nsys, record
     from meltcore.process import LoggedProcess
@@ -155,7 +157,9 @@ def _record_nsys(args: argparse.Namespace) -> "Path":
         try:
             time.sleep(args.seconds)
         finally:
-            post("/stop_profile")
+            # The end of the range ends the server, often before it answers. What nsys leaves says whether it worked.
+            with suppress(ApiError):
+                post("/stop_profile")
 
     with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "nsys") as folder:
         report(f"recording under nsys into {folder.path}")

@@ -75,17 +75,22 @@ def record(
     nsys_path = folder / f"{_NAME}.nsys-rep"
     if not has_ended:
         raise ConfigError(
-            f"nsys did not end within {limit_s:g} s and was ended; {_missing_report_reason(folder)}; its output: {log}"
+            f"nsys did not end within {limit_s:g} s and was ended; {_missing_report_reason(folder)}; {_output(log)}"
         )
     if not nsys_path.is_file():
         raise ConfigError(
-            f"nsys ended with {describe_exit(status or 0)}; {_missing_report_reason(folder)}; its output: {log}"
+            f"nsys ended with {describe_exit(status or 0)}; {_missing_report_reason(folder)}; {_output(log)}"
         )
     if status and mark is None:
         report(f"the command ended with {describe_exit(status)}; the report covers what it did until then")
     target = folder / f"{_NAME}.sqlite"
     export(nsys_path, target)
     return target
+
+
+def _output(log: Path) -> str:
+    """Return where the output of nsys and its command is, if there is any."""
+    return f"its output: {log}" if log.stat().st_size else f"it printed nothing ({log})"
 
 
 def _missing_report_reason(folder: Path) -> str:
