@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 import wave
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from task_server import SPEECH, SPEECH_S, serve_tasks
 from meltcore.errors import ConfigError
 from meltcore.load.clips import encode_wav
 from meltcore.load.config import LoadConfig
+from meltcore.load.loops import ClosedLoop
 from meltcore.load.runner import run_levels
 from meltcore.load.workloads import check_workload, open_workload
 from meltcore.results.schema import LevelResult, TaskLoad
@@ -122,6 +124,20 @@ def test_worker_processes_send_the_clips_of_the_run(tmp_path: Path) -> None:
     assert sum(line["audio_s"] for line in lines) == pytest.approx(48.0)
 
 
+@pytest.mark.parametrize(("workload", "is_bound"), [(TRANSCRIBE, True), (TRANSLATE, False)])
+def test_slow_burst_of_uploads_is_the_clients(workload: str, is_bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = ClosedLoop.release
+
+    def release_slowly(self: ClosedLoop, at_s: float) -> None:
+        release(self, at_s)
+        time.sleep(1.1)
+
+    monkeypatch.setattr(ClosedLoop, "release", release_slowly)
+    with serve_tasks() as server:
+        level, _ = load(server.url, workload, num_prompts=(4,))
+    assert (level.verdict == "CLIENT_BOUND") is is_bound, level.reasons
+
+
 def test_files_of_texts_and_clips_are_graded(tmp_path: Path) -> None:
     texts, manifest = tmp_path / "pairs.tsv", tmp_path / "clips.jsonl"
     texts.write_text("one\t<one>\ntwo\t<other>\n")
@@ -146,7 +162,6 @@ def test_files_of_texts_and_clips_are_graded(tmp_path: Path) -> None:
         ("transcribe:language=kn,clips=10001", {}, "at most 10,000; got 10,001"),
         ("transcribe:language=kn,seconds=40000", {}, "1 clips take 1,280,000,000 bytes; the limit is 1,073,741,824"),
         ("transcribe:language=kn,manifest=none.jsonl", {}, "none.jsonl: cannot be read"),
-        ("speak:words=3", {}, "needs voice=NAME"),
         ("speak:voice=a,format=mp3", {}, "format mp3 is not one of wav, pcm"),
         (TRANSLATE, {"slo_ms": {"first_audio": 1.0}}, "first_audio is not measured of translation; e2e is"),
         (SPEAK, {"slo_ms": {"ttft": 1.0}}, "ttft is not measured of synthesis; e2e, first_audio is"),

@@ -43,7 +43,8 @@ class ClientMonitor:
     """Schedules a wake-up on the event loop every 10 ms and records how late each wake-up is.
 
     Start the monitor after the release. The release writes thousands of requests in one burst, which delays the loop on
-    purpose. Latencies count from the intended start of a request, so they include that burst.
+    purpose. Latencies count from the intended start of a request, so they include that burst. Only where it sends
+    megabytes per request, start the monitor before it.
     """
 
     def __init__(self) -> None:

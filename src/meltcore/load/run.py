@@ -15,6 +15,7 @@ from meltcore.load.config import Level, LoadConfig
 from meltcore.load.connection import resolve_target, run_coroutine
 from meltcore.load.probe import first_model, served_facts
 from meltcore.load.runner import OnProgress, Progress, run_levels
+from meltcore.load.task_workload import sends_clips
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.progress import progress_bar, stop_progress
 from meltcore.results.schema import LevelResult, RunResult, Verdict
@@ -55,11 +56,14 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
         notes=[
             *model_notes(served_model_facts),
             *([] if config.stream else [NOT_STREAMED]),
-            "The client's event-loop lag and CPU utilization are measured from after a level's release burst to its "
-            "end.",
+            f"The client's event-loop lag and CPU utilization are measured from {_monitored_from(config)} to its end.",
             *(reason for level in levels if level.verdict == "OK" for reason in level.reasons),
         ],
     )
+
+
+def _monitored_from(config: LoadConfig) -> str:
+    return "a level's release" if sends_clips(config.workload) else "after a level's release burst"
 
 
 async def _served_facts(config: LoadConfig) -> dict[str, Any]:

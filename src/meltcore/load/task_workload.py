@@ -42,6 +42,11 @@ def is_task(spec: str) -> bool:
     return spec.partition(":")[0] in _WORKLOADS
 
 
+def sends_clips(spec: str) -> bool:
+    """Return whether the requests of a workload upload audio."""
+    return spec.partition(":")[0] == "transcribe"
+
+
 def load_task_workload(spec: str, *, num_requests: int, seed: int, clips: Sequence[Clip] = ()) -> Workload:
     """Open the workload that `spec` describes: translate:..., transcribe:... or speak:...
 
@@ -179,8 +184,6 @@ def _make_pool(spec: str, fields: dict[str, str], num_requests: int, seed: int) 
 def _synthesis_workload(spec: str, options_text: str, num_requests: int, seed: int, clips: Sequence[Clip]) -> Workload:
     del num_requests, clips
     fields = _parse_options(options_text, spec, ("voice", "language", "words", "script", "file", "format"))
-    if "voice" not in fields:
-        raise ConfigError(f"workload {spec}: needs voice=NAME")
     speech_format = fields.get("format", "wav")
     if speech_format not in get_args(SpeechFormat):
         raise ConfigError(
@@ -188,7 +191,8 @@ def _synthesis_workload(spec: str, options_text: str, num_requests: int, seed: i
             f"whose length is known without decoding"
         )
     texts = _Texts(spec, fields, fields.get("language", ""))
-    common = {"voice": fields["voice"], "response_format": speech_format}
+    voice = {"voice": fields["voice"]} if "voice" in fields else {}
+    common = {**voice, "response_format": speech_format}
 
     def prompt(index: int) -> Prompt:
         text = texts.line(index, random.Random(f"{seed}/{index}")).text  # noqa: S311 - must repeat for a seed

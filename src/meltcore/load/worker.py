@@ -115,12 +115,14 @@ class LocalWorker:
             wait_s = release_at_s - time.monotonic()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
+            # A burst of uploads is gigabytes of the client's own work: it is measured too.
+            upload_monitor = ClientMonitor() if self._settings.clips else None
             if self._is_stopping:
                 self._end_early(INTERRUPTED, None)
             else:
                 self._request_loop.release(release_at_s)
             await asyncio.sleep(0)  # lets the event loop send what the release has written
-            monitor = ClientMonitor()
+            monitor = upload_monitor or ClientMonitor()
             while not self._request_loop.finished.is_set():
                 await self._poll()
             result = WorkerResult(monitor.finish(), self._dispatcher.server_died_s)
