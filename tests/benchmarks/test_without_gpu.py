@@ -32,6 +32,7 @@ NEED_A_GPU = [
     "staggered",
     "step_profile",
     "strategies",
+    "synthesis",
     "translation",
 ]
 
