@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from onnx_tools import model, node, tensor, write_assets, write_linear, write_preprocessor, write_texts
+from onnx_tools import entry, model, node, tensor, write_assets, write_linear, write_preprocessor, write_texts
 from parakeet_tools import CONFIG, build, nemo_names, reference_ctc, reference_rnnt, speech
 
 from meltcore.config import EngineConfig
@@ -160,6 +160,8 @@ def test_wrong_shapes_and_operations_are_named(assets: Path, tmp_path: Path) -> 
     refused("joint_enc.onnx", model([node("Relu", ["x"], "y")], []), "must have one linear layer with a bias; it has 0")
     refused("joint_pre_net.onnx", model([node("Gelu", ["x"], "y")], []), "one of relu, tanh, sigmoid; it computes Gelu")
     refused("rnnt_decoder.onnx", model([node("Relu", ["x"], "y")], []), "must have one embedding; it has 0")
+    convolution = node("Conv", ["x", "w", "b"], "y")
+    refused("ctc_decoder.onnx", model([convolution], [tensor("w", torch.zeros(37, 64, 1))]), "has no tensor b, which")
     gather = node("Gather", ["e", "targets"], "y")
     table = tensor("e", torch.zeros(37, 24))
     refused("rnnt_decoder.onnx", model([gather], [table]), "must have an LSTM; it has none")
@@ -280,6 +282,7 @@ def test_damaged_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "begins a field of wire type 2"),
         (b"\x38\x01", "a number is where a message must be"),
         (model([], []), "its graph is empty"),
+        (model([entry(4, "MatMul") + entry(3, "/a/MatMul")], []), "its node '/a/MatMul' has no output"),
         (model([USE], [tensor("w", VALUES).replace(b"\x08\x03", b"\x08\x04", 1)]), "w has 24 of 32 bytes"),
         (model([node("a", [b"\xff".decode("latin1")], "y").replace("ÿ".encode(), b"\xff\xff")], []), "decode"),
     ):

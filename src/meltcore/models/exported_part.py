@@ -7,6 +7,7 @@ convolutions with a batch norm, of LSTMs. Their places in the graph tell what th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -42,14 +43,16 @@ class ExportedPart:
         found = next((path for end in ("onnx", "ts") if (path := folder / f"{name}.{end}").is_file()), None)
         return None if found is None else cls(found)
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors by the names that the file has for them."""
         tensors = self._stored if self.graph is None else self.graph.tensors
         return {name: tensor.shape for name, tensor in tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor by the file's name for it."""
+        """Read a tensor by the file's name for it. Raises ConfigError if there is none, or it cannot be read."""
+        if name not in self.shapes:
+            raise ConfigError(f"{self.path} has no tensor {name}, which its graph reads")
         if self.graph is not None:
             return self.graph.tensors[name].read()
         stored = self._stored[name]
@@ -82,7 +85,7 @@ class ExportedPart:
             bias = None if bias_name is None else self.read(bias_name)
         if weight is None or bias is None:
             raise ConfigError(f"{self.path} must have one linear layer with a bias; it has {found}")
-        if weight.dim() > 2 and weight[0, 0].numel() == 1:
+        if weight.dim() > 2 and weight.shape[2:].numel() == 1:
             weight = weight.flatten(1)
         if weight.dim() != 2 or bias.shape != weight.shape[:1]:
             raise ConfigError(f"{self.path}: a weight of shape {list(weight.shape)} has a bias of {list(bias.shape)}")
@@ -115,7 +118,7 @@ class ExportedPart:
     def embedding(self) -> torch.Tensor:
         """Return the weight of the only embedding, [rows, size]. Raises ConfigError for none and for several."""
         if self.graph is None:
-            names = [name for name in self.shapes if name.rpartition("lstm")[1] == "" and len(self.shapes[name]) == 2]
+            names = [name for name in self.shapes if "lstm" not in name and len(self.shapes[name]) == 2]
         else:
             read = [node.inputs[0] for node in self.graph.nodes if node.op == "Gather" and node.inputs]
             names = [name for name in dict.fromkeys(read) if len(self.shapes.get(name, ())) == 2]
@@ -151,7 +154,7 @@ class ExportedPart:
     def _gates(self, name: str, parts: int) -> torch.Tensor:
         """Read a tensor [1, parts * 4 * size, ...] and order the gates of each part as torch has them."""
         values = self.read(name)
-        if values.dim() < 2 or values.shape[0] != 1 or values.shape[1] % (4 * parts):
+        if values.dim() < 2 or not values.numel() or values.shape[0] != 1 or values.shape[1] % (4 * parts):
             raise ConfigError(
                 f"{self.path}: {name} has shape {list(values.shape)}; an LSTM of one direction has others"
             )

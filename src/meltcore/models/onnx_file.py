@@ -192,7 +192,9 @@ class _Reader:
                 op = self._text(value)
             elif number == 5:
                 constant = self._read_attribute(*_message(value), integers, texts) or constant
-        if op == "Constant" and constant is not None and len(outputs) == 1:
+        if not outputs:
+            raise OnnxError(f"its node {name!r} has no output")
+        if op == "Constant" and constant is not None:
             self._add_tensor(constant._replace(name=outputs[0]))
         self._graph.nodes.append(OnnxNode(op, name, tuple(inputs), tuple(outputs), integers, texts))
 
