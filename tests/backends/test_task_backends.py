@@ -15,15 +15,19 @@ pytest.importorskip("sentencepiece", reason="the extra `translate` is not instal
 pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 
 from meltcore.api.audio_endpoint import Exchange
+from meltcore.api.backend import ModelTable
 from meltcore.api.protocol import TranslateRequest
+from meltcore.api.speech import SpeechBackend
 from meltcore.api.stats import ServerStats
-from meltcore.api.synthesis import SynthesisRequest
+from meltcore.api.synthesis import SynthesisBackend, SynthesisEndpoint, SynthesisRequest
 from meltcore.backends import synthesis_engine
 from meltcore.backends.audio_backend import _RUNNING_REQUESTS
+from meltcore.backends.local_engine import LocalEngine
 from meltcore.backends.synthesis_engine import SynthesisEngine
 from meltcore.backends.text_model import find_task
+from meltcore.backends.transcription_engine import TranscriptionEngine
 from meltcore.backends.translations import Translations, TranslationText
-from meltcore.config import EngineConfig, ModelConfig
+from meltcore.config import EngineConfig, ModelConfig, ServerConfig
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.batch import BatchStats
 from meltcore.protocol.shell import AbortRequests
@@ -101,6 +105,25 @@ def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
         assert ended == counts
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_request_without_a_model_goes_to_the_first_that_can_serve_it() -> None:
+    names = ("meltcore/sums", "ai4bharat/IndicF5", "ai4bharat/indic-conformer-600m-multilingual")
+    classes: tuple[type[Any], ...] = (LocalEngine, SynthesisEngine, TranscriptionEngine)
+    server = ServerStats([1, 1, 1])
+    backends = [
+        each(model(name), server, stats, request_timeout_s=1)
+        for each, name, stats in zip(classes, names, server.models, strict=True)
+    ]
+    for backend in backends:
+        backend.health.set("ready", "ready")
+        backend.check_ready = lambda: None
+    endpoint = SynthesisEndpoint(ModelTable(backends), ServerConfig(models=tuple(map(model, names))), None)  # type: ignore[arg-type]
+    assert endpoint.find(None, SynthesisBackend, "synthesize speech") is backends[1]
+    assert endpoint.find(None, SpeechBackend, "transcribe speech") is backends[2]
+    assert endpoint.find(names[1], SynthesisBackend, "synthesize speech") is backends[1]
+    with pytest.raises(RequestError, match="meltcore/sums cannot synthesize speech"):
+        endpoint.find(names[0], SynthesisBackend, "synthesize speech")
 
 
 @pytest.mark.parametrize("kind", ["nothing sent", "events", "audio"])

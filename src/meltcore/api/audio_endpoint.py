@@ -133,4 +133,4 @@ class AudioEndpoint(ABC):
                 backend.check_ready()
                 return backend
         names = " and ".join(backend.names[0] for backend in candidates)
-        raise RequestError(f"{names} cannot {task}; this server has no other model for it", param="model")
+        raise RequestError(f"{names} cannot {task}", param="model")

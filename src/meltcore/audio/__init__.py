@@ -1,1 +1,1 @@
-"""Audio without torch: decoding and cutting of uploads, in worker processes."""
+"""Audio without torch: decoding of uploads and encoding of speech, in worker processes."""
