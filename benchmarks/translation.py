@@ -23,11 +23,11 @@ import torch
 from bench_output import Row, Target, need_gpu, print_table, write_result
 from floors import Limits
 
+from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.indictrans2 import EOS_ID, PAD_ID, IndicTrans2, IndicTrans2Config
 from meltcore.models.loader import fill_dummy_weights
 from meltcore.tasks.beam_search import BeamSearch
 from meltcore.tasks.beam_state import BeamOptions
-from meltcore.tasks.translation import open_translation_checkpoint
 
 PUBLISHED = "ai4bharat/indictrans2-en-indic-1B"
 LOWEST_ID = 4
@@ -118,7 +118,7 @@ def peer_generate(model: Any, sources: Sources, out: int, beams: int) -> Sources
 
 def our_model(name: str, device: torch.device, dtype: torch.dtype, peer: Any) -> IndicTrans2:
     """Our model with the peer's weights, or with random ones."""
-    checkpoint = open_translation_checkpoint(name, is_dummy=True)
+    checkpoint = open_checkpoint(name, files="config")
     with torch.device("meta"):
         model = IndicTrans2(checkpoint.config).to(dtype)
     model = model.to_empty(device=device)
@@ -253,7 +253,7 @@ def main() -> None:
     alone_in, alone_out = map(int, args.alone.split("/"))
     works = [Work(1, alone_in, alone_in, alone_out)]
     works += [Work(int(level), low, high, args.out) for level in args.levels.split(",")]
-    values = open_translation_checkpoint(args.model, is_dummy=True).config
+    values = open_checkpoint(args.model, files="config").config
     peer = peer_model(values, device, dtype) if args.peer and not args.profile else None
     model = our_model(args.model, device, dtype, peer)
     if args.profile:

@@ -10,14 +10,14 @@ import torch
 from meltcore.config import DType, EngineConfig, LoadFormat
 from meltcore.engine.host.device import byte_budget, choose_device
 from meltcore.errors import ConfigError, RequestError
+from meltcore.models.checkpoint import TRANSLATION_ARCHITECTURE, open_task_checkpoint
 from meltcore.models.indictrans2 import IndicTrans2
+from meltcore.models.loader import task_dtype
 from meltcore.tasks.beam_search import BeamSearch
 from meltcore.tasks.beam_state import BeamOptions
 from meltcore.tasks.translation import (
     load_translation_model,
-    open_translation_checkpoint,
     translate_all,
-    translation_dtype,
 )
 from meltcore.text.translation.document import finish, prepare
 from meltcore.text.translation.indic_scripts import Normalizer
@@ -36,8 +36,8 @@ class _Loaded:
         """Load the checkpoint. Raises ConfigError when it, a setting or the memory does not fit."""
         self.name, self.direction = config.model, direction_of(config.model)
         is_dummy = config.load_format == "dummy"
-        checkpoint = open_translation_checkpoint(config.model, is_dummy=is_dummy)
-        dtype = translation_dtype(config.dtype, device)
+        checkpoint = open_task_checkpoint(config.model, "translation", TRANSLATION_ARCHITECTURE, is_dummy=is_dummy)
+        dtype = task_dtype(config.dtype, device, on_gpu=torch.float16)
         self.model: IndicTrans2 = load_translation_model(
             checkpoint, dtype, device, dummy_seed=config.seed if is_dummy else None
         )

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
+from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.indicf5 import IndicF5
-from meltcore.tasks.synthesis import load_synthesis_model, open_synthesis_checkpoint
+from meltcore.tasks.synthesis import load_synthesis_model
 
 Tensors = dict[str, torch.Tensor]
 HEADS, HEAD_SIZE = 4, 8
@@ -107,7 +108,7 @@ def write_checkpoint(folder: Path, values: dict[str, Any], tensors: Tensors) -> 
 
 
 def load_model(folder: Path, steps: tuple[int, ...] = (8,)) -> IndicF5:
-    checkpoint, device = open_synthesis_checkpoint(str(folder)), torch.device("cpu")
+    checkpoint, device = open_checkpoint(str(folder), files="all"), torch.device("cpu")
     return load_synthesis_model(checkpoint, torch.float32, device, len(CHARACTERS), steps=steps)
 
 

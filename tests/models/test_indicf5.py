@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from meltcore.errors import ConfigError
 from meltcore.kernels import graph_capture
 from meltcore.models import indicf5
+from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.indicf5 import IndicF5, IndicF5Config
 from meltcore.models.vocos import MelConfig, MelSpectrogram, Vocos
 from meltcore.tasks import synthesis, synthesis_graphs
@@ -109,7 +110,7 @@ def test_company_never_changes_a_result(model: IndicF5) -> None:
 
 
 def test_half_precision_is_close_to_single(folder: Path) -> None:
-    checkpoint = synthesis.open_synthesis_checkpoint(str(folder))
+    checkpoint = open_checkpoint(str(folder), files="all")
     half = synthesis.load_synthesis_model(
         checkpoint, torch.bfloat16, torch.device("cpu"), len(CHARACTERS), steps=(STEPS,)
     )
@@ -267,7 +268,7 @@ def test_graphs_read_the_batch_that_they_replay_for(model: IndicF5, monkeypatch:
 
 @pytest.mark.gpu
 def test_gpu_speaks_as_the_host_does_with_graphs_and_without(folder: Path, model: IndicF5) -> None:
-    checkpoint, device = synthesis.open_synthesis_checkpoint(str(folder)), torch.device("cuda")
+    checkpoint, device = open_checkpoint(str(folder), files="all"), torch.device("cuda")
     on_gpu = synthesis.load_synthesis_model(checkpoint, torch.float32, device, len(CHARACTERS), steps=(STEPS, 4))
     for company in (COMPANY[:1], COMPANY, [*COMPANY, utterance("fifth", 66, 22, 30, seed=6)]):
         expected_samples = run(model, company)
@@ -308,7 +309,7 @@ def test_missing_and_misshapen_tensors_are_named(folder: Path, tmp_path: Path, t
     (tmp_path / "checkpoints" / "vocab.txt").write_text(" \na\n")
     stored = load_file(folder / "model.safetensors")
     save_file(stored, tmp_path / "model.safetensors")
-    checkpoint = synthesis.open_synthesis_checkpoint(str(tmp_path))
+    checkpoint = open_checkpoint(str(tmp_path), files="all")
     with pytest.raises(
         ConfigError, match=r"text_embed\.weight has shape \[43, 24\]; the configuration asks for \[3, 24\]"
     ):
@@ -326,7 +327,7 @@ def test_settings_of_other_models_are_refused_by_name(part: str, name: str, valu
 
 
 def test_published_configuration_has_the_published_size() -> None:
-    checkpoint = synthesis.open_synthesis_checkpoint("ai4bharat/IndicF5", is_dummy=True)
+    checkpoint = open_checkpoint("ai4bharat/IndicF5", files="config")
     with torch.device("meta"):
         published = IndicF5(IndicF5Config.read(checkpoint.config, 2545))
     assert published.config == IndicF5Config(2545)

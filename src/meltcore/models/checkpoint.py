@@ -200,6 +200,18 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     return checkpoint
 
 
+def open_task_checkpoint(name: str, task: str, architecture: str, *, is_dummy: bool) -> Checkpoint:
+    """Find the checkpoint of a task with one architecture. is_dummy: for random weights, its configuration is enough.
+
+    Raises ConfigError as `open_checkpoint` does, and for another architecture.
+    """
+    checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
+    names = checkpoint.config.get("architectures") or []
+    if architecture not in names:
+        raise ConfigError(f"{name}: config.json names {', '.join(names) or 'nothing'}; {task} runs {architecture}")
+    return checkpoint
+
+
 def is_recognizer(model: str, *, dummy: bool = False) -> bool:
     """Return whether `model` names a speech recognizer, without a download. Raises ConfigError as find_recognizer."""
     is_published = model in PUBLISHED_RECOGNIZERS and not Path(model).expanduser().is_dir()

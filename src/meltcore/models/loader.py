@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from meltcore.config import Quantization
+from meltcore.config import DType, Quantization
 from meltcore.errors import ConfigError, ShardError
 from meltcore.host_memory import host_available_bytes
 from meltcore.kernels.quant.fp8 import FP8
@@ -33,6 +33,7 @@ from meltcore.models.safetensors_file import SafetensorsFile
 from meltcore.models.tensor_file import TensorEntry, TensorFile
 
 Progress = Callable[[str, float], None]
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The standard deviation that published models are initialized with (initializer_range in config.json).
 DUMMY_WEIGHT_STD = 0.02
 GIB = 2**30
@@ -157,6 +158,13 @@ def _network(checkpoint: Checkpoint, model_class: ModelClass) -> Model:
         if checkpoint.gguf is None:
             raise
         raise ConfigError(f"{checkpoint.gguf.path}, as {error}") from error
+
+
+def task_dtype(name: DType, device: torch.device, *, on_gpu: torch.dtype) -> torch.dtype:
+    """Return the type of weights and activations. "auto": `on_gpu` on a GPU, float32 on a CPU."""
+    if name != "auto":
+        return TORCH_DTYPES[name]
+    return on_gpu if device.type == "cuda" else torch.float32
 
 
 def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: int) -> None:

@@ -17,14 +17,11 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from meltcore.config import DType
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import SYNTHESIS_ARCHITECTURE, Checkpoint, open_checkpoint
+from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.indicf5 import FILLER, IndicF5, IndicF5Config
 from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
 from meltcore.tasks.synthesis_graphs import StepGraphs, StepInputs, step_velocity
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Accepted numbers of steps; the first is the default.
 STEPS = (32, 16, 8)
 # An utterance joins a batch of a longer one if padding adds at most this factor to its cost.
@@ -204,26 +201,6 @@ class SpeechSampler:
         samples = self.model.vocoder(padded, torch.tensor(lengths, device=padded.device)).cpu().numpy()
         hop = self.model.config.mel.hop
         return [row[: (length - 1) * hop] for row, length in zip(samples, lengths, strict=True)]
-
-
-def open_synthesis_checkpoint(name: str, *, is_dummy: bool = False) -> Checkpoint:
-    """Find the checkpoint. is_dummy: for random weights, its weights, vocabulary and voices are not needed.
-
-    Raises ConfigError as `open_checkpoint` does, and for another architecture.
-    """
-    checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
-    names = checkpoint.config.get("architectures") or []
-    if SYNTHESIS_ARCHITECTURE not in names:
-        raise ConfigError(
-            f"{name}: config.json names {', '.join(names) or 'nothing'}; speech synthesis runs {SYNTHESIS_ARCHITECTURE}"
-        )
-    return checkpoint
-
-
-def synthesis_dtype(name: DType, device: torch.device) -> torch.dtype:
-    """Return the type of weights and activations. "auto": bfloat16 on a GPU, float32 on a CPU."""
-    default = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return default if name == "auto" else _DTYPES[name]
 
 
 def load_synthesis_model(

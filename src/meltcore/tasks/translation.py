@@ -6,35 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from meltcore.config import DType
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import TRANSLATION_ARCHITECTURE, Checkpoint, open_checkpoint
+from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.indictrans2 import IndicTrans2
 from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
 from meltcore.tasks.beam_search import BeamSearch
 from meltcore.tasks.beam_state import BeamOptions
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def open_translation_checkpoint(name: str, *, is_dummy: bool = False) -> Checkpoint:
-    """Find the checkpoint. is_dummy: for random weights, its weights and tokenizer are not needed.
-
-    Raises ConfigError as `open_checkpoint` does, and for another architecture.
-    """
-    checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
-    names = checkpoint.config.get("architectures") or []
-    if TRANSLATION_ARCHITECTURE not in names:
-        raise ConfigError(
-            f"{name}: config.json names {', '.join(names) or 'nothing'}; translation runs {TRANSLATION_ARCHITECTURE}"
-        )
-    return checkpoint
-
-
-def translation_dtype(name: DType, device: torch.device) -> torch.dtype:
-    """Return the type of weights and activations. "auto": float16 on a GPU, float32 on a CPU."""
-    default = torch.float16 if device.type == "cuda" else torch.float32
-    return default if name == "auto" else _DTYPES[name]
 
 
 def load_translation_model(

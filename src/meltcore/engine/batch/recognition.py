@@ -16,7 +16,7 @@ from meltcore.engine.host.device import byte_budget, choose_device, describe_dev
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import find_recognizer, has_assets
 from meltcore.models.indicconformer import IndicConformer, IndicConformerConfig, RecognizerFiles
-from meltcore.models.loader import check_memory
+from meltcore.models.loader import check_memory, task_dtype
 from meltcore.models.nemo_archive import NemoArchive
 from meltcore.models.recognizer_assets import PublishedAssets
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
@@ -38,7 +38,6 @@ _SUBSAMPLING_TENSORS = 2.25
 # Sizes that a layer's tensors have together, in units of the hidden and feed-forward sizes, and of attention scores.
 _HIDDEN_TENSORS, _FEED_FORWARD_TENSORS, _SCORE_TENSORS = 10, 2, 5
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WORD_START = "\u2581"
 
 
@@ -64,8 +63,7 @@ class RecognitionTask:
         path = find_recognizer(config.model, dummy=config.load_format == "dummy")
         assert path is not None, "the caller has found it"
         device = choose_device(config.device)
-        default = torch.float32 if device.type == "cpu" else torch.float16
-        self._dtype = default if config.dtype == "auto" else _DTYPES[config.dtype]
+        self._dtype = task_dtype(config.dtype, device, on_gpu=torch.float16)
         self._weights: Literal["real", "dummy"] = "dummy" if config.load_format == "dummy" else "real"
         files: RecognizerFiles = PublishedAssets(path) if has_assets(path) else NemoArchive(path)
         try:

@@ -22,7 +22,9 @@ from meltcore.engine.batch.engine import BatchEngine, check_options
 from meltcore.engine.batch.waiting import shape_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device
 from meltcore.errors import ConfigError, RequestError
+from meltcore.models.checkpoint import SYNTHESIS_ARCHITECTURE, open_task_checkpoint
 from meltcore.models.indicf5 import IndicF5Config
+from meltcore.models.loader import task_dtype
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesize, Synthesized
@@ -32,8 +34,6 @@ from meltcore.tasks.synthesis import (
     SpeechSampler,
     Utterance,
     load_synthesis_model,
-    open_synthesis_checkpoint,
-    synthesis_dtype,
 )
 from meltcore.tasks.synthesis_graphs import MAX_FRAMES, MAX_GRAPHS
 from meltcore.tasks.voices import dummy_voice, read_voices
@@ -98,13 +98,13 @@ class SynthesisTask:
         start_s = time.monotonic()
         check_options(config, "speech synthesis")
         is_dummy = config.load_format == "dummy"
-        checkpoint = open_synthesis_checkpoint(config.model, is_dummy=is_dummy)
+        checkpoint = open_task_checkpoint(config.model, "speech synthesis", SYNTHESIS_ARCHITECTURE, is_dummy=is_dummy)
         self._device = choose_device(config.device)
         self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
         self._vocabulary = load_vocabulary(checkpoint, is_dummy=is_dummy)
         self.model = load_synthesis_model(
             checkpoint,
-            synthesis_dtype(config.dtype, self._device),
+            task_dtype(config.dtype, self._device, on_gpu=torch.bfloat16),
             self._device,
             self._vocabulary.size,
             dummy_seed=config.seed if is_dummy else None,

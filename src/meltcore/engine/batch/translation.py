@@ -10,17 +10,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
+
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine, check_options
 from meltcore.engine.batch.waiting import shape_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device
 from meltcore.errors import ConfigError, RequestError
+from meltcore.models.checkpoint import TRANSLATION_ARCHITECTURE, open_task_checkpoint
+from meltcore.models.loader import task_dtype
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
 from meltcore.tasks.beam_search import BeamSearch
 from meltcore.tasks.beam_state import BeamOptions
-from meltcore.tasks.translation import load_translation_model, open_translation_checkpoint, translation_dtype
+from meltcore.tasks.translation import load_translation_model
 
 # Sentences that are decoded together at most. More do not make a device faster, and delay what arrives meanwhile.
 _MAX_SLOTS = {"cuda": 1024, "cpu": 32}
@@ -41,13 +45,13 @@ class TranslationTask:
         start_s = time.monotonic()
         check_options(config, "translation")
         is_dummy = config.load_format == "dummy"
-        checkpoint = open_translation_checkpoint(config.model, is_dummy=is_dummy)
+        checkpoint = open_task_checkpoint(config.model, "translation", TRANSLATION_ARCHITECTURE, is_dummy=is_dummy)
         self._device = choose_device(config.device)
         self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
         self._has_tokenizer = checkpoint.has_sentencepiece
         self.model = load_translation_model(
             checkpoint,
-            translation_dtype(config.dtype, self._device),
+            task_dtype(config.dtype, self._device, on_gpu=torch.float16),
             self._device,
             dummy_seed=config.seed if is_dummy else None,
             progress=progress,

@@ -15,12 +15,17 @@ from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import MAX_POSITIONS
 from meltcore.models.kv_cache_specs import group_layers
-from meltcore.models.loader import Progress, build_meta_model, build_model, fill_dummy_weights, load_weights
+from meltcore.models.loader import (
+    TORCH_DTYPES,
+    Progress,
+    build_meta_model,
+    build_model,
+    fill_dummy_weights,
+    load_weights,
+)
 from meltcore.models.model import Model
 from meltcore.models.quantization import require_fp8, scratch_bytes
 from meltcore.models.rope import apply_overrides, scaling_for
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class LoadedModel(NamedTuple):
@@ -110,15 +115,15 @@ def batched_tokens(config: EngineConfig, device: torch.device) -> int:
 
 def _choose_dtype(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
-        return _DTYPES[config.dtype]
+        return TORCH_DTYPES[config.dtype]
     if device.type == "cpu":
         return torch.float32
     checkpoint_dtype = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
-    if not isinstance(checkpoint_dtype, str) or checkpoint_dtype not in _DTYPES:
+    if not isinstance(checkpoint_dtype, str) or checkpoint_dtype not in TORCH_DTYPES:
         raise ConfigError(
-            f"{checkpoint.name} is stored as {checkpoint_dtype}; name one of {', '.join(_DTYPES)} with --dtype"
+            f"{checkpoint.name} is stored as {checkpoint_dtype}; name one of {', '.join(TORCH_DTYPES)} with --dtype"
         )
-    return _DTYPES[checkpoint_dtype]
+    return TORCH_DTYPES[checkpoint_dtype]
 
 
 def _cache_dtype(model: Model, config: EngineConfig, device: torch.device) -> torch.dtype:
