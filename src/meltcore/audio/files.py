@@ -112,7 +112,8 @@ class _FFmpegFile:
             raise refusal(f"is {shown_name}, which this server cannot read: it lacks PyAV (meltcore[av])") from error
         options = {"probesize": str(_MAX_PROBE_BYTES)}
         try:
-            self._container = av.open(
+            # PyAV's types do not tell a reader from a writer, nor what a frame's array holds.
+            self._container: Any = av.open(
                 io.BytesIO(data), format=format_name, container_options=options, metadata_errors="ignore"
             )
         except av.FFmpegError as error:
@@ -141,7 +142,7 @@ class _FFmpegFile:
         import av
 
         num_read, pending, block_frames = 0, list[Floats](), round(_BLOCK_S * self.sample_rate)
-        converter = av.AudioResampler(format="fltp", layout=self._stream.layout, rate=self.sample_rate)
+        converter: Any = av.AudioResampler(format="fltp", layout=self._stream.layout, rate=self.sample_rate)
         try:
             for frame in self._container.decode(self._stream):
                 # A stream that changes its rate or channels raises ValueError here.
