@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ def _percent(change: float) -> str:
     return f"{change:+.1%}".replace("%", " %")
 
 
+def _change(row: dict[str, Any]) -> str:
+    """Returns a change of a comparison with its interval and p."""
+    return (
+        f"{_percent(row['change'])} (95 % interval {_percent(row['low'])} to {_percent(row['high'])}, p {row['p']:.3f})"
+    )
+
+
 def _table(columns: dict[str, Callable[[Any], str]], rows: Iterable[Any], source: dict[str, Any]) -> list[str]:
     """Lines of a table of numbers and of its source."""
     lines = [f"| {' | '.join(columns)} |", f"|{'--:|' * len(columns)}"]
@@ -37,13 +45,18 @@ def _table(columns: dict[str, Callable[[Any], str]], rows: Iterable[Any], source
 
 
 def levels() -> list[str]:
-    """Lines of a table: Qwen2.5-1.5B over HTTP by concurrency. A percentile of too few requests is empty."""
+    """Lines of a table: Qwen2.5-1.5B over HTTP by concurrency, one run per level.
+
+    A percentile of too few requests is empty, and so is the steady rate of a level that was too short for one.
+    """
     run = _read("qwen25/h200.json")
     columns: dict[str, Callable[[Any], str]] = {
         "concurrency": lambda level: _number(level["concurrency"]),
         "requests": lambda level: _number(level["succeeded"]),
         "failed": lambda level: _number(level["failed"]),
+        "duration, s": lambda level: _number(level["duration_s"], 2),
         "output tok/s": lambda level: _number(level["output_tokens_per_s"]),
+        "steady tok/s": lambda level: _number((level["steady"] or {}).get("output_tokens_per_s")),
         "TTFT mean, ms": lambda level: _number(level["ttft_ms"]["mean"], 1),
         "TTFT p50, ms": lambda level: _number(level["ttft_ms"]["p50"], 1),
         "ITL p50, ms": lambda level: _number(level["itl_ms"]["p50"], 2),
@@ -53,23 +66,28 @@ def levels() -> list[str]:
 
 
 def precision() -> list[str]:
-    """Lines of a table: each start of bfloat16 and of float16, then what the comparison says."""
+    """Lines of a table: each start of the control, of bfloat16 and of float16, then what the comparison says.
+
+    After the verdict stand the control (A against A) and the metrics that are significant but not judged.
+    """
     comparison = _read("qwen25/fp16.json")
-    primary = comparison["primary"]
-    starts = list(zip(primary["old_values"], primary["new_values"], strict=True))
+    primary, control = comparison["primary"], comparison["control"]
+    old, new = (comparison["differences"][0][side] for side in ("old", "new"))
+    starts = list(zip_longest(control["old_values"], primary["old_values"], primary["new_values"]))
     columns: dict[str, Callable[[Any], str]] = {
         "start": lambda row: str(row[0]),
-        comparison["differences"][0]["old"]: lambda row: _number(row[1]),
-        comparison["differences"][0]["new"]: lambda row: _number(row[2]),
+        f"{old}, control": lambda row: _number(row[1]),
+        old: lambda row: _number(row[2]),
+        new: lambda row: _number(row[3]),
     }
-    rows = [*((number, *pair) for number, pair in enumerate(starts, 1)), ("mean", primary["old"], primary["new"])]
-    lines = _table(columns, rows, comparison)
-    interval = f"{_percent(primary['low'])} to {_percent(primary['high'])}"
-    said = (
-        f"{comparison['verdict']}: {_percent(primary['change'])}, 95 % interval {interval}, p {primary['p']:.2f}, "
-        f"{primary['load']}. {comparison['reason']}"
-    )
-    return [*lines[:-1], said, "", lines[-1]]
+    means = ("mean", control["old"], primary["old"], primary["new"])
+    lines = _table(columns, [*((number, *row) for number, row in enumerate(starts, 1)), means], comparison)
+    said = f"{comparison['verdict']}: {_change(primary)}, {primary['load']}. {comparison['reason']}"
+    noise = f"{old} against its control: {_change(control)}; noise {_percent(comparison['noise']).lstrip('+')}"
+    alpha = comparison["limits"]["alpha"]
+    others = [f"{row['metric']} {_change(row)}" for row in comparison["rows"] if row["p"] < alpha]
+    unjudged = f"Significant, but not judged: {'; '.join(others)}." if others else "No other metric is significant."
+    return [*lines[:-1], said, "", f"{noise}. {unjudged}", "", lines[-1]]
 
 
 def batching() -> list[str]:

@@ -12,7 +12,12 @@ import pytest
 from bench_output import Row, Target, machine_name, merge_run
 
 RESULTS = sorted(bench_output.RESULTS.glob("*/*.json"))
-RUNS = [path for path in RESULTS if "runs" in (found := json.loads(path.read_text())) and "tier" not in found]
+# A report card has runs too, but those of commands.
+RUNS = [
+    path
+    for path in RESULTS
+    if "runs" in (found := json.loads(path.read_text())) and not {"tier", "document"} & set(found)
+]
 SCRIPTS = {path.stem for path in Path(bench_output.__file__).parent.glob("*.py")}
 
 
