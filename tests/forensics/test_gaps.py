@@ -220,7 +220,7 @@ def test_command_writes_page_and_table_and_exit_status(tmp_path: Path, capsys: p
     path = one_of_each().write(tmp_path / "trace.json")
     assert main(["profile", str(path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "At most 27.70 % of the time can be recovered. Most of it: untraced host (11.20 %)" in printed
+    assert "at most 27.70 % is idle time to recover. Most of it: untraced host (11.20 %)" in printed
     page = (tmp_path / "gaps.html").read_text()
     assert "TRUSTED" in page
     assert "<script" not in page

@@ -95,7 +95,7 @@ def test_command_reads_an_export_without_changing_it(tmp_path: Path, capsys: pyt
     path = one_of_each_exported(tmp_path / "report.sqlite")
     before = path.read_bytes()
     assert main(["profile", str(path)]) == 0
-    assert "At most 27.70 % of the time can be recovered" in " ".join(capsys.readouterr().out.split())
+    assert "at most 27.70 % is idle time to recover" in " ".join(capsys.readouterr().out.split())
     assert path.read_bytes() == before
     assert {file.name for file in tmp_path.iterdir()} == {"report.sqlite", "gaps.html", "gaps.json"}
 

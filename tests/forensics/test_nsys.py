@@ -93,7 +93,7 @@ def test_command_is_recorded_exported_and_analyzed(folder: Path, capsys: pytest.
     code = f"import pathlib, sys; pathlib.Path({str(written)!r}).write_text(repr(sys.argv[1:])); print('hello')"
     assert main(["profile", "--nsys", "--", *command(code), "--flag", "-x", "a b"]) == 0
     assert written.read_text() == "['--flag', '-x', 'a b']"
-    assert "At most 27.70 % of the time can be recovered" in " ".join(capsys.readouterr().out.split())
+    assert "at most 27.70 % is idle time to recover" in " ".join(capsys.readouterr().out.split())
     run = run_of(folder)
     assert {each.name for each in run.iterdir()} == {
         *("trace.nsys-rep", "trace.sqlite", "nsys.log", "gaps.html", "gaps.json")

@@ -13,7 +13,7 @@ from meltcore.results.certificate import Certificate
 from meltcore.results.comparison import ComparisonResult
 from meltcore.results.gaps import GapReport, GapTotal, Profile
 from meltcore.results.schema import EvalScore, Fingerprint, Gate, RunResult
-from meltcore.results.score import ScoredRun
+from meltcore.results.score import SM_ACTIVE, ScoredRun
 from meltcore.results.snapshot import Snapshot
 from meltcore.results.starts import StartSet
 from meltcore.results.tuning import Tuning, TuningPoint
@@ -45,7 +45,10 @@ def evaluation(**changes: Any) -> RunResult:
 
 
 def benchmark(**changes: Any) -> ScoredRun:
-    return sample_scored_run([sample_device(**changes)])
+    device = sample_device(**changes)
+    if device.sustained is not None:
+        device.sustained.utilization = {SM_ACTIVE: 95.0}
+    return sample_scored_run([device])
 
 
 def tuning(rates: tuple[float, float] = (1000.0, 1250.0), **changes: Any) -> Tuning:

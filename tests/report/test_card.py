@@ -28,12 +28,16 @@ from sample_scores import sample_health
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.report.card import card_page, conflicting_snapshots, make_card, newest_documents, save_card
+from meltcore.report.comparison import changed_arguments, side_names
 from meltcore.report.console import print_page
 from meltcore.report.documents import Content, Document
 from meltcore.report.render import render
-from meltcore.report.story import build_stories, changed_arguments
+from meltcore.report.story import build_stories
+from meltcore.report.tuning import points_table
 from meltcore.results.card import REQUIRED, Card
 from meltcore.results.schema import EvalScore, Gate, Gpu
+from meltcore.results.score import Spread
+from meltcore.results.served_model import command_model
 
 
 def card_of(*contents: Content, **options: Any) -> Card:
@@ -163,6 +167,44 @@ def test_documents_of_several_machines_are_refused_and_forced_never_pass() -> No
     assert (card.verdict, len(card.doubts)) == ("UNKNOWN", 2)
     assert "These are not of one machine" in card.reason
     assert card_of(elsewhere, profile()).doubts == [], "a trace does not tell its machine"
+
+
+def test_failed_expectation_warns_on_the_card_and_the_rate_is_not_called_sustained() -> None:
+    run = benchmark(spread=Spread(bucket_s=10.0, rates=[9.0, 8.0], variation=0.098, change=-0.135, drifts=True))
+    run.notes = ["Random weights.", "GPU 0: the rate fell by 13.5 %."]
+    card = card_of(run, required=["benchmark"])
+    [part] = card.evidence
+    assert (card.verdict, part.verdict) == ("WARN", "WARN")
+    assert "sustained" not in part.summary
+    assert "(random weights)" in part.summary
+    assert part.reasons == [
+        "expectation of throughput failed: expected stable, seen varies by 9.8 %, last third -13.5 %",
+        "GPU 0: the rate fell by 13.5 %.",
+    ]
+    html = render(card)
+    assert "output tokens/s, not stable" in html
+    assert html.count("expected ") >= 4, "three expectations beside the reason"
+    assert "output tok/s sustained" in card_of(benchmark()).evidence[0].summary
+
+
+def test_second_start_of_the_default_is_no_gain_and_so_is_a_difference_that_two_starts_may_show() -> None:
+    repeated = tuning(default_settings={"max_num_seqs": 64})
+    assert build_stories([repeated], []) == []
+    assert "seqs 64 (the default again)" in str(points_table(repeated).rows)
+    assert build_stories([tuning(default_settings={"max_num_seqs": 32})], []) != []
+    assert build_stories([tuning(rates=(1000.0, 1038.0))], []) == []
+
+
+def test_models_and_sides_are_named_where_the_commands_tell_them() -> None:
+    command = "python -m meltcore.cli.main serve Qwen/Q --load-format dummy --port {port} --dtype"
+    compared = comparison(new_command=f"{command} float16")
+    compared.old_command = f"{command} bfloat16"
+    assert side_names(compared) == ("A: bfloat16", "B: float16")
+    card = card_of(compared, required=["comparison"])
+    assert ", Qwen/Q (random weights): " in card.evidence[0].summary
+    assert "Comparison: A: bfloat16 against B: float16" in render(card)
+    assert command_model("vllm serve /home/me/Qwen3") == "Qwen3"
+    assert command_model("python server.py --port {port}") == ""
 
 
 def test_gain_by_one_start_is_not_confirmed_and_one_that_was_none_is_no_story() -> None:

@@ -47,6 +47,9 @@ def test_sweep_finds_the_knee_within_the_slo(tmp_path: Path, capsys: pytest.Capt
     assert found.points[found.knee].output_tokens_per_s == pytest.approx(4 * 8 / 0.045, rel=0.3)
     assert found.default is found.points[0]  # with 4 sequences
     assert "Against the default settings" in found.finding
+    assert found.default_settings == {"max_num_seqs": 4}
+    [repeated] = [note for note in found.notes if "second start of the same setting" in note]
+    assert repeated.startswith("seqs 4 is the server's default")
 
 
 def test_search_finds_the_limits_of_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

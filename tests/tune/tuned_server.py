@@ -20,8 +20,9 @@ class TunedServer(ScriptedServer):
         return f"vllm:num_requests_running {self.in_flight}.0\nvllm:num_preemptions_total {preempted}.0\n"
 
 
-async def serve(script: Script, port: int) -> None:
+async def serve(script: Script, port: int, seqs: int) -> None:
     await TunedServer(script).start(port=port)
+    print(f"  context 60 tokens, {seqs} sequences per step", flush=True)
     print("INFO GPU KV cache size: 5,120 tokens", flush=True)
     await asyncio.Event().wait()
 
@@ -36,7 +37,7 @@ def main() -> None:
     if options.length > LONGEST:
         sys.exit(f"ValueError: {options.length} tokens need more memory than there is")
     script = Script(ttft_s=0.005, itl_s=ITL_S.get(options.max_num_seqs, 0.005), tokens=60)
-    uvloop.run(serve(script, options.port))
+    uvloop.run(serve(script, options.port, options.max_num_seqs))
 
 
 if __name__ == "__main__":

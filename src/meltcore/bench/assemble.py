@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from meltcore.results.formatting import format_gib
 from meltcore.results.schema import Fingerprint, Verdict
 from meltcore.results.score import GpuScore, Score, ScoredRun, ScoreLevel, TimeSeries
 from meltcore.results.score_summary import expectations, totals
+from meltcore.results.served_model import public_name
 
 # Requests replaced later than this leave the engine below its concurrency for a visible time.
 LAG_LIMIT_MS = 25.0
@@ -50,9 +50,7 @@ def assemble(
     """Return the result of all devices. At least one engine must have become ready."""
     ready = next(run.ready for run in runs if run.ready is not None)
     settings = dict(runs[0].device.settings)
-    model = (
-        Path(str(settings["model"])).name if str(settings["model"]).startswith(("/", "~", ".")) else settings["model"]
-    )
+    model = public_name(str(settings["model"]))
     devices = [_device_score(run, monitored, began_s) for run in runs]
     failures = [f"{device.label}: {device.failure}" for device in devices if device.failure]
     rates = [device.output_tokens_per_s for device in devices]

@@ -19,7 +19,7 @@ from meltcore.load.task_workload import sends_clips
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.progress import progress_bar, stop_progress
 from meltcore.results.schema import LevelResult, RunResult, Verdict
-from meltcore.results.served_model import model_notes
+from meltcore.results.served_model import model_notes, public_name
 
 # The most severe first: a run has the verdict of its worst level.
 _VERDICTS_BY_SEVERITY: tuple[Verdict, ...] = ("SERVER_DIED", "PARTIAL", "FAILED", "NO_TEXT", "CLIENT_BOUND", "OK")
@@ -68,7 +68,8 @@ def _monitored_from(config: LoadConfig) -> str:
 
 async def _served_facts(config: LoadConfig) -> dict[str, Any]:
     target = resolve_target(config.url, config.api_key)
-    return await served_facts(target, config.model or await first_model(target))
+    name = config.model or await first_model(target)
+    return {"model": public_name(name)} | await served_facts(target, name)
 
 
 def worst_level_verdict(levels: Sequence[LevelResult]) -> Verdict:

@@ -9,7 +9,7 @@ from typing import Any
 
 from meltcore.errors import ConfigError
 from meltcore.report.certificate import VERDICT_STYLES, certificate_charts, certificate_tiles
-from meltcore.report.comparison import starts_chart, starts_line
+from meltcore.report.comparison import side_names, starts_chart, starts_line
 from meltcore.report.documents import Document
 from meltcore.report.evidence import evidence_of
 from meltcore.report.html import write_page
@@ -29,9 +29,10 @@ from meltcore.report.page import (
     Text,
     Tiles,
 )
-from meltcore.report.profile import profile_headline, window_bar
+from meltcore.report.profile import profile_headline, window_bar, window_legend
 from meltcore.report.run import machine_section, run_tiles
 from meltcore.report.score import score_charts, score_tiles
+from meltcore.report.score_summary import expectation_blocks
 from meltcore.report.story import build_stories
 from meltcore.report.tuning import tuning_figure
 from meltcore.results.card import (
@@ -52,6 +53,8 @@ from meltcore.results.formatting import format_counts, format_number, format_tim
 from meltcore.results.gaps import Profile
 from meltcore.results.schema import Fingerprint, RunResult
 from meltcore.results.score import ScoredRun
+from meltcore.results.score_summary import expectations
+from meltcore.results.served_model import model_text
 from meltcore.results.snapshot import Snapshot
 from meltcore.results.tuning import Tuning
 
@@ -252,7 +255,7 @@ def card_page(card: Card) -> Page:
     ]
     sections = [
         Section(blocks=[Box(style, lead=card.reason, console=False), *([mismatch_box] if mismatch_box.items else [])]),
-        Section("Evidence", [Table(columns, rows, note)]),
+        Section("Evidence", [Table(columns, rows, note, is_stacked=True)]),
         Section("Perf story: which setting changed, and what it gave", story_boxes),
         *_perf_story_sections(card),
         *_certificate_sections(card),
@@ -260,7 +263,10 @@ def card_page(card: Card) -> Page:
         *(
             Section(
                 f"Where the time of GPU {report.device} went",
-                [Text(profile_headline(report), "lead"), Figure(profile.source, window_bar(report))],
+                [
+                    Text(profile_headline(report), "lead"),
+                    Figure(profile.source, window_bar(report), window_legend(report)),
+                ],
                 console=False,
             )
             for profile in card.profiles
@@ -304,14 +310,20 @@ def _perf_story_sections(card: Card) -> list[Section]:
             f"{starts_line(comparison)}"
         )
         chart = Figure(comparison.primary.name, starts_chart(comparison), note=note)
-        sections.append(
-            Section(f"Comparison: {comparison.old_name} against {comparison.new_name}", [chart], console=False)
-        )
+        old_name, new_name = side_names(comparison)
+        commands = [(comparison.old_name, comparison.old_command), (comparison.new_name, comparison.new_command)]
+        blocks: list[Block] = [
+            chart,
+            *(Text(f"{name} is: {command}", "small") for name, command in commands if command),
+        ]
+        sections.append(Section(f"Comparison: {old_name} against {new_name}", blocks, console=False))
     for tuning in card.tunings:
         figure = tuning_figure(tuning)
         facts = Tiles([(fact.name, fact.value, fact.source) for fact in tuning.facts])
-        blocks: list[Block] = [Text(tuning.finding, "lead"), facts] if figure is None and tuning.facts else []
+        blocks = [Text(tuning.finding, "lead"), facts] if figure is None and tuning.facts else []
         blocks += [figure] if figure is not None else []
+        lines = [*tuning.notes, f"Server: {tuning.command}"] if blocks else []
+        blocks += [Text(line, "small") for line in lines]
         sections += [Section(f"Tuning: {tuning.kind}", blocks, console=False)]
     return sections
 
@@ -327,11 +339,17 @@ def _benchmark_and_run_sections(card: Card) -> list[Section]:
     sections = []
     if card.benchmark is not None:
         score = card.benchmark.score
-        rate = ("Score", format_number(score.output_tokens_per_s), "output tokens/s sustained")
+        is_unstable = any(item.name == "throughput" and item.verdict == "FAIL" for item in expectations(score))
+        unit = "output tokens/s" + (", not stable" if is_unstable else " sustained")
+        rate = ("Score", format_number(score.output_tokens_per_s), unit)
         figures = Figures(score_charts(score.devices)[:_MAX_CHARTS])
-        sections.append(Section("GPU score", [Tiles([rate, *score_tiles(score)]), figures], console=False))
+        model = model_text({"model": score.model, "weights": score.weights})
+        blocks: list[Block] = [Tiles([rate, *score_tiles(score)]), *expectation_blocks(score), figures]
+        sections.append(Section(f"GPU score: {model}", blocks, console=False))
     for run in card.runs:
-        subject_text = " ".join(str(part) for part in (run.command, run.settings.get("what")) if part)
+        subject_text = " ".join(
+            str(part) for part in (run.command, run.settings.get("what"), model_text(run.settings)) if part
+        )
         title = f"{'Load' if run.command == 'load' else 'Evaluation'}: {subject_text}"
         figures = Figures(load_charts(run.levels)[:_MAX_CHARTS])
         sections.append(Section(title, [Tiles(run_tiles(run)), figures], console=False))

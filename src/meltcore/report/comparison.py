@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 
 from markupsafe import Markup
 
@@ -38,6 +40,7 @@ _STYLES: dict[ComparisonVerdict, Style] = {
     "REGRESSION": "bad",
     "UNDERPOWERED": "unsure",
 }
+_MAX_ARGS_CHARS = 20  # of the changed arguments beside the name of a side; what is longer is in the commands
 _HEADERS = ("load", "metric", "old", "new", "change", "95 % interval", "p", "n")
 
 
@@ -140,6 +143,31 @@ def comparison_headline(comparison: ComparisonResult) -> str:
     return f"{row.name}: {values}. {comparison.reason}"
 
 
+def changed_arguments(old_command: str, new_command: str) -> tuple[list[str], list[str]]:
+    """Returns the arguments removed from the old command and those added in the new one, in order."""
+    old_args, new_args = shlex.split(old_command), shlex.split(new_command)
+    removed: list[str] = []
+    added: list[str] = []
+    for tag, old_start, old_end, new_start, new_end in SequenceMatcher(
+        None, old_args, new_args, autojunk=False
+    ).get_opcodes():
+        if tag != "equal":
+            removed += old_args[old_start:old_end]
+            added += new_args[new_start:new_end]
+    return removed, added
+
+
+def side_names(comparison: ComparisonResult) -> tuple[str, str]:
+    """Returns the names of both sides, each with the arguments that only its command has, if they are short."""
+    removed, added = changed_arguments(comparison.old_command, comparison.new_command)
+    return _side_name(comparison.old_name, removed), _side_name(comparison.new_name, added)
+
+
+def _side_name(name: str, args: Sequence[str]) -> str:
+    text = " ".join(args)
+    return f"{name}: {text}" if text and len(text) <= _MAX_ARGS_CHARS else name
+
+
 def starts_line(comparison: ComparisonResult) -> str:
     """Returns the number and order of the starts, the result of A against A, and A's noise, as one line."""
     num_starts = f"{len(comparison.primary.old_values)} and {len(comparison.primary.new_values)} fresh starts"
@@ -154,10 +182,8 @@ def starts_line(comparison: ComparisonResult) -> str:
 
 def starts_chart(comparison: ComparisonResult) -> Markup:
     """Draws a row of dots per set of starts, one dot per start."""
-    rows = [
-        (comparison.old_name, 1, comparison.primary.old_values),
-        (comparison.new_name, 2, comparison.primary.new_values),
-    ]
+    old_name, new_name = side_names(comparison)
+    rows = [(old_name, 1, comparison.primary.old_values), (new_name, 2, comparison.primary.new_values)]
     if comparison.control is not None:
         rows.insert(0, (f"{comparison.old_name} before", 4, comparison.control.old_values))
     return dot_rows(rows, f"{comparison.primary.name}: every start")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from meltcore.report.comparison import comparison_headline
@@ -20,6 +21,8 @@ from meltcore.results.formatting import (
 from meltcore.results.gaps import Profile
 from meltcore.results.schema import RunResult
 from meltcore.results.score import HealthVerdict, ScoredRun
+from meltcore.results.score_summary import expectations
+from meltcore.results.served_model import command_model, model_text
 from meltcore.results.snapshot import Snapshot
 from meltcore.results.throughput import throughput, throughput_text
 from meltcore.results.tuning import Tuning
@@ -64,7 +67,8 @@ def _judge(content: Content) -> EvidenceParts:
         return _judge_run(content)
     if isinstance(content, Tuning):
         failures = [] if content.answered else ["no setting ran and kept to the limits"]
-        return "FAIL" if failures else "PASS", f"tune {content.kind}: {content.finding}", failures
+        line = _join(f"tune {content.kind}", command_model(content.command))
+        return "FAIL" if failures else "PASS", f"{line}: {content.finding}", failures
     if isinstance(content, Profile):
         line = " ".join(f"GPU {report.device}: {profile_headline(report)}" for report in content.reports)
         reasons = [f"GPU {report.device}: {reason}" for report in content.reports for reason in report.untrusted]
@@ -72,7 +76,8 @@ def _judge(content: Content) -> EvidenceParts:
     assert isinstance(content, ComparisonResult)
     reasons = [f"does not compare: {reason}" for reason in content.doubts]
     verdict = "UNKNOWN" if reasons else _COMPARISON_VERDICTS[content.verdict]
-    return verdict, f"{content.verdict}: {comparison_headline(content)}", reasons  # the sentence says why
+    line = _join(content.verdict, command_model(content.new_command))
+    return verdict, f"{line}: {comparison_headline(content)}", reasons  # the sentence says why
 
 
 def _judge_snapshot(snapshot: Snapshot, changed_facts: Sequence[str]) -> EvidenceParts:
@@ -84,15 +89,21 @@ def _judge_snapshot(snapshot: Snapshot, changed_facts: Sequence[str]) -> Evidenc
     )
 
 
+def _join(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
 def _count_gpus(count: int) -> str:
     return f"{count} GPU{'s'[: count != 1]}"
 
 
 def _judge_certificate(certificate: Certificate) -> EvidenceParts:
+    verdicts = Counter(check.verdict for check in certificate.checks)
+    num_passed = verdicts.pop("PASS", 0)
     checks = (
-        f"{len(certificate.checks)} checks of the {certificate.tier} tier on "
+        f"{num_passed} of {len(certificate.checks)} checks of the {certificate.tier} tier passed on "
         f"{_count_gpus(len(certificate.snapshot.gpus))}"
-    )
+    ) + "".join(f", {count} {verdict}" for verdict, count in verdicts.items())
     reasons = [f"{finding.subject}: {finding.code}: {finding.message}" for finding in certificate.findings]
     if not reasons and certificate.verdict != "PASS":
         reasons = [f"not verified: {item}" for item in certificate.unverified] or ["no check passed"]
@@ -105,7 +116,10 @@ def _judge_benchmark(run: ScoredRun) -> EvidenceParts:
         failures = [f"{device.label}: {device.failure}" for device in score.devices if device.failure]
         return "FAIL", "no score", [*run.reasons, *failures]
     rate = format_number(score.output_tokens_per_s)
-    line = f"{rate} output tok/s sustained, {score.workload}, {score.model} {score.dtype}"
+    failed = [expectation for expectation in expectations(score) if expectation.verdict == "FAIL"]
+    sustained = "" if any(expectation.name == "throughput" for expectation in failed) else " sustained"
+    model = model_text({"model": f"{score.model} {score.dtype}", "weights": score.weights})
+    line = f"{rate} output tok/s{sustained}, {score.workload}, {model}"
     reasons = [*run.reasons, *(f"ranks with nothing: {reason}" for reason in score.not_comparable)]
     if run.status == "partial" or run.verdict == "PARTIAL":
         return "UNKNOWN", line, ["it was cut short", *reasons]
@@ -115,8 +129,15 @@ def _judge_benchmark(run: ScoredRun) -> EvidenceParts:
         f"{device.label}: {reason}" for device in score.devices if device.health for reason in device.health.reasons
     ]
     verdict = _HEALTH_VERDICTS[score.health]
-    if verdict == "PASS" and (score.not_comparable or run.verdict == "CLIENT_BOUND"):
+    if verdict == "PASS" and (score.not_comparable or run.verdict == "CLIENT_BOUND" or failed):
         verdict = "WARN"
+    if failed:
+        labels = tuple(f"{device.label}: " for device in score.devices)
+        reasons += [
+            f"expectation of {expectation.name} failed: expected {expectation.expected}, seen {expectation.seen}"
+            for expectation in failed
+        ]
+        reasons += [note for note in run.notes if note.startswith(labels)]  # other notes hold for every such run
     return verdict, f"{line}, {score.health}", [*reasons, *(health_reasons if verdict != "PASS" else [])]
 
 
@@ -154,6 +175,6 @@ def _run_line(run: RunResult) -> str:
         num_passed = sum(check.status == "PASS" for check in run.checks)
         lines.append(f"API forms: {num_passed} of {len(run.checks)}")
     details = " ".join(
-        str(detail) for detail in (run.command, run.settings.get("what"), run.settings.get("model")) if detail
+        str(detail) for detail in (run.command, run.settings.get("what"), model_text(run.settings)) if detail
     )
     return f"{details}: {'; '.join(lines) or 'nothing measured'}"

@@ -71,12 +71,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Table(Block):
-    """A table of cells with a `note` below. A compact table has small print, for many columns."""
+    """A table of cells with a `note` below. A compact table has small print, for many columns.
+
+    The text of a stacked table stands below the row's other cells on a narrow screen.
+    """
 
     columns: Sequence[Column]
     rows: Sequence[Row]
     note: str = ""
     is_compact: bool = False
+    is_stacked: bool = False
 
 
 @dataclass(frozen=True)

@@ -49,20 +49,37 @@ def profile_headline(report: GapReport) -> str:
         return "The GPU computed whenever there was work."
     largest = recoverable[0]
     return (
-        f"At most {format_percent(report.recoverable_share)} of the time can be recovered. Most of it: {largest.name} "
-        f"({format_percent(largest.total_us / report.window_us)}): {CAUSES[largest.name]}."  # type: ignore[index]
+        f"The GPU computed {format_percent(report.computing_us / report.window_us)} of the time; at most "
+        f"{format_percent(report.recoverable_share)} is idle time to recover. Most of it: {largest.name} "
+        f"({format_percent(largest.total_us / report.window_us)}): {CAUSES[largest.name]}. "  # type: ignore[index]
+        "How fast the kernels are is not judged."
     )
 
 
 def window_bar(report: GapReport) -> Markup:
     """Draws the window as a bar: computing time by groups of kernels, then idle time by cause."""
-    groups = [(row.name, row.ran_us) for row in report.budget if row.name not in NOT_COMPUTING and row.ran_us]
-    causes = [(gap_total.name, gap_total.total_us) for gap_total in report.by_cause]
+    groups, causes = _window_parts(report)
     segments = [
         (name, total, f"bar c{index % 2 * 2 + 1}" if index < len(groups) else f"area c{index % 2 * 2 + 2} bar pale")
         for index, (name, total) in enumerate([*groups, *causes])
     ]
     return stacked_bar(segments, report.window_us, f"GPU {report.device}: where the time went")
+
+
+def window_legend(report: GapReport) -> list[tuple[str, int, bool]]:
+    """Returns the legend of the bar: all parts in its order, with their shares, as narrow parts have no name there."""
+    groups, causes = _window_parts(report)
+    colors = [index % 2 * 2 + 1 + (index >= len(groups)) for index in range(len(groups) + len(causes))]
+    return [
+        (f"{name} {format_percent(total / report.window_us)}", color, False)
+        for (name, total), color in zip([*groups, *causes], colors, strict=True)
+    ]
+
+
+def _window_parts(report: GapReport) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+    """Returns the groups of computing kernels and the causes of idle time, each as (name, microseconds)."""
+    groups = [(row.name, row.ran_us) for row in report.budget if row.name not in NOT_COMPUTING and row.ran_us]
+    return groups, [(gap_total.name, gap_total.total_us) for gap_total in report.by_cause]
 
 
 def budget_title(report: GapReport) -> str:
@@ -135,7 +152,7 @@ def _sections(report: GapReport) -> list[Section]:
         Section(
             f"Where the time went, {gpu}",
             [
-                Figure("", window_bar(report)),
+                Figure("", window_bar(report), window_legend(report)),
                 Text(_summary_line(report), "small"),
                 _gap_table("Cause", report.by_cause, report),
             ],

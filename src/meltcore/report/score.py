@@ -12,7 +12,6 @@ from meltcore.report.page import (
     Block,
     Box,
     Cell,
-    Checks,
     Column,
     Details,
     Facts,
@@ -31,6 +30,7 @@ from meltcore.report.page import (
     signed_percent,
 )
 from meltcore.report.run import machine_section, notes_box
+from meltcore.report.score_summary import summary_sections
 from meltcore.report.sweep import sweep_page
 from meltcore.results import formatting
 from meltcore.results.definitions import SCORE_DEFINITIONS
@@ -42,7 +42,6 @@ from meltcore.results.score import (
     DRAM_ACTIVE,
     SM_ACTIVE,
     TENSOR_ACTIVE,
-    ExpectationVerdict,
     GpuScore,
     HealthVerdict,
     MetricRow,
@@ -50,11 +49,8 @@ from meltcore.results.score import (
     ScoredRun,
     ScoreLevel,
 )
-from meltcore.results.score_references import ratio_line
-from meltcore.results.score_summary import expectations, totals, totals_line
 
 HEALTH_STYLES: dict[HealthVerdict, Style] = {"HEALTHY": "good", "DEGRADED": "bad", "UNKNOWN": "unsure"}
-_EXPECTATION_STYLES: dict[ExpectationVerdict, Style] = {"PASS": "good", "FAIL": "bad", "NOT MEASURED": "unsure"}
 _TIME_FRAME = Frame(1120, 0, 64, 1104, 0, 0)
 # What the summary line says of the sustained window, and of clock reasons that are no fault.
 _SUMMARY_METRICS = {"power_w": "", "temperature_c": "", "memory_temperature_c": "memory ", "sm_clock_mhz": "SM clock "}
@@ -188,26 +184,6 @@ def score_tiles(score: Score) -> list[tuple[str, str, str]]:
         trend = "too short for a trend" if worst.change is None else f"last third {signed_percent(worst.change)}"
         tiles.append(("Varies over time by", f"{100 * worst.variation:.1f} %", trend))
     return tiles
-
-
-def summary_sections(score: Score) -> list[Block]:
-    """Builds a section with the totals and the three expectations; no section if no device completed a window."""
-    sums = totals(score)
-    if not sums.output_tokens:
-        return []
-    results = expectations(score)
-    checks = [
-        (
-            _EXPECTATION_STYLES[expectation.verdict],
-            expectation.verdict,
-            expectation.name,
-            f"expected {expectation.expected}: seen {expectation.seen}".replace("seen not measured", "not measured"),
-        )
-        for expectation in results
-    ]
-    rules = "; ".join(f"{expectation.name}: {expectation.rule}" for expectation in results)
-    lines = [Text(line, "lead") for line in (totals_line(sums), *map(ratio_line, score.references))]
-    return [Section("Summary", [*lines, Checks(checks, console=True), Text(f"Rules: {rules}.", "small")])]
 
 
 def score_charts(devices: Sequence[GpuScore]) -> list[Figure]:

@@ -6,17 +6,17 @@ not. The two form one story if the comparison changed the command line by the ar
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
-from difflib import SequenceMatcher
 
-from meltcore.report.comparison import comparison_headline
+from meltcore.report.comparison import changed_arguments, comparison_headline
 from meltcore.results.card import Story, StoryState
 from meltcore.results.comparison import ComparisonResult
 from meltcore.results.formatting import format_change, format_load_settings, format_number
-from meltcore.results.tuning import Tuning, TuningPoint, gain
+from meltcore.results.tuning import Tuning, TuningPoint, gain, repeats_default
 
 _STORY_STATES: dict[str, StoryState] = {"IMPROVEMENT": "CONFIRMED", "REGRESSION": "CONTRADICTED"}
+# Below it a gain of one start each is no story: two starts of one setting may differ as much.
+_LEAST_ONE_START_GAIN = 0.05
 _SAME_LOAD = ("workload", "concurrency", "max_tokens", "seed")
 
 
@@ -32,20 +32,6 @@ def build_stories(tunings: Sequence[Tuning], comparisons: Sequence[ComparisonRes
         _tuning_story(index, tuning) for index, tuning in enumerate(tunings) if index not in compared_tunings
     ]
     return comparison_stories + [story for story in tuning_stories if story is not None]
-
-
-def changed_arguments(old_command: str, new_command: str) -> tuple[list[str], list[str]]:
-    """Returns the arguments removed from the old command and those added in the new one, in order."""
-    old_args, new_args = shlex.split(old_command), shlex.split(new_command)
-    removed: list[str] = []
-    added: list[str] = []
-    for tag, old_start, old_end, new_start, new_end in SequenceMatcher(
-        None, old_args, new_args, autojunk=False
-    ).get_opcodes():
-        if tag != "equal":
-            removed += old_args[old_start:old_end]
-            added += new_args[new_start:new_end]
-    return removed, added
 
 
 def _comparison_story(index: int, comparison: ComparisonResult, tunings: Sequence[Tuning]) -> Story:
@@ -69,16 +55,21 @@ def _comparison_story(index: int, comparison: ComparisonResult, tunings: Sequenc
 
 
 def _tuning_story(index: int, tuning: Tuning) -> Story | None:
-    """Returns the story of a tuning without a comparison; None if no setting has a gain.
+    """Returns the story of a tuning without a comparison; None if no setting gains more than a repeated start may.
 
     The story is about the tuning's knee, else about its fastest setting.
     """
-    successful_points = [point for point in tuning.points if point.ok and point.args and point.output_tokens_per_s]
+    successful_points = [
+        point
+        for point in tuning.points
+        if point.ok and point.args and point.output_tokens_per_s and not repeats_default(tuning, point)
+    ]
     if not successful_points or tuning.default is None:
         return None
     fastest = max(successful_points, key=lambda point: point.output_tokens_per_s or 0.0)
-    point = fastest if tuning.knee is None else tuning.points[tuning.knee]
-    if (gain(point, tuning.default) or 0.0) <= 0:
+    knee = fastest if tuning.knee is None else tuning.points[tuning.knee]
+    point = fastest if repeats_default(tuning, knee) else knee
+    if (gain(point, tuning.default) or 0.0) < _LEAST_ONE_START_GAIN:
         return None
     return Story(
         change=_describe_change([], point.args),

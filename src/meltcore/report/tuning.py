@@ -17,7 +17,7 @@ from meltcore.results.formatting import (
     format_setting,
     format_time,
 )
-from meltcore.results.tuning import TUNING_FILE, Tuning, TuningPoint, gain
+from meltcore.results.tuning import TUNING_FILE, Tuning, TuningPoint, gain, repeats_default
 
 _NUM_COLORS = 3  # the fourth color is that of the default settings
 _Column = tuple[str, Callable[[TuningPoint], object | None], Callable[[TuningPoint], str]]
@@ -88,7 +88,8 @@ def points_table(tuning: Tuning) -> Table:
         failure = "" if point.ok else "did not run" if point.ready_s is None else "failed"
         mark = "knee" if index == tuning.knee else "best" if index == tuning.best else failure
         style: Style = "good" if mark in ("knee", "best") else "bad" if mark else ""
-        cells: list[str | Cell] = [point.label, *(format_value(point) for _, _, format_value in columns)]
+        label = point.label + " (the default again)" * repeats_default(tuning, point)
+        cells: list[str | Cell] = [label, *(format_value(point) for _, _, format_value in columns)]
         rows.append(Row([*cells, Cell(mark, style, tag=bool(mark))], is_emphasized=mark == "knee"))
     all_columns = [
         Column("setting"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 _FACTS = ("weights", "tokenizer", "device", "dtype", "weight_dtypes", "kv_cache_dtype", "speculative_decoding",
@@ -17,6 +20,27 @@ def model_facts(listing: Any, model: str) -> dict[str, Any]:
         if isinstance(entry, Mapping) and entry.get("id") == model:
             return {name: entry[name] for name in _FACTS if entry.get(name)}
     return {}
+
+
+def public_name(model: str) -> str:
+    """Returns the name of a model for published results: the last part of a local path, else the name itself."""
+    return Path(model).name if model.startswith(("/", "~", ".")) else model
+
+
+def model_text(settings: Mapping[str, Any]) -> str:
+    """Formats the model of a run and says where its weights are random; empty where the settings tell neither."""
+    name, weights = settings.get("model"), "random weights" * (settings.get("weights") == "dummy")
+    return f"{name} ({weights})" if name and weights else str(name or weights)
+
+
+def command_model(command: str) -> str:
+    """Returns the model of a `serve MODEL` command as `model_text` does; empty where the command names none."""
+    args = shlex.split(command)
+    position = args.index("serve") + 1 if "serve" in args else len(args)
+    if position >= len(args) or args[position].startswith(("-", "{")):
+        return ""
+    weights = "dummy" if "--load-format=dummy" in {*args, *map("=".join, pairwise(args))} else ""
+    return model_text({"model": public_name(args[position]), "weights": weights})
 
 
 def model_notes(facts: Mapping[str, Any]) -> list[str]:

@@ -73,7 +73,10 @@ class Fact(msgspec.Struct, kw_only=True):
 
 
 class Tuning(msgspec.Struct, kw_only=True, tag_field="document", tag="tuning"):
-    """All points of a tuning. `finding` is the result in a sentence; `best` and `knee` are indices of `points`."""
+    """All points of a tuning. `finding` is the result in a sentence; `best` and `knee` are indices of `points`.
+
+    `default_settings`: what the server used where nothing was set, as far as it reports it.
+    """
 
     schema_version: int = SCHEMA_VERSION
     kind: TuningKind
@@ -81,6 +84,7 @@ class Tuning(msgspec.Struct, kw_only=True, tag_field="document", tag="tuning"):
     command: str
     taken: str
     fingerprint: Fingerprint
+    default_settings: dict[str, int] = msgspec.field(default_factory=dict)
     load: dict[str, Any] = msgspec.field(default_factory=dict)
     slo_ms: dict[str, float] = msgspec.field(default_factory=dict)
     points: list[TuningPoint]
@@ -103,6 +107,11 @@ class Tuning(msgspec.Struct, kw_only=True, tag_field="document", tag="tuning"):
 def default_point(points: Sequence[TuningPoint]) -> TuningPoint | None:
     """Return the point of the default settings, from which gains are counted; None where it did not run."""
     return next((point for point in points if not point.settings and point.ok), None)
+
+
+def repeats_default(tuning: Tuning, point: TuningPoint) -> bool:
+    """Return whether `point` sets what the server's default settings are: a second start of the same setting."""
+    return bool(point.settings) and point.settings.items() <= tuning.default_settings.items()
 
 
 def gain(point: TuningPoint, default: TuningPoint | None) -> float | None:

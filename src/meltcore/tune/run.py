@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,9 +19,19 @@ from meltcore.report.html import write_page
 from meltcore.report.tuning import tuning_page
 from meltcore.results.files import write_document
 from meltcore.results.fingerprint import take_fingerprint
+from meltcore.results.formatting import format_change
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import RunResult
-from meltcore.results.tuning import MIN_SLO_ATTAINMENT, TUNING_FILE, Fact, Tuning, TuningKind, TuningPoint
+from meltcore.results.tuning import (
+    MIN_SLO_ATTAINMENT,
+    TUNING_FILE,
+    Fact,
+    Tuning,
+    TuningKind,
+    TuningPoint,
+    gain,
+    repeats_default,
+)
 
 # Options of the server by setting; ours and vLLM's have the same names.
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
@@ -28,6 +39,7 @@ POINTS_FILE = "points.jsonl"
 ONE_START = "One start per point: confirm a gain with `meltcore compare --run` before relying on it."
 MONOTONE = "The search assumes that a value below one that works also works."
 _REASON_LINES = 3
+_DEFAULT_SEQS = re.compile(r"\b(\d+) sequences per step")  # in the lines with which our server becomes ready
 
 OnServer = Callable[[RunningServer], None]
 InspectServer = Callable[[RunningServer, TuningPoint], None]
@@ -114,12 +126,13 @@ def make_tuning(
         notes.append(
             f"SLO: {limits}; a point qualifies where {100 * MIN_SLO_ATTAINMENT:.0f} % of its requests meet it."
         )
-    return Tuning(
+    tuning = Tuning(
         kind=kind,
         finding=finding,
         command=tuner.command.redacted,
         taken=datetime.now(UTC).isoformat(timespec="seconds"),
         fingerprint=take_fingerprint(tuner.arguments, load.seed),
+        default_settings=_default_settings(tuner.folder),
         load={} if kind == "context" else load.settings,  # a search loads each try differently
         slo_ms=dict(load.slo_ms),
         points=list(points),
@@ -128,6 +141,20 @@ def make_tuning(
         facts=list(facts),
         notes=notes,
     )
+    tuning.notes += [
+        f"{point.label} is the server's default: a second start of the same setting, "
+        f"{format_change(gain(point, tuning.default))} from the first, which is noise and no gain."
+        for point in points
+        if point.output_tokens_per_s and repeats_default(tuning, point)
+    ]
+    return tuning
+
+
+def _default_settings(folder: Path) -> dict[str, int]:
+    """Return what the server printed about its settings when it started with none; empty for other servers."""
+    log = folder / "server-default.log"
+    match = _DEFAULT_SEQS.search(log.read_text(errors="replace")) if log.exists() else None
+    return {"max_num_seqs": int(match[1])} if match else {}
 
 
 def save_tuning(folder: RunFolder, tuning: Tuning) -> None:
