@@ -5,7 +5,7 @@ made up of bytes and numbered words: both Meltcore and llama.cpp load it. Scales
 all layers. TYPE mixes formats as llama.cpp's quantizer does: a Q4_0 or Q4_K_M file keeps its head in Q6_K. The
 exception is Gemma 3 in Q4_0: Google's file keeps its embedding, which is also the head, in F16.
 
-    python benchmarks/random_gguf.py google/gemma-3-27b-it q4_0 /dev/shm/gemma-3-27b-q4_0.gguf       # 17.2 GB
+    python benchmarks/random_gguf.py google/gemma-3-27b-it q4_0 /dev/shm/gemma-3-27b-q4_0.gguf       # 17.2 GB, Google's
     python benchmarks/random_gguf.py google/gemma-3-27b-it q4_0 /dev/shm/q6_k_head.gguf --head q6_k  # 15.6 GB
     python benchmarks/random_gguf.py Qwen/Qwen3-30B-A3B q8_0 /dev/shm/qwen3-30b-a3b-q8_0.gguf        # 32.5 GB
 """

@@ -1,15 +1,21 @@
-"""How many kernels a decode step of Qwen3.5-35B-A3B launches, by the code that serves it, on tensors without memory."""
+"""How many kernels a decode step launches, by the code that serves it, on tensors without memory.
+
+Qwen3.5-35B-A3B at its own size; Gemma 3 and a GGUF file with few layers.
+"""
 
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
 from compile_tools import AbsentGPU
+from random_gguf import layout, new_writer, text_config, write_header
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
@@ -20,7 +26,7 @@ from meltcore.engine.worker.sampler import Sampler
 from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.checkpoint import Checkpoint, open_checkpoint
 from meltcore.models.loader import build_model
 
 MODEL = "Qwen/Qwen3.5-35B-A3B"
@@ -151,3 +157,50 @@ def test_layer_of_routed_experts_is_five_launches_for_one_token(
     assert launched["_rms_norm_kernel"] == layers + 1
     # Gated DeltaNet and attention have two each, the router one, the head one.
     assert launched["_gemv_kernel"] == 3 * layers + 1
+
+
+SHORT = {"num_hidden_layers": 6, "vocab_size": 1024, "bos_token_id": 1022, "eos_token_id": 1023}
+
+
+def dense_runner(model: str, file_type: str, folder: Path) -> ModelRunner:
+    """A network of a published shape and 6 layers. file_type: of a GGUF file without its weights; empty for BF16."""
+    config = text_config(model) | SHORT
+    checkpoint = Checkpoint(model, folder, config, {})
+    if file_type:
+        path = folder / "model.gguf"
+        sizes, tensors = layout(config, file_type, None)
+        write_header(new_writer(path, config, sizes, file_type), tensors)
+        os.truncate(path, path.stat().st_size + sum(tensor.num_bytes + 64 for tensor in tensors))  # a hole
+        checkpoint = open_checkpoint(str(path), files="all")
+    network = build_model(checkpoint, torch.bfloat16, META)
+    network.prepare(4096)
+    return ModelRunner(
+        network,
+        Sampler(network.config.vocab_size, META, 0),
+        ModelRunnerConfig(64, 8, 1024, 4096, 8192, 1024),
+        torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize("sequences", [1, 64])
+@pytest.mark.parametrize(
+    ("model", "file_type", "per_layer", "outside"),
+    [
+        ("google/gemma-3-27b-it", "", 8, 7),  # 4 GEMMs, 2 norms with addition, attention, GELU
+        ("google/gemma-3-27b-it", "q4_0", 8, 7),
+        ("Qwen/Qwen3-0.6B", "q8_0", 7, 7),  # 4 GEMMs, the second with SiLU; 2 norms, attention
+    ],
+)
+def test_dense_decode_step_has_as_many_kernels_as_its_layers_need(
+    model: str,
+    file_type: str,
+    per_layer: int,
+    outside: int,
+    sequences: int,
+    tmp_path: Path,
+    launched: collections.Counter[str],
+) -> None:
+    """No weight is dequantized beside its GEMM, and no addition has a launch of its own."""
+    step(dense_runner(model, file_type, tmp_path), sequences, launched)
+    assert launched.total() == 6 * per_layer + outside, launched
+    assert launched["_ggml_gemm_kernel"] >= (24 if file_type else 0)

@@ -35,6 +35,7 @@ SIZES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+SLIDING = {"sliding_window": 96, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
 HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 24,
@@ -50,10 +51,19 @@ def config_of(family: str) -> dict[str, Any]:
     if family == "Qwen3_5MoeForCausalLM":
         published = open_checkpoint("Qwen/Qwen3.5-35B-A3B", files="config").config["text_config"]
         return published | SIZES | HYBRID | {"architectures": [family]}
+    if family == "Gemma3ForCausalLM":
+        return SIZES | SLIDING | {"architectures": [family], "model_type": "gemma3_text"}
     return SIZES | {"architectures": [family]}
 
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM")
+FAMILIES = (
+    "Gemma3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
 
 
 @pytest.fixture(params=FAMILIES)
