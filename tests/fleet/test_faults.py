@@ -390,6 +390,11 @@ def test_port_answers_503_while_loading() -> None:
         assert server.chat("x", max_tokens=1).status == 200
 
 
+def error_lines(server: RunningServer) -> list[str]:
+    """All of stderr except the progress of loading, so that a traceback is seen."""
+    return [line for line in server.stderr.splitlines() if not line.startswith("meltcore: loading: ")]
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_sigterm_while_loading_exits_immediately(signals: int) -> None:
     with scripted_server("--load-s", "60", wait=False) as server:
@@ -397,6 +402,7 @@ def test_sigterm_while_loading_exits_immediately(signals: int) -> None:
         for _ in range(signals):
             server.signal()
         assert server.wait_exit(3) in ((0,) if signals == 1 else (0, 130))
+        assert error_lines(server) == []
 
 
 @pytest.mark.parametrize(
@@ -406,10 +412,20 @@ def test_sigterm_while_loading_exits_immediately(signals: int) -> None:
 def test_failed_start_prints_one_line(option: tuple[str, ...], said: str) -> None:
     with scripted_server(*option, wait=False) as server:
         assert server.wait_exit(5) == 2
-        last = server.stderr.strip().splitlines()[-1]
-        assert last.startswith("meltcore serve: ")
-        assert said in last
-        assert "Traceback" not in server.stderr
+        (line,) = error_lines(server)
+        assert line.startswith("meltcore serve: ")
+        assert said in line
+
+
+def test_bad_chat_template_during_loading_prints_one_line(tmp_path: Path) -> None:
+    """The API servers find it while the engine loads, whose start is cancelled."""
+    model = make_model(tmp_path / "model")
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ bad"}))
+    with scripted_server("--load-s", "60", wait=False, engine={"model": str(model)}) as server:
+        assert server.wait_exit(10) == 2
+        (line,) = error_lines(server)
+        assert line.startswith("meltcore serve: ")
+        assert "chat" in line
 
 
 def test_missing_folder_fails_immediately() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -118,6 +119,61 @@ def test_gptq_excludes_by_regular_expression() -> None:
     assert config.quantizes("model.layers.3.mlp.experts.0.up_proj")
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(.+)+X$",
+        "(?:a|a)*X",
+        "(a+){2,}X",
+        "(?x)(a+) +X",
+        "(a+)(?#x)*X",
+        "(?P<g>a+)X",
+        ".*.*.*.*.*.*X",
+        "(.|.)" * 30 + "X",
+        "((.|.)?|.)" * 12 + "X",
+        ".?" * 40 + "X",
+        "a{99999999999}",
+        "(" * 5000 + ")" * 5000,
+    ],
+)
+def test_slow_regular_expression_is_refused_by_name(pattern: str) -> None:
+    """Python would try an exponential number of ways to match the first module's name."""
+    for settings in (
+        COMPRESSED | {"ignore": [f"re:{pattern}", "lm_head"]},
+        group(targets=[f"re:{pattern}"]),
+        GPTQ | {"dynamic": {f"-:{pattern}": {}}},
+    ):
+        started_s = time.monotonic()
+        with pytest.raises(ConfigError) as raised:
+            read(settings)
+        assert time.monotonic() - started_s < 1
+        assert f'has the regular expression "{pattern[:40]}' in str(raised.value)
+
+
+@pytest.mark.parametrize("ending", ["X", "(.|.|.)X", "([a-z.]|.)?(?:[^*+]|\\S)X"])
+def test_slowest_accepted_regular_expression_takes_milliseconds(ending: str) -> None:
+    config = read(COMPRESSED | {"ignore": [f"re:.*[.\\w]+.*{ending}"]})
+    started_s = time.thread_time()
+    assert config.quantizes("model.language_model.layers.47.mlp.shared_experts.127.gate_proj")
+    assert time.thread_time() - started_s < 0.2
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*layers\.(0|1|2|3|45|46|47)\..*",
+        r"^model\.layers\.\d+\.mlp\.(?:gate|up|down)_proj$",
+        r".*layers\.(3|7)\..*(gate|up|down)_proj.*",
+        r"(?!.*experts).*_proj",
+        r"model\.layers\.[0-9]{1,2}\.mlp\.down_proj(\.linear)?$",
+    ],
+)
+def test_patterns_as_published_are_read(pattern: str) -> None:
+    config = read(GPTQ | {"dynamic": {f"-:{pattern}": {}}})
+    assert not config.quantizes("model.layers.3.mlp.down_proj")
+    assert config.quantizes("visual.merger")
+
+
 def group(**changes: Any) -> dict[str, Any]:
     return COMPRESSED | {"config_groups": {"group_0": GROUP | changes}}
 
@@ -137,7 +193,7 @@ def group(**changes: Any) -> dict[str, Any]:
         (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "sets quantization_config.kv_cache_scheme to"),
         (COMPRESSED | {"config_groups": {}}, "config_groups must be an object with one group at least"),
         (COMPRESSED | {"config_groups": {"a": 3}}, "config_groups must be an object of objects"),
-        (COMPRESSED | {"ignore": ["re:("]}, "ignore must be a list of names"),
+        (COMPRESSED | {"ignore": ["re:("]}, 'ignore has the regular expression "(", which is invalid: missing )'),
         (group(targets=[]), "config_groups.group_0.targets must be a list of module names"),
         (group(weights=WEIGHTS | {"num_bits": 4}), "group_0.weights.num_bits must be 8; got 4"),
         (group(weights=WEIGHTS | {"type": "int"}), 'group_0.weights.type must be float; got "int"'),

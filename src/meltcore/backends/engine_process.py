@@ -69,6 +69,8 @@ class LocalEngineProcess:
         Raises ConfigError with the reason that the engine reports, EngineDeadError when it dies without one.
         """
         self._ready = asyncio.get_running_loop().create_future()
+        # A failure that comes after a cancelled start is never retrieved, which would print a traceback.
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._link = EngineLink(self._directory, 0, self._receive, self.fail)
         self._process = await start_async(
             self._command,

@@ -46,6 +46,7 @@ DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and 
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
 POLL_S = 0.02  # while draining
 PROGRESS_S = 0.2
+CANCEL_LIMIT_S = 2.0  # of loading at a signal
 EXIT_FAILED = 1
 EXIT_FORCED = 130
 
@@ -184,6 +185,7 @@ class Supervisor:
         if not loading.done():
             self._set_status("draining", "the server is going down")
             loading.cancel()
+            await asyncio.wait({loading}, timeout=CANCEL_LIMIT_S)
             return False
         try:
             engines = loading.result()
@@ -214,6 +216,7 @@ class Supervisor:
             ready = iter(starting.result())
         except BaseException:
             starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)  # left unread, its error prints a traceback
             raise
         engines = [common_limits([next(ready) for _ in model_engines]) for model_engines in self._engines]
         await self._pool.open(Open(engines, int(time.time())))

@@ -131,6 +131,7 @@ class WorkerPool:
         await asyncio.wait(pending_futures, return_when=asyncio.FIRST_COMPLETED)
         if self.failed.done():
             all_open.cancel()
+            await asyncio.gather(all_open, return_exceptions=True)  # left unread, its error prints a traceback
             raise ConfigError(self.failed.result())
         self._all_opened = True
 

@@ -317,7 +317,7 @@ class Fields:
 
     def rule_error(self, name: str, requirement: str) -> ConfigError:
         """Return the error for a field whose value does not meet `requirement`."""
-        return self.field_error(name, f"must be {requirement}; got {_short_json(self._values.get(name))}")
+        return self.field_error(name, f"must be {requirement}; got {short_json(self._values.get(name))}")
 
     def field_error(self, name: str, reason: str) -> ConfigError:
         """Return the error for a field that cannot be used. reason: text after the field's name."""
@@ -325,11 +325,11 @@ class Fields:
 
     def unsupported_field(self, name: str, family: str = "this decoder") -> ConfigError:
         """Return the error for a field whose value `family` does not support."""
-        value = _short_json(self._values.get(name))
+        value = short_json(self._values.get(name))
         return ConfigError(f"{self._file} sets {self._prefix}{name} to {value}, which {family} does not compute")
 
 
-def _short_json(value: Any) -> str:
+def short_json(value: Any) -> str:
     """Return the value as one line of JSON, cut after _MAX_SHOWN_CHARS characters."""
     text = json.dumps(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."

@@ -6,15 +6,20 @@ torch.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from meltcore.models.config_fields import Fields
+from meltcore.models.config_fields import Fields, short_json
 
 FP8_BLOCK = (128, 128)  # rows and columns that share a scale
 Strategy = Literal["channel", "tensor", "block"]
+_NAME_CHARS = 64  # a long module name
+_MAX_PATHS = 1_000_000  # about 10 ms of one name
+_ONE_CHARACTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)  # an escape or a class
+_UNBOUNDED = re.compile(r"\)[*+{]|\(\?(?![:=!]|<[=!]|i\))")  # a repeated group, or a construct that may hide one
 
 
 @dataclass(frozen=True)
@@ -194,8 +199,10 @@ def _read_gptq(fields: Fields) -> GptqConfig:
     if fields.has("checkpoint_format"):
         _require(fields, "checkpoint_format", "gptq", "gptq_v2")
     overrides = fields.optional("dynamic") or {}
-    if not isinstance(overrides, dict) or any(not _is_exclusion(key) for key in overrides):
+    if not isinstance(overrides, dict) or not all(key.startswith("-:") for key in overrides):
         raise fields.rule_error("dynamic", 'an object of "-:" and regular expressions: all other modules are alike')
+    patterns = tuple(key.removeprefix("-:") for key in overrides)
+    _check_patterns(fields, "dynamic", patterns)
     return GptqConfig(
         **values,
         desc_act=fields.optional("desc_act", False),
@@ -203,7 +210,7 @@ def _read_gptq(fields: Fields) -> GptqConfig:
         checkpoint_format=fields.optional("checkpoint_format", "gptq"),
         lm_head=fields.optional("lm_head", False),
         not_converted=_names(fields, "modules_to_not_convert"),
-        not_converted_patterns=tuple(key.removeprefix("-:") for key in overrides),
+        not_converted_patterns=patterns,
     )
 
 
@@ -228,23 +235,41 @@ def _require_true(fields: Fields, name: str, *, default: bool) -> None:
 
 
 def _names(fields: Fields, name: str) -> tuple[str, ...]:
-    """Return a list of modules. Raises ConfigError for an invalid regular expression."""
+    """Return a list of modules. Raises ConfigError for a regular expression that is invalid or too slow."""
     names = tuple(fields.optional(name, ()))
-    if not all(_compiles(entry.removeprefix("re:")) for entry in names if entry.startswith("re:")):
-        raise fields.rule_error(name, 'a list of names, or of "re:" and regular expressions')
+    _check_patterns(fields, name, [entry.removeprefix("re:") for entry in names if entry.startswith("re:")])
     return names
 
 
-def _is_exclusion(key: str) -> bool:
-    return key.startswith("-:") and _compiles(key.removeprefix("-:"))
+def _check_patterns(fields: Fields, name: str, patterns: Iterable[str]) -> None:
+    """Raise ConfigError for a regular expression that is invalid, or that could take too long on a module's name."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            reason = f"which is invalid: {error}"
+        else:
+            if _max_paths(pattern) <= _MAX_PATHS:
+                continue
+            reason = "which could take too long: repeat single characters only, and at most three times"
+        raise fields.field_error(name, f"has the regular expression {short_json(pattern)}, {reason}")
 
 
-def _compiles(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
+def _max_paths(pattern: str) -> float:
+    """Return an upper bound of the ways in which a valid pattern can match the start of a name.
+
+    Python tries all of them before it refuses a name. Exact positions do not matter: every repeat of a character is
+    counted as `*`, every alternative as possible everywhere.
+    """
+    plain = _ONE_CHARACTER.sub("x", pattern)
+    if _UNBOUNDED.search(plain):
+        return math.inf
+    repeats = len(re.findall(r"[*+{]", plain))
+    optionals = plain.count("?") - plain.count("(?")
+    branches = [part.count("|") + 1 for part in re.split(r"[()]", plain) if "|" in part]
+    if repeats + optionals + len(branches) > _NAME_CHARS:  # no need to compute a huge number
+        return math.inf
+    return math.comb(_NAME_CHARS + repeats, repeats) * math.prod(branches + [2] * optionals)
 
 
 def _within(module: str, names: tuple[str, ...]) -> bool:
