@@ -11,6 +11,7 @@ import engine_tools as tools
 import numpy as np
 import pytest
 import torch
+from gguf.constants import GGUFValueType
 from gguf_tools import add_tensors, add_tokenizer, finish, load_dequantized, new_writer, permute, write_model
 from transformers import PreTrainedModel
 
@@ -364,9 +365,45 @@ def test_tensors_are_named_as_in_the_file(tmp_path: Path) -> None:
     add_tensors(writer, reference)
     del writer.tensors[0]["blk.1.ffn_up.weight"], writer.tensors[0]["output_norm.weight"]
     with pytest.raises(
-        ConfigError, match=r"less\.gguf: 2 missing tensors: model\.layers\.1\.mlp\.up_proj\.weight, model"
+        ConfigError, match=r"less\.gguf: 2 missing tensors: blk\.1\.ffn_up\.weight, output_norm\.weight$"
     ):
         outline(finish(writer, tmp_path / "less.gguf"))
+
+
+def test_missing_experts_are_one_tensor(tmp_path: Path) -> None:
+    reference = reference_of("qwen3_moe")
+    writer = new_writer(tmp_path / "moe.gguf", reference.config)
+    add_tokenizer(writer, tokens=["a", "b"])
+    add_tensors(writer, reference)
+    del writer.tensors[0]["blk.1.ffn_up_exps.weight"]
+    with pytest.raises(ConfigError, match=r"moe\.gguf: 1 missing tensors: blk\.1\.ffn_up_exps\.weight$"):
+        outline(finish(writer, tmp_path / "moe.gguf"))
+
+
+@pytest.mark.parametrize("scale", [1e-200, 0.0, -0.25, 1000.0, float("nan"), True])
+def test_attention_scale_is_refused_by_its_own_key(tmp_path: Path, scale: float) -> None:
+    file = write_gemma(tmp_path / "gemma.gguf", scale)
+    message = rf"gemma\.gguf: gemma3\.attention\.scale must be a number from 0\.001 to 10; got {scale}"
+    with pytest.raises(ConfigError, match=message):
+        read_config(GGUFModel(file))
+
+
+@pytest.mark.parametrize(("scale", "scalar"), [(0.001, 1e6), (168**-0.5, 168.0), (10.0, 0.01)])
+def test_attention_scale_gives_the_published_scalar(tmp_path: Path, scale: float, scalar: float) -> None:
+    config = read_config(GGUFModel(write_gemma(tmp_path / "gemma.gguf", scale)))
+    assert config["query_pre_attn_scalar"] == pytest.approx(scalar)
+
+
+def write_gemma(path: Path, scale: float) -> Path:
+    """Write a Gemma 3 whose attention has a scale of 64 bits, or a flag instead."""
+    reference = reference_of("gemma3_text")
+    writer = new_writer(path, reference.config)
+    writer.kv_data[0].pop("gemma3.attention.scale", None)
+    kind = GGUFValueType.BOOL if scale is True else GGUFValueType.FLOAT64
+    writer.add_key_value("gemma3.attention.scale", scale, kind)
+    add_tokenizer(writer, tokens=["a", "b"])
+    add_tensors(writer, reference)
+    return finish(writer, path)
 
 
 def outline(path: Path) -> None:

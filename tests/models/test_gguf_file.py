@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -129,6 +131,21 @@ def test_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     refused_quickly(path, message)
+
+
+def test_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    done: list[str] = []
+
+    def read() -> None:
+        with pytest.raises(ConfigError) as raised:
+            GGUFFile(tmp_path / "pipe.gguf")
+        done.append(str(raised.value))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(timeout=5)
+    assert done == [f"{tmp_path / 'pipe.gguf'} cannot be read: it is not a regular file"]
 
 
 def test_header_is_bounded_in_a_file_of_any_size(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,7 +168,15 @@ EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
         ),
         (
             lambda tensors: tensors.update({EXPERT + "_scale_inv": torch.ones(2, 2).to(FP8)}),
-            r"down_proj\.weight_scale_inv is stored as F8_E4M3; weights must be unquantized",
+            r"down_proj\.weight_scale_inv is stored as F8_E4M3; scales must be F64, F32, F16, BF16$",
+        ),
+        (
+            lambda tensors: tensors.update({EXPERT + "_scale_inv": torch.ones(2, 2, dtype=torch.int32)}),
+            r"weight_scale_inv is stored as I32; scales must be F64, F32, F16, BF16$",
+        ),
+        (
+            lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].float().to(torch.float8_e5m2)}),
+            r"q_proj\.weight is stored as F8_E5M2; quantization_config asks for F8_E4M3$",
         ),
         (
             lambda tensors: tensors.update({"model.layers.0.mlp.gate.weight_scale_inv": torch.ones(1, 2)}),
@@ -232,9 +242,10 @@ def test_published_configurations_have_dummy_weights(name: str, scale_bytes: int
 
 
 def test_shards_of_blocks_are_whole_ones() -> None:
+    """3 would cut whole blocks (768 columns are 6), but not the 4 heads of keys: 2 is the largest size."""
     checkpoint = open_checkpoint("Qwen/Qwen3-30B-A3B-FP8", files="config")
     build_meta_model(checkpoint, torch.bfloat16, META, group=TensorParallelGroup(1, 2))
-    message = r"--tensor-parallel-size 4 cuts 768 columns of a quantized weight within blocks of 128; .* is 3"
+    message = r"--tensor-parallel-size 4 cuts 768 columns of a quantized weight within blocks of 128; .* is 2$"
     with pytest.raises(ConfigError, match=message):
         build_meta_model(checkpoint, torch.bfloat16, META, group=TensorParallelGroup(1, 4))
     hybrid = open_checkpoint("Qwen/Qwen3.5-35B-A3B-FP8", files="config")
@@ -252,6 +263,21 @@ def test_gpu_without_fp8_is_refused_by_name(
         build_meta_model(checkpoint, torch.bfloat16, torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"is quantized already \(quant_method fp8\); it .* --quantization fp8"):
         build_meta_model(checkpoint, torch.bfloat16, META, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config.quant_method must be one of"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0 and at most 1; got 0"),
+    ],
+)
+def test_wrong_field_names_the_folder(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_fp8(tmp_path, "qwen3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: config.json: {message}")):
+        loaded(tmp_path)
 
 
 def test_experts_of_different_formats_are_refused(tmp_path: Path) -> None:

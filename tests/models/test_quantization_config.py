@@ -203,6 +203,7 @@ def group(**changes: Any) -> dict[str, Any]:
         (group(input_activations=INPUTS | {"dynamic": False}), "group_0.input_activations.dynamic must be true"),
         (group(input_activations=INPUTS | {"strategy": "tensor"}), 'strategy must be token; got "tensor"'),
         (AWQ | {"bits": 8}, "bits must be 4; got 8"),
+        (AWQ | {"group_size": -1.0}, "group_size must be a whole number of at least 1, or -1; got -1.0"),
         (AWQ | {"group_size": 0}, "group_size must be a whole number of at least 1, or -1; got 0"),
         (AWQ | {"version": "marlin"}, 'version must be gemm; got "marlin"'),
         (GPTQ | {"bits": 3}, "bits must be 4; got 3"),

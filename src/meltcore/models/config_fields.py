@@ -189,9 +189,7 @@ RULES: dict[str, Rule] = {
     "block_structure": _SIZES,
     "dynamic": Rule("true, false or an object", lambda value: isinstance(value, (bool, dict))),
     "bits": _COUNT,
-    "group_size": Rule(
-        "a whole number of at least 1, or -1", lambda value: (_is_id(value) and value > 0) or value == -1
-    ),
+    "group_size": Rule("a whole number of at least 1, or -1", _is_group_size),
     "zero_point": _FLAG,
     "version": _TEXT,
     "desc_act": _FLAG,

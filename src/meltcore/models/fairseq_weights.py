@@ -33,7 +33,7 @@ class FairseqWeights(TensorFile):
 
     def stored_name(self, name: str) -> str:
         """Return fairseq's name of a tensor."""
-        return self._stored_names[name]
+        return self._stored_names.get(name, name)
 
 
 def _published_name(name: str) -> str:

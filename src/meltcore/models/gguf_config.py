@@ -13,7 +13,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType, TokenType
 
 from meltcore.errors import ConfigError
-from meltcore.models.config_fields import RULES
+from meltcore.models.config_fields import RULES, Rule
 from meltcore.models.gguf_file import GGUFArray, GGUFModel, describe_value
 
 
@@ -76,6 +76,9 @@ QUANTIZED_TYPES = (
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # Gemma 3 by its number of layers: 34 (4B), 48 (12B) and 62 (27B) have linear scaling, and 27B a scale of its own.
 _GEMMA_4B_LAYERS, _GEMMA_27B_LAYERS, _GEMMA_FACTOR, GEMMA_PATTERN = 34, 62, 8.0, 6
+_ATTENTION_SCALE = Rule(  # its inverse square is a valid query_pre_attn_scalar
+    "a number from 0.001 to 10", lambda value: type(value) in (int, float) and 0.001 <= value <= 10
+)
 # Llama 3.1, 3.2 and 3.3 have these, and an original length of 8192.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTHS = 1.0, 4.0, [2**power for power in range(13, 5, -1)] + [2**14, 2**15, 2**16]
 # Tokens that end a turn. Older files name no end-of-turn token, or no second end token.
@@ -132,8 +135,11 @@ class _Keys:
     def __init__(self, model: GGUFModel, architecture: str) -> None:
         self.model, self._prefix = model, f"{architecture}."
 
-    def optional(self, field: str, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default` if it is absent. An array must repeat one value per layer."""
+    def optional(self, field: str | Rule, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or `default` if it is absent. An array must repeat one value per layer.
+
+        field: of config.json, whose rule checks the value; or a rule where the field is computed from it.
+        """
         value = self.raw(key)
         if isinstance(value, GGUFArray):
             per_layer = set(self.model.numbers(self._prefix + key).tolist())
@@ -142,8 +148,9 @@ class _Keys:
             value = per_layer.pop()
         if value is None:
             return default
-        if not RULES[field].is_valid(value):
-            raise self.error(key, f"must be {RULES[field].requirement}; got {describe_value(value)}")
+        rule = RULES[field] if isinstance(field, str) else field
+        if not rule.is_valid(value):
+            raise self.error(key, f"must be {rule.requirement}; got {describe_value(value)}")
         return value
 
     def required(self, field: str, key: str) -> Any:
@@ -282,7 +289,7 @@ def _read_gemma(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of Gemma 3 that other families lack."""
     layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     is_27b = layers == _GEMMA_27B_LAYERS
-    scale = keys.optional("query_pre_attn_scalar", "attention.scale")
+    scale = keys.optional(_ATTENTION_SCALE, "attention.scale")
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else head_dim
     fields = {
         "sliding_window": keys.required("sliding_window", "attention.sliding_window"),

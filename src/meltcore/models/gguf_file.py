@@ -79,6 +79,8 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         """Read and check the header. Raises ConfigError naming the key or tensor that is invalid."""
         self.path = path
+        if path.exists() and not path.is_file():  # opening a named pipe waits for a writer
+            raise ConfigError(f"{path} cannot be read: it is not a regular file")
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

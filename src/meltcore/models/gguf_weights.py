@@ -65,8 +65,13 @@ class GGUFWeights(TensorFile):
                 self._stored_names[name] = stored_name
 
     def stored_name(self, name: str) -> str:
-        """Return the GGUF name of a tensor from its Hugging Face name."""
-        return self._stored_names.get(name, name)
+        """Return the GGUF name of a tensor from its Hugging Face name, also of one that this file lacks."""
+        if name in self._stored_names:
+            return self._stored_names[name]
+        try:
+            return gguf_name(name, self._model_type)
+        except KeyError:
+            return name
 
     def adapt(self, name: str, target: WeightLoader, device: torch.device) -> WeightLoader:
         """Return the loader for the tensor as it is stored, from the loader for the published tensor.

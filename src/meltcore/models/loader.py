@@ -28,7 +28,7 @@ from meltcore.models.published_fp8 import keep_published_fp8
 from meltcore.models.published_int4 import quantize_to_int4
 from meltcore.models.quantization import quantize_as_stored, quantize_to_fp8
 from meltcore.models.quantization_config import AwqConfig, GptqConfig, read_quantization_config
-from meltcore.models.registry import ARCHITECTURES, ModelClass
+from meltcore.models.registry import ARCHITECTURES
 from meltcore.models.safetensors_file import SafetensorsFile
 from meltcore.models.tensor_file import TensorEntry, TensorFile
 
@@ -110,14 +110,16 @@ def _shard_on_meta(
     if not supported_names:
         names_text = ", ".join(names) or "nothing"
         raise ConfigError(f"{checkpoint.name}: config.json names {names_text}; we have {', '.join(ARCHITECTURES)}")
-    published = read_quantization_config(checkpoint.config)
+    with _named_source(checkpoint):
+        published = read_quantization_config(checkpoint.config)
     if published is not None and quantization != "none":
         raise ConfigError(
             f"{checkpoint.name} is quantized already (quant_method {published.quant_method}); "
             f"it cannot be served with --quantization {quantization}"
         )
     with torch.device("meta"), _default_dtype(dtype):
-        model = _network(checkpoint, ARCHITECTURES[supported_names[0]])
+        with _named_source(checkpoint):
+            model = ARCHITECTURES[supported_names[0]](checkpoint.config)
         if group is not None:
             model.shard(group)
         if checkpoint.gguf is not None:
@@ -150,14 +152,17 @@ def _stored_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
         return {name: entry for file in files for name, entry in file.entries.items()}
 
 
-def _network(checkpoint: Checkpoint, model_class: ModelClass) -> Model:
-    """Build the model. An error about a field names the GGUF file that it comes from, if any."""
+@contextmanager
+def _named_source(checkpoint: Checkpoint) -> Iterator[None]:
+    """Return a context whose errors about a field of config.json name the folder, or the GGUF file that it is from."""
     try:
-        return model_class(checkpoint.config)
+        yield
     except ConfigError as error:
-        if checkpoint.gguf is None:
+        if checkpoint.gguf is not None:
+            raise ConfigError(f"{checkpoint.gguf.path}, as {error}") from error
+        if not str(error).startswith("config.json"):
             raise
-        raise ConfigError(f"{checkpoint.gguf.path}, as {error}") from error
+        raise ConfigError(f"{checkpoint.folder}: {error}") from error
 
 
 def task_dtype(name: DType, device: torch.device, *, on_gpu: torch.dtype) -> torch.dtype:
@@ -269,7 +274,7 @@ def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[Te
                     )
                 sources[checkpoint_name] = name, file.path
             file_parts += _split_into_parts(name, entry, file.adapt(canonical_name, target, model.device), file)
-    missing = sorted(loaders.keys() - sources.keys())
+    missing = sorted({files[0].stored_name(name) for name in loaders.keys() - sources.keys()})
     problems = [_describe_names("missing", missing), _describe_names("unexpected", sorted(unexpected))]
     if any(problems):
         published = read_quantization_config(checkpoint.config)

@@ -65,11 +65,14 @@ class TensorFile:
 
     def check_dtype(self, name: str, dtypes: Collection[torch.dtype]) -> None:
         """Raise ConfigError if a tensor has another type than `dtypes`: if there are none, than unquantized ones."""
-        if dtypes and self.dtype(name) not in dtypes:
-            names = [dtype_name for dtype_name, dtype in self.QUANTIZED_DTYPES.items() if dtype in dtypes]
+        dtype_name = self.entries[name].dtype_name
+        known = self.DTYPES | self.QUANTIZED_DTYPES
+        if dtypes and known.get(dtype_name) not in dtypes:
+            names = [known_name for known_name, dtype in known.items() if dtype in dtypes]
             raise self._dtype_error(name, f"quantization_config asks for {' or '.join(names)}")
-        if not dtypes and self.entries[name].dtype_name not in self.DTYPES:
-            raise self._dtype_error(name, f"weights must be unquantized: {', '.join(self.DTYPES)}")
+        if not dtypes and dtype_name not in self.DTYPES:
+            kind = "scales must be" if name.endswith(("_scale", "_scale_inv")) else "weights must be unquantized:"
+            raise self._dtype_error(name, f"{kind} {', '.join(self.DTYPES)}")
 
     def _dtype_error(self, name: str, reason: str) -> ConfigError:
         return ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,17 +26,23 @@ def atomic_output(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Until then `path` is what it was, and after an error in the block nothing is left of the new one. Raises ConfigError
     where `path` exists without `overwrite`, and where it cannot be written, for example on a full disk.
     """
+    exists_error = ConfigError(f"{path} exists already; --overwrite replaces it")
     if not overwrite and os.path.lexists(path):
-        raise ConfigError(f"{path} exists already; --overwrite replaces it")
+        raise exists_error
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary_path
         for written_path in (*temporary_path.glob("*"), temporary_path):
             _sync(written_path)
-        _replace(temporary_path, path)
+        if overwrite:
+            _replace(temporary_path, path)
+        else:
+            _publish(temporary_path, path)
         _sync(path.parent)
     except OSError as error:
         _remove(temporary_path)
+        if not overwrite and error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another process wrote it meanwhile
+            raise exists_error from error
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     except BaseException:
         _remove(temporary_path)
@@ -49,8 +56,26 @@ def check_disk_space(path: Path, num_bytes: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     if num_bytes > free_bytes:
-        needed, free = f"{num_bytes / 2**30:,.1f}", f"{free_bytes / 2**30:,.1f}"
-        raise ConfigError(f"{path} takes {needed} GiB; the disk of {path.parent} has {free} GiB free")
+        needed, free = _format_size(num_bytes), _format_size(free_bytes)
+        raise ConfigError(f"{path} takes {needed}; the disk of {path.parent} has {free} free")
+
+
+def _format_size(num_bytes: int) -> str:
+    unit, size = next((each for each in (("GiB", 2**30), ("MiB", 2**20)) if num_bytes >= each[1]), ("KiB", 2**10))
+    return f"{num_bytes / size:,.1f} {unit}"
+
+
+def _publish(new: Path, path: Path) -> None:
+    """Give `new` the name `path`. Raises OSError if there is one, also where two processes do this concurrently."""
+    if new.is_dir():
+        path.mkdir()  # fails if it exists; a rename replaces an empty folder
+    else:
+        path.touch(exist_ok=False)
+    try:
+        new.replace(path)
+    except BaseException:
+        _remove(path)
+        raise
 
 
 def _replace(new: Path, path: Path) -> None:
