@@ -183,7 +183,10 @@ def forward(model: IndicTrans2, batch: Batch) -> torch.Tensor:
         queries, keys, values = layer.self_attn.project(hidden)
         attended = scaled_dot_product_attention(queries, keys, values, is_causal=True)
         hidden = hidden + layer.self_attn.output(attended)
-        hidden = hidden + layer.cross_attn(hidden, keys_values, mask)
+        cross = layer.cross_attn
+        queries = cross.q_proj(cross.norm(hidden)).unflatten(-1, (cross.num_heads, -1)).transpose(1, 2)
+        attended = scaled_dot_product_attention(queries, *keys_values, attn_mask=mask)
+        hidden = hidden + cross.out_proj(attended.transpose(1, 2).flatten(2))
         hidden = hidden + layer.mlp(hidden)
     return linear(model.decoder_norm(hidden), model.lm_head.weight)
 
