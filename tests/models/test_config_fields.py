@@ -90,7 +90,8 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
     text = str(raised.value)
     assert "\n" not in text
     assert len(text) < 400
-    return text
+    # Errors of the model's shapes name the folder; those of opening the checkpoint do not.
+    return text.removeprefix(f"{folder}: ")
 
 
 @pytest.mark.parametrize("config", [SMALL, ROUTED, HYBRID], ids=["dense", "routed", "hybrid"])
