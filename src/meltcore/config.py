@@ -1,8 +1,9 @@
 """Defines the settings of a server, its models and their engines. `option` makes a field a flag of `serve`."""
 
 from argparse import BooleanOptionalAction
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from meltcore.errors import ConfigError
 from meltcore.options import json_object, not_empty, option
@@ -178,10 +179,93 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForeignConfig:
+    """Holds the settings of a model that another server computes: vLLM, SGLang, llama.cpp or any with the OpenAI API.
+
+    Either `urls` name servers that run already, one per replica, or `command` starts `replicas` of them. Raises
+    ConfigError where neither or both are given, and for values that cannot work.
+    """
+
+    served_model_name: tuple[str, ...]  # as in ModelConfig
+    urls: tuple[str, ...] = ()  # like http://127.0.0.1:8001, without /v1
+    # The name of a template (vllm, sglang, llama.cpp, tensorrt-llm), or a command line with {checkpoint}, {port}, ...
+    command: str | None = None
+    replicas: int = 1  # of `command`; each has a port of its own
+    checkpoint: str | None = None  # folder, file or hub id for `command`
+    arguments: tuple[str, ...] = ()  # of `command`, after those of the template
+    python: str | None = None  # the interpreter of the environment that has the program of `command`
+    environment: dict[str, str] = field(default_factory=dict)  # variables added for `command`
+    max_model_len: int | None = None  # tokens of prompt and output, for templates and model cards
+    max_num_seqs: int | None = None  # requests that a replica runs concurrently, for templates
+    upstream_model: str | None = None  # its name there; None: the first of `served_model_name`
+    api_key_variable: str | None = None  # environment variable with the key that the upstream wants
+    paths: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")  # that are forwarded
+    health_path: str | None = None  # None: /health, or /v1/models where there is none
+    health_interval_s: float = 5.0
+    start_timeout_s: float = 1800.0  # of `command`, from its start to its first answer
+    stop_timeout_s: float = 10.0  # from SIGTERM to SIGKILL
+    connect_timeout_s: float = 5.0
+    first_byte_timeout_s: float = 300.0  # from the request to the first byte of its answer
+    idle_timeout_s: float = 60.0  # between two bytes of an answer
+    max_connections: int = 16_384  # of each API server process to one replica; more requests get status 429
+    keep_alive_s: float = 4.0  # of an idle connection; vLLM, SGLang and llama.cpp close theirs after 5 s
+    retries: int = 1  # on other replicas, of a request whose answer has not begun
+    breaker_failures: int = 5  # in a row, after which a replica gets no requests
+    breaker_open_s: float = 10.0  # until one request tries the replica again
+
+    def __post_init__(self) -> None:
+        name = self.served_model_name[0] if self.served_model_name else ""
+        if not name:
+            raise ConfigError("a foreign model needs a name (served_model_name)")
+        if bool(self.urls) == (self.command is not None):
+            raise ConfigError(f"{name}: give either urls or command; got {'both' if self.urls else 'neither'}")
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+                raise ConfigError(f"{name}: url must be like http://127.0.0.1:8001; got {url!r}")
+        for path in self.paths:
+            if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
+                raise ConfigError(f"{name}: paths must be like /v1/chat/completions; got {path!r}")
+        for key, least in _FOREIGN_LEAST.items():
+            value = getattr(self, key)
+            if value is not None and not value >= least:
+                raise ConfigError(f"{name}: {key} must be at least {least}; got {value}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names that requests may use. The first stands in metrics and logs."""
+        return self.served_model_name
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of servers."""
+        return len(self.urls) or self.replicas
+
+
+_FOREIGN_LEAST: dict[str, float] = {
+    "replicas": 1,
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "health_interval_s": 0.05,
+    "start_timeout_s": 0.05,
+    "stop_timeout_s": 0,
+    "connect_timeout_s": 0.05,
+    "first_byte_timeout_s": 0.05,
+    "idle_timeout_s": 0.05,
+    "max_connections": 1,
+    "keep_alive_s": 0,
+    "retries": 0,
+    "breaker_failures": 1,
+    "breaker_open_s": 0.05,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Holds the settings of a server: its models, its address, and the limits of its requests."""
 
     models: tuple[ModelConfig, ...]
+    foreign: tuple[ForeignConfig, ...] = ()  # after `models` in statistics
     host: str = option(
         "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines.", group=_HTTP_GROUP, type=not_empty
     )
@@ -228,6 +312,11 @@ class ServerConfig:
         "cuda: /start_profile and /stop_profile delimit a capture of Nsight Systems, with an NVTX range per step.",
         group=_HTTP_GROUP,
     )
+
+    @property
+    def replicas(self) -> list[int]:
+        """Return the number of replicas of each model, in the order of the statistics."""
+        return [model.data_parallel_size for model in self.models] + [model.num_replicas for model in self.foreign]
 
     @property
     def profiling(self) -> bool:
