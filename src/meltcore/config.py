@@ -14,6 +14,7 @@ Quantization = Literal["none", "fp8"]
 Profiler = Literal["torch", "cuda"]
 Task = Literal["text", "recognition", "synthesis"]  # of a model, as its API server sees it: translation is of text
 KVCacheDType = Literal["auto", "fp8"]
+PriorityClass = Literal["interactive", "standard", "batch"]  # of a request, the most urgent first
 DebugSwitch = Literal[
     "reference-kernels",
     "no-prefill-graphs",
@@ -165,7 +166,9 @@ class ModelConfig:
     generation_config: Literal["auto", "greedy"] = option(
         "greedy", "auto: take sampling defaults from the checkpoint's generation_config.json.", group=_HTTP_GROUP
     )
-
+    priority_class: PriorityClass = "standard"  # of requests that name none
+    max_queue_chars: int = 4_194_304  # of text to translate or to speak that may wait
+    max_queue_audio_s: float = 86_400.0  # seconds of audio to recognize that may wait
     normalizer: Literal["itt", "original"] = option(
         "itt",
         "How texts of a translation model are prepared: as IndicTransToolkit does, or without two of its faults.",
@@ -176,6 +179,32 @@ class ModelConfig:
     def names(self) -> tuple[str, ...]:
         """Return the names that requests may use. The first stands in metrics and logs."""
         return self.served_model_name or (self.engine.model,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyConfig:
+    """Holds an API key's name, where it comes from, and the limits of its requests, over all models together.
+
+    Exactly one of env, file and sha256 is set. The key itself is never held.
+    """
+
+    name: str  # in the log
+    env: str | None = None  # environment variable with the key
+    file: str | None = None  # file whose only line is the key
+    sha256: str | None = None  # of the key, in hexadecimal digits
+    highest_class: PriorityClass = "interactive"  # a request for a more urgent class gets this one
+    requests_per_minute: int | None = None  # None: no limit
+    tokens_per_minute: int | None = None  # prompt and output tokens of text and translation
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable() or len(self.name) > 64:
+            raise ConfigError(f"the name of an API key must have 1 to 64 printable characters; got {self.name!r}")
+        if sum(source is not None for source in (self.env, self.file, self.sha256)) != 1:
+            raise ConfigError(f"the API key {self.name} needs exactly one of env, file and sha256")
+        for limit in ("requests_per_minute", "tokens_per_minute"):
+            value = getattr(self, limit)
+            if value is not None and value < 1:
+                raise ConfigError(f"the API key {self.name}: {limit} must be at least 1; got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +323,8 @@ class ServerConfig:
         type=not_empty,
         metavar="KEY",
     )
+    api_keys: tuple[KeyConfig, ...] = ()  # beside api_key
+    class_shares: tuple[int, ...] = (60, 30, 10)  # of interactive, standard and batch, while all of them wait
     max_body_bytes: int = option(8 * 2**20, "Largest request body (default: 8MiB).", group=_LIMITS_GROUP)
     allowed_origins: tuple[str, ...] = option(
         (),
