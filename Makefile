@@ -29,12 +29,14 @@ lint: $(STAMP)  ## Check format, lint rules and types.
 docs: $(DOCS_STAMP)  ## Build the documentation into site/, strict; offline after the first run.
 	$(BIN)/python scripts/performance_tables.py --check
 	$(BIN)/python scripts/cli_reference.py --check
+	$(BIN)/python scripts/fleet_reference.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 	$(BIN)/python scripts/check_site.py site
 
 tables: $(STAMP)  ## Write the tables of the docs from benchmarks/results/.
 	$(BIN)/python scripts/performance_tables.py
 	$(BIN)/python scripts/cli_reference.py
+	$(BIN)/python scripts/fleet_reference.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \

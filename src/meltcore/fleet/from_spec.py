@@ -1,0 +1,60 @@
+"""Turns a fleet.yaml into the settings of a server: one ModelConfig per engine of Meltcore's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meltcore.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.errors import ConfigError
+from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
+
+_ENGINE_FIELDS = (
+    *("tokenizer", "load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"),
+)
+
+
+def server_config(spec: FleetSpec) -> ServerConfig:
+    """Return the settings of a server with all models of the fleet, in the order of the file.
+
+    Raises ConfigError for a model that is another server, which has no settings there yet.
+    """
+    server, limits, timeouts = spec.server, spec.limits, spec.timeouts
+    optional: dict[str, Any] = {} if limits.max_body is None else {"max_body_bytes": int(limits.max_body)}
+    return ServerConfig(
+        models=tuple(model_config(spec, name) for name in spec.models),
+        host=server.host,
+        port=server.port,
+        api_server_count=server.api_server_count,
+        request_timeout_s=timeouts.request_s,
+        drain_timeout_s=timeouts.drain_s,
+        allowed_origins=server.allowed_origins,
+        log_format=server.log_format,
+        **optional,
+    )
+
+
+def model_config(spec: FleetSpec, name: str) -> ModelConfig:
+    """Return the settings of one model of Meltcore's own engines. Raises ConfigError for another server."""
+    model = spec.models[name]
+    if model.checkpoint is None or model.kind != "engine":
+        raise ConfigError(f"models.{name}: a model with a {model.kind} cannot be served yet; give a checkpoint")
+    return ModelConfig(
+        engine=engine_config(model, model.checkpoint),
+        served_model_name=(name, *model.aliases),
+        data_parallel_size=model.replicas,
+        max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
+        max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
+        generation_config=model.generation_config,
+    )
+
+
+def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
+    """Return the settings of a model's engines. The first GPU stands for all: replicas are placed later."""
+    device = model.device if isinstance(model.device, str) else f"cuda:{model.device[0]}"
+    return EngineConfig(
+        model=checkpoint,
+        device=device,
+        memory_bytes=None if model.memory is None else int(model.memory),
+        **{field: getattr(model, field) for field in _ENGINE_FIELDS},
+    )

@@ -1,0 +1,200 @@
+"""fleet.yaml: what is read, what is refused and how, the settings of the server, and the published schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fleet_reference
+import pytest
+
+from meltcore.errors import ConfigError
+from meltcore.fleet.from_spec import server_config
+from meltcore.protocol.fleet_file import load_fleet, parse_fleet
+
+FLEET = """
+server: {port: 9000, log_format: json}
+gpus: [{id: 0, memory: 96GiB}, {id: 1}]
+models:
+  qwen:
+    checkpoint: Qwen/Qwen3-30B-A3B-GGUF:Q8_0
+    aliases: [qwen3]
+    max_model_len: 8192
+    max_num_seqs: 8
+    memory: 40GiB
+    priority: interactive
+    device: [1]
+  en-indic: {checkpoint: ai4bharat/indictrans2-en-indic-1B, task: translation, max_queue: 0}
+  indic-indic: {checkpoint: ai4bharat/indictrans2-indic-indic-1B, task: translation, aliases: [mt]}
+  ears: {checkpoint: ai4bharat/indic-conformer-600m-multilingual, task: recognition, device: cpu}
+  far: {url: "https://example.test", upstream_key_env: FAR_KEY}
+languages:
+  translation:
+    - {source: eng_Latn, target: "*", model: en-indic}
+    - {source: "*", target: "*", model: mt}
+  recognition: {kan_Knda: ears, "*": ears}
+  substitute: {kan_Knda: guj_Gujr}
+keys: [{name: app, env: APP_KEY, models: [qwen3], requests_per_minute: 60}]
+limits: {max_body: 1MiB, max_queue: 7}
+timeouts: {request_s: 20}
+routes: {translate: {backend: llm, model: qwen}}
+"""
+MODELS = "models:\n  a: {checkpoint: x, aliases: [alpha]}\n  mt: {checkpoint: y, task: translation}\n"
+
+
+def test_fleet_is_read_into_typed_sections(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    spec = load_fleet(tmp_path / "fleet.yaml")
+    qwen = spec.models["qwen"]
+    assert (qwen.memory, qwen.device, qwen.priority, qwen.kind) == (40 * 2**30, (1,), "interactive", "engine")
+    assert spec.gpus[0].memory == 96 * 2**30
+    assert spec.models["far"].kind == "url"
+    assert (spec.resolve("qwen3"), spec.resolve("qwen"), spec.resolve("other")) == ("qwen", "qwen", None)
+
+
+def test_languages_choose_models_in_the_order_of_the_file() -> None:
+    spec = parse_fleet(FLEET)
+    assert spec.translation_model("eng_Latn", "hin_Deva") == "en-indic"
+    assert spec.translation_model("hin_Deva", "eng_Latn") == "indic-indic"
+    assert spec.substitute("kan_Knda") == "guj_Gujr"
+    assert spec.speech_model("recognition", "tam_Taml") == "ears"
+    assert spec.speech_model("synthesis", "tam_Taml") is None
+    assert spec.chat_model() == "qwen"
+
+
+def test_settings_of_the_server_are_those_of_the_file() -> None:
+    text = "\n".join(line for line in FLEET.splitlines() if not line.startswith("  far:"))
+    config = server_config(parse_fleet(text))
+    assert (config.port, config.log_format, config.max_body_bytes, config.request_timeout_s) == (
+        9000,
+        "json",
+        2**20,
+        20,
+    )
+    qwen, en_indic, _, ears = config.models
+    assert qwen.names == ("qwen", "qwen3")
+    assert (qwen.engine.model, qwen.engine.memory_bytes) == ("Qwen/Qwen3-30B-A3B-GGUF:Q8_0", 40 * 2**30)
+    assert (qwen.engine.max_model_len, qwen.engine.max_num_seqs, qwen.engine.device) == (8192, 8, "cuda:1")
+    assert (qwen.max_queue, en_indic.max_queue) == (7, 0)
+    assert ears.engine.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models: [", "line 1: not YAML"),
+        ("- a", "got ['a']; must be a mapping with keys of version, server"),
+        ("server: {}", "models: missing"),
+        ("models: {}", "models: got {}; must be a mapping of at least one"),
+        (MODELS + "model: 1", "model: unknown key (did you mean models?); known: version, server"),
+        (MODELS + "  a: {checkpoint: z}", "line 4: 'a' stands twice"),
+        (
+            "models: {a: {checkpoint: x, max_model_length: 8}}",
+            "models.a.max_model_length: unknown key (did you mean max_m",
+        ),
+        ("models: {a: {checkpoint: x, max_num_seqs: 0}}", "models.a.max_num_seqs: got 0; must be int >= 1"),
+        ("models: {a: {checkpoint: x, max_num_seqs: '8'}}", "models.a.max_num_seqs: got '8'; must be int"),
+        ("models: {a: {checkpoint: 7}}", "models.a.checkpoint: got 7; must be str; put it in quotes"),
+        (
+            "models: {a: {checkpoint: x, memory: 40 gigs}}",
+            "models.a.memory: got '40 gigs'; must be a size such as 40GiB",
+        ),
+        ("models: {a: {checkpoint: x, memory: true}}", "models.a.memory: got True; must be a size"),
+        (
+            "models: {a: {checkpoint: x, priority: interactiv}}",
+            "models.a.priority: got 'interactiv'; must be interactive, standard or batch (did you mean interactive?)",
+        ),
+        ("models: {a b: {checkpoint: x}}", "models.a b: got 'a b'; must be a name of letters"),
+        ("models: {a: {checkpoint: x, device: gpu}}", "models.a.device: got 'gpu'; must be auto or cpu"),
+        ("models: {a: {checkpoint: x, device: [-1]}}", "models.a.device[0]: got -1; must be int >= 0"),
+        ("models: {a: {checkpoint: x, tensor_parallel_size: 3}}", "got 3; must be 1, 2, 4 or 8"),
+        ("models: {a: {}}", "models.a: has none of them; give a checkpoint"),
+        ("models: {a: {url: 'http://h', command: 'x {port}'}}", "models.a: has both url and command"),
+        ("models: {a: {url: 'ftp://h'}}", "models.a.url: got 'ftp://h'; must be an address such as http"),
+        (
+            "models: {a: {url: 'http://h', replicas: 2}}",
+            "models.a.replicas: got 2; a model with a url has no such setting",
+        ),
+        ("models: {a: {url: 'http://h', max_num_seqs: 2}}", "models.a.max_num_seqs: got 2; a model with a url"),
+        ("models: {a: {command: 'x {port}', dtype: float16}}", "models.a.dtype: got 'float16'; a model with a command"),
+        ("models: {a: {command: 'x'}}", "models.a.command: got 'x'; must pass {port}"),
+        ("models: {a: {command: 'x {prt}'}}", "models.a.command: {prt} is unknown (did you mean {port}?)"),
+        (
+            "models: {a: {command: 'x {port} {checkpoint}'}}",
+            "uses {checkpoint}, and the model has no checkpoint: add it",
+        ),
+        ('models: {a: {command: "x \'{port}"}}', "not a command line: No closing quotation"),
+        ("models: {a: {checkpoint: x, upstream_model: y}}", "models.a.upstream_model: is for a url or a command"),
+        (
+            "models: {a: {checkpoint: x}, b: {checkpoint: y, aliases: [c, A]}}",
+            "models.b.aliases[1]: 'A' is also models.a; every name and alias must differ, not by case alone",
+        ),
+        ("models: {a: {checkpoint: x, device: cpu, residency: sleepable}}", "models.a.residency: got 'sleepable' with"),
+        (
+            "models: {a: {checkpoint: x, device: [0, 0]}}",
+            "models.a.device: got [0, 0]; name one GPU or more, each once",
+        ),
+        (
+            "models: {a: {checkpoint: x, device: [0, 1]}}",
+            "got 2 GPUs for 1 replicas of 1; must be a multiple of 1, at most",
+        ),
+        ("models: {a: {checkpoint: x, device: [2]}}\ngpus: [{id: 0}]", "models.a.device: got GPU 2; gpus lists 0"),
+        (
+            "models: {a: {checkpoint: x, tensor_parallel_size: 2}}\ngpus: [{id: 0}]",
+            "models.a.tensor_parallel_size: got 2; gpus lists 1",
+        ),
+        (MODELS + "gpus: [{id: 1}, {id: 1}]", "gpus[1].id: got 1, which gpus[0] has"),
+        (MODELS + "gpus: [{memory: 1GiB}]", "gpus[0].id: missing"),
+        (MODELS + "server: {port: 80, admin_port: 80}", "server.admin_port: got 80, which is server.port"),
+        (
+            MODELS + "languages: {recognition: {kan_Knda: alpah}}",
+            "languages.recognition.kan_Knda: got 'alpah'; no model has this name (did you mean alpha?); models are a",
+        ),
+        (
+            MODELS + "languages: {synthesis: {kan_Knda: a}}",
+            "got 'a', a model of task generation; must be one of task syn",
+        ),
+        (
+            MODELS + "languages: {recognition: {kannada: a}}",
+            "recognition.kannada: got 'kannada'; must be a FLORES code",
+        ),
+        (
+            MODELS + "languages: {translation: [{source: '*', target: '*', model: mt},"
+            " {source: eng_Latn, target: '*', model: mt}]}",
+            "languages.translation[1]: never applies: languages.translation[0] matches all",
+        ),
+        (MODELS + "languages: {substitute: {kan_Knda: guj_Gujr, guj_Gujr: hin_Deva}}", "which is itself substituted"),
+        (MODELS + "routes: {translate: {backend: llm}}", "routes.translate.model: missing; backend llm needs"),
+        (MODELS + "routes: {translate: {model: mt}}", "routes.translate.model: is for backend llm"),
+        (MODELS + "routes: {chat: {model: mt}}", "routes.chat.model: got 'mt', a model of task translation"),
+        (MODELS + "keys: [{name: k}]", "keys[0]: give env, the name of an environment variable, or file"),
+        (MODELS + "keys: [{name: k, env: K}, {name: k, env: L}]", "keys[1].name: got 'k', which keys[0] has"),
+        (MODELS + "keys: [{name: k, env: K, models: [b]}]", "keys[0].models[0]: got 'b'; no model has this name"),
+        (MODELS + "timeouts: {request_s: 0}", "timeouts.request_s: got 0; must be float > 0"),
+        (MODELS + "timeouts: {request_s: .nan}", "timeouts.request_s: got nan; must be"),
+        ("models: !!python/object/apply:os.getcwd []", "line 1: not YAML: could not determine a constructor"),
+    ],
+)
+def test_fault_is_named_with_file_key_value_and_limit(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_fleet(text, "my/fleet.yaml")
+    assert str(raised.value).startswith("my/fleet.yaml: ")
+    assert message in str(raised.value)
+
+
+def test_key_in_place_of_a_variable_name_is_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="must be the name of an environment variable") as raised:
+        parse_fleet(MODELS + "keys: [{name: k, env: 'sk-5ecret'}]")
+    assert "5ecret" not in str(raised.value)
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file; `meltcore fleet init .*none\.yaml` writes one"):
+        load_fleet(tmp_path / "none.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"bytes\.yaml: cannot be read as UTF-8"):
+        load_fleet(tmp_path / "bytes.yaml")
+
+
+def test_published_schema_and_reference_are_those_of_the_structs() -> None:
+    stale = [path.name for path, text in fleet_reference.files().items() if path.read_text() != text]
+    assert stale == [], "run scripts/fleet_reference.py"
