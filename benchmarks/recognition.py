@@ -1,8 +1,8 @@
 """Seconds of audio per second that IndicConformer transcribes offline, with CTC and with RNN-T; latency of a clip.
 
 16-bit samples in host memory in, words with times out, through the batch engine. A level of c is c clips of uniform
-random lengths that start together, the longest first. Weights are random: the biases of the blank are set so that a
-clip has about --tokens tokens per second, as speech has, and a note says how many it had. The median of the repetitions
+random lengths that start together, the longest first. Weights are random: the heads are changed so that a clip has
+about --tokens tokens per second, as speech has, and a note says how many it had. The median of the repetitions
 is quoted, with its share of the floor: the GEMMs of the encoder at the measured rate. No engine that serves this model
 could be carried to the machine, so that rows have no peer: the targets come from the published rates of its class.
 
@@ -13,6 +13,7 @@ could be carried to the machine, so that rows have no peer: the targets come fro
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import statistics
 import time
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from bench_output import Row, Target, need_gpu, write_result
 from floors import Limits
+from torch.nn.utils.rnn import pad_sequence
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
@@ -38,6 +40,7 @@ FAST = {"ctc": Target(10_000.0), "rnnt": Target(7_000.0)}
 SOON = {"ctc": Target(15.0, better="lower"), "rnnt": Target(25.0, better="lower")}
 LATENCY_S, LATENCY_REPS = 10.0, 15
 MAX_BIAS, HALVINGS = 16.0, 12  # random logits are of a size of 1
+PREDICTION_SCALE = 0.1  # of the prediction network's part of the logits
 LATENCY_BOUND_S = 3600.0  # offline, no request waits for the end of a batch
 
 
@@ -67,13 +70,27 @@ def make_clips(lengths_s: list[float], rate: int, language: str, decoder: Decode
     return Clips(requests, sum(lengths_s))
 
 
-def set_blanks(task: RecognitionTask, lengths_s: list[float], tokens_per_s: float) -> None:
-    """Set the biases of the blank so that clips of these lengths have about as many tokens as asked for.
+def spread_tokens(task: RecognitionTask, lengths_s: list[float], tokens_per_s: float) -> None:
+    """Change the random heads so that clips have about as many tokens as asked for, spread over their frames.
 
-    By halving an interval: with more bias there are fewer tokens.
+    A random encoder says nearly the same at all frames, so that a clip would have no token or one at every frame. The
+    mean over the frames is taken out of what the heads read, and the rest scaled to logits of a size of 1. Random
+    predictions weigh little, and a frame has one token at most: else a clip would repeat tokens without end. Then the
+    biases of the blank are found by halving an interval: with more bias there are fewer tokens.
     """
-    config, model = task.model.config, task.model
+    model = task.model
+    config = model.config = dataclasses.replace(model.config, max_symbols=1)
     language = config.languages[0]
+    clips = make_clips(lengths_s, config.features.sample_rate, language, "ctc", seed=0)
+    samples = [torch.frombuffer(bytearray(each.samples), dtype=torch.int16) for each in clips.requests]
+    padded = pad_sequence(samples, batch_first=True).to(model.device) / 32768
+    with torch.inference_mode():
+        encoded, frames = model.encode(padded, torch.tensor([len(each) for each in samples], device=model.device))
+        read = torch.cat([rows[:count] for rows, count in zip(encoded, frames.tolist(), strict=True)])
+        for layer in (model.ctc_head, model.joint.enc):
+            layer.weight /= layer(read).float().std(0).mean()
+            layer.bias -= layer(read).mean(0)
+        model.joint.pred.weight *= PREDICTION_SCALE
     biases: tuple[tuple[Decoder, torch.Tensor], ...] = (
         ("ctc", model.ctc_head.bias[-1:]),
         ("rnnt", model.joint.heads_bias[0, -1:]),
@@ -81,10 +98,11 @@ def set_blanks(task: RecognitionTask, lengths_s: list[float], tokens_per_s: floa
     for decoder, bias in biases:
         clips = make_clips(lengths_s, config.features.sample_rate, language, decoder, seed=0)
         engine = BatchEngine(task, max_start_s=LATENCY_BOUND_S)
-        low, high = 0.0, MAX_BIAS
+        original = bias.clone()
+        low, high = -MAX_BIAS, MAX_BIAS
         for _ in range(HALVINGS):
             with torch.inference_mode():
-                bias.fill_((low + high) / 2)
+                bias.copy_(original + (low + high) / 2)
             tokens = sum(each.tokens for each in transcribe(engine, clips))
             low, high = ((low + high) / 2, high) if tokens > tokens_per_s * clips.audio_s else (low, (low + high) / 2)
 
@@ -151,7 +169,7 @@ def main() -> None:
     features, language = task.model.config.features, task.model.config.languages[0]
     low, high = map(float, args.lengths.split(":"))
     draw = random.Random(args.seed)
-    set_blanks(task, [high] * 4, args.tokens)
+    spread_tokens(task, [high] * 4, args.tokens)
     levels = [int(level) for level in args.levels.split(",")]
     limits = Limits.measure() if is_gpu else None
     rows, notes = [], []
