@@ -93,6 +93,10 @@ class ModelTable:
                 return
         self.backends[0].check_ready()
 
+    def get(self, name: str) -> Backend | None:
+        """Return the backend of the model `name`, ready or not; None where there is no such model."""
+        return self._by_name.get(name)
+
     def find(self, name: str | None) -> Backend:
         """Return the backend of the model `name` (None: the first), which is ready.
 

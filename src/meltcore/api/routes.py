@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meltcore import __version__
 from meltcore.api.backend import ModelTable
 from meltcore.api.completions import CompletionsEndpoint
+from meltcore.api.forward import FOREIGN_PATHS, ForwardingEndpoint
 from meltcore.api.http import (
     ClientDisconnectedError,
     check_api_key,
@@ -51,15 +52,19 @@ Handler = Callable[[Scope, Receive], Awaitable[Any]]
 
 def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: Log) -> ASGIApp:
     """Build the ASGI application. /health, /live and /metrics need no key: they hold counts and times, no text."""
+
+    def forwarding(own: ASGIApp | None, limit_bytes: int = config.max_body_bytes) -> ForwardingEndpoint:
+        return ForwardingEndpoint(own, models, config, log, limit_bytes)
+
     completions = {
-        "/v1/chat/completions": CompletionsEndpoint(models, config, log, ChatRequest),
-        "/v1/completions": CompletionsEndpoint(models, config, log, CompletionRequest),
+        "/v1/chat/completions": forwarding(CompletionsEndpoint(models, config, log, ChatRequest)),
+        "/v1/completions": forwarding(CompletionsEndpoint(models, config, log, CompletionRequest)),
     }
     transcriptions = TranscriptionsEndpoint(models, config, log)
     synthesis = SynthesisEndpoint(models, config, log)
     translate = TranslateHandler(models, config, log)
     app = _build_starlette(
-        _Handlers(models, config, metrics), config, completions, transcriptions, synthesis, translate
+        _Handlers(models, config, metrics), config, completions, transcriptions, synthesis, translate, forwarding(None)
     )
     # Requests of web pages need Starlette's headers; for all others its layers would be a fifth of the cost per token.
     return app if config.allowed_origins else _Shortcut(app, completions)
@@ -68,7 +73,7 @@ def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: L
 class _Shortcut:
     """Routes completion requests directly to their endpoint, and all others through `app`."""
 
-    def __init__(self, app: ASGIApp, completions: dict[str, CompletionsEndpoint]) -> None:
+    def __init__(self, app: ASGIApp, completions: dict[str, ForwardingEndpoint]) -> None:
         self._app = app
         self._completions = completions
 
@@ -80,13 +85,15 @@ class _Shortcut:
 def _build_starlette(
     handlers: _Handlers,
     config: ServerConfig,
-    completions: dict[str, CompletionsEndpoint],
+    completions: dict[str, ForwardingEndpoint],
     transcriptions: TranscriptionsEndpoint,
     synthesis: SynthesisEndpoint,
     translate: TranslateHandler,
+    others: ForwardingEndpoint,
 ) -> Starlette:
     key = config.api_key
     routes = [
+        *(Route(path, others, methods=["POST"]) for path in FOREIGN_PATHS),
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
         *(Route(path, transcriptions, methods=["POST"]) for path in ("/v1/audio/transcriptions", *DWANI_PATHS)),
         *(Route(path, synthesis, methods=["POST"]) for path in SYNTHESIS_PATHS),

@@ -1,0 +1,187 @@
+"""Requests for models whose servers answer in bytes of their own: they are passed on as they came, nothing decoded.
+
+An endpoint of this module stands before the one of our own models on the same path. It reads the body, finds the
+model's name, and passes the request to its backend, or to the other endpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meltcore.api.backend import ModelTable
+from meltcore.api.http import ClientDisconnectedError, Headers, check_api_key, header, read_body, request_id, send_error
+from meltcore.api.log import Log, shorten
+from meltcore.config import ServerConfig
+from meltcore.errors import RequestError
+
+# Paths of OpenAI's and vLLM's APIs that no model of ours serves, and foreign servers may.
+FOREIGN_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")
+_MULTIPART_MODEL = b'name="model"'
+_FIELD_VALUE = re.compile(rb'name="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n){0,8}\r\n([^\r\n]{0,512})\r\n--')
+
+
+class _Fields(msgspec.Struct):
+    """What the API needs of a request; the rest is the upstream's to check."""
+
+    model: str | None = None
+    stream: bool | None = None
+    user: str | None = None
+
+
+_decode_fields = msgspec.json.Decoder(_Fields).decode
+
+
+@dataclass(slots=True)
+class ForwardedRequest:
+    """One request and the way to answer it. is_streamed: its answer is server-sent events."""
+
+    scope: Scope
+    send: Send
+    path: str
+    request_id: str
+    arrived_s: float  # time.monotonic()
+    body: bytes
+    content_type: str
+    model: str  # the name that the client used
+    is_streamed: bool
+    first_byte_s: float | None = None  # time.monotonic(), of the body of the answer
+
+    @property
+    def headers(self) -> Headers:
+        """The headers that every answer of ours has."""
+        return [(b"x-request-id", self.request_id.encode())]
+
+
+class ForwardOutcome(msgspec.Struct):
+    """How a request ended, for the log. error: the code of an error of ours; the upstream's have none."""
+
+    status: int
+    replica: int | None
+    error: str | None = None
+
+
+@runtime_checkable
+class ForwardingBackend(Protocol):
+    """A backend whose server answers with bytes that are passed on."""
+
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    async def forward(self, request: ForwardedRequest) -> ForwardOutcome:
+        """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
+
+
+class ForwardingEndpoint:
+    """Passes requests of forwarding backends on, and all others to `own`, the endpoint of our own models."""
+
+    def __init__(
+        self, own: ASGIApp | None, models: ModelTable, config: ServerConfig, log: Log, limit_bytes: int
+    ) -> None:
+        """Create the endpoint. own: None on a path that no model of ours serves. limit_bytes: of a body."""
+        self._own = own
+        self._models = models
+        self._config = config
+        self._log = log
+        self._limit_bytes = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if not any(isinstance(backend, ForwardingBackend) for backend in self._models.backends):
+            await self._answer_own(scope, receive, send)
+            return
+        exchange = _Exchange(scope, send)
+        try:
+            check_api_key(scope, self._config.api_key)
+            self._models.check_ready()
+            body = await read_body(scope, receive, self._limit_bytes)
+            content_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")
+            fields = read_fields(body, content_type)
+            named = None if fields.model is None else self._models.get(fields.model)
+            if not isinstance(named, ForwardingBackend):
+                await self._answer_own(scope, _replay(body, receive), send)
+                return
+            exchange.fields |= {"model": named.names[0], "user": fields.user, "stream": bool(fields.stream)}
+            await self._forward(exchange, named, body, content_type, fields)
+        except RequestError as error:
+            exchange.fields |= {"status": error.status, "error": error.code or error.param}
+            await send_error(send, error, headers=exchange.headers)
+        except ClientDisconnectedError:
+            exchange.fields["status"] = 499
+        except Exception as error:  # a fault of ours: the client gets the form it knows, uvicorn reports the error
+            failure = RequestError(f"the server failed: {type(error).__name__}", status=500)
+            await send_error(send, failure, headers=exchange.headers)
+            raise
+        seconds = round(time.monotonic() - exchange.arrived_s, 6)
+        path = scope["path"]
+        self._log.write("request", request_id=exchange.identity, path=path, **exchange.fields, total_s=seconds)
+
+    async def _answer_own(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._own is None:
+            raise HTTPException(404)
+        await self._own(scope, receive, send)
+
+    async def _forward(
+        self, exchange: _Exchange, backend: ForwardingBackend, body: bytes, content_type: str, fields: _Fields
+    ) -> None:
+        path = exchange.scope["path"]
+        if path not in backend.paths:
+            raise RequestError(f"the model {backend.names[0]} does not serve {shorten(path)}", param="model")
+        request = ForwardedRequest(
+            scope=exchange.scope,
+            send=exchange.send,
+            path=path,
+            request_id=exchange.identity,
+            arrived_s=exchange.arrived_s,
+            body=body,
+            content_type=content_type,
+            model=fields.model or "",
+            is_streamed=bool(fields.stream),
+        )
+        outcome = await backend.forward(request)
+        if request.first_byte_s is not None:
+            exchange.fields["ttft_s"] = round(request.first_byte_s - exchange.arrived_s, 6)
+        exchange.fields |= {"status": outcome.status, "replica": outcome.replica, "error": outcome.error}
+
+
+class _Exchange:
+    """One request and its answer. `fields` are for the log: no text."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.scope = scope
+        self.send = send
+        self.arrived_s = time.monotonic()
+        self.identity = request_id(scope)
+        self.headers: Headers = [(b"x-request-id", self.identity.encode())]
+        self.fields: dict[str, Any] = {}
+
+
+def read_fields(body: bytes, content_type: str) -> _Fields:
+    """Return the fields of a JSON body or of a form that the API needs; none of them where it is neither."""
+    if content_type.startswith("multipart/"):
+        position = body.find(_MULTIPART_MODEL)
+        found = None if position < 0 else _FIELD_VALUE.match(body, position)
+        return _Fields() if found is None else _Fields(found[1].decode(errors="replace"))
+    try:
+        return _decode_fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Fields()  # the endpoint of our own models says what is wrong
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return the `receive` of a request whose body has been read."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replayed

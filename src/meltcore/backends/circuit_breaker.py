@@ -1,0 +1,54 @@
+"""Circuit breaker: keeps requests from a replica that fails one after another, until a single one succeeds."""
+
+from __future__ import annotations
+
+
+class CircuitBreaker:
+    """Is closed at first, open after `failures` in a row, half open after `open_s`: then one request is the probe."""
+
+    def __init__(self, failures: int, open_s: float) -> None:
+        self._limit = failures
+        self._open_s = open_s
+        self._failures = 0
+        self._opened_s: float | None = None
+        self._probe_is_running = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is open or half open."""
+        return self._opened_s is not None
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a request may be sent now."""
+        if self._opened_s is None:
+            return True
+        return not self._probe_is_running and now_s - self._opened_s >= self._open_s
+
+    def begin(self) -> None:
+        """Count a request that is being sent. While the breaker is not closed, it is the probe."""
+        self._probe_is_running = self._opened_s is not None
+
+    def begin_answer(self) -> None:
+        """Close where the replica has begun to answer a probe. It opens again if the answer is not whole."""
+        if self._opened_s is not None:
+            self._failures = self._limit - 1
+            self._opened_s = None
+            self._probe_is_running = False
+
+    def succeed(self) -> None:
+        """Close after a whole answer."""
+        self._failures = 0
+        self._opened_s = None
+        self._probe_is_running = False
+
+    def fail(self, now_s: float) -> bool:
+        """Count a failure. Returns whether the breaker has opened with it."""
+        self._failures += 1
+        was_open, self._probe_is_running = self.is_open, False
+        if was_open or self._failures >= self._limit:
+            self._opened_s = now_s
+        return self.is_open and not was_open
+
+    def abandon(self) -> None:
+        """End a request without a result, such as one whose client has disconnected."""
+        self._probe_is_running = False

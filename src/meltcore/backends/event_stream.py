@@ -1,0 +1,48 @@
+"""Whole server-sent events of a byte stream, which are passed on as they came.
+
+A client parses every event that it receives. Bytes of an unfinished event are therefore held back until its end: should
+the stream break off there, an error event can still follow.
+"""
+
+from __future__ import annotations
+
+# A longer event is passed on in parts: its memory must stay bounded.
+MAX_HELD_BYTES = 256 * 1024
+# An empty line, after the end of the line before it. "\r\n\r\n" ends with the second, "\r\n\n" with the first.
+_EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
+
+
+class EventBuffer:
+    """Cuts a stream after its events. The bytes that `add` and `end` return are those added, in their order."""
+
+    __slots__ = ("_held", "is_inside_event")
+
+    def __init__(self) -> None:
+        self._held = b""
+        self.is_inside_event = False  # of an event too long to be held, a part has been passed on
+
+    def add(self, data: bytes) -> bytes:
+        """Return the bytes up to the end of the last whole event; empty where there is none."""
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        if data.endswith(_EVENT_ENDS):  # nearly every read: a server writes whole events
+            self.is_inside_event = False
+            return data
+        end = max(position + len(each) if (position := data.rfind(each)) >= 0 else 0 for each in _EVENT_ENDS)
+        if len(data) - end > MAX_HELD_BYTES:
+            self.is_inside_event = True
+            end = len(data) - 2  # the next bytes may complete an event's end
+        elif end:
+            self.is_inside_event = False
+        self._held = data[end:]
+        return data[:end]
+
+    def end(self) -> bytes:
+        """Return what is left at the end of a stream that `is_whole`."""
+        return self._held
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the stream may end here. Empty lines are no event."""
+        return not self.is_inside_event and not self._held.strip(b"\r\n")

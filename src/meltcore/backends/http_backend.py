@@ -1,0 +1,268 @@
+"""The backend of a model that foreign servers compute: requests and answers pass through in the bytes they came in.
+
+A request goes to the replica with the fewest open ones. The body is changed only where the upstream knows the model by
+another name; the answer never is. Addresses come from the configuration alone, and redirects are not followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.api.backend import Health
+from meltcore.api.forward import ForwardedRequest, ForwardOutcome
+from meltcore.api.generation import Generation
+from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meltcore.api.stats import ModelStats
+from meltcore.backends.http_attempt import STATUS_OF, Attempt, Exchange
+from meltcore.backends.http_connection import FailureKind, UpstreamError
+from meltcore.backends.http_replica import Replica
+from meltcore.config import ForeignConfig, Profiler
+from meltcore.errors import ConfigError, RequestError
+from meltcore.protocol.shell import ProfileDone
+
+SWEEP_S = 1.0  # between two looks at the time limits, or a fifth of the shortest limit
+# Before the first byte for the client. After a time limit the upstream may still be computing: to repeat the request
+# would double the load of servers that are too slow already.
+_RETRIED: tuple[FailureKind, ...] = ("connect", "connect_timeout", "closed")
+_MULTIPART_MODEL = re.compile(rb'(name="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n){0,8}\r\n)[^\r\n]{0,512}(\r\n--)')
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class ForeignHealth(Health):
+    """Whether a foreign model can be served: one of its replicas answers, and its breaker is not open."""
+
+    def __init__(self, name: str, stats: ModelStats, replicas: list[Replica]) -> None:
+        super().__init__(stats)
+        self._name = name
+        self._replicas = replicas
+
+    def problem(self) -> str | None:
+        """Return the reason why the model cannot be served now; None when it can."""
+        if self.status != "ready":
+            return self.reason
+        now_s = asyncio.get_running_loop().time()
+        reasons = [replica.problem(now_s) for replica in self._replicas]
+        if None in reasons:
+            return None
+        return f"no server of {self._name} can be used: " + "; ".join(
+            f"replica {index}: {reason}" if len(reasons) > 1 else f"{reason}" for index, reason in enumerate(reasons)
+        )
+
+
+class HttpBackend:
+    """The servers of one foreign model, as one API server process uses them."""
+
+    def __init__(self, config: ForeignConfig, stats: ModelStats, *, request_timeout_s: float) -> None:
+        """Create the backend of servers whose `urls` are known. Raises ConfigError where the API key is missing."""
+        key = upstream_api_key(config)
+        self.config = config
+        self.names = config.names
+        self.paths = config.paths
+        self.stats = stats
+        self.replicas = [Replica(index, url, config, key) for index, url in enumerate(config.urls)]
+        self.health: Health = ForeignHealth(self.names[0], stats, self.replicas)
+        self._limit_s = request_timeout_s
+        self._exchanges: set[Exchange] = set()
+        self._turn = 0
+        self._are_several = len(self.replicas) > 1
+        self._created = int(time.time())
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # --- life cycle
+
+    def start(self) -> None:
+        """Start to watch the replicas and the time limits."""
+        self._tasks = [asyncio.create_task(self._watch_health(replica)) for replica in self.replicas]
+        self._tasks.append(asyncio.create_task(self._watch_limits()))
+
+    async def close(self) -> None:
+        """Stop to watch, and close the idle connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self.replicas:
+            replica.close()
+
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"]) -> None:  # noqa: ARG002 - counted later
+        """End every open request with an error."""
+        for exchange in list(self._exchanges):
+            exchange.error = error
+            exchange.end("aborted", error.message)
+
+    async def _watch_health(self, replica: Replica) -> None:
+        while True:
+            await replica.check_health()
+            # Until the first answer more often: a server that starts is used as soon as it can be.
+            interval_s = self.config.health_interval_s
+            await asyncio.sleep(interval_s if replica.state == "up" else min(1.0, interval_s))
+
+    async def _watch_limits(self) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        shortest_s = min(config.first_byte_timeout_s, config.idle_timeout_s, self._limit_s)
+        while True:
+            await asyncio.sleep(min(SWEEP_S, shortest_s / 5))
+            now_s = loop.time()
+            for exchange in list(self._exchanges):
+                exchange.check(now_s, config)
+            for replica in self.replicas:
+                replica.drop_idle(now_s)
+
+    # --- requests
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+        problem = self.health.problem()
+        if problem is not None:
+            raise RequestError(problem, status=503, code="not_ready")
+
+    async def forward(self, request: ForwardedRequest) -> ForwardOutcome:
+        """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
+        self.check_ready()
+        body, stats = self._upstream_body(request), self.stats
+        client = request.scope["meltcore.connection"]
+        loop = asyncio.get_running_loop()
+        exchange = Exchange(client, loop.time() + self._limit_s - (time.monotonic() - request.arrived_s))
+        self._exchanges.add(exchange)
+        stats.add("accepted")
+        stats.set_in_flight(len(self._exchanges))
+        client.set_disconnect_callback(exchange.disconnect)
+        ended = "failed"
+        try:
+            outcome = await self._try_replicas(request, exchange, body)
+            ended = "finished" if outcome.error is None else "aborted" if outcome.status == 499 else "failed"
+            return outcome
+        except RequestError as error:
+            ended = "aborted" if error.status in (429, 499, 503) else "failed"
+            raise
+        finally:
+            client.set_disconnect_callback(None)
+            self._exchanges.discard(exchange)
+            stats.add(ended)
+            stats.set("in_flight", len(self._exchanges))
+            if ended == "finished":
+                stats.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - request.arrived_s)
+
+    async def _try_replicas(self, request: ForwardedRequest, exchange: Exchange, body: bytes) -> ForwardOutcome:
+        tried: set[int] = set()
+        while True:
+            replica = self._choose(tried)
+            tried.add(replica.index)
+            may_retry = len(tried) <= self.config.retries and self._has_other(tried)
+            self.stats.assign(replica.index, 0)
+            replica.num_open += 1
+            replica.breaker.begin()
+            attempt = Attempt(
+                request,
+                exchange,
+                replica,
+                stats=self.stats,
+                server=f"the server of {self.names[0]}" + (f" (replica {replica.index})" if self._are_several else ""),
+                limit_s=self._limit_s,
+            )
+            try:
+                outcome = await attempt.run(body, may_retry=may_retry)
+            except UpstreamError as error:
+                if error.kind == "aborted":
+                    return self._ended(exchange, replica)
+                if not (may_retry and error.kind in _RETRIED):
+                    status, code = STATUS_OF[error.kind]
+                    raise RequestError(attempt.describe(error), status=status, code=code) from error
+            else:
+                if outcome is not None:
+                    return outcome
+            finally:
+                attempt.close()
+                replica.num_open -= 1
+                self.stats.unassign(replica.index, 0)
+
+    def _ended(self, exchange: Exchange, replica: Replica) -> ForwardOutcome:
+        """Return the outcome of a request that was ended before its answer began. Raises RequestError."""
+        if exchange.error is not None and not exchange.is_gone:
+            raise exchange.error
+        return ForwardOutcome(499, replica.index, "client_closed")
+
+    def _choose(self, tried: set[int]) -> Replica:
+        """Return the replica with the fewest open requests of all API servers. Raises RequestError (429, 503)."""
+        now_s, config = asyncio.get_running_loop().time(), self.config
+        usable = [each for each in self.replicas if each.index not in tried and each.problem(now_s) is None]
+        free = [each for each in usable if each.num_open < config.max_connections]
+        if not free:
+            if usable:
+                raise RequestError(
+                    f"the queue is full: each server of {self.names[0]} has {config.max_connections} open requests "
+                    "(max_connections)",
+                    status=429,
+                    code="queue_full",
+                )
+            raise RequestError(
+                self.health.problem() or f"every server of {self.names[0]} refused", status=503, code="not_ready"
+            )
+        if len(free) == 1:
+            return free[0]
+        self._turn += 1
+        turn, count = self._turn, len(self.replicas)
+        return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
+
+    def _has_other(self, tried: set[int]) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        return any(each.index not in tried and each.problem(now_s) is None for each in self.replicas)
+
+    def _upstream_body(self, request: ForwardedRequest) -> bytes:
+        """Return the body with the upstream's name of the model; every other byte of a value stays."""
+        name = self.config.upstream_model or self.names[0]
+        if name == request.model:
+            return request.body
+        if request.content_type.startswith("multipart/"):
+            return _MULTIPART_MODEL.sub(lambda found: found[1] + name.encode() + found[2], request.body, count=1)
+        fields = _decode_fields(request.body)
+        fields["model"] = msgspec.Raw(msgspec.json.encode(name))
+        return msgspec.json.encode(fields)
+
+    # --- the other routes
+
+    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:  # noqa: ARG002
+        """Refuse a request of a path that is not forwarded."""
+        raise self._not_here()
+
+    def release(self, generation: Generation, error: RequestError | None = None) -> None:
+        """Do nothing: there are no generations."""
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
+        """Refuse to tokenize."""
+        raise self._not_here()
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
+        """Refuse to detokenize."""
+        raise self._not_here()
+
+    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:  # noqa: ARG002
+        """Refuse to profile."""
+        raise self._not_here()
+
+    def _not_here(self) -> RequestError:
+        return RequestError(f"the model {self.names[0]} serves {', '.join(self.paths)} only", param="model")
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's model card. Of a foreign model little is known here."""
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "foreign"}
+        card |= {"replicas": len(self.replicas), "paths": list(self.paths)}
+        return card | ({"max_model_len": self.config.max_model_len} if self.config.max_model_len else {})
+
+
+def upstream_api_key(config: ForeignConfig) -> str | None:
+    """Return the key that the upstreams want. Raises ConfigError where its environment variable is missing."""
+    if config.api_key_variable is None:
+        return None
+    key = os.environ.get(config.api_key_variable, "")
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"{config.names[0]}: the environment variable {config.api_key_variable} (api_key_variable) must hold the "
+            "upstream's key in printable ASCII"
+        )
+    return key
