@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         type=not_empty,
         help="a checkpoint folder, a GGUF file, a NeMo archive, a hub id, or a bundled model: "
-        "meltcore/sums, meltcore/sums-hybrid, meltcore/sums-gemma",
+        "meltcore/sums, meltcore/sums-hybrid, meltcore/sums-gemma, meltcore/phrases (translates), "
+        "meltcore/tones (transcribes)",
     )
     for config in (EngineConfig, ModelConfig, ServerConfig):
         add_options(parser, config)

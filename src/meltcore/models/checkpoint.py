@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 BUNDLED_MODEL = "meltcore/sums"
 BUNDLED_HYBRID = "meltcore/sums-hybrid"
 BUNDLED_GEMMA = "meltcore/sums-gemma"
+BUNDLED_TRANSLATION = "meltcore/phrases"
+BUNDLED_RECOGNIZER = "meltcore/tones"
 _BUNDLED_FOLDERS = {
-    BUNDLED_MODEL: Path(__file__).parent.parent / "bundled" / "sums",
-    BUNDLED_HYBRID: Path(__file__).parent.parent / "bundled" / "sums-hybrid",
-    BUNDLED_GEMMA: Path(__file__).parent.parent / "bundled" / "sums-gemma",
+    name: Path(__file__).parent.parent / "bundled" / name.removeprefix("meltcore/")
+    for name in (BUNDLED_MODEL, BUNDLED_HYBRID, BUNDLED_GEMMA, BUNDLED_TRANSLATION, BUNDLED_RECOGNIZER)
 }
 # Bundled configurations of published models, so that random weights of these shapes need no download.
 PUBLISHED_CONFIG_FOLDERS = {
@@ -224,7 +225,7 @@ def find_recognizer(model: str, *, dummy: bool = False) -> Path | None:
     None for other models. The hub id of a published recognizer is downloaded, unless `dummy` says that its
     configuration is enough. Raises ConfigError for a missing archive, a failed download, and a folder with several.
     """
-    path = Path(model).expanduser()
+    path = _BUNDLED_FOLDERS.get(model, Path(model).expanduser())
     if model in PUBLISHED_RECOGNIZERS and not path.is_dir():
         return PUBLISHED_RECOGNIZERS[model] if dummy else download_folder(model, _RECOGNIZER_PATTERNS)
     if model.endswith(".nemo") and not path.is_dir():
@@ -338,6 +339,6 @@ def _find_folder(model: str, files: CheckpointFiles) -> Path:
     is_local_path = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
     if is_local_path:
         raise ConfigError(
-            f"{model}: no such folder (a hub id has the form owner/name; bundled are {' and '.join(_BUNDLED_FOLDERS)})"
+            f"{model}: no such folder (a hub id has the form owner/name; bundled are {', '.join(_BUNDLED_FOLDERS)})"
         )
     return download_folder(model, _TEXT_PATTERNS + _WEIGHT_PATTERNS if files == "all" else _TEXT_PATTERNS)
