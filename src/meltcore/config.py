@@ -1,6 +1,7 @@
 """Defines the settings of a server, its models and their engines. `option` makes a field a flag of `serve`."""
 
 from argparse import BooleanOptionalAction
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -289,12 +290,71 @@ _FOREIGN_LEAST: dict[str, float] = {
 }
 
 
+@dataclass(frozen=True)
+class TranslationRule:
+    """Names the model for a direction of translation, by language codes or names. "*" is every language."""
+
+    source: str
+    target: str
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutesConfig:
+    """Holds the choice of models for requests that name a language and no model.
+
+    Languages are FLORES codes, English names or ISO 639 codes. Without an entry, and for "*" without one, the first
+    model of the task that has the language answers.
+    """
+
+    translation: tuple[TranslationRule, ...] = ()  # the first that matches decides
+    recognition: dict[str, str] = field(default_factory=dict)  # language to model; "*" is every other language
+    synthesis: dict[str, str] = field(default_factory=dict)
+    substitute: dict[str, str] = field(default_factory=dict)  # languages that models do not know: what they get instead
+    # "llm": a language model translates what no rule matches: translate_model, or the first.
+    translate_backend: Literal["indictrans2", "llm"] = "indictrans2"
+    translate_model: str | None = None
+    translate_prompt: str = (  # the system message
+        "You are a translation model. Translate the following text from {source} to {target}. "
+        "Answer with the translation alone."
+    )
+    translate_stop: tuple[str, ...] = ()  # strings that end a language model's translation
+    chat_model: str | None = None  # of chat routes whose requests name none; None: the first language model
+    chat_prompt: str = (  # the system message of /v1/indic_chat and /v1/speech_to_speech; "": none
+        "You are a helpful assistant. Answer in one short sentence, without explanations. "
+        "Write the answer in {language} only."
+    )
+    # The language in which these routes ask a language model: prompts are translated into it, and answers from it.
+    # None: it is asked in the request's languages.
+    chat_language: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, fields_of_prompt in (("translate_prompt", ("source", "target")), ("chat_prompt", ("language",))):
+            prompt = getattr(self, name)
+            try:
+                prompt.format(**dict.fromkeys(fields_of_prompt, ""))
+            except (LookupError, ValueError) as error:
+                known = " and ".join(f"{{{each}}}" for each in fields_of_prompt)
+                raise ConfigError(f"routes.{name} may hold {known} in braces, no others; got {prompt!r}") from error
+
+    def named_models(self) -> Iterator[tuple[str, str]]:
+        """Yield every name of a model with the key that has it."""
+        for index, rule in enumerate(self.translation):
+            yield f"translation[{index}].model", rule.model
+        for task in ("recognition", "synthesis"):
+            yield from ((f"{task}.{language}", name) for language, name in getattr(self, task).items())
+        for key in ("translate_model", "chat_model"):
+            if (name := getattr(self, key)) is not None:
+                yield key, name
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Holds the settings of a server: its models, its address, and the limits of its requests."""
 
     models: tuple[ModelConfig, ...]
     foreign: tuple[ForeignConfig, ...] = ()  # after `models` in statistics
+    routes: RoutesConfig = RoutesConfig()
     host: str = option(
         "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines.", group=_HTTP_GROUP, type=not_empty
     )
@@ -343,6 +403,13 @@ class ServerConfig:
         "cuda: /start_profile and /stop_profile delimit a capture of Nsight Systems, with an NVTX range per step.",
         group=_HTTP_GROUP,
     )
+
+    def __post_init__(self) -> None:
+        names = [name for model in self.models for name in model.names]
+        names += [name for model in self.foreign for name in model.names]
+        for key, name in self.routes.named_models():
+            if name not in names:
+                raise ConfigError(f"routes.{key} is {name!r}, which is no model of this server: {', '.join(names)}")
 
     @property
     def replicas(self) -> list[int]:

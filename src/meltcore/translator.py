@@ -19,9 +19,10 @@ from meltcore.tasks.translation import (
     load_translation_model,
     translate_all,
 )
+from meltcore.text.languages import Language
 from meltcore.text.translation.document import finish, prepare
 from meltcore.text.translation.indic_scripts import Normalizer
-from meltcore.text.translation.languages import Language, direction_of, find_language, needed_direction
+from meltcore.text.translation.languages import direction_of, find_language, needed_direction
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer, TranslationTokenizer
 
 # Of the memory beside the weights: the rest is for activations and for what torch keeps

@@ -14,12 +14,13 @@ import pytest
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
 pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 
-from meltcore.api.audio_endpoint import Exchange
 from meltcore.api.backend import ModelTable
+from meltcore.api.exchange import Exchange
+from meltcore.api.model_choice import ModelChoice
 from meltcore.api.protocol import TranslateRequest
-from meltcore.api.speech import SpeechBackend
+from meltcore.api.speech import speech_request
 from meltcore.api.stats import ServerStats
-from meltcore.api.synthesis import SynthesisBackend, SynthesisEndpoint, SynthesisRequest
+from meltcore.api.task_backends import SynthesisRequest
 from meltcore.backends import synthesis_engine
 from meltcore.backends.audio_backend import _RUNNING_REQUESTS
 from meltcore.backends.local_engine import LocalEngine
@@ -27,7 +28,7 @@ from meltcore.backends.synthesis_engine import SynthesisEngine
 from meltcore.backends.text_model import find_task
 from meltcore.backends.transcription_engine import TranscriptionEngine
 from meltcore.backends.translations import Translations, TranslationText
-from meltcore.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.config import EngineConfig, ModelConfig, RoutesConfig, TranslationRule
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.batch import BatchStats
 from meltcore.protocol.shell import AbortRequests
@@ -61,7 +62,7 @@ def test_normalizer_of_a_server_prepares_its_texts(normalizer: Literal["itt", "o
 
     async def translate() -> None:
         async with asyncio.timeout(0.5):
-            await translations.translate(TranslateRequest([text], "hi", "en"), "r", time.monotonic(), lambda _end: None)
+            await translations.translate(TranslateRequest([text], "hi", "en"), "r", time.monotonic())
 
     with pytest.raises(TimeoutError):
         asyncio.run(translate())
@@ -107,23 +108,91 @@ def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_a_request_without_a_model_goes_to_the_first_that_can_serve_it() -> None:
-    names = ("meltcore/sums", "ai4bharat/IndicF5", "ai4bharat/indic-conformer-600m-multilingual")
-    classes: tuple[type[Any], ...] = (LocalEngine, SynthesisEngine, TranscriptionEngine)
-    server = ServerStats([1, 1, 1])
-    backends = [
-        each(model(name), server, stats, request_timeout_s=1)
-        for each, name, stats in zip(classes, names, server.models, strict=True)
-    ]
-    for backend in backends:
+def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
+    classes = {
+        "meltcore/sums": LocalEngine,
+        "ai4bharat/IndicF5": SynthesisEngine,
+        "copy": SynthesisEngine,
+        "tamil": TranscriptionEngine,
+        "kannada": TranscriptionEngine,
+    }
+    server = ServerStats([1] * len(classes))
+    backends: dict[str, Any] = {
+        name: each(model(name), server, stats, request_timeout_s=1)
+        for (name, each), stats in zip(classes.items(), server.models, strict=True)
+    }
+    for name, backend in backends.items():
         backend.health.set("ready", "ready")
         backend.check_ready = lambda: None
-    endpoint = SynthesisEndpoint(ModelTable(backends), ServerConfig(models=tuple(map(model, names))), None)  # type: ignore[arg-type]
-    assert endpoint.find(None, SynthesisBackend, "synthesize speech") is backends[1]
-    assert endpoint.find(None, SpeechBackend, "transcribe speech") is backends[2]
-    assert endpoint.find(names[1], SynthesisBackend, "synthesize speech") is backends[1]
-    with pytest.raises(RequestError, match="meltcore/sums cannot synthesize speech"):
-        endpoint.find(names[0], SynthesisBackend, "synthesize speech")
+        backend._ready = SimpleNamespace(languages=[name[:2].replace("ka", "kn")])
+
+    def choice(**fields: Any) -> ModelChoice:
+        return ModelChoice(ModelTable(list(backends.values())), RoutesConfig(**fields))
+
+    def recognizer(choice: ModelChoice, language: str | None, model: str | None = None) -> tuple[str, str | None]:
+        request = speech_request({"language": language or "", **({} if model is None else {"model": model})}, b"")
+        backend, request = choice.recognizer(request)
+        return backend.names[0], request.language
+
+    plain = choice()
+    assert plain.chat_model() is backends["meltcore/sums"]
+    assert plain.synthesizer(None) is backends["ai4bharat/IndicF5"]
+    assert plain.synthesizer("hindi", "copy") is backends["copy"]
+    assert [recognizer(plain, name)[0] for name in ("kn", "Kannada", "tam_Taml", "hi", None)] == [
+        *("kannada", "kannada", "tamil", "tamil", "tamil"),
+    ]
+    ruled = choice(
+        synthesis={"hi": "copy", "*": "ai4bharat/IndicF5"},
+        recognition={"eng_Latn": "kannada"},
+        substitute={"German": "ta"},
+    )
+    assert [ruled.synthesizer(name).names[0] for name in ("Hindi", "kn")] == ["copy", "ai4bharat/IndicF5"]
+    assert recognizer(ruled, "english") == ("kannada", "english")
+    assert recognizer(ruled, "german") == ("tamil", "ta")
+    assert recognizer(ruled, "english", "tamil")[0] == "tamil"
+    for call, message in [
+        (lambda: plain.synthesizer(None, "meltcore/sums"), "meltcore/sums cannot synthesize speech"),
+        (lambda: plain.synthesizer("en"), "language 'en' is not one of the model's: as, bn"),
+        (lambda: plain.chat_model("copy"), "copy cannot chat"),
+        (lambda: choice(recognition={"*": "copy"}).recognizer(speech_request({}, b"")), "copy cannot transcribe"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            call()
+
+
+def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None:
+    names = ("meltcore/sums", "x/indictrans2-en-indic", "x/indictrans2-indic-en")
+    server = ServerStats([1, 1, 1])
+    backends: list[Any] = [
+        LocalEngine(model(name), server, stats, request_timeout_s=1)
+        for name, stats in zip(names, server.models, strict=True)
+    ]
+    ready = TranslationReady(*ENGINE, "translation", 64, 4, 256, 32_000, 5, 256, "synthetic")
+    for backend in backends[1:]:
+        text = TranslationText(SyntheticTokenizer(32_000), True, backend.names[0].removeprefix("x/indictrans2-"))
+        backend.open(text, ready, 0)
+    for backend in backends:
+        backend.health.set("ready", "ready")
+    backends[0].check_ready = lambda: None
+
+    def chosen(source: str, target: str, name: str | None = None, **fields: Any) -> tuple[str, str, str]:
+        choice = ModelChoice(ModelTable(backends), RoutesConfig(**fields))
+        backend, request = choice.translator(TranslateRequest(["a"], source, target, name))
+        return backend.names[0].removeprefix("x/indictrans2-"), request.src_lang, request.tgt_lang
+
+    assert chosen("en", "kn") == ("en-indic", "en", "kn")
+    assert chosen("Kannada", "eng_Latn")[0] == "indic-en"
+    assert chosen("kn", "hi")[0] == "en-indic"  # whose error names its direction
+    assert chosen("kn", "en", names[1])[0] == "en-indic"
+    rules = (TranslationRule("kan_Knda", "*", "meltcore/sums"), TranslationRule("*", "English", names[2]))
+    assert chosen("kn", "en", translation=rules)[0] == "meltcore/sums"
+    assert chosen("hi", "en", translation=rules)[0] == "indic-en"
+    assert chosen("de", "hi", substitute={"German": "eng_Latn"}) == ("en-indic", "eng_Latn", "hi")
+    assert chosen("en", "kn", translate_backend="llm")[0] == "meltcore/sums"
+    assert chosen("en", "kn", names[1], translate_backend="llm")[0] == "en-indic"
+    assert chosen("en", "kn", "meltcore/sums", translate_backend="llm")[0] == "meltcore/sums"
+    with pytest.raises(RequestError, match="meltcore/sums cannot translate"):
+        chosen("en", "kn", "meltcore/sums")
 
 
 @pytest.mark.parametrize("kind", ["nothing sent", "events", "audio"])
@@ -159,7 +228,7 @@ def test_speech_that_no_client_reads_is_bounded(monkeypatch: pytest.MonkeyPatch)
     server = ServerStats()
     backend = SynthesisEngine(model("ai4bharat/IndicF5"), server, server.models[0], request_timeout_s=30)
     sent: list[Any] = []
-    request = SynthesisRequest("Hello.", None, None, "", "pcm", 1.0, 0, None, False, False, None, None)
+    request = SynthesisRequest("Hello.", None, None, "", "pcm", 1.0, 0, None, False, False, None, None, None)
 
     async def scenario() -> None:
         backend.open(SynthesisReady(*ENGINE, "synthesis", 9, ["a"], 24_000, 99, 0.5, 15, 0.5, 2, [32], "synthetic"), 0)

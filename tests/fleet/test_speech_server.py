@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,6 +205,25 @@ def test_dwanis_forms_and_client(server: RunningServer, expected: dict[str, np.n
     assert server.request("POST", query).body == worker.body
     unknown = server.request("POST", "/v1/audio/speech?input=mat&language=german")
     assert (unknown.status, "'german' is not one of" in unknown.error["message"]) == (400, True)
+
+    batch = {"input": [SHORT, SHORT], "voice": ["b", "KAN_F (Happy)"], "response_format": "wav", **FAST}
+    answer = server.post("/v1/audio/speech_batch", batch)
+    with zipfile.ZipFile(io.BytesIO(answer.body)) as archive:
+        assert archive.namelist() == ["audio_00.wav", "audio_01.wav"]
+        files = [archive.read(name) for name in archive.namelist()]
+    assert answer.headers["content-type"] == "application/zip"
+    first, second = (soundfile.read(io.BytesIO(data), dtype="float32")[0] for data in files)
+    np.testing.assert_allclose(first, expected[SHORT], atol=1e-3)
+    assert not np.array_equal(first[:1000], second[:1000])
+    for changes, message in [
+        ({"voice": ["b"]}, "got 1 for 2 texts"),
+        ({"input": []}, "input must have 1 to 64 texts; got 0"),
+        ({"input": ["a", " "]}, "input[1] is empty"),
+        ({"input": ["a", "你好"]}, "input[1]: "),
+        ({"language": "German"}, "'German' is not one of the model's"),
+    ]:
+        answer = server.post("/v1/audio/speech_batch", batch | changes)
+        assert (answer.status, message in answer.json["detail"]) == (400, True), answer.body
 
     dwani = pytest.importorskip("dwani", reason="the test group has dwani")
     client = dwani.DwaniClient("none", server.url)

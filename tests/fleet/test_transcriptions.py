@@ -145,12 +145,34 @@ def test_dwanis_form_and_client(server: RunningServer, expected: Transcript, tmp
         assert (answer.status, message in answer.error["message"]) == (400, True)
     assert server.request("GET", "/v1/health").json == {"status": "healthy", "model": MODEL}
 
+    other = wav(1.0, 5)
+    for name in ("files", "files[]"):
+        batch = files_form(name, wav(), other, wav())
+        answer = server.request("POST", "/transcribe_batch/?language=kannada", batch, multipart).json
+        assert answer["transcriptions"][::2] == [expected.text] * 2
+        assert answer["transcriptions"][1] not in ("", expected.text)
+    for path, batch, message in [
+        ("/transcribe_batch/?language=kannada", files_form("files", wav(), b"hello"), "files[1]: the audio"),
+        ("/transcribe_batch/?language=kannada", files_form("file", wav()), "unknown file 'file'"),
+        ("/transcribe_batch/?language=kannada", files_form("files"), "files is missing"),
+        ("/transcribe_batch", files_form("files", wav()), "language is required"),
+        ("/transcribe_batch?wings=2", files_form("files", wav()), "unknown field 'wings'"),
+    ]:
+        answer = server.request("POST", path, batch, multipart)
+        assert (answer.status, message in answer.json["detail"]) == (400, True), answer.body
+
     dwani = pytest.importorskip("dwani", reason="the test group has dwani")
     (tmp_path / "a.wav").write_bytes(wav())
     client = dwani.DwaniClient("none", server.url)
     assert client.transcribe(str(tmp_path / "a.wav"), "Kannada") == {"text": expected.text}
     with pytest.raises(dwani.DwaniAPIError, match="is not one of the model's"):
         client.transcribe(str(tmp_path / "a.wav"), "German")
+
+
+def files_form(name: str, *files: bytes) -> bytes:
+    """A multipart body of several files in one field."""
+    parts = [b'form-data; name="%s"; filename="a"\r\n\r\n%s' % (name.encode(), data) for data in files]
+    return b"".join(b"--x\r\ncontent-disposition: " + part + b"\r\n" for part in parts) + b"--x--\r\n"
 
 
 def test_concurrent_requests_have_their_own_transcripts(client: openai.OpenAI, server: RunningServer) -> None:

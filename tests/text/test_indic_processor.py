@@ -15,10 +15,11 @@ from toolkit import PAIRS, load_processor
 from translation_texts import random_sentence
 
 from meltcore.errors import RequestError
+from meltcore.text.languages import LANGUAGES
 from meltcore.text.translation import indic_processor
 from meltcore.text.translation.indic_processor import MAX_SENTENCE_CHARS, ODDITIES, postprocess, preprocess
 from meltcore.text.translation.indic_scripts import join_words, split_words, transliterate
-from meltcore.text.translation.languages import LANGUAGES, find_language
+from meltcore.text.translation.languages import find_language
 
 PAIRS_OF_TOOLKIT = json.loads(PAIRS.read_text())
 

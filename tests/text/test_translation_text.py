@@ -15,14 +15,8 @@ pytest.importorskip("sentencepiece", reason="the extra `translate` is not instal
 from translation_texts import random_sentence, write_tokenizer
 
 from meltcore.errors import ConfigError, RequestError
-from meltcore.text.translation.languages import (
-    LANGUAGES,
-    TAGS,
-    check_script,
-    direction_of,
-    find_language,
-    needed_direction,
-)
+from meltcore.text.languages import LANGUAGES
+from meltcore.text.translation.languages import TAGS, check_script, direction_of, find_language, needed_direction
 from meltcore.text.translation.sentences import join_sentences, split_sentences
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer
 

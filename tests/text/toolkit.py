@@ -15,8 +15,8 @@ from typing import Any
 
 from translation_texts import random_sentence
 
+from meltcore.text.languages import LANGUAGES
 from meltcore.text.translation.indic_processor import preprocess
-from meltcore.text.translation.languages import LANGUAGES
 
 PAIRS = Path(__file__).parent / "translation_pairs.json"
 _PER_LANGUAGE = 5

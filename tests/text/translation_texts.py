@@ -7,7 +7,8 @@ import random
 import unicodedata
 from pathlib import Path
 
-from meltcore.text.translation.languages import TAGS, Language
+from meltcore.text.languages import Language
+from meltcore.text.translation.languages import TAGS
 
 _BLOCKS = {
     "Devanagari": 0x900, "Bengali": 0x980, "Gurmukhi": 0xA00, "Gujarati": 0xA80, "Oriya": 0xB00, "Tamil": 0xB80,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from typing import Any
 
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -22,14 +23,15 @@ def is_multipart(content_type: str | None) -> bool:
     return content_type is not None and content_type.lower().startswith("multipart/form-data")
 
 
-async def read_multipart(body: bytes, content_type: str) -> list[tuple[str, str | bytes]]:
+async def read_multipart(body: bytes, content_type: str, max_files: int = 1) -> list[tuple[str, str | bytes]]:
     """Return the fields in their order, a file as bytes. Raises RequestError (400) for another body."""
 
-    async def chunks() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncGenerator[bytes, None]:
         yield body
 
     headers = Headers({"content-type": content_type})
-    parser = _InMemoryParser(headers, chunks(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES)  # type: ignore[arg-type] # an AsyncGenerator is an AsyncIterator
+    limits: dict[str, Any] = {"max_files": max_files, "max_fields": _MAX_FIELDS, "max_part_size": _MAX_FIELD_BYTES}
+    parser = _InMemoryParser(headers, chunks(), **limits)
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, UnicodeDecodeError) as error:

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -78,7 +78,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     """Return the whole request body. Raises RequestError (413) past `limit_bytes`, with or without a content-length."""
     length = header(scope, b"content-length")
     if length is not None and int(length) > limit_bytes:
-        await _discard(receive)
+        await discard_body(receive)
         raise _body_too_large_error(f"{int(length)} bytes", limit_bytes)
     chunks: list[bytes] = []
     size = 0
@@ -89,14 +89,14 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         body = message.get("body", b"")
         size += len(body)
         if size > limit_bytes:
-            await _discard(receive)
+            await discard_body(receive)
             raise _body_too_large_error(f"more than {limit_bytes} bytes", limit_bytes)
         chunks.append(body)
         if not message.get("more_body", False):
             return b"".join(chunks)
 
 
-async def _discard(receive: Receive) -> None:
+async def discard_body(receive: Receive) -> None:
     """Read on and drop the data, within bounds: a client that is still sending would lose the response to a reset."""
     size = 0
     try:
@@ -136,12 +136,26 @@ async def while_connected(scope: Scope, work: Coroutine[Any, Any, _Result]) -> _
         connection.set_disconnect_callback(None)
 
 
-def error_json(error: RequestError) -> bytes:
-    """Return an error in OpenAI's form."""
+async def finish_all(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Return the results of coroutines that run together. The first error ends the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except* Exception as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+    return [task.result() for task in tasks]
+
+
+def error_json(error: RequestError, *, has_detail: bool = False) -> bytes:
+    """Return an error in OpenAI's form. has_detail: with the field of dwani.ai's form beside it."""
     error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     message, param = error.message[:_MAX_MESSAGE_CHARS], shorten(error.param)
     error_fields = {"message": message, "type": error_type, "param": param, "code": error.code}
-    return msgspec.json.encode({"error": error_fields})
+    detail = {"detail": message} if has_detail else {}
+    return msgspec.json.encode({**detail, "error": error_fields})
 
 
 async def send_json(send: Send, body: bytes, *, status: int = 200, headers: Headers | None = None) -> None:
@@ -162,7 +176,9 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: RequestError, *, headers: Headers | None = None) -> None:
+async def send_error(
+    send: Send, error: RequestError, *, headers: Headers | None = None, has_detail: bool = False
+) -> None:
     """Respond with `error`. 429 and 503 say when to retry; after a 413 the rest of the body is not read."""
     extra: Headers = list(headers or ())
     if error.status in (429, 503):
@@ -171,4 +187,4 @@ async def send_error(send: Send, error: RequestError, *, headers: Headers | None
         extra.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:
         extra.append((b"connection", b"close"))
-    await send_json(send, error_json(error), status=error.status, headers=extra)
+    await send_json(send, error_json(error, has_detail=has_detail), status=error.status, headers=extra)

@@ -174,6 +174,44 @@ class TranslateRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
+class IndicChatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/indic_chat: a prompt in one language, to be answered in another."""
+
+    prompt: str
+    src_lang: str
+    tgt_lang: str
+    model: str | None = None
+
+
+class DirectChatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/chat_direct."""
+
+    prompt: str
+    model: str | None = None
+    system_prompt: str = ""
+
+
+class TalkRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/chat."""
+
+    text: str
+    mode: Literal["llm", "agent"] = "llm"
+    agent_name: str | None = None
+
+
+class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/audio/speech_batch. voice: one for all texts, or one for each."""
+
+    input: list[str]
+    voice: str | list[str] | None = None
+    model: str | None = None
+    language: str | None = None
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = None
+    speed: float | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    num_steps: int | None = None
+
+
 class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields of POST /v1/audio/speech. The last three are dwani.ai's names of input, voice and reference_text."""
 
@@ -203,6 +241,10 @@ _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
         TokenizeRequest,
         DetokenizeRequest,
         TranslateRequest,
+        IndicChatRequest,
+        DirectChatRequest,
+        TalkRequest,
+        SpeechBatchRequest,
         SynthesisFields,
     )
 }
@@ -249,6 +291,7 @@ def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
 _ENUMERATIONS = {
     "response_format": ("mp3", "opus", "aac", "flac", "wav", "pcm"),
     "stream_format": ("audio", "sse"),
+    "mode": ("llm", "agent"),
 }
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")

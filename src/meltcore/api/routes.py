@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meltcore import __version__
 from meltcore.api.backend import ModelTable
+from meltcore.api.batches import SpeechBatchEndpoint, TranscribeBatchEndpoint
 from meltcore.api.completions import CompletionsEndpoint
+from meltcore.api.dwani_chat import DwaniChatEndpoint
+from meltcore.api.exchange import Endpoint
 from meltcore.api.forward import FOREIGN_PATHS, ForwardingEndpoint
 from meltcore.api.http import (
     ClientDisconnectedError,
@@ -38,16 +41,25 @@ from meltcore.api.protocol import (
     TokenizeRequest,
     decode_request,
 )
-from meltcore.api.synthesis import PATHS as SYNTHESIS_PATHS
 from meltcore.api.synthesis import SynthesisEndpoint
-from meltcore.api.transcriptions import DWANI_PATHS, TranscriptionsEndpoint
-from meltcore.api.translate import TranslateHandler
+from meltcore.api.transcriptions import TranscriptionsEndpoint
+from meltcore.api.translate import TranslateEndpoint
+from meltcore.api.vision import VisionEndpoint
 from meltcore.config import ServerConfig
 from meltcore.errors import EngineDeadError, RequestError
 
 JSON = b"application/json"
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Scope, Receive], Awaitable[Any]]
+_TASK_ENDPOINTS: tuple[type[Endpoint], ...] = (
+    TranscriptionsEndpoint,
+    TranscribeBatchEndpoint,
+    SynthesisEndpoint,
+    SpeechBatchEndpoint,
+    TranslateEndpoint,
+    DwaniChatEndpoint,
+    VisionEndpoint,
+)
 
 
 def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: Log) -> ASGIApp:
@@ -60,12 +72,9 @@ def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: L
         "/v1/chat/completions": forwarding(CompletionsEndpoint(models, config, log, ChatRequest)),
         "/v1/completions": forwarding(CompletionsEndpoint(models, config, log, CompletionRequest)),
     }
-    transcriptions = TranscriptionsEndpoint(models, config, log)
-    synthesis = SynthesisEndpoint(models, config, log)
-    translate = TranslateHandler(models, config, log)
-    app = _build_starlette(
-        _Handlers(models, config, metrics), config, completions, transcriptions, synthesis, translate, forwarding(None)
-    )
+    tasks = {path: each for each in (kind(models, config, log) for kind in _TASK_ENDPOINTS) for path in each.paths}
+    others = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
+    app = _build_starlette(_Handlers(models, config, metrics), config, {**others, **completions, **tasks})
     # Requests of web pages need Starlette's headers; for all others its layers would be a fifth of the cost per token.
     return app if config.allowed_origins else _Shortcut(app, completions)
 
@@ -85,19 +94,11 @@ class _Shortcut:
 def _build_starlette(
     handlers: _Handlers,
     config: ServerConfig,
-    completions: dict[str, ForwardingEndpoint],
-    transcriptions: TranscriptionsEndpoint,
-    synthesis: SynthesisEndpoint,
-    translate: TranslateHandler,
-    others: ForwardingEndpoint,
+    endpoints: Mapping[str, ForwardingEndpoint | Endpoint],
 ) -> Starlette:
     key = config.api_key
     routes = [
-        *(Route(path, others, methods=["POST"]) for path in FOREIGN_PATHS),
-        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in completions.items()),
-        *(Route(path, transcriptions, methods=["POST"]) for path in ("/v1/audio/transcriptions", *DWANI_PATHS)),
-        *(Route(path, synthesis, methods=["POST"]) for path in SYNTHESIS_PATHS),
-        *(Route(path, _Endpoint(translate, key), methods=["POST"]) for path in ("/v1/translate", "/translate")),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/v1/models", _Endpoint(handlers.models, key), methods=["GET"]),
         Route("/v1/models/{name:path}", _Endpoint(handlers.model, key), methods=["GET"]),
         Route("/tokenize", _Endpoint(handlers.tokenize, key), methods=["POST"]),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import msgspec
 
 from meltcore.api.forms import is_multipart, read_multipart
 from meltcore.api.log import shorten
+from meltcore.api.task_backends import ResponseFormat, SpeechRequest
 from meltcore.errors import RequestError
-from meltcore.text.transcripts import SpokenWord, Transcription
+from meltcore.text.transcripts import Transcription
 
-ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 _DECODERS = ("rnnt", "ctc")
 _GRANULARITIES = ("word", "segment")
 # Fields that are accepted with these values only: what they ask for otherwise is not supported.
@@ -31,43 +31,12 @@ _CONTENT_TYPES: dict[str, bytes] = {
 }
 
 
-class SpeechRequest(NamedTuple):
-    """The fields of a transcription request. language: as the client named it."""
-
-    data: bytes
-    model: str | None
-    language: str | None
-    response_format: ResponseFormat
-    granularities: frozenset[str]
-    decoder: str
-    is_streamed: bool
-    user: str | None
-
-
-@runtime_checkable
-class SpeechBackend(Protocol):
-    """A backend whose model recognizes speech."""
-
-    def check_ready(self) -> None:
-        """Raise RequestError (503) while no request can be served."""
-
-    async def transcribe(
-        self, request: SpeechRequest, request_id: str, on_words: Callable[[list[SpokenWord]], None] = ...
-    ) -> Transcription:
-        """Return the words of a file. on_words: receives those of each clip, in order, as they are known.
-
-        Raises RequestError. Cancelling it ends the work.
-        """
-
-
 async def read_form(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SpeechRequest:
     """Parse the body of a request. query: fields in its URL. Raises RequestError (400) that names a field."""
     if content_type is None or not is_multipart(content_type):
         raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
     parts = await read_multipart(body, content_type)
     texts = dict(query)
-    if unknown := texts.keys() - _FIELDS:
-        raise RequestError(f"unknown field {shorten(min(unknown))!r}", param=shorten(min(unknown)))
     data, granularities = None, set()
     for name, value in parts:
         if name not in _FIELDS:
@@ -82,10 +51,13 @@ async def read_form(body: bytes, content_type: str | None, query: Mapping[str, s
             texts[name] = value
     if data is None:
         raise RequestError("the field file is missing: it must hold the audio, with a file name", param="file")
-    return _request_of(texts, data, frozenset(granularities))
+    return speech_request(texts, data, frozenset(granularities))
 
 
-def _request_of(texts: Mapping[str, str], data: bytes, granularities: frozenset[str]) -> SpeechRequest:
+def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozenset[str] = frozenset()) -> SpeechRequest:
+    """Return the request of a file with the fields in `texts`. Raises RequestError (400) that names a field."""
+    if unknown := texts.keys() - _FIELDS:
+        raise RequestError(f"unknown field {shorten(min(unknown))!r}", param=shorten(min(unknown)))
     for name, accepted in _NEUTRAL.items():
         if name in texts and texts[name] not in accepted:
             raise RequestError(f"{name} is not supported; leave it out or set {accepted[0]!r}", param=name)

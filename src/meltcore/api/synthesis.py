@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
-from urllib.parse import parse_qsl
+from collections.abc import Mapping
+from typing import Any
 
-from meltcore.api.audio_endpoint import AudioEndpoint, Exchange
+from meltcore.api.exchange import Endpoint, Exchange
 from meltcore.api.forms import is_multipart, read_multipart
 from meltcore.api.http import while_connected
 from meltcore.api.log import shorten
 from meltcore.api.protocol import SynthesisFields, convert_fields, decode_request
+from meltcore.api.task_backends import SpokenPart, SynthesisBackend, SynthesisRequest
 from meltcore.errors import RequestError
-from meltcore.text.transcripts import model_language
 
-AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 PATHS = ("/v1/audio/speech", "/audio/speech")
-_CONTENT_TYPES: dict[str, bytes] = {
+CONTENT_TYPES: dict[str, bytes] = {
     "mp3": b"audio/mpeg",
     "opus": b"audio/ogg",
     "aac": b"audio/aac",
@@ -25,69 +23,25 @@ _CONTENT_TYPES: dict[str, bytes] = {
     "wav": b"audio/wav",
     "pcm": b"audio/pcm",
 }
-# Of IndicF5, whose texts show their language by their letters: dwani.ai's clients name it all the same.
-_LANGUAGES = ("as", "bn", "gu", "hi", "kn", "ml", "mr", "or", "pa", "ta", "te")
 _REFERENCE_FILES = ("reference", "ref_audio")
 
 
-class SynthesisRequest(NamedTuple):
-    """The fields of a request for speech. None: the model's default.
-
-    reference: the file of a voice in which reference_text is spoken, instead of a voice of the model's. is_whole: the
-    answer is one file with its length. is_events: it is OpenAI's events.
-    """
-
-    text: str
-    voice: str | None
-    reference: bytes | None
-    reference_text: str
-    response_format: AudioFormat
-    speed: float
-    seed: int
-    num_steps: int | None
-    is_whole: bool
-    is_events: bool
-    model: str | None
-    user: str | None
-
-
-class SpokenPart(NamedTuple):
-    """The next bytes of the file."""
-
-    data: bytes
-    is_last: bool
-
-
-@runtime_checkable
-class SynthesisBackend(Protocol):
-    """A backend whose model synthesizes speech."""
-
-    def check_ready(self) -> None:
-        """Raise RequestError (503) while no request can be served."""
-
-    async def synthesize(
-        self, request: SynthesisRequest, request_id: str, on_part: Callable[[SpokenPart], Awaitable[None]]
-    ) -> float:
-        """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
-
-        Raises RequestError. Cancelling it ends the work.
-        """
-
-
-class SynthesisEndpoint(AudioEndpoint):
+class SynthesisEndpoint(Endpoint):
     """Reads a request, and sends the speech of its text part by part."""
+
+    paths = dwani_paths = PATHS  # a query without a body is dwani.ai's form of the first
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
         body, content_type = await exchange.body(self.upload_limit_bytes)
-        request = await read_request(body, content_type, exchange.scope["query_string"])
+        request = await read_request(body, content_type, exchange.query)
         exchange.fields |= {"model": request.model, "user": request.user}
-        backend: SynthesisBackend = self.find(request.model, SynthesisBackend, "synthesize speech")
+        backend = self.choices.synthesizer(request.language, request.model)
         await while_connected(exchange.scope, _answer(exchange, backend, request))
 
 
 async def _answer(exchange: Exchange, backend: SynthesisBackend, request: SynthesisRequest) -> None:
-    content_type = _CONTENT_TYPES[request.response_format]
+    content_type = CONTENT_TYPES[request.response_format]
     if request.is_whole:
         disposition = f'attachment; filename="speech.{request.response_format}"'
         exchange.headers += [(b"content-disposition", disposition.encode()), (b"cache-control", b"no-cache")]
@@ -109,7 +63,7 @@ async def _answer(exchange: Exchange, backend: SynthesisBackend, request: Synthe
         await exchange.end()
 
 
-async def read_request(body: bytes, content_type: str | None, query: bytes) -> SynthesisRequest:
+async def read_request(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SynthesisRequest:
     """Parse a request: JSON, a form with a reference, or without a body dwani.ai's query. Raises RequestError (400)."""
     reference = None
     if is_multipart(content_type):
@@ -126,7 +80,7 @@ async def read_request(body: bytes, content_type: str | None, query: bytes) -> S
     elif body:
         request = decode_request(body, SynthesisFields)
     else:
-        request = convert_fields(dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)), SynthesisFields)
+        request = convert_fields(dict(query), SynthesisFields)
     return _request_of(request, reference, is_query=not body)
 
 
@@ -141,8 +95,6 @@ def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: b
         raise RequestError("input is empty: it must hold the text to speak", param="input")
     if fields.instructions:
         raise RequestError("instructions is not supported; leave it out", param="instructions")
-    if fields.language is not None:
-        model_language(fields.language, _LANGUAGES)
     voice = fields.ref_audio_name if fields.voice is None else fields.voice
     if isinstance(voice, dict):
         voice = str(voice.get("id"))
@@ -162,6 +114,7 @@ def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: b
         num_steps=fields.num_steps,
         is_whole=is_query or is_worker_form,
         is_events=fields.stream_format == "sse",
+        language=fields.language,
         model=fields.model,
         user=fields.user,
     )

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from urllib.parse import parse_qsl
 
-from meltcore.api.audio_endpoint import AudioEndpoint, Exchange
+from meltcore.api.exchange import Endpoint, Exchange
 from meltcore.api.http import while_connected
-from meltcore.api.speech import SpeechBackend, SpeechRequest, read_form, render
+from meltcore.api.speech import read_form, render
+from meltcore.api.task_backends import SpeechBackend, SpeechRequest
 from meltcore.text.transcripts import SpokenWord, Transcription, text_of
 
 # dwani.ai's clients write the path with a slash at its end, and its own servers one without /v1.
 DWANI_PATHS = ("/v1/transcribe", "/v1/transcribe/", "/transcribe", "/transcribe/")
 
 
-class TranscriptionsEndpoint(AudioEndpoint):
+class TranscriptionsEndpoint(Endpoint):
     """Reads a form, transcribes its file, and answers in the format that it asks for."""
+
+    paths, dwani_paths = ("/v1/audio/transcriptions", *DWANI_PATHS), DWANI_PATHS
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
         body, content_type = await exchange.body(self.upload_limit_bytes)
         is_dwani = exchange.scope["path"] in DWANI_PATHS
-        query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"))) if is_dwani else {}
-        request = await read_form(body, content_type, query)
+        request = await read_form(body, content_type, exchange.query if is_dwani else {})
         exchange.fields |= {"model": request.model, "user": request.user}
-        backend: SpeechBackend = self.find(request.model, SpeechBackend, "transcribe speech")
+        backend, request = self.choices.recognizer(request)
         await while_connected(exchange.scope, self._answer(exchange, backend, request))
 
     async def _answer(self, exchange: Exchange, backend: SpeechBackend, request: SpeechRequest) -> None:

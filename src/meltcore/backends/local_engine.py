@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meltcore.api.admission import Admission
@@ -17,7 +16,7 @@ from meltcore.api.protocol import (
 )
 from meltcore.api.sampling import is_echo_only, sampling_params
 from meltcore.api.stats import ModelStats, ServerStats
-from meltcore.api.translate import TranslatedTexts
+from meltcore.api.task_backends import TranslatedTexts
 from meltcore.backends.engine_backend import ENGINE_DEAD, EngineBackend
 from meltcore.backends.open_requests import OpenRequests, RequestTimeLimit, client_disconnected
 from meltcore.backends.text_model import TextModel
@@ -101,14 +100,16 @@ class LocalEngine(EngineBackend):
         """Whether the model is loaded and translates; else it generates text."""
         return self._translations is not None
 
-    async def translate(
-        self, request: TranslateRequest, request_id: str, arrived_s: float, on_job: Callable[[Callable[[], None]], None]
-    ) -> TranslatedTexts:
-        """Return the translation of each text. on_job: receives a function that ends the request in the engines.
+    def has_pair(self, request: TranslateRequest) -> bool:
+        """Return whether the model is loaded and translates between the request's languages."""
+        return self._translations is not None and self._translations.has_pair(request)
+
+    async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
+        """Return the translation of each text. Cancelling it ends the work.
 
         Raises RequestError (400, 429, 500, 503).
         """
-        return await self._when_ready(self._translations).translate(request, request_id, arrived_s, on_job)
+        return await self._when_ready(self._translations).translate(request, request_id, arrived_s)
 
     async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
         """Tokenize, check and admit a request.

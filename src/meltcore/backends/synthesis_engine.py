@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from meltcore.api.stats import ModelStats, ServerStats
-from meltcore.api.synthesis import SpokenPart, SynthesisRequest
+from meltcore.api.task_backends import SpokenPart, SynthesisRequest
 from meltcore.audio.encode import missing_package
 from meltcore.audio.encoders import AudioEncoders
 from meltcore.audio.messages import DecodedClip
@@ -27,6 +27,8 @@ from meltcore.text.synthesis.voices import find_voice
 # Of float32 samples that wait in this process for slow clients: 3 hours at 24 kHz. A request that goes beyond it ends.
 _MAX_WAITING_BYTES = 2**30
 _SAMPLE_BYTES = 4
+# Of IndicF5. Its texts show their language by their letters; clients of dwani.ai name it all the same.
+_LANGUAGES = ("as", "bn", "gu", "hi", "kn", "ml", "mr", "or", "pa", "ta", "te")
 _INT16_RANGE = 32_768
 _ENDED = {
     "abort": ("the engine ended the request", 500, None),
@@ -68,6 +70,11 @@ class SynthesisEngine(AudioBackend):
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
         self._when_ready(self._ready)
+
+    @property
+    def languages(self) -> Sequence[str]:
+        """The languages that it speaks, by code; none before it is loaded."""
+        return _LANGUAGES if self._ready is not None else ()
 
     async def close_workers(self) -> None:
         """End the processes of this backend."""
@@ -196,6 +203,7 @@ class SynthesisEngine(AudioBackend):
             "created": self._created,
             "owned_by": "meltcore",
             "task": ready.task,
+            "languages": self.languages,
             "voices": ready.voices,
             "sample_rate": ready.sample_rate,
             "max_text": ready.max_text,

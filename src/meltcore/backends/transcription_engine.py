@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, NamedTuple
 
-from meltcore.api.speech import SpeechRequest
 from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.api.task_backends import SpeechRequest
 from meltcore.audio.messages import Decoded
 from meltcore.backends.audio_backend import AudioBackend
 from meltcore.config import ModelConfig
@@ -43,7 +44,7 @@ class TranscriptionEngine(AudioBackend):
         self._ready: TranscriptionReady | None = None
         self._created = 0
         self._clips: dict[str, _OpenClip] = {}
-        self._num_clips = 0
+        self._numbers = itertools.count()
 
     def open(self, engine: TranscriptionReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
@@ -52,6 +53,11 @@ class TranscriptionEngine(AudioBackend):
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
         self._when_ready(self._ready)
+
+    @property
+    def languages(self) -> Sequence[str]:
+        """The languages that it recognizes, by code; none before it is loaded."""
+        return self._ready.languages if self._ready is not None else ()
 
     def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted where the request ends
         """End every open request, or every one of `replica`, with an error."""
@@ -85,7 +91,7 @@ class TranscriptionEngine(AudioBackend):
         ready = self._when_ready(self._ready)
         language = model_language(request.language, ready.languages)
         async with self.admitted(len(request.data)) as replica:
-            prefix = f"{request_id}-{self._num_clips}"
+            prefix = f"{request_id}-{next(self._numbers)}"  # files of a batch share their request's id
             return await self._transcribe(request, prefix, language, ready, replica, on_words)
 
     async def _transcribe(
@@ -140,7 +146,6 @@ class TranscriptionEngine(AudioBackend):
         ready: TranscriptionReady,
         replica: int,
     ) -> tuple[str, asyncio.Future[Transcript]]:
-        self._num_clips += 1
         done: asyncio.Future[Transcript] = asyncio.get_running_loop().create_future()
         self._clips[clip_id] = _OpenClip(replica, done)
         # Silence fills up the last clip of a file, which may be too short for the model.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from meltcore.api.admission import Admission
 from meltcore.api.protocol import TranslateRequest
 from meltcore.api.stats import ModelStats
-from meltcore.api.translate import TranslatedTexts
+from meltcore.api.task_backends import TranslatedTexts
 from meltcore.config import ModelConfig
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import Checkpoint
@@ -19,8 +19,9 @@ from meltcore.models.config_fields import Fields
 from meltcore.protocol.engines import ToEngine, shared_stats
 from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
+from meltcore.text.languages import Language
 from meltcore.text.translation.document import Document, Sentence, finish, prepare
-from meltcore.text.translation.languages import Language, direction_of, find_language, needed_direction
+from meltcore.text.translation.languages import direction_of, find_language, needed_direction
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer, TranslationTokenizer
 
 _ENDED = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (500, None)}
@@ -91,13 +92,18 @@ class Translations:
         self._open: dict[str, _OpenSentence] = {}
         self._counter = itertools.count()
 
-    async def translate(
-        self, request: TranslateRequest, request_id: str, arrived_s: float, on_job: Callable[[Callable[[], None]], None]
-    ) -> TranslatedTexts:
-        """Return the translation of each text.
+    def has_pair(self, request: TranslateRequest) -> bool:
+        """Return whether the checkpoint translates between the request's languages."""
+        try:
+            self._languages(request)
+        except RequestError:
+            return False
+        return True
 
-        on_job: receives a function that ends the request in the engines, once it is there. Raises RequestError (400,
-        429, 500, 503).
+    async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
+        """Return the translation of each text. Cancelling it ends the work in the engines.
+
+        Raises RequestError (400, 429, 500, 503).
         """
         source, target = self._languages(request)
         tokenizer, limit, normalizer = self.text.tokenizer, self.engine.max_source, self._normalizer
@@ -108,7 +114,6 @@ class Translations:
         if not sentences:
             return TranslatedTexts([finish(document, [], tokenizer, target) for document in documents])
         job = self._admit(sentences, request_id, arrived_s)
-        on_job(lambda: self._end(job, RequestError("the client closed the connection", status=499), "aborted"))
         try:
             await job.done
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meltcore.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.config import EngineConfig, ModelConfig, RoutesConfig, ServerConfig, TranslationRule
 from meltcore.errors import ConfigError
 from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
 
@@ -30,7 +30,22 @@ def server_config(spec: FleetSpec) -> ServerConfig:
         drain_timeout_s=timeouts.drain_s,
         allowed_origins=server.allowed_origins,
         log_format=server.log_format,
+        routes=routes_config(spec),
         **optional,
+    )
+
+
+def routes_config(spec: FleetSpec) -> RoutesConfig:
+    """Return the choice of models for requests that name a language and no model."""
+    languages, routes = spec.languages, spec.routes
+    return RoutesConfig(
+        translation=tuple(TranslationRule(rule.source, rule.target, rule.model) for rule in languages.translation),
+        recognition=languages.recognition,
+        synthesis=languages.synthesis,
+        substitute=languages.substitute,
+        translate_backend=routes.translate.backend,
+        translate_model=routes.translate.model,
+        chat_model=routes.chat.model,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from meltcore.errors import RequestError
 from meltcore.protocol.transcription import Word
+from meltcore.text.languages import code_among
 
 SubtitleFormat = Literal["srt", "vtt"]
 # A segment ends where a pause is this long, or the segment itself, as subtitles are read.
@@ -69,18 +70,10 @@ def model_language(name: str | None, languages: Sequence[str]) -> str:
     known = ", ".join(languages)
     if name is None:
         raise RequestError(f"language is required: the model does not detect it; it has {known}", param="language")
-    folded = name.strip().casefold()
-    for code in languages:
-        if code.casefold() == folded:
-            return code
-    from meltcore.text.translation.languages import LANGUAGES  # here: servers of text may lack its packages
-
-    for language in LANGUAGES:
-        if folded in (known_name.casefold() for known_name in (language.code, *language.names)):
-            for code in languages:
-                if code in language.names:
-                    return code
-    raise RequestError(f"language {name[:60]!r} is not one of the model's: {known}", param="language")
+    code = code_among(name, languages)
+    if code is None:
+        raise RequestError(f"language {name[:60]!r} is not one of the model's: {known}", param="language")
+    return code
 
 
 def text_of(words: Iterable[SpokenWord]) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import regex
 
 from meltcore.errors import RequestError
+from meltcore.text.languages import Language
 from meltcore.text.translation.indic_scripts import (
     Normalizer,
     join_words,
@@ -22,7 +23,6 @@ from meltcore.text.translation.indic_scripts import (
     transliterate,
     transliterate_to_devanagari,
 )
-from meltcore.text.translation.languages import Language
 
 # More characters than 256 pieces of at most 16 characters have, which is the longest source of the published models
 MAX_SENTENCE_CHARS = 4096

@@ -1,57 +1,15 @@
-"""The languages of IndicTrans2 under all their names: FLORES codes, English names and ISO 639 codes."""
+"""Finds the languages of IndicTrans2 by name, their checkpoints' directions, and texts in a wrong script."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import regex
 
 from meltcore.errors import RequestError
+from meltcore.text.languages import LANGUAGES, Language
 
-
-class Language(NamedTuple):
-    """A language in one script. `code` is its FLORES code, which is its tag in the model's input too.
-
-    text_code: the code by which the text steps treat it, which may be another language's (ODDITIES). script: Unicode's
-    name of its script. names: English names without the script, ISO 639 codes.
-    """
-
-    code: str
-    text_code: str
-    script: str
-    names: tuple[str, ...]
-
-
-# The 22 scheduled languages of India, three of them in two scripts, and English: those of the model card.
-LANGUAGES: tuple[Language, ...] = (
-    Language("asm_Beng", "as", "Bengali", ("Assamese", "as", "asm")),
-    Language("ben_Beng", "bn", "Bengali", ("Bengali", "Bangla", "bn", "ben")),
-    Language("brx_Deva", "hi", "Devanagari", ("Bodo", "brx")),
-    Language("doi_Deva", "hi", "Devanagari", ("Dogri", "doi", "dgo")),
-    Language("eng_Latn", "en", "Latin", ("English", "en", "eng")),
-    Language("gom_Deva", "kK", "Devanagari", ("Konkani", "kok", "gom", "knn")),
-    Language("guj_Gujr", "gu", "Gujarati", ("Gujarati", "gu", "guj")),
-    Language("hin_Deva", "hi", "Devanagari", ("Hindi", "hi", "hin")),
-    Language("kan_Knda", "kn", "Kannada", ("Kannada", "kn", "kan")),
-    Language("kas_Arab", "ur", "Arabic", ("Kashmiri", "ks", "kas")),
-    Language("kas_Deva", "hi", "Devanagari", ("Kashmiri", "ks", "kas")),
-    Language("mai_Deva", "hi", "Devanagari", ("Maithili", "mai")),
-    Language("mal_Mlym", "ml", "Malayalam", ("Malayalam", "ml", "mal")),
-    Language("mar_Deva", "mr", "Devanagari", ("Marathi", "mr", "mar")),
-    Language("mni_Beng", "bn", "Bengali", ("Manipuri", "Meitei", "mni")),
-    Language("mni_Mtei", "hi", "Meetei_Mayek", ("Manipuri", "Meitei", "mni")),
-    Language("npi_Deva", "ne", "Devanagari", ("Nepali", "ne", "nep", "npi")),
-    Language("ory_Orya", "or", "Oriya", ("Odia", "Oriya", "or", "ori", "ory")),
-    Language("pan_Guru", "pa", "Gurmukhi", ("Punjabi", "Panjabi", "pa", "pan")),
-    Language("san_Deva", "hi", "Devanagari", ("Sanskrit", "sa", "san")),
-    Language("sat_Olck", "or", "Ol_Chiki", ("Santali", "sat")),
-    Language("snd_Arab", "ur", "Arabic", ("Sindhi", "sd", "snd")),
-    Language("snd_Deva", "hi", "Devanagari", ("Sindhi", "sd", "snd")),
-    Language("tam_Taml", "ta", "Tamil", ("Tamil", "ta", "tam")),
-    Language("tel_Telu", "te", "Telugu", ("Telugu", "te", "tel")),
-    Language("urd_Arab", "ur", "Arabic", ("Urdu", "ur", "urd")),
-)
 # Every tag of the published vocabularies. Those without a language above are outside the model card.
 TAGS = frozenset(language.code for language in LANGUAGES) | {
     "awa_Deva", "bho_Deva", "gon_Deva", "hne_Deva", "kha_Latn", "lus_Latn", "mag_Deva", "unr_Deva",

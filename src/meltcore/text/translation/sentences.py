@@ -6,8 +6,8 @@ from functools import cache
 
 import regex
 
+from meltcore.text.languages import Language
 from meltcore.text.translation.indic_scripts import transliterate
-from meltcore.text.translation.languages import Language
 
 _CLOSING = r"[\"'”’»)\]}]*"
 # Danda, double danda, and the full stops and question marks of Arabic letters, Ol Chiki and Meetei Mayek always end a

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import read_json
 from meltcore.models.fairseq_config import DICTIONARY_FOLDER, TOKENIZER_FOLDER, read_dictionary
-from meltcore.text.translation.languages import TAGS, Language
+from meltcore.text.languages import Language
+from meltcore.text.translation.languages import TAGS
 
 BOS_ID, PAD_ID, EOS_ID, UNK_ID = range(4)
 FILES = ("model.SRC", "model.TGT", "dict.SRC.json", "dict.TGT.json")

@@ -1,10 +1,12 @@
-"""What the routes of audio share: reading a request, streaming an answer, the end of either, and the log."""
+"""What most routes share: reading a request, streaming an answer, the end of either, and the log."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -22,6 +24,7 @@ from meltcore.api.http import (
     send_error,
 )
 from meltcore.api.log import Log
+from meltcore.api.model_choice import ModelChoice
 from meltcore.config import ServerConfig
 from meltcore.errors import RequestError
 
@@ -33,18 +36,25 @@ EVENTS = b"text/event-stream; charset=utf-8"
 class Exchange:
     """One request and its answer. `fields` are for the log: no text, no audio."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, has_detail: bool = False) -> None:
+        """Begin an exchange. has_detail: errors have dwani.ai's form beside OpenAI's."""
         self.scope = scope
+        self._has_detail = has_detail
         self.identity = request_id(scope)
-        self.fields: dict[str, Any] = {"model": None, "user": None, "audio_s": None}
+        self.fields: dict[str, Any] = {"model": None, "user": None}
         self.content_type: bytes | None = None  # of an answer that has begun
-        self._receive = receive
+        self.receive = receive
         self._send = send
         self.headers: Headers = [(b"x-request-id", self.identity.encode())]
 
+    @property
+    def query(self) -> dict[str, str]:
+        """The fields of the URL."""
+        return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
     async def body(self, limit_bytes: int) -> tuple[bytes, str | None]:
         """Return the body and its content type. Raises RequestError (413), ClientDisconnectedError."""
-        body = await read_body(self.scope, self._receive, limit_bytes)
+        body = await read_body(self.scope, self.receive, limit_bytes)
         content_type = header(self.scope, b"content-type")
         return body, None if content_type is None else content_type.decode("latin-1")
 
@@ -72,7 +82,7 @@ class Exchange:
     async def fail(self, error: RequestError) -> None:
         """Report an error: as the answer, as an event, or by breaking off an answer that has begun."""
         if self.content_type is None:
-            await send_error(self._send, error, headers=self.headers)
+            await send_error(self._send, error, headers=self.headers, has_detail=self._has_detail)
         elif self.content_type is EVENTS:
             await self.stream(b"data: " + error_json(error) + b"\n\n", EVENTS)
             await self.end()
@@ -80,11 +90,18 @@ class Exchange:
             self.scope["meltcore.connection"].transport.abort()
 
 
-class AudioEndpoint(ABC):
-    """A route as a raw ASGI application: a client that disconnects ends its work."""
+class Endpoint(ABC):
+    """A route as a raw ASGI application: a client that disconnects ends its work.
+
+    paths: where it answers. dwani_paths: those where errors have dwani.ai's form beside OpenAI's.
+    """
+
+    paths: Collection[str]
+    dwani_paths: Collection[str]
 
     def __init__(self, models: ModelTable, config: ServerConfig, log: Log) -> None:
         self._models = models
+        self.choices = ModelChoice(models, config.routes)
         self._config = config
         self._log = log
 
@@ -99,7 +116,8 @@ class AudioEndpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        arrived_s, exchange = time.monotonic(), Exchange(scope, receive, send)
+        has_detail = scope["path"] in self.dwani_paths
+        arrived_s, exchange = time.monotonic(), Exchange(scope, receive, send, has_detail=has_detail)
         error_code, status = None, 200
         try:
             check_api_key(scope, self._config.api_key)
@@ -124,13 +142,3 @@ class AudioEndpoint(ABC):
                 error=error_code,
                 total_s=round(time.monotonic() - arrived_s, 6),
             )
-
-    def find(self, name: str | None, kind: type[Any], task: str) -> Any:
-        """Return the named backend of a kind, or the first where a client names none. Raises RequestError."""
-        candidates = self._models.backends if name is None else [self._models.find(name)]
-        for backend in candidates:
-            if isinstance(backend, kind):
-                backend.check_ready()
-                return backend
-        names = " and ".join(backend.names[0] for backend in candidates)
-        raise RequestError(f"{names} cannot {task}", param="model")

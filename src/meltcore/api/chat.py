@@ -1,0 +1,47 @@
+"""Chats that the server itself has with one of its language models, for routes whose form is not OpenAI's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meltcore.api.backend import Backend
+from meltcore.api.generation import Generation
+from meltcore.api.protocol import ChatMessage, ChatRequest
+
+# An answer that has this many is ended, since these routes have no field for it.
+MAX_ANSWER_TOKENS = 2048
+
+
+class ChatAnswer(NamedTuple):
+    """A whole answer without its reasoning, and the tokens read and written."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, stop: Sequence[str] = ()) -> ChatAnswer:
+    """Return a model's answer to a prompt. system: instructions before it, "" for none. Cancelling it ends the work.
+
+    Raises RequestError (400, 429, 500, 503, 504).
+    """
+    messages = [ChatMessage("system", system)] if system else []
+    messages.append(ChatMessage("user", prompt))
+    generation = Generation(request_id, arrived_s=time.monotonic(), streaming=True)
+    request = ChatRequest(model=backend.names[0], messages=messages, stop=list(stop) or None)
+    await backend.submit(request, generation)
+    parts: list[str] = []
+    try:
+        (choice,) = generation.choices
+        while generation.open_choices and choice.output_tokens < MAX_ANSWER_TOKENS:
+            await generation.wait_for_change()
+            if generation.error is not None:
+                raise generation.error
+            parts.append(choice.take_text())
+            choice.take_reasoning()
+        return ChatAnswer("".join(parts).strip(), generation.prompt_tokens, generation.output_tokens)
+    finally:
+        backend.release(generation)
+        generation.choices.clear()  # they refer to it: a cycle would keep the answer until the next collection

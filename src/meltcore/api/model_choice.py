@@ -1,0 +1,130 @@
+"""Chooses the model of a request by its task and its language."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, TypeGuard, TypeVar
+
+import msgspec
+
+from meltcore.api.backend import Backend, ModelTable
+from meltcore.api.llm_translation import LLMTranslator
+from meltcore.api.protocol import TranslateRequest
+from meltcore.api.task_backends import SpeechBackend, SpeechRequest, SynthesisBackend, TranslationBackend
+from meltcore.config import RoutesConfig
+from meltcore.errors import RequestError
+from meltcore.text.languages import code_among
+
+_Backend = TypeVar("_Backend", SpeechBackend, SynthesisBackend)
+_Language = TypeVar("_Language", str, str | None)
+ANY_LANGUAGE = "*"
+
+
+class ModelChoice:
+    """Finds the model that a request names, else the configured one of its language, else the first that has it."""
+
+    def __init__(self, models: ModelTable, config: RoutesConfig) -> None:
+        self._models = models
+        self.config = config
+
+    def recognizer(self, request: SpeechRequest) -> tuple[SpeechBackend, SpeechRequest]:
+        """Return a model that recognizes speech, and the request in the language that it gets.
+
+        Raises RequestError (400, 404, 503).
+        """
+        request = request._replace(language=self._substitute(request.language))
+        candidates = self._candidates(request.model or _configured(self.config.recognition, request.language))
+        found = [backend for backend in candidates if isinstance(backend, SpeechBackend)]
+        return _of_language(found, request.language) or _refuse(candidates, "transcribe speech"), request
+
+    def synthesizer(self, language: str | None, model: str | None = None) -> SynthesisBackend:
+        """Return a model that synthesizes speech. Raises RequestError (400, 404, 503)."""
+        language = self._substitute(language)
+        candidates = self._candidates(model or _configured(self.config.synthesis, language))
+        found = [backend for backend in candidates if isinstance(backend, SynthesisBackend)]
+        backend = _of_language(found, language) or _refuse(candidates, "synthesize speech")
+        if language is not None and code_among(language, backend.languages) is None:
+            known = ", ".join(backend.languages)
+            raise RequestError(f"language {language[:60]!r} is not one of the model's: {known}", param="language")
+        return backend
+
+    def translator(self, request: TranslateRequest) -> tuple[TranslationBackend, TranslateRequest]:
+        """Return a model that translates, and the request in the languages that it gets.
+
+        Raises RequestError (400, 404, 503).
+        """
+        source, target = self._substitute(request.src_lang), self._substitute(request.tgt_lang)
+        request = msgspec.structs.replace(request, src_lang=source, tgt_lang=target)
+        return self._translator(request), request
+
+    def chat_model(self, model: str | None = None) -> Backend:
+        """Return a language model. Raises RequestError (400, 404, 503)."""
+        candidates = self._candidates(model or self.config.chat_model)
+        for backend in candidates:
+            if _is_chat_model(backend):
+                backend.check_ready()
+                return backend
+        return _refuse(candidates, "chat; serve a language model")
+
+    def _translator(self, request: TranslateRequest) -> TranslationBackend:
+        name, config = request.model, self.config
+        for rule in config.translation:
+            if name is None and _matches(rule.source, request.src_lang) and _matches(rule.target, request.tgt_lang):
+                name = rule.model
+        if name is None and config.translate_backend == "llm":
+            return self._llm_translator(config.translate_model)
+        candidates = self._candidates(name)
+        found = [backend for backend in candidates if _translates(backend)]
+        if found:  # without the pair, the first one's error says what it translates
+            return next((backend for backend in found if backend.has_pair(request)), found[0])
+        if name is not None and (request.model is None or config.translate_backend == "llm"):
+            return self._llm_translator(name)
+        return _refuse(candidates, "translate; serve an IndicTrans2 checkpoint")
+
+    def _llm_translator(self, model: str | None) -> LLMTranslator:
+        return LLMTranslator(self.chat_model(model), self.config.translate_prompt, self.config.translate_stop)
+
+    def _candidates(self, model: str | None) -> list[Backend]:
+        return self._models.backends if model is None else [self._models.find(model)]
+
+    def _substitute(self, language: _Language) -> _Language:
+        """Return the language that models get for one."""
+        if language is None:
+            return None
+        name = code_among(language, list(self.config.substitute))
+        return language if name is None else self.config.substitute[name]
+
+
+def _configured(models: Mapping[str, str], language: str | None) -> str | None:
+    """Return the model of a language under any of its names, else that of all others."""
+    name = None if language is None else code_among(language, list(models))
+    return models.get(ANY_LANGUAGE if name is None else name)
+
+
+def _matches(known: str, language: str) -> bool:
+    return known == ANY_LANGUAGE or code_among(language, [known]) is not None
+
+
+def _of_language(found: Sequence[_Backend], language: str | None) -> _Backend | None:
+    """Return the first backend that has a language, else the first, ready. None without any."""
+    for backend in found:
+        if language is not None and code_among(language, backend.languages) is not None:
+            backend.check_ready()
+            return backend
+    if found:
+        found[0].check_ready()
+    return found[0] if found else None
+
+
+def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:
+    return isinstance(backend, TranslationBackend) and backend.translates
+
+
+def _is_chat_model(backend: Backend) -> bool:
+    """Return whether a model is a language model: it has none of the other tasks."""
+    return not isinstance(backend, SpeechBackend | SynthesisBackend) and not _translates(backend)
+
+
+def _refuse(candidates: Sequence[Backend], task: str) -> NoReturn:
+    names = " and ".join(backend.names[0] for backend in candidates)
+    raise RequestError(f"{names} cannot {task}", param="model")

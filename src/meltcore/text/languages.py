@@ -1,0 +1,82 @@
+"""The languages that models of speech and translation share, under all their names. No package is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from meltcore.errors import RequestError
+
+
+class Language(NamedTuple):
+    """A language in one script. `code` is its FLORES code, which is its tag in the model's input too.
+
+    text_code: the code by which the text steps treat it, which may be another language's (ODDITIES). script: Unicode's
+    name of its script. names: English names without the script, ISO 639 codes.
+    """
+
+    code: str
+    text_code: str
+    script: str
+    names: tuple[str, ...]
+
+
+# The 22 scheduled languages of India, three of them in two scripts, and English: those of the model card.
+LANGUAGES: tuple[Language, ...] = (
+    Language("asm_Beng", "as", "Bengali", ("Assamese", "as", "asm")),
+    Language("ben_Beng", "bn", "Bengali", ("Bengali", "Bangla", "bn", "ben")),
+    Language("brx_Deva", "hi", "Devanagari", ("Bodo", "brx")),
+    Language("doi_Deva", "hi", "Devanagari", ("Dogri", "doi", "dgo")),
+    Language("eng_Latn", "en", "Latin", ("English", "en", "eng")),
+    Language("gom_Deva", "kK", "Devanagari", ("Konkani", "kok", "gom", "knn")),
+    Language("guj_Gujr", "gu", "Gujarati", ("Gujarati", "gu", "guj")),
+    Language("hin_Deva", "hi", "Devanagari", ("Hindi", "hi", "hin")),
+    Language("kan_Knda", "kn", "Kannada", ("Kannada", "kn", "kan")),
+    Language("kas_Arab", "ur", "Arabic", ("Kashmiri", "ks", "kas")),
+    Language("kas_Deva", "hi", "Devanagari", ("Kashmiri", "ks", "kas")),
+    Language("mai_Deva", "hi", "Devanagari", ("Maithili", "mai")),
+    Language("mal_Mlym", "ml", "Malayalam", ("Malayalam", "ml", "mal")),
+    Language("mar_Deva", "mr", "Devanagari", ("Marathi", "mr", "mar")),
+    Language("mni_Beng", "bn", "Bengali", ("Manipuri", "Meitei", "mni")),
+    Language("mni_Mtei", "hi", "Meetei_Mayek", ("Manipuri", "Meitei", "mni")),
+    Language("npi_Deva", "ne", "Devanagari", ("Nepali", "ne", "nep", "npi")),
+    Language("ory_Orya", "or", "Oriya", ("Odia", "Oriya", "or", "ori", "ory")),
+    Language("pan_Guru", "pa", "Gurmukhi", ("Punjabi", "Panjabi", "pa", "pan")),
+    Language("san_Deva", "hi", "Devanagari", ("Sanskrit", "sa", "san")),
+    Language("sat_Olck", "or", "Ol_Chiki", ("Santali", "sat")),
+    Language("snd_Arab", "ur", "Arabic", ("Sindhi", "sd", "snd")),
+    Language("snd_Deva", "hi", "Devanagari", ("Sindhi", "sd", "snd")),
+    Language("tam_Taml", "ta", "Tamil", ("Tamil", "ta", "tam")),
+    Language("tel_Telu", "te", "Telugu", ("Telugu", "te", "tel")),
+    Language("urd_Arab", "ur", "Arabic", ("Urdu", "ur", "urd")),
+)
+# Languages that a language model is asked for by name, beyond those above: dwani.ai's clients know one.
+_OTHERS = (("deu_Latn", ("German", "de", "deu", "ger")),)
+_ALL = (*((each.code, each.names) for each in LANGUAGES), *_OTHERS)
+
+
+def english_name(language: str, param: str) -> str:
+    """Return the English name of a language that a client names by code or name, in any case.
+
+    param: the field of the request. Raises RequestError (400) for an unknown one.
+    """
+    folded = language.strip().casefold()
+    for code, names in _ALL:
+        if folded in (known.casefold() for known in (code, *names)):
+            return names[0]
+    known_codes = ", ".join(code for code, _ in _ALL)
+    raise RequestError(f"{param} {language[:60]!r} is not a known language; known are {known_codes}", param=param)
+
+
+def code_among(name: str, languages: Sequence[str]) -> str | None:
+    """Return the member of `languages` that a client means by code or English name, in any case; None without one."""
+    folded = name.strip().casefold()
+    for member in languages:
+        if member.casefold() == folded:
+            return member
+    for code, names in _ALL:
+        if folded in (known.casefold() for known in (code, *names)):
+            for member in languages:
+                if member in names or member == code:
+                    return member
+    return None
