@@ -49,8 +49,7 @@ class DwaniChatEndpoint(Endpoint):
     async def _chat(self, exchange: Exchange, body: bytes) -> dict[str, str]:
         request = decode_request(body, TalkRequest)
         _check(request.text, "text", MAX_TALK)
-        if request.mode != "llm":
-            raise RequestError("mode agent is not supported: this server has no agents", param="mode", status=501)
+        check_mode(request.mode)
         backend = self.choices.chat_model()
         exchange.fields["model"] = backend.names[0]
         return {"user": request.text, "reply": (await ask(backend, "", request.text, exchange.identity)).text}
@@ -80,6 +79,12 @@ async def answer_in(choices: ModelChoice, exchange: Exchange, prompt: str, langu
     if own is not None and target != own_name:
         answer = await translated(answer, own, languages[1])
     return answer
+
+
+def check_mode(mode: str) -> None:
+    """Raise RequestError (501) unless a language model alone is to answer."""
+    if mode != "llm":
+        raise RequestError("mode agent is not supported: this server has no agents", param="mode", status=501)
 
 
 def _check(text: str, name: str, limit: int) -> None:

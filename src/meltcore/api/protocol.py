@@ -13,6 +13,7 @@ import msgspec
 
 from meltcore.errors import RequestError
 
+AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 Role = Literal["system", "developer", "user", "assistant"]
 TokenId = int
 
@@ -199,6 +200,23 @@ class TalkRequest(msgspec.Struct, forbid_unknown_fields=True):
     agent_name: str | None = None
 
 
+class SpeechToSpeechFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of POST /v1/speech_to_speech beside the audio. target_language: of the answer; None: the same."""
+
+    language: str | None = None
+    target_language: str | None = None
+    model: str | None = None
+    mode: Literal["llm", "agent"] = "llm"
+    agent_name: str | None = None
+    format: Literal["audio", "json"] = "audio"
+    stream_format: Literal["audio", "sse"] = "audio"
+    voice: str | None = None
+    response_format: AudioFormat | None = None
+    speed: float | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    num_steps: int | None = None
+
+
 class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/audio/speech_batch. voice: one for all texts, or one for each."""
 
@@ -206,7 +224,7 @@ class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     voice: str | list[str] | None = None
     model: str | None = None
     language: str | None = None
-    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = None
+    response_format: AudioFormat | None = None
     speed: float | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     num_steps: int | None = None
@@ -218,7 +236,7 @@ class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     input: str | None = None
     voice: str | dict[str, str] | None = None  # a name, or OpenAI's {"id": name}
-    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = None
+    response_format: AudioFormat | None = None
     speed: float | None = None
     stream_format: Literal["audio", "sse"] | None = None
     instructions: str | None = None
@@ -289,9 +307,10 @@ def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
 
 
 _ENUMERATIONS = {
-    "response_format": ("mp3", "opus", "aac", "flac", "wav", "pcm"),
+    "response_format": get_args(AudioFormat),
     "stream_format": ("audio", "sse"),
     "mode": ("llm", "agent"),
+    "format": ("audio", "json"),
 }
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")

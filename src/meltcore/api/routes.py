@@ -41,6 +41,7 @@ from meltcore.api.protocol import (
     TokenizeRequest,
     decode_request,
 )
+from meltcore.api.speech_to_speech import SpeechToSpeechEndpoint
 from meltcore.api.synthesis import SynthesisEndpoint
 from meltcore.api.transcriptions import TranscriptionsEndpoint
 from meltcore.api.translate import TranslateEndpoint
@@ -58,6 +59,7 @@ _TASK_ENDPOINTS: tuple[type[Endpoint], ...] = (
     SpeechBatchEndpoint,
     TranslateEndpoint,
     DwaniChatEndpoint,
+    SpeechToSpeechEndpoint,
     VisionEndpoint,
 )
 

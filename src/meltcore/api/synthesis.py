@@ -37,10 +37,11 @@ class SynthesisEndpoint(Endpoint):
         request = await read_request(body, content_type, exchange.query)
         exchange.fields |= {"model": request.model, "user": request.user}
         backend = self.choices.synthesizer(request.language, request.model)
-        await while_connected(exchange.scope, _answer(exchange, backend, request))
+        await while_connected(exchange.scope, send_speech(exchange, backend, request))
 
 
-async def _answer(exchange: Exchange, backend: SynthesisBackend, request: SynthesisRequest) -> None:
+async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: SynthesisRequest) -> None:
+    """Send the speech of a text as it is spoken: a file, or OpenAI's events. Raises RequestError."""
     content_type = CONTENT_TYPES[request.response_format]
     if request.is_whole:
         disposition = f'attachment; filename="speech.{request.response_format}"'

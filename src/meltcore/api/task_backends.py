@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from meltcore.api.protocol import TranslateRequest
+from meltcore.api.protocol import AudioFormat, TranslateRequest
 from meltcore.text.transcripts import SpokenWord, Transcription
 
-AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 
 
