@@ -70,7 +70,7 @@ def test_health_distinguishes_a_stuck_engine_from_an_idle_one() -> None:
     assert "no step has finished" in (health.problem() or "")
     stats.assign(0, 5)  # more work is not a sign of life
     assert health.problem() is not None
-    other = ServerStats(num_processes=2, process_index=1, fd=server.shared.fd)
+    other = ServerStats(num_processes=2, process_index=1, fds=server.fds)
     other.models[0].record_step(EngineStats(), 1.0)  # another API server has seen a step
     assert health.problem() is None
 
@@ -84,7 +84,7 @@ def test_dead_status_is_final() -> None:
 
 def test_histogram_buckets_are_cumulative_over_all_processes() -> None:
     first = ServerStats(num_processes=2)
-    second = ServerStats(num_processes=2, process_index=1, fd=first.shared.fd)
+    second = ServerStats(num_processes=2, process_index=1, fds=first.fds)
     stats = [first.models[0], second.models[0]]
     for process, value_s, times in ((0, 0.0005, 1), (1, 0.001, 2), (0, 11.0, 1)):
         stats[process].inter_token_latency.observe(value_s, times)
@@ -96,7 +96,8 @@ def test_histogram_buckets_are_cumulative_over_all_processes() -> None:
 
 def test_every_metric_is_in_the_mapping_table() -> None:
     table = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    for family in Metrics(["m"], ServerStats()).collect():
+    stats = ServerStats()
+    for family in Metrics(stats, lambda: {"m": stats.models[0]}).collect():
         assert f"`{family.name.removeprefix('meltcore:')}`" in table
 
 

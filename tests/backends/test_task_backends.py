@@ -58,6 +58,7 @@ def test_normalizer_of_a_server_prepares_its_texts(normalizer: Literal["itt", "o
         ready,
         stats,
         lambda message, _replica: sent.append(message),
+        stats.live_replicas,
     )
 
     async def translate() -> None:

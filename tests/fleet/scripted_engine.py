@@ -169,6 +169,8 @@ class ScriptedEngine:
             request = self.waiting.pop(0)
             self.running[request.request_id] = Running(request)
         time.sleep(self.options.step_s)
+        if self.steps + 1 == self.options.die_at_step:
+            os._exit(7)
         if self.steps < self.options.silent_steps:
             self.steps += 1
             return
@@ -204,12 +206,16 @@ def main() -> int:
     parser.add_argument("--fail", default="", help="say this instead of becoming ready")
     parser.add_argument("--fail-of", default="0", help="the replica that says it")
     parser.add_argument("--die-loading", action="store_true")
+    parser.add_argument("--die-at-step", type=int, default=0)
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--silent-steps", type=int, default=0, help="steps without any output at the start")
     parser.add_argument("directory")
     parser.add_argument("client_count", type=int)
     options = parser.parse_args()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    own_options = Path(config.model) / "engine.json"  # of one model of several, read at each start
+    if own_options.exists():
+        vars(options).update(msgspec.json.decode(own_options.read_bytes()))
     threading.Thread(target=exit_with_api_server, daemon=True).start()
     return ScriptedEngine(options, config).serve()
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.fleet.served_model import RestartPolicy
 
 MODEL = "scripted"
 WAIT_S = 20.0
@@ -33,10 +34,13 @@ _SERVE = """
 import sys, msgspec
 from meltcore.config import ServerConfig
 from meltcore.errors import MeltcoreError
-from meltcore.fleet.supervisor import serve
+from meltcore.fleet.served_model import RestartPolicy
+from meltcore.fleet.supervisor import FleetOptions, serve
 config = msgspec.json.decode(sys.argv[1], type=ServerConfig)
+policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy | None)
 try:
-    sys.exit(serve(config, engine_command=sys.argv[2:]))
+    fleet = None if policy is None else FleetOptions(policy=policy)
+    sys.exit(serve(config, engine_command=sys.argv[3:], fleet=fleet))
 except MeltcoreError as error:
     print(f"meltcore serve: {error}", file=sys.stderr)
     sys.exit(2)
@@ -203,10 +207,13 @@ def server_config(engine: EngineConfig, **settings: Any) -> ServerConfig:
 
 
 def serve_command(
-    config: ServerConfig, *engine_options: str, engine: Sequence[str] = (sys.executable, _ENGINE)
+    config: ServerConfig,
+    *engine_options: str,
+    engine: Sequence[str] = (sys.executable, _ENGINE),
+    policy: RestartPolicy | None = None,
 ) -> list[str]:
-    """Starts a server, over the scripted engine unless `engine` is another command."""
-    serve = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
+    """Starts a server, over the scripted engine unless `engine` is another command; with `policy` a fleet."""
+    serve = [sys.executable, "-c", _SERVE, *(msgspec.json.encode(each).decode() for each in (config, policy))]
     return [*serve, *engine, *engine_options]
 
 

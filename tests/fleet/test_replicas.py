@@ -85,7 +85,7 @@ def test_prompts_of_one_request_are_distributed() -> None:
 
 def test_requests_of_other_api_servers_count() -> None:
     one = ServerStats((2,), num_processes=2)
-    other = ServerStats((2,), num_processes=2, process_index=1, fd=one.shared.fd)
+    other = ServerStats((2,), num_processes=2, process_index=1, fds=one.fds)
     first, second = (Table(server.models[0]) for server in (one, other))
     first.add(1000)
     second.add(10)

@@ -82,7 +82,11 @@ def test_death_of_one_models_engine_leaves_the_other_model() -> None:
         wait_until(lambda: "first has died: killed by signal 9" in server.stderr, "the report")
         wait_until(lambda: complete(server, "first").status == 503, "the refusal")
         assert complete(server, "second").status == 200
-        assert server.request("GET", "/health").status == 503
+        assert server.request("GET", "/health").json == {
+            "status": "degraded",
+            "replicas": "1 of 2",
+            "models": {"first": "the engine has died (killed by signal 9)"},
+        }
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert server.wait_exit() == 1
 

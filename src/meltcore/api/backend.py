@@ -14,7 +14,9 @@ from meltcore.config import Profiler
 from meltcore.errors import RequestError
 from meltcore.protocol.shell import ProfileDone
 
-ServerStatus = Literal["loading", "ready", "draining", "dead"]
+# Of a model. "restarting": its engines have died or are replaced; "failed": they are not started again by themselves;
+# "dead": the server goes down with the model.
+ModelStatus = Literal["loading", "ready", "restarting", "draining", "failed", "dead"]
 
 # A replica with open requests that finishes no step for so long is stuck. The longest step, on a slow CPU, is shorter.
 STUCK_AFTER_S = 120.0
@@ -56,12 +58,12 @@ class Health:
     """Whether a model can be served: its engine lives, and finishes steps while requests are open."""
 
     def __init__(self, stats: ModelStats, stuck_after_s: float = STUCK_AFTER_S) -> None:
-        self.status: ServerStatus = "loading"
+        self.status: ModelStatus = "loading"
         self.reason = "loading: starting"
         self._stats = stats
         self._stuck_after_s = stuck_after_s
 
-    def set(self, status: ServerStatus, reason: str) -> None:
+    def set(self, status: ModelStatus, reason: str) -> None:
         """Change the status. "dead" is final."""
         if self.status != "dead":
             self.status = status
@@ -82,16 +84,28 @@ class Health:
 class ModelTable:
     """Finds the backend of a model by any of its names."""
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
-        self.backends = list(backends)
-        self._by_name = {name: backend for backend in backends for name in backend.names}
+    def __init__(self, backends: Sequence[Backend] = ()) -> None:
+        self.backends: list[Backend] = []
+        self._by_name: dict[str, Backend] = {}
+        for backend in backends:
+            self.add(backend)
+
+    def add(self, backend: Backend) -> None:
+        """Add a model. Its names lead to it from now on, also those that another model has."""
+        self.backends.append(backend)
+        self._by_name |= dict.fromkeys(backend.names, backend)
+
+    def remove(self, backend: Backend) -> None:
+        """Remove a model, and those of its names that lead to it."""
+        self.backends.remove(backend)
+        self._by_name = {name: each for name, each in self._by_name.items() if each is not backend}
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no model can serve."""
         for backend in self.backends:
             if backend.health.status == "ready":
                 return
-        self.backends[0].check_ready()
+        self._first().check_ready()
 
     def get(self, name: str) -> Backend | None:
         """Return the backend of the model `name`, ready or not; None where there is no such model."""
@@ -102,7 +116,7 @@ class ModelTable:
 
         Raises RequestError: 404 with the known names where there is no such model, 503 while it cannot serve.
         """
-        backend = self.backends[0] if name is None else self._by_name.get(name)
+        backend = self._first() if name is None else self._by_name.get(name)
         if backend is None:
             raise RequestError(
                 f"there is no model {shorten(name)!r} here; this server has {', '.join(self._by_name)}",
@@ -112,3 +126,8 @@ class ModelTable:
             )
         backend.check_ready()
         return backend
+
+    def _first(self) -> Backend:
+        if not self.backends:
+            raise RequestError("loading: starting", status=503, code="not_ready")
+        return self.backends[0]

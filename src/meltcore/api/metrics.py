@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from meltcore.api.stats import HISTOGRAMS, REJECTIONS, ServerStats
+from meltcore.api.stats import HISTOGRAMS, REJECTIONS, ModelStats, ServerStats
 from meltcore.protocol.generation import EngineStats
 
 PREFIX = "meltcore:"
@@ -82,10 +82,11 @@ _MODEL_COUNTERS = (
 class Metrics(Collector):
     """Writes the statistics of a server, those of each model with the label `model_name`."""
 
-    def __init__(self, names: Sequence[str], stats: ServerStats) -> None:
-        """Create the collector. `names`: of the models, in the order of `stats.models`."""
+    def __init__(self, stats: ServerStats, models: Callable[[], Mapping[str, ModelStats]]) -> None:
+        """Create the collector. `models()`: returns those of now by name."""
         self._stats = stats
-        self._models = dict(zip(names, stats.models, strict=True))
+        self._list_models = models
+        self._models: Mapping[str, ModelStats] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -96,6 +97,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families, as prometheus_client asks for them."""
+        self._models = self._list_models()
         engines = {name: model.engines() for name, model in self._models.items()}
         for family_type, name, help, value in _ENGINE_METRICS:
             yield self._family(family_type, name, help, {label: value(engine) for label, engine in engines.items()})

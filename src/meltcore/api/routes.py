@@ -152,16 +152,24 @@ class _Handlers:
         self._config = config
         self._metrics = metrics
 
-    async def health(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
+    async def health(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
+        """Answer "ready", or "degraded" where a model or a replica cannot serve; 503 where no model can."""
         backends = self._models.backends
-        for backend in backends:
-            if (problem := backend.health.problem()) is not None:
-                raise RequestError(problem, status=503, code="not_ready")
+        problems = {backend.names[0]: backend.health.problem() for backend in backends}
+        reasons = {name: problem for name, problem in problems.items() if problem is not None}
+        if len(reasons) == len(problems):
+            message = next(iter(reasons.values()), "loading: starting")
+            if len(reasons) > 1:
+                message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise RequestError(message, status=503, code="not_ready")
         replicas = sum(backend.stats.replicas for backend in backends)
-        if replicas == 1:
-            return {"status": "ready"}
         num_live = sum(len(backend.stats.live_replicas()) for backend in backends)
-        return {"status": "ready" if num_live == replicas else "degraded", "replicas": f"{num_live} of {replicas}"}
+        answer: dict[str, Any] = {"status": "ready" if num_live == replicas and not reasons else "degraded"}
+        if replicas > 1:
+            answer["replicas"] = f"{num_live} of {replicas}"
+        if reasons:
+            answer["models"] = reasons
+        return answer
 
     async def dwani_health(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
         """Answer in dwani.ai's form."""

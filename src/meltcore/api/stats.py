@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,27 +33,32 @@ HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_prefill_time_seconds", "Time from first schedule to first token of finished requests", _REQUEST_BOUNDS_S),
     ("request_decode_time_seconds", "Time from first token to last of finished requests", _REQUEST_BOUNDS_S),
 )
-REJECTIONS = ("queue_full", "loading", "draining", "dead")
+REJECTIONS = ("queue_full", "loading", "restarting", "draining", "failed", "dead")
 _PROCESS_COLUMNS = ("connections_closed", "cpu_s", "log_lines_dropped")
 _MODEL_COLUMNS = (
     *("accepted", "finished", "aborted", "failed", "in_flight", "in_flight_peak", "waiting_prompt_tokens"),
     *("success_stop", "success_length", "prompt_tokens", "generation_tokens"),
     *(f"rejected_{reason}" for reason in REJECTIONS),
 )
-# Per replica: its open requests and their tokens, when it last gave a sign of life, whether it has died (in the
+# Per replica: its open requests and their tokens, when it last gave a sign of life, why it gets no requests (in the
 # supervisor's row), and the engine's own statistics after the time of the step that they describe.
-_REPLICA_COLUMNS = ("requests", "tokens", "last_message_s", "died")
+_REPLICA_COLUMNS = ("requests", "tokens", "last_message_s", "closed")
 _ENGINE_COLUMNS = ("engine_at_s", *EngineStats.__struct_fields__)
 # Doubles: whole numbers are exact up to 2^53, and an aligned store is never seen half done.
 _CELL_BYTES = 8
+_OPEN, _DRAINING, _DEAD = 0.0, 1.0, 2.0  # a replica that is not open gets no requests
 
 
 class SharedStats:
     """Rows of named numbers in shared memory, all 0 at first. `fd` passes the memory to another process."""
 
     def __init__(self, names: Sequence[str], num_rows: int, fd: int | None = None) -> None:
-        """Create the memory, or map that of `fd`, which must have been created with the same names and rows."""
-        self.fd = os.memfd_create("meltcore-stats") if fd is None else fd
+        """Create the memory, or map that of `fd`, which must have been created with the same names and rows.
+
+        The caller keeps `fd`: a copy of it is used, and closed with the last reference to these statistics.
+        """
+        self.fd = os.memfd_create("meltcore-stats") if fd is None else os.dup(fd)
+        weakref.finalize(self, os.close, self.fd)
         self.column = {name: index for index, name in enumerate(names)}
         if len(self.column) != len(names):
             raise ValueError("two columns have the same name")
@@ -127,19 +133,47 @@ class _Columns:
 
 
 class ServerStats(_Columns):
-    """Statistics of a server as one of its processes sees them; `models` has those of each model."""
+    """Statistics of a server as one of its processes sees them. Models come and go: each has memory of its own."""
 
     def __init__(
-        self, replicas: Sequence[int] = (1,), *, num_processes: int = 1, process_index: int = 0, fd: int | None = None
+        self,
+        replicas: Sequence[int] = (1,),
+        *,
+        num_processes: int = 1,
+        process_index: int = 0,
+        fds: Sequence[int] | None = None,
     ) -> None:
-        """Create the view of one process. `replicas`: number per model; `process_index`: the row of this process."""
+        """Create the view of one process, with models 0, 1 and so on.
+
+        `replicas`: number per model; `process_index`: the row of this process; `fds`: another process's `fds`.
+        """
         names = [f"server/{name}" for name in _PROCESS_COLUMNS]
+        super().__init__(SharedStats(names, num_processes, fds[0] if fds else None), process_index, "server/")
+        self._process_index = process_index
+        self._models: dict[int, ModelStats] = {}
         for model, num_replicas in enumerate(replicas):
-            names += [f"{model}/{name}" for name in _model_columns(num_replicas)]
-        super().__init__(SharedStats(names, num_processes, fd), process_index, "server/")
-        self.models = [
-            ModelStats(self.shared, process_index, model, num_replicas) for model, num_replicas in enumerate(replicas)
-        ]
+            self.add_model(model, num_replicas, fds[1 + model] if fds else None)
+
+    def add_model(self, model: int, replicas: int, fd: int | None = None) -> ModelStats:
+        """Add the statistics of a model; `fd`: those that another process has created."""
+        names = [f"{model}/{name}" for name in _model_columns(replicas)]
+        shared = SharedStats(names, len(self.shared.rows), fd)
+        self._models[model] = ModelStats(shared, self._process_index, model, replicas)
+        return self._models[model]
+
+    def remove_model(self, model: int) -> None:
+        """Forget a model."""
+        del self._models[model]
+
+    @property
+    def models(self) -> list[ModelStats]:
+        """The statistics of all models, in the order in which they were added."""
+        return list(self._models.values())
+
+    @property
+    def fds(self) -> list[int]:
+        """The descriptors of the server's and of the models' memory."""
+        return [self.shared.fd, *(model.shared.fd for model in self._models.values())]
 
     @property
     def api_servers(self) -> int:
@@ -174,10 +208,11 @@ class ModelStats(_Columns):
     def __init__(self, shared: SharedStats, process_index: int, model: int, replicas: int) -> None:
         super().__init__(shared, process_index, f"{model}/")
         self.replicas = replicas
-        self._last_message_at, self._died_at, self._engine_at = (
+        self._last_message_at, self._closed_at, self._engine_at = (
             [self._column[f"replica_{name}/{replica}"] for replica in range(replicas)]
-            for name in ("last_message_s", "died", _ENGINE_COLUMNS[0])
+            for name in ("last_message_s", "closed", _ENGINE_COLUMNS[0])
         )
+        self._unconnected: set[int] = set()
         self.histograms = {
             name: Histogram(shared, process_index, self._column[f"{name}/0"], bounds) for name, _, bounds in HISTOGRAMS
         }
@@ -209,7 +244,7 @@ class ModelStats(_Columns):
         values = dict(
             zip(EngineStats.__struct_fields__, newest_row[first + 1 : first + len(_ENGINE_COLUMNS)], strict=True)
         )
-        if self._died(replica):
+        if self.is_dead(replica):
             values = {name: value if name.endswith("_total") else 0.0 for name, value in values.items()}
         return EngineStats(**dict[str, Any](values))
 
@@ -221,8 +256,12 @@ class ModelStats(_Columns):
     # --- replicas
 
     def live_replicas(self) -> list[int]:
-        """Return the replicas that have not died."""
-        return [replica for replica in range(self.replicas) if not self._died(replica)]
+        """Return the replicas that new requests may be sent to."""
+        return [
+            replica
+            for replica in range(self.replicas)
+            if self._closed(replica) == _OPEN and replica not in self._unconnected
+        ]
 
     def assign(self, replica: int, tokens: int) -> None:
         """Count a request of at most `tokens` tokens for `replica`; the step time limit of an idle replica starts."""
@@ -251,7 +290,23 @@ class ModelStats(_Columns):
 
     def mark_replica_dead(self, replica: int) -> None:
         """Mark a replica as dead. For the supervisor."""
-        self.shared.rows[0][self._died_at[replica]] = 1
+        self._close(replica, _DEAD)
+
+    def drain_replica(self, replica: int) -> None:
+        """Give a replica no more requests; its open ones continue. For the supervisor."""
+        self._close(replica, _DRAINING)
+
+    def mark_replica_ready(self, replica: int) -> None:
+        """Give a replica requests. For the supervisor."""
+        self._close(replica, _OPEN)
+
+    def is_dead(self, replica: int) -> bool:
+        """Return whether no engine process works for a replica; one that drains is not dead."""
+        return self._closed(replica) == _DEAD
+
+    def set_connected(self, replica: int, is_connected: bool) -> None:
+        """Say whether this process has sockets to a replica. Without, it sends the replica no requests."""
+        (self._unconnected.discard if is_connected else self._unconnected.add)(replica)
 
     def fail_process_requests(self, process_index: int) -> int:
         """Count the open requests of a process that has died as failed; returns their number. For the supervisor."""
@@ -265,8 +320,12 @@ class ModelStats(_Columns):
                 row[self._column[f"replica_requests/{replica}"]] = row[self._column[f"replica_tokens/{replica}"]] = 0
         return num_failed
 
-    def _died(self, replica: int) -> bool:
-        return bool(self.shared.rows[0][self._died_at[replica]])
+    def _closed(self, replica: int) -> float:
+        return self.shared.rows[0][self._closed_at[replica]]
+
+    def _close(self, replica: int, value: float) -> None:
+        with self.shared.locked():  # an API server that has just chosen the replica counts its request first
+            self.shared.rows[0][self._closed_at[replica]] = value
 
     def finish(
         self,

@@ -76,11 +76,9 @@ class AudioBackend(EngineBackend):
 
     def _admit(self, upload_bytes: int) -> int:
         """Count a request that begins; returns its replica. Raises RequestError (429, 503)."""
-        stats, live = self.stats, self.stats.live_replicas()
-        if not live:
-            self.check_ready()
-            raise RequestError(self.health.reason, status=503, code="not_ready")
+        stats = self.stats
         with stats.shared.locked():  # the limits are those of all API servers together
+            live = self._live_replicas()
             in_flight = round(stats.total("in_flight"))
             try:
                 self._admission.check(requests=1, replicas=len(live), tokens=0, in_flight=in_flight, waiting_tokens=0)

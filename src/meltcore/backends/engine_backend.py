@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from meltcore.api.backend import Health
 from meltcore.api.stats import ModelStats, ServerStats
-from meltcore.backends.engine_link import EngineLink, socket_folder
+from meltcore.backends.engine_link import EngineLink
 from meltcore.config import ModelConfig, Profiler
 from meltcore.errors import EngineDeadError, RequestError
 from meltcore.protocol.engines import FromEngine, ToEngine
 from meltcore.protocol.shell import Profile, ProfileDone
 
-ENGINE_DEAD = "the engine has died; the server is going down"
-REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
+ENGINE_DEAD = "the engine has died"
 _Model = TypeVar("_Model")
 
 
@@ -31,7 +30,7 @@ class EngineBackend(ABC):
         self.stats = stats
         self.health = Health(stats)
         self._server_stats = server
-        self._links: list[EngineLink] = []
+        self._links: dict[int, EngineLink] = {}  # by replica
         self._profiles: list[tuple[int, asyncio.Future[ProfileDone]]] = []  # by the replica that was asked
 
     @abstractmethod
@@ -47,30 +46,27 @@ class EngineBackend(ABC):
         """Raise RequestError (503) while no request can be served."""
 
     def connect(
-        self, directory: Path, engines: Sequence[int], client_index: int, on_unreadable: Callable[[int, str], object]
+        self, replica: int, folder: Path, client_index: int, on_unreadable: Callable[[int, str], object]
     ) -> None:
-        """Bind the sockets to `engines`, one per replica. `on_unreadable(replica, reason)`: see EngineLink."""
-        for replica, engine in enumerate(engines):
-            folder = socket_folder(directory, engine)
-            on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
-            self._links.append(EngineLink(folder, client_index, on_message, on_error))
+        """Bind the sockets to a replica's engine in `folder`. `on_unreadable(replica, reason)`: see EngineLink."""
+        on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
+        self._links[replica] = EngineLink(folder, client_index, on_message, on_error)
+        self.stats.set_connected(replica, True)
 
-    def replica_died(self, replica: int, reason: str) -> None:
-        """Fail every open request of a replica whose death `stats` shows. With the last one the model is dead."""
-        message = REPLICA_DEAD
-        if not self.stats.live_replicas():
-            message = ENGINE_DEAD
-            self.health.set("dead", f"{ENGINE_DEAD} ({reason})")
+    def replica_ended(self, replica: int, message: str) -> None:
+        """Fail every open request of a replica whose engine has died or was stopped, and close its sockets."""
+        self.stats.set_connected(replica, False)
         self.end_all(RequestError(message, status=500, code="engine_dead"), "failed", replica)
         for profiled_replica, waiter in self._profiles:
             if profiled_replica == replica and not waiter.done():
                 waiter.set_exception(EngineDeadError(message))
         self._profiles = [waiting_profile for waiting_profile in self._profiles if waiting_profile[0] != replica]
-        self._links[replica].close()
+        if (link := self._links.pop(replica, None)) is not None:
+            link.close()
 
     def close(self) -> None:
         """Close the sockets."""
-        for link in self._links:
+        for link in self._links.values():
             link.close()
 
     async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
@@ -93,7 +89,19 @@ class EngineBackend(ABC):
                 return
 
     def _send(self, message: ToEngine, replica: int) -> None:
-        self._links[replica].send(message)
+        if (link := self._links.get(replica)) is not None:  # else its engine has ended, and all that it worked on
+            link.send(message)
+
+    def _live_replicas(self) -> list[int]:
+        """Return the replicas for a new request. Raises RequestError (503) where there is none.
+
+        The last one may have died a moment ago: the supervisor's message is on its way.
+        """
+        live = self.stats.live_replicas()
+        if not live:
+            self.check_ready()
+            raise RequestError(ENGINE_DEAD, status=503, code="not_ready")
+        return live
 
     def _when_ready(self, model: _Model | None) -> _Model:
         """Return the loaded model. Raises RequestError (503) while it cannot serve."""

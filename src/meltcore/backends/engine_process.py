@@ -1,8 +1,4 @@
-"""One engine process per replica, started, watched and ended by the supervisor.
-
-A replica that dies stays out of use: its requests fail immediately, the others continue, and the server ends with the
-last one. It is not restarted, since a fault of its GPU would make it die again.
-"""
+"""An engine process of a replica, started, watched and ended by the supervisor. It is started once."""
 
 from __future__ import annotations
 
@@ -46,18 +42,19 @@ class LocalEngineProcess:
         directory: Path,
         client_count: int,
         environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
     ) -> None:
         """Prepare an engine process.
 
-        `command` starts it; `directory`, of the sockets, and the number of its clients follow.
-
-        `environment` is added to ours.
+        `command` starts it; `directory`, of the sockets, and the number of its clients follow. `environment` is added
+        to ours. `log`: the file to which its output is appended; None: our standard error.
         """
         self._config = config
         self._command = (*command, str(directory), str(client_count))
         self._on_message = on_message
         self._directory = directory
         self._environment = dict(environment or {})
+        self._log = log
         self._link: EngineLink | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ready: asyncio.Future[ServedReady] | None = None
@@ -72,12 +69,7 @@ class LocalEngineProcess:
         # A failure that comes after a cancelled start is never retrieved, which would print a traceback.
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._link = EngineLink(self._directory, 0, self._receive, self.fail)
-        self._process = await start_async(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=STDERR,
-            environment=os.environ | ONE_ARENA_ENVIRONMENT | self._environment,
-        )
+        self._process = await self._start_process()
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")  # kept open: the engine exits at its end
         exited = asyncio.create_task(self._process.wait())
@@ -89,6 +81,24 @@ class LocalEngineProcess:
             exited.cancel()
             return self._ready.result()
         raise EngineDeadError(f"the engine ended while loading ({describe_exit(exited.result())})")
+
+    async def _start_process(self) -> asyncio.subprocess.Process:
+        environment = os.environ | ONE_ARENA_ENVIRONMENT | self._environment
+        if self._log is None:
+            return await start_async(self._command, stdin=subprocess.PIPE, stdout=STDERR, environment=environment)
+        try:
+            with self._log.open("ab") as log:
+                environment["PYTHONUNBUFFERED"] = "1"  # what it prints is in the file before it is killed
+                return await start_async(
+                    self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, environment=environment
+                )
+        except OSError as error:
+            raise ConfigError(f"the log {self._log} cannot be written: {error.strerror}") from error
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def wait(self) -> str:
         """Wait until the process has ended; returns why."""

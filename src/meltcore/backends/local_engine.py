@@ -17,7 +17,7 @@ from meltcore.api.protocol import (
 from meltcore.api.sampling import is_echo_only, sampling_params
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.api.task_backends import TranslatedTexts
-from meltcore.backends.engine_backend import ENGINE_DEAD, EngineBackend
+from meltcore.backends.engine_backend import EngineBackend
 from meltcore.backends.open_requests import OpenRequests, RequestTimeLimit, client_disconnected
 from meltcore.backends.text_model import TextModel
 from meltcore.config import ModelConfig
@@ -62,7 +62,7 @@ class LocalEngine(EngineBackend):
             from meltcore.backends.translations import Translations, TranslationText  # need meltcore[translate]
 
             assert isinstance(text, TranslationText)
-            self._translations = Translations(self.config, text, engine, self.stats, self._send)
+            self._translations = Translations(self.config, text, engine, self.stats, self._send, self._live_replicas)
             return
         assert isinstance(text, TextModel)
         self._model = ServedModel(text, engine, created)
@@ -228,12 +228,10 @@ class LocalEngine(EngineBackend):
     def _admit(self, generation: Generation, priority: int) -> None:
         """Send the request to the engines; its time is limited until `release`. Raises RequestError (429, 503)."""
         stats = self.stats
-        num_live = len(stats.live_replicas())
-        if not num_live:  # known to the supervisor, whose message is on its way
-            self.health.set("dead", ENGINE_DEAD)
         self._loaded()  # the status may have changed while tokenizing
         assert self._admission is not None
         with stats.shared.locked():  # the limits are those of all API servers together
+            num_live = len(self._live_replicas())
             try:
                 self._admission.check(
                     requests=len(generation.choices),

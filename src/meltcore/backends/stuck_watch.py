@@ -23,12 +23,16 @@ class StuckWatch:
     """Detects replicas of one model that no longer finish steps, for the supervisor."""
 
     def __init__(self, engines: Sequence[LocalEngineProcess], stats: ModelStats, *, profiles: bool = False) -> None:
-        """Start to watch. `profiles`: whether they may be taken; no step finishes while a long one is written."""
+        """Start to watch.
+
+        `engines`: one per replica, replaced in place when it is restarted. `profiles`: whether they may be taken; no
+        step finishes while a long one is written.
+        """
         self._engines = engines
         self._stats = stats
         self._profiles = profiles
         self._since_s: dict[int, float] = {}  # of replicas that look stuck
-        self._ended: set[int] = set()
+        self._ended: dict[int, LocalEngineProcess] = {}
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -39,11 +43,11 @@ class StuckWatch:
     def check(self, now_s: float) -> None:
         """End each replica that has looked stuck for CONFIRM_S. `now_s`: monotonic seconds."""
         for replica, engine in enumerate(self._engines):
-            problem = None if replica in self._ended else self._problem(replica, engine, now_s)
+            problem = None if self._ended.get(replica) is engine else self._problem(replica, engine, now_s)
             if problem is None:
                 self._since_s.pop(replica, None)
             elif now_s - self._since_s.setdefault(replica, now_s) >= CONFIRM_S:
-                self._ended.add(replica)
+                self._ended[replica] = engine
                 engine.fail(problem)
 
     def _problem(self, replica: int, engine: LocalEngineProcess, now_s: float) -> str | None:

@@ -169,7 +169,7 @@ class SynthesisEngine(AudioBackend):
                 left = speech.results.get_nowait()
                 self._waiting_bytes -= 0 if isinstance(left, RequestError) else len(left.samples)
                 is_last = is_last or (isinstance(left, Synthesized) and left.finish_reason is not None)
-            if not is_last and replica in self.stats.live_replicas():
+            if not is_last and not self.stats.is_dead(replica):
                 self._send(AbortRequests([message.request_id]), replica)
 
     async def _samples(self, file: bytes, ready: SynthesisReady) -> bytes:

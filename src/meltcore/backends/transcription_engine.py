@@ -134,7 +134,7 @@ class TranscriptionEngine(AudioBackend):
             unfinished = [clip_id for clip_id, future in clips if clip_id in self._clips and not future.done()]
             for clip_id, _ in clips:
                 self._clips.pop(clip_id, None)
-            if unfinished and replica in self.stats.live_replicas():
+            if unfinished and not self.stats.is_dead(replica):
                 self._send(AbortRequests(unfinished), replica)
 
     def _send_clip(

@@ -79,13 +79,18 @@ class Translations:
         engine: TranslationReady,
         stats: ModelStats,
         send: Callable[[ToEngine, int], None],
+        live_replicas: Callable[[], list[int]],
     ) -> None:
-        """Serve a loaded model. send(message, replica): sends to one of its engines."""
+        """Serve a loaded model.
+
+        send(message, replica): sends to one of its engines; live_replicas(): raises RequestError where there is none.
+        """
         self.text, self.engine = text, engine
         self._names = config.names
         self._normalizer = config.normalizer
         self._stats = stats
         self._send = send
+        self._live_replicas = live_replicas
         self._admission = Admission(
             max_queue=config.max_queue, max_queue_tokens=config.max_queue_tokens, max_num_seqs=engine.slots
         )
@@ -153,10 +158,11 @@ class Translations:
         stats, num_tokens = self._stats, sum(len(sentence.token_ids) for sentence in sentences)
         job = _Job(asyncio.get_running_loop().create_future(), arrived_s, [None] * len(sentences))
         with stats.shared.locked():  # the limits are those of all API servers together
+            num_live = len(self._live_replicas())
             try:
                 self._admission.check(
                     requests=len(sentences),
-                    replicas=len(stats.live_replicas()),
+                    replicas=num_live,
                     tokens=num_tokens,
                     in_flight=round(stats.total("in_flight")),
                     waiting_tokens=round(stats.total("waiting_prompt_tokens")),

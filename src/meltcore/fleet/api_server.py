@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
 from meltcore.api.stats import ServerStats
 from meltcore.backends.audio_backend import AudioBackend, check_audio_packages
+from meltcore.backends.engine_link import socket_folder
 from meltcore.backends.local_engine import LocalEngine
 from meltcore.backends.synthesis_engine import SynthesisEngine
 from meltcore.backends.text_model import TextModel, load_text
@@ -34,18 +36,21 @@ from meltcore.errors import MeltcoreError, RequestError
 from meltcore.fleet.channel import (
     MESSAGE_BYTES,
     AddConnection,
+    AddModel,
     Channel,
     EndRequests,
+    EngineUnreadable,
     Exit,
-    LoadText,
-    ModelsOpened,
-    Open,
-    ReplicaDied,
+    ModelFailed,
+    ModelOpened,
+    OpenModel,
+    RemoveModel,
+    ReplicaEnded,
+    ReplicaStarted,
     Setup,
     Started,
     StatusChanged,
     ToAPIServer,
-    WorkerFailed,
 )
 from meltcore.fleet.listener import raise_file_limit
 from meltcore.protocol.synthesis import SynthesisReady
@@ -62,59 +67,70 @@ _BACKENDS: dict[Task, type[LocalEngine | SynthesisEngine | TranscriptionEngine]]
 }
 
 
+@dataclass(eq=False)
+class _Model:
+    """A model of this process: its backend, and the tokenizer that is being loaded for it (None: it needs none)."""
+
+    backend: LocalEngine | SynthesisEngine | TranscriptionEngine
+    text: asyncio.Task[TextModel | TranslationText | None] | None = None
+    opening: asyncio.Task[None] | None = None
+    failed: bool = False
+
+
 class APIServer:
     """One API server process, from its setup to its end."""
 
     def __init__(self, channel_socket: socket.socket, setup: Setup, stats_fd: int) -> None:
         config = self._config = setup.config
-        replicas = [model.data_parallel_size for model in config.models]
-        stats = ServerStats(replicas, num_processes=setup.num_processes, process_index=setup.api_server, fd=stats_fd)
+        self._setup = setup
+        stats = ServerStats((), num_processes=setup.num_processes, process_index=setup.api_server, fds=[stats_fd])
+        os.close(stats_fd)
         self._stats = stats
         self._channel: Channel[ToAPIServer] = Channel(channel_socket, ToAPIServer)
         self._log = Log(config.log_format, stats)
-        self._backends = [
-            _BACKENDS[setup.tasks[index]](model, stats, stats.models[index], request_timeout_s=config.request_timeout_s)
-            for index, model in enumerate(config.models)
-        ]
-        engines = iter(range(sum(replicas)))
-        for index, backend in enumerate(self._backends):
-            engine_ids = [next(engines) for _ in range(replicas[index])]
-            on_unreadable = partial(self._report_unreadable, index)
-            backend.connect(Path(setup.directory), engine_ids, setup.api_server, on_unreadable)
-        metrics = Metrics([backend.names[0] for backend in self._backends], stats)
-        self._http = HttpServer(build_app(ModelTable(self._backends), config, metrics, self._log), stats)
-        self._texts: asyncio.Task[list[TextModel | TranslationText | None] | None] | None = None
-        self._opening: asyncio.Task[None] | None = None
+        self._models: dict[int, _Model] = {}
+        self._table = ModelTable()
+        self._closing: set[asyncio.Task[None]] = set()
+        metrics = Metrics(stats, lambda: {backend.names[0]: backend.stats for backend in self._table.backends})
+        self._http = HttpServer(build_app(self._table, config, metrics, self._log), stats)
 
     async def run(self) -> None:
         """Serve until the supervisor sends `Exit`."""
         self._channel.read(self._on_message, partial(os._exit, 0))
         self._channel.send(Started())
         await self._http.serve()
-        for backend in self._backends:
-            backend.close()
-            if isinstance(backend, AudioBackend):
-                await backend.close_workers()
+        for model in list(self._models):
+            self._remove_model(model)
+        await asyncio.gather(*self._closing)
         await asyncio.to_thread(self._log.close)
 
     def _on_message(self, message: ToAPIServer, descriptors: list[int]) -> None:
         if isinstance(message, AddConnection):
             self._add_connection(descriptors)
-        elif isinstance(message, StatusChanged):
-            for backend in self._backends:
-                backend.health.set(message.status, message.reason)
-        elif isinstance(message, LoadText):
-            self._texts = asyncio.create_task(self._load_texts())
-        elif isinstance(message, Open):
-            self._opening = asyncio.create_task(self._open(message))
-        elif isinstance(message, EndRequests):
-            error = RequestError(message.message, status=message.status, code=message.code)
-            for backend in self._backends:
-                backend.end_all(error, "aborted")
-        elif isinstance(message, ReplicaDied):
-            self._backends[message.model].replica_died(message.replica, message.reason)
+        elif isinstance(message, AddModel):
+            self._add_model(message, descriptors)
         elif isinstance(message, Exit):
             self._http.stop()
+        elif not isinstance(message, Setup) and message.model in self._models:
+            self._on_model_message(message)
+
+    def _on_model_message(
+        self, message: OpenModel | StatusChanged | EndRequests | ReplicaStarted | ReplicaEnded | RemoveModel
+    ) -> None:
+        model = self._models[message.model]
+        backend = model.backend
+        if isinstance(message, StatusChanged):
+            backend.health.set(message.status, message.reason)
+        elif isinstance(message, OpenModel):
+            model.opening = asyncio.create_task(self._open(model, message))
+        elif isinstance(message, EndRequests):
+            backend.end_all(RequestError(message.message, status=message.status, code=message.code), "aborted")
+        elif isinstance(message, ReplicaStarted):
+            self._connect(message.model, message.replica, message.engine)
+        elif isinstance(message, ReplicaEnded):
+            backend.replica_ended(message.replica, message.message)
+        else:
+            self._remove_model(message.model)
 
     def _add_connection(self, descriptors: list[int]) -> None:
         """Serve a connection. When this process is out of descriptors, the kernel has closed it already."""
@@ -124,43 +140,75 @@ class APIServer:
             self._stats.add("connections_closed")
             self._log.write_rate_limited("connection_lost", error="no file descriptor is left")
 
-    async def _load_texts(self) -> list[TextModel | TranslationText | None] | None:
-        try:
-            if any(isinstance(backend, AudioBackend) for backend in self._backends):
-                check_audio_packages()
-            return [
-                await asyncio.to_thread(load_text, backend.config) if isinstance(backend, LocalEngine) else None
-                for backend in self._backends
-            ]
-        except MeltcoreError as error:
-            self._channel.send(WorkerFailed("start", str(error)))
-            return None
-
-    async def _open(self, message: Open) -> None:
-        assert self._texts is not None
-        texts = await self._texts
-        if texts is None:
-            return  # reported already
-        for backend, text, engine in zip(self._backends, texts, message.engines, strict=True):
-            if isinstance(backend, TranscriptionEngine):
-                assert isinstance(engine, TranscriptionReady)
-                backend.open(engine, message.created)
-            elif isinstance(backend, SynthesisEngine):
-                assert isinstance(engine, SynthesisReady)
-                backend.open(engine, message.created)
+    def _add_model(self, message: AddModel, descriptors: list[int]) -> None:
+        if not descriptors:
+            self._channel.send(ModelFailed(message.model, "no file descriptor is left for its statistics"))
+            return
+        stats = self._stats.add_model(message.model, len(message.engines), descriptors[0])
+        os.close(descriptors[0])
+        backend_class = _BACKENDS[message.task or "text"]
+        timeout_s = self._config.request_timeout_s
+        backend = backend_class(message.config, self._stats, stats, request_timeout_s=timeout_s)
+        model = self._models[message.model] = _Model(backend)
+        for replica, engine in enumerate(message.engines):
+            if engine is None:
+                stats.set_connected(replica, False)
             else:
-                assert text is not None
-                assert not isinstance(engine, TranscriptionReady | SynthesisReady)
-                backend.open(text, engine, message.created)
+                self._connect(message.model, replica, engine)
+        if message.task is not None:
+            model.text = asyncio.create_task(self._load_text(message.model, model))
+        self._table.add(backend)
+
+    def _remove_model(self, model: int) -> None:
+        removed = self._models.pop(model)
+        self._table.remove(removed.backend)
+        self._stats.remove_model(model)
+        for work in (removed.text, removed.opening):
+            if work is not None:
+                work.cancel()
+        removed.backend.close()
+        if isinstance(removed.backend, AudioBackend):
+            task = asyncio.create_task(removed.backend.close_workers())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _connect(self, model: int, replica: int, engine: int) -> None:
+        folder = socket_folder(Path(self._setup.directory), engine)
+        on_unreadable = partial(self._report_unreadable, model)
+        self._models[model].backend.connect(replica, folder, self._setup.api_server, on_unreadable)
+
+    async def _load_text(self, number: int, model: _Model) -> TextModel | TranslationText | None:
+        """Return what the model needs beside its engines; None where there is nothing, or it cannot be loaded."""
+        try:
+            if not isinstance(model.backend, AudioBackend):
+                return await asyncio.to_thread(load_text, model.backend.config)
+            check_audio_packages()
+        except MeltcoreError as error:
+            model.failed = True
+            self._channel.send(ModelFailed(number, str(error)))
+        return None
+
+    async def _open(self, model: _Model, message: OpenModel) -> None:
+        assert model.text is not None
+        text, backend, engine = await model.text, model.backend, message.engine
+        if model.failed:
+            return  # reported already
+        if isinstance(backend, TranscriptionEngine):
+            assert isinstance(engine, TranscriptionReady)
+            backend.open(engine, message.created)
+        elif isinstance(backend, SynthesisEngine):
+            assert isinstance(engine, SynthesisReady)
+            backend.open(engine, message.created)
+        else:
+            assert text is not None
+            assert not isinstance(engine, TranscriptionReady | SynthesisReady)
+            backend.open(text, engine, message.created)
         tune_gc()
-        synthetic = [
-            text.is_synthetic if text is not None else getattr(engine, "tokens", "real") == "synthetic"
-            for text, engine in zip(texts, message.engines, strict=True)
-        ]
-        self._channel.send(ModelsOpened(synthetic))
+        is_synthetic = text.is_synthetic if text is not None else getattr(engine, "tokens", "real") == "synthetic"
+        self._channel.send(ModelOpened(message.model, is_synthetic))
 
     def _report_unreadable(self, model: int, replica: int, reason: str) -> None:
-        self._channel.send(WorkerFailed("engine", reason, model, replica))
+        self._channel.send(EngineUnreadable(model, replica, reason))
 
 
 def main() -> int:

@@ -9,44 +9,60 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from meltcore.api.backend import ServerStatus
-from meltcore.config import ServerConfig, Task
+from meltcore.api.backend import ModelStatus
+from meltcore.config import ModelConfig, ServerConfig, Task
 from meltcore.protocol.engines import ServedReady
 
-MESSAGE_BYTES = 1 << 17  # the longest message; a server's configuration takes a few kilobytes
+MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
 
 # --- supervisor to API server --------------------------------------------------------------------------------------
 
 
 class Setup(msgspec.Struct, tag="setup", frozen=True):
-    """The first message. The descriptor of the shared statistics comes with it. Answered by `Started`."""
+    """The first message. The descriptor of the server's statistics comes with it. Answered by `Started`."""
 
-    config: ServerConfig
-    tasks: list[Task]  # of the models
+    config: ServerConfig  # without models, which follow
     api_server: int  # its row of the statistics and its sockets to the engines, from 1 on
     num_processes: int  # rows of the statistics: the API servers and the supervisor
     directory: str  # of the sockets
 
 
-class LoadText(msgspec.Struct, tag="load", frozen=True):
-    """The checkpoints are on this machine: load the tokenizers."""
+class AddModel(msgspec.Struct, tag="add_model", frozen=True):
+    """A model whose checkpoint is on this machine: load its tokenizer. The descriptor of its statistics comes along.
+
+    task: None where it could not be found out, because the model cannot be loaded. engines: the number of each
+    replica's engine, in whose folder its sockets are; None: the replica has none now.
+    """
+
+    model: int
+    config: ModelConfig
+    task: Task | None
+    engines: list[int | None]
 
 
-class Open(msgspec.Struct, tag="open", frozen=True):
-    """The engines of each model are ready. Answered by `ModelsOpened` once the tokenizers are loaded too."""
+class RemoveModel(msgspec.Struct, tag="remove_model", frozen=True):
+    """A model has left the server. Its requests have ended."""
 
-    engines: list[ServedReady]
+    model: int
+
+
+class OpenModel(msgspec.Struct, tag="open_model", frozen=True):
+    """The engines of a model are ready. Answered by `ModelOpened` once the tokenizer is loaded too."""
+
+    model: int
+    engine: ServedReady
     created: int
 
 
 class StatusChanged(msgspec.Struct, tag="status", frozen=True):
-    """The server's status, and the reason that refused requests receive."""
+    """A model's status, and the reason that refused requests receive."""
 
-    status: ServerStatus
+    model: int
+    status: ModelStatus
     reason: str
 
 
@@ -55,19 +71,28 @@ class AddConnection(msgspec.Struct, tag="connection", frozen=True):
 
 
 class EndRequests(msgspec.Struct, tag="end", frozen=True):
-    """End every open request with an error."""
+    """End every open request of a model with an error."""
 
+    model: int
     message: str
     status: int
     code: str
 
 
-class ReplicaDied(msgspec.Struct, tag="died", frozen=True):
-    """A replica of a model has died: end its requests."""
+class ReplicaStarted(msgspec.Struct, tag="replica_started", frozen=True):
+    """An engine is being started for a replica: bind the sockets to it. The statistics say when it gets requests."""
 
     model: int
     replica: int
-    reason: str
+    engine: int
+
+
+class ReplicaEnded(msgspec.Struct, tag="replica_ended", frozen=True):
+    """A replica's engine has died or was stopped: end its requests with `message`, and close its sockets."""
+
+    model: int
+    replica: int
+    message: str
 
 
 class Exit(msgspec.Struct, tag="exit", frozen=True):
@@ -81,23 +106,41 @@ class Started(msgspec.Struct, tag="started", frozen=True):
     """The process serves connections; requests for a model are refused until it is open."""
 
 
-class ModelsOpened(msgspec.Struct, tag="opened", frozen=True):
-    """All models can be served. For each: whether its tokenizer is a synthetic one (of speech: its tokens)."""
+class ModelOpened(msgspec.Struct, tag="opened", frozen=True):
+    """A model can be served. `synthetic`: whether its tokenizer is a substitute (of speech: its tokens)."""
 
-    synthetic_tokenizers: list[bool]
+    model: int
+    synthetic: bool
 
 
-class WorkerFailed(msgspec.Struct, tag="failed", frozen=True):
-    """The process cannot start ("start"), or an engine sends messages that cannot be read ("engine")."""
+class ModelFailed(msgspec.Struct, tag="model_failed", frozen=True):
+    """This process cannot load what it needs for a model."""
 
-    cause: Literal["start", "engine"]
+    model: int
     message: str
-    model: int = 0
-    replica: int = 0
 
 
-ToAPIServer = Setup | LoadText | Open | StatusChanged | AddConnection | EndRequests | ReplicaDied | Exit
-FromAPIServer = Started | ModelsOpened | WorkerFailed
+class EngineUnreadable(msgspec.Struct, tag="unreadable", frozen=True):
+    """An engine sends messages that cannot be read."""
+
+    model: int
+    replica: int
+    message: str
+
+
+ToAPIServer = (
+    Setup
+    | AddModel
+    | RemoveModel
+    | OpenModel
+    | StatusChanged
+    | AddConnection
+    | EndRequests
+    | ReplicaStarted
+    | ReplicaEnded
+    | Exit
+)
+FromAPIServer = Started | ModelOpened | ModelFailed | EngineUnreadable
 _Message = TypeVar("_Message")
 _encode = msgspec.msgpack.Encoder().encode
 _CONNECTION = _encode(AddConnection())

@@ -49,6 +49,17 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
     return [Placement(on_gpus, {_VISIBLE: ",".join(gpus[first : first + gpus_per_replica])}) for first in first_gpus]
 
 
+def placed_gpus(placement: Placement) -> frozenset[str]:
+    """Return the GPUs of a placed engine, as CUDA_VISIBLE_DEVICES names them; empty for one on a CPU."""
+    engine = placement.engine
+    if engine.device == "cpu":
+        return frozenset()
+    own_gpus = placement.environment.get(_VISIBLE)
+    gpus = visible_gpus() if own_gpus is None else own_gpus.split(",")
+    first = int(engine.device.partition(":")[2] or 0)
+    return frozenset(gpus[first : first + engine.tensor_parallel_size])
+
+
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number."""
     visible_devices = os.environ.get(_VISIBLE)

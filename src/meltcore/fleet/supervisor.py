@@ -1,11 +1,13 @@
 """The supervisor: binds the port, starts, watches and restarts processes, passes connections on, drains.
 
-It serves no requests. Engines and API servers are processes of their own; `meltcore serve` runs one model.
+It serves no requests. Engines and API servers are processes of their own. `meltcore serve` runs one model and ends with
+it; `meltcore up` runs a fleet, in which models fail and come back by themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import resource
 import signal
@@ -13,42 +15,46 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from meltcore.api.backend import ServerStatus
+from meltcore.api.backend import ModelStatus
 from meltcore.api.http_server import tune_gc
 from meltcore.api.log import Log
 from meltcore.api.stats import ServerStats
-from meltcore.backends.engine_link import socket_folder
-from meltcore.backends.engine_process import ENGINE_COMMAND, LocalEngineProcess, common_limits
+from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.backends.text_model import find_task
-from meltcore.config import ServerConfig
+from meltcore.config import ModelConfig, ServerConfig, Task
 from meltcore.errors import ConfigError, MeltcoreError
-from meltcore.fleet.channel import EndRequests, LoadText, Open, ReplicaDied, StatusChanged
+from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.placement import Placement, place_replicas
+from meltcore.fleet.served_model import POLL_S, RestartPolicy, ServedModel, ServerParts
+from meltcore.fleet.start_gate import StartGate
 from meltcore.fleet.worker_pool import WorkerPool, worker_count
 from meltcore.host_memory import use_one_arena
-from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
-from meltcore.protocol.generation import StepOutputs
-from meltcore.protocol.shell import ForgetClient, Loading
+from meltcore.protocol.shell import ForgetClient
 from meltcore.protocol.sockets import SocketFolder
-from meltcore.protocol.synthesis import SynthesisOutputs
-from meltcore.protocol.transcription import TranscriptionOutputs
-from meltcore.protocol.translation import TranslationOutputs
 
 DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
-POLL_S = 0.02  # while draining
 PROGRESS_S = 0.2
 CANCEL_LIMIT_S = 2.0  # of loading at a signal
 EXIT_FAILED = 1
 EXIT_FORCED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions:
+    """What makes a server a fleet. `log_folder`: with a log file per engine; None: they share our standard error."""
+
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    log_folder: Path | None = None
 
 
 def serve(
@@ -56,10 +62,12 @@ def serve(
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     on_bound: Callable[[int], None] | None = None,
+    fleet: FleetOptions | None = None,
 ) -> int:
     """Serve until a signal or a failure; returns the exit status. `on_bound` is called with the port.
 
-    Raises ConfigError when the server cannot start: the address is taken, or a checkpoint or an engine fails.
+    `fleet`: a model that fails or dies ends neither the others nor the server. Raises ConfigError when the server
+    cannot start: the address is taken, or, without `fleet`, a checkpoint or an engine fails.
     """
     _check_names(config)
     placements = [place_replicas(model) for model in config.models]
@@ -73,7 +81,7 @@ def serve(
     folder = SocketFolder("server")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_supervise(config, engine_command, placements, folder, listener))
+            return runner.run(_supervise(config, engine_command, placements, folder, listener, fleet))
     finally:
         folder.remove()
 
@@ -84,8 +92,9 @@ async def _supervise(
     placements: Sequence[Sequence[Placement]],
     folder: SocketFolder,
     listener: socket.socket,
+    fleet: FleetOptions | None,
 ) -> int:
-    return await Supervisor(config, engine_command, placements, folder).run(listener)
+    return await Supervisor(config, engine_command, placements, folder, fleet).run(listener)
 
 
 class Supervisor:
@@ -97,35 +106,42 @@ class Supervisor:
         engine_command: Sequence[str],
         placements: Sequence[Sequence[Placement]],
         folder: SocketFolder,
+        fleet: FleetOptions | None,
     ) -> None:
-        """Create the engines. `placements`: one per replica, for each model."""
+        """Create the parts. `placements`: one per replica, for each model."""
         num_processes = 1 + worker_count(config)
         self._config = config
+        self._placements = placements
         self._folder = folder
-        self._stats = stats = ServerStats([len(replicas) for replicas in placements], num_processes=num_processes)
+        self._fleet = fleet
+        self._command = "meltcore serve" if fleet is None else "meltcore up"
+        self._stats = stats = ServerStats((), num_processes=num_processes)
         self._log = Log(config.log_format, stats)
-        self._engines: list[list[LocalEngineProcess]] = []
-        for model, replicas in enumerate(placements):
-            first = sum(map(len, self._engines))
-            self._engines.append(
-                [
-                    LocalEngineProcess(
-                        placement.engine,
-                        engine_command,
-                        partial(self._on_engine_message, model, replica),
-                        directory=socket_folder(folder.path, first + replica),
-                        client_count=num_processes,
-                        environment=placement.environment,
-                    )
-                    for replica, placement in enumerate(replicas)
-                ]
-            )
         self._pool = WorkerPool(
-            config, stats, folder.path, on_lost=self._on_worker_lost, on_unreadable=self._on_unreadable
+            config,
+            stats,
+            folder.path,
+            restart_early=fleet is not None,
+            on_lost=self._on_worker_lost,
+            on_unreadable=self._on_unreadable,
         )
+        self._parts = ServerParts(
+            pool=self._pool,
+            gate=StartGate(),
+            log=self._log,
+            report=self._report,
+            engine_command=engine_command,
+            sockets=folder.path,
+            client_count=num_processes,
+            next_engine=itertools.count().__next__,
+            policy=fleet.policy if fleet is not None else None,
+            log_folder=fleet.log_folder if fleet is not None else None,
+        )
+        self._models: dict[int, ServedModel] = {}
+        self._numbers = itertools.count()
+        self._watches: dict[int, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
         self._stopped_s: float | None = None  # when the first signal came
-        self._progress = "loading: starting"
 
     async def run(self, listener: socket.socket) -> int:
         """Load, serve and drain; returns the exit status. Raises MeltcoreError when loading fails."""
@@ -135,17 +151,12 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
             loop.add_signal_handler(signal.SIGHUP, self._on_sighup)
         acceptor = Acceptor(listener, self._pool.assign, self._on_exhausted)
-        profiles = self._config.profiling
-        watches = [
-            asyncio.create_task(StuckWatch(engines, stats, profiles=profiles).run())
-            for engines, stats in zip(self._engines, self._stats.models, strict=True)
-        ]
         try:
             return await self._load_and_serve()
         finally:
-            for watch in watches:
+            for watch in self._watches.values():
                 watch.cancel()
-            await asyncio.gather(*(engine.stop() for engines in self._engines for engine in engines))
+            await asyncio.gather(*(model.stop() for model in self._models.values()))
             acceptor.close()
             await self._pool.stop()
             await asyncio.to_thread(self._log.close)
@@ -154,158 +165,141 @@ class Supervisor:
 
     async def _load_and_serve(self) -> int:
         stop = asyncio.create_task(self._stop.wait())
-        if not await self._load_or_stop(stop):
+        if self._fleet is not None:
+            await self._start_fleet()
+        elif not await self._load_or_stop(stop):
             return 0
-        engines_died = asyncio.create_task(self._watch_engines())
+        engines_ended = asyncio.create_task(self._wait_engines_ended())
         pool_failed = self._pool.failed
-        end_futures: set[asyncio.Future[Any]] = {stop, engines_died, pool_failed}
+        end_futures: set[asyncio.Future[Any]] = {stop, engines_ended, pool_failed}
         await asyncio.wait(end_futures, return_when=asyncio.FIRST_COMPLETED)
         if pool_failed.done():
-            print_line(f"meltcore serve: {pool_failed.result()}", sys.stderr)
-        if not engines_died.done():
-            await self._drain(engines_died)
-        if engines_died.done():
-            engines_died.result()
+            self._report(pool_failed.result())
+        if not engines_ended.done():
+            await self._drain(engines_ended)
+        if engines_ended.done():
             await asyncio.sleep(DEAD_LINGER_S)
             return EXIT_FAILED
-        engines_died.cancel()
+        engines_ended.cancel()
         return EXIT_FAILED if pool_failed.done() else 0
+
+    async def _wait_engines_ended(self) -> None:
+        """Wait until the last engine has died that is not started again. A fleet waits for other models."""
+        if self._fleet is not None:
+            await asyncio.get_running_loop().create_future()
+        await asyncio.gather(*(model.all_ended.wait() for model in self._models.values()))
+
+    async def _start_fleet(self) -> None:
+        """Start API servers, and the engines in the order of the models. Models become ready one by one."""
+        await self._pool.start()
+        for config, placements in zip(self._config.models, self._placements, strict=True):
+            await self._add_fleet_model(config, placements)
+
+    async def _add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
+        try:
+            task: Task | None = await asyncio.to_thread(find_task, config)
+        except MeltcoreError as error:
+            model = self._add_model(config, None, placements)
+            model.fail(str(error))
+        else:
+            model = self._add_model(config, task, placements)
+            model.loading = asyncio.create_task(self._load_model(model))
+        return model
+
+    async def _load_model(self, model: ServedModel) -> None:
+        await model.load_or_fail()
+        if model.limits is not None:
+            config = replace(self._config, models=(model.config,))
+            print_ready(config, [model.limits], [model.synthetic_tokenizer], self._stats.api_servers)
+
+    def _add_model(self, config: ModelConfig, task: Task | None, placements: Sequence[Placement]) -> ServedModel:
+        number = next(self._numbers)
+        stats = self._stats.add_model(number, len(placements))
+        model = self._models[number] = ServedModel(number, config, task, placements, stats, self._parts)
+        watch = StuckWatch(model.engines, stats, profiles=self._config.profiling)
+        self._watches[number] = asyncio.create_task(watch.run())
+        return model
 
     async def _load_or_stop(self, stop: asyncio.Task[bool]) -> bool:
         """Load and show the progress; False when a signal came meanwhile. Raises MeltcoreError."""
-        progress, shown_progress = LoadingProgress(), ""
+        progress = LoadingProgress()
         loading = asyncio.create_task(self._load())
         while not loading.done() and not stop.done():
-            progress.show(self._progress)
-            if shown_progress != self._progress:
-                shown_progress = self._progress
-                self._set_status("loading", shown_progress)
+            progress.show(next((model.reason for model in self._models.values()), "loading: starting"))
             await asyncio.wait({loading, stop}, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
         progress.clear()
         if not loading.done():
-            self._set_status("draining", "the server is going down")
+            for model in self._models.values():
+                model.drain("the server is going down")
             loading.cancel()
             await asyncio.wait({loading}, timeout=CANCEL_LIMIT_S)
             return False
         try:
-            engines = loading.result()
+            loading.result()
         except MeltcoreError:
             self._set_status("dead", "the model could not be loaded")
             raise
-        self._set_status("ready", "ready")
-        print_ready(self._config, engines, self._pool.synthetic_tokenizers, self._stats.api_servers)
+        engines = [model.limits for model in self._models.values() if model.limits is not None]
+        synthetic = [model.synthetic_tokenizer for model in self._models.values()]
+        print_ready(self._config, engines, synthetic, self._stats.api_servers)
         tune_gc()
         return True
 
-    async def _load(self) -> list[ServedReady]:
-        """Start API servers and engines; returns the limits of each model's engines. Raises MeltcoreError."""
-        await self._pool.start([await asyncio.to_thread(find_task, model) for model in self._config.models])
-        self._pool.broadcast(LoadText())
-        starting = asyncio.gather(
-            *(
-                self._start(model, replica)
-                for model, model_engines in enumerate(self._engines)
-                for replica in range(len(model_engines))
-            )
-        )
+    async def _load(self) -> None:
+        """Start API servers and engines. Raises MeltcoreError."""
+        tasks = [await asyncio.to_thread(find_task, model) for model in self._config.models]
+        await self._pool.start()
+        for config, task, placements in zip(self._config.models, tasks, self._placements, strict=True):
+            self._add_model(config, task, placements)
+        loading = asyncio.gather(*(model.load() for model in self._models.values()))
         try:
-            pending_futures: set[asyncio.Future[Any]] = {starting, self._pool.failed}
+            pending_futures: set[asyncio.Future[Any]] = {loading, self._pool.failed}
             await asyncio.wait(pending_futures, return_when=asyncio.FIRST_COMPLETED)
             if self._pool.failed.done():
                 raise ConfigError(self._pool.failed.result())
-            ready = iter(starting.result())
+            loading.result()
         except BaseException:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)  # left unread, its error prints a traceback
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)  # left unread, its error prints a traceback
             raise
-        engines = [common_limits([next(ready) for _ in model_engines]) for model_engines in self._engines]
-        await self._pool.open(Open(engines, int(time.time())))
-        return engines
-
-    async def _start(self, model: int, replica: int) -> ServedReady:
-        try:
-            return await self._engines[model][replica].start()
-        except MeltcoreError as error:
-            subject = self._describe(model, replica, "")
-            if not subject:
-                raise
-            raise ConfigError(f"{subject}: {error}") from error
 
     # --- ending
 
-    async def _drain(self, engines_died: asyncio.Task[None]) -> None:
+    async def _drain(self, engines_ended: asyncio.Task[None]) -> None:
         """Refuse new requests, let the open ones finish within the limit, then end them."""
         limit_s = self._config.drain_timeout_s
-        self._set_status("draining", "the server is going down and takes no new requests")
+        for model in self._models.values():
+            model.drain("the server is going down and takes no new requests")
         self._log.write("draining", open_requests=self._stats.open_requests(), limit_s=limit_s)
         deadline_s = time.monotonic() + limit_s
-        while self._stats.open_requests() and time.monotonic() < deadline_s and not engines_died.done():
-            await asyncio.wait({engines_died}, timeout=POLL_S)
-        if not engines_died.done() and self._stats.open_requests():
+        while self._stats.open_requests() and time.monotonic() < deadline_s and not engines_ended.done():
+            await asyncio.wait({engines_ended}, timeout=POLL_S)
+        if not engines_ended.done() and self._stats.open_requests():
             error = f"the server is going down, and {limit_s:g} s (--drain-timeout) were not enough for this answer"
-            self._pool.broadcast(EndRequests(error, 503, "server_stopping"))
+            for number in self._models:
+                self._pool.broadcast(EndRequests(number, error, 503, "server_stopping"))
             while self._stats.open_requests() and time.monotonic() < deadline_s + DEAD_LINGER_S:
-                await asyncio.wait({engines_died}, timeout=POLL_S)
-
-    async def _watch_engines(self) -> None:
-        """Wait until the last engine has died."""
-        await asyncio.gather(
-            *(
-                self._watch(model, replica)
-                for model, model_engines in enumerate(self._engines)
-                for replica in range(len(model_engines))
-            )
-        )
-
-    async def _watch(self, model: int, replica: int) -> None:
-        """Wait for the death of a replica, and end its requests; the others continue."""
-        engine, stats = self._engines[model][replica], self._stats.models[model]
-        reason = await engine.wait()
-        num_failed = round(stats.open_requests(replica))
-        stats.mark_replica_dead(replica)
-        self._pool.broadcast(ReplicaDied(model, replica, reason))
-        engine.close_link()
-        name = self._config.models[model].names[0]
-        self._log.write("engine_died", model=name, replica=replica, why=reason, open_requests=num_failed)
-        survivors_note = ""
-        if stats.replicas > 1:
-            survivors_note = f"; {len(stats.live_replicas())} of {stats.replicas} replicas go on without it"
-        subject = self._describe(model, replica, "the engine")
-        print_line(
-            f"meltcore serve: {subject} has died: {reason}; {num_failed} open requests failed{survivors_note}",
-            sys.stderr,
-        )
-
-    def _describe(self, model: int, replica: int, default: str) -> str:
-        """Return the name of an engine in messages; `only`: the single engine of a server."""
-        parts = [self._config.models[model].names[0]] if len(self._engines) > 1 else []
-        parts += [f"replica {replica}"] if len(self._engines[model]) > 1 else []
-        return " ".join(parts) or default
+                await asyncio.wait({engines_ended}, timeout=POLL_S)
 
     # --- events
 
-    def _set_status(self, status: ServerStatus, reason: str) -> None:
-        self._pool.broadcast(StatusChanged(status, reason))
+    def _set_status(self, status: ModelStatus, reason: str) -> None:
+        for model in self._models.values():
+            model.set_status(status, reason)
 
-    def _on_engine_message(self, model: int, replica: int, message: FromEngine) -> None:
-        if isinstance(
-            message, StepOutputs | SynthesisOutputs | TranscriptionOutputs | TranslationOutputs
-        ):  # also without outputs: a sign of life
-            self._stats.models[model].record_step(shared_stats(message.stats), message.step_ended_s, replica)
-        elif isinstance(message, Loading) and replica == 0:  # all load the same; shown together, they would alternate
-            progress_note = f" ({message.fraction:.0%})" if message.fraction else ""  # unknown for many stages
-            self._progress = f"loading: {message.stage}{progress_note}"
+    def _report(self, text: str) -> None:
+        print_line(f"{self._command}: {text}", sys.stderr)
 
     def _on_unreadable(self, model: int, replica: int, reason: str) -> None:
-        self._engines[model][replica].fail(reason)
+        self._models[model].engines[replica].fail(reason)
 
     def _on_worker_lost(self, worker: int, exit_reason: str, open_requests: int) -> None:
-        for engines, stats in zip(self._engines, self._stats.models, strict=True):
-            for replica in stats.live_replicas():
-                engines[replica].send(ForgetClient(worker))
+        for model in self._models.values():
+            for engine in model.engines:
+                if engine.loaded is not None:
+                    engine.send(ForgetClient(worker))
         self._log.write("api_server_died", api_server=worker, how=exit_reason, open_requests=open_requests)
-        death_message = f"API server process {worker} has died: {exit_reason}; {open_requests} open requests failed"
-        print_line(f"meltcore serve: {death_message}", sys.stderr)
+        self._report(f"API server process {worker} has died: {exit_reason}; {open_requests} open requests failed")
 
     def _on_exhausted(self, error: OSError) -> None:
         max_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -324,9 +318,8 @@ class Supervisor:
             self._stop.set()
         if now_s - self._stopped_s < SAME_SIGNAL_S:
             return
-        for engines in self._engines:
-            for engine in engines:
-                engine.kill()
+        for model in self._models.values():
+            model.kill()
         self._pool.kill()
         self._folder.remove()
         os._exit(EXIT_FORCED)

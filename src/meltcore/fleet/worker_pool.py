@@ -8,31 +8,37 @@ second server join a port in use.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meltcore.api.stats import ServerStats
-from meltcore.config import ServerConfig, Task
+import msgspec
+
+from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.channel import (
+    AddModel,
     Channel,
     EndRequests,
+    EngineUnreadable,
     Exit,
     FromAPIServer,
-    LoadText,
-    ModelsOpened,
-    Open,
-    ReplicaDied,
+    ModelFailed,
+    OpenModel,
+    RemoveModel,
+    ReplicaEnded,
+    ReplicaStarted,
     Setup,
     Started,
     StatusChanged,
-    WorkerFailed,
+    ToAPIServer,
 )
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.process import STDERR, describe_exit, start_async
@@ -46,7 +52,7 @@ _EXIT_LIMIT_S = 4.0  # from asking a worker to exit until it is killed; it close
 _RETRY_S = 0.05
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 4
-Broadcast = LoadText | Open | StatusChanged | EndRequests | ReplicaDied | Exit
+ModelMessage = OpenModel | StatusChanged | EndRequests | ReplicaStarted | ReplicaEnded
 
 
 def worker_count(config: ServerConfig) -> int:
@@ -68,19 +74,38 @@ class APIServerWorker:
         self.process: asyncio.subprocess.Process | None = None
         self.channel: Channel[FromAPIServer] | None = None
         self.started = False
-        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opened: set[int] = set()  # models that it can serve
 
-    @property
-    def is_open(self) -> bool:
-        """Whether all models can be served."""
-        return self.opened.done() and not self.opened.cancelled()
-
-    def send(self, message: Broadcast) -> None:
+    def send(self, message: ToAPIServer, descriptor: int | None = None) -> None:
         """Send a message. A worker that does not read its messages is killed."""
         running = self.process is not None and self.process.returncode is None
-        if running and self.channel is not None and not self.channel.send(message):
+        if running and self.channel is not None and not self.channel.send(message, descriptor):
             assert self.process is not None
             self.process.kill()
+
+
+class _Model:
+    """What a worker that starts later has to be sent of a model, and whether all workers can serve it."""
+
+    def __init__(self, added: AddModel, stats: ModelStats) -> None:
+        self.added = added
+        self.stats = stats
+        self.open: OpenModel | None = None
+        self.status: StatusChanged | None = None
+        self.synthetic = False  # its tokenizer
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # may be read by no one
+
+    def keep(self, message: ModelMessage) -> None:
+        """Note a message that has just been sent to all workers."""
+        if isinstance(message, OpenModel):
+            self.open = message
+        elif isinstance(message, StatusChanged):
+            self.status = message
+        elif isinstance(message, ReplicaStarted | ReplicaEnded):
+            engines = list(self.added.engines)
+            engines[message.replica] = message.engine if isinstance(message, ReplicaStarted) else None
+            self.added = msgspec.structs.replace(self.added, engines=engines)
 
 
 class WorkerPool:
@@ -92,10 +117,13 @@ class WorkerPool:
         stats: ServerStats,
         directory: Path,
         *,
+        restart_early: bool = False,
         on_lost: Callable[[int, str, int], None],
         on_unreadable: Callable[[int, int, str], None],
     ) -> None:
         """Create the pool.
+
+        `restart_early`: whether a worker is restarted that dies before any model is open; else the server ends.
 
         `on_lost(worker_id, exit_reason, open_requests)`: called when a worker died. `on_unreadable(model, replica,
         reason)`: called when a worker could not decode a message of that engine.
@@ -108,32 +136,66 @@ class WorkerPool:
         self._workers: list[APIServerWorker] = []
         self._watches: set[asyncio.Task[None]] = set()
         self._pending: deque[socket.socket] = deque()  # connections that no worker could take yet
-        self._tasks: list[Task] = []
-        self._state: dict[type[Broadcast], Broadcast] = {}  # what a restarted worker has to be sent
-        self._all_opened = False  # once they are, one that is not gets no connections: it would refuse requests
+        self._models: dict[int, _Model] = {}
+        self._restart_early = restart_early
         self._exiting = False
-        self.synthetic_tokenizers: list[bool] = []
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def start(self, tasks: Sequence[Task]) -> None:
-        """Start every process. tasks: of the models."""
-        self._tasks = list(tasks)
+    async def start(self) -> None:
+        """Start every process."""
         for worker_id in range(1, self._stats.api_servers + 1):
             worker = APIServerWorker(worker_id)
             self._workers.append(worker)
             await self._start(worker)
 
-    async def open(self, message: Open) -> None:
-        """Let all workers accept requests, and wait until they can. Raises ConfigError when one cannot."""
+    # --- models
+
+    def add_model(self, message: AddModel, stats: ModelStats) -> None:
+        """Let all workers load the tokenizer of a model."""
+        model = self._models[message.model] = _Model(message, stats)
+        for worker in self._workers:
+            if worker.started:
+                worker.send(message, model.stats.shared.fd)
+
+    def remove_model(self, model: int) -> None:
+        """Let all workers forget a model."""
+        del self._models[model]
+        for worker in self._workers:
+            worker.opened.discard(model)
+            if worker.started:
+                worker.send(RemoveModel(model))
+
+    async def open_model(self, message: OpenModel) -> bool:
+        """Let all workers accept requests for a model, and wait until they can.
+
+        Returns whether its tokenizer is a substitute. Raises ConfigError when one cannot load what it needs.
+        """
+        model = self._models[message.model]
         self.broadcast(message)
-        all_open = asyncio.gather(*(worker.opened for worker in self._workers))
-        pending_futures: set[asyncio.Future[Any]] = {self.failed, all_open}
-        await asyncio.wait(pending_futures, return_when=asyncio.FIRST_COMPLETED)
-        if self.failed.done():
-            all_open.cancel()
-            await asyncio.gather(all_open, return_exceptions=True)  # left unread, its error prints a traceback
+        waited: set[asyncio.Future[Any]] = {model.opened, self.failed}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not model.opened.done():
             raise ConfigError(self.failed.result())
-        self._all_opened = True
+        model.opened.result()
+        return model.synthetic
+
+    @property
+    def num_models(self) -> int:
+        """The number of models of the server."""
+        return len(self._models)
+
+    def model_failed(self, model: int) -> asyncio.Future[None]:
+        """Return a future with the error of a model that a worker cannot serve. It is done also when all can."""
+        return self._models[model].opened
+
+    def broadcast(self, message: ModelMessage) -> None:
+        """Send a message about a model to every worker."""
+        self._models[message.model].keep(message)
+        for worker in self._workers:
+            if worker.started:
+                worker.send(message)
+
+    # --- connections
 
     def assign(self, connection: socket.socket) -> None:
         """Pass `connection` to the worker with the fewest connections, or to the next one that starts."""
@@ -141,18 +203,12 @@ class WorkerPool:
         if len(self._pending) == 1:
             self._assign_pending()
 
-    def broadcast(self, message: Broadcast) -> None:
-        """Send a message to every worker."""
-        if isinstance(message, LoadText | Open | StatusChanged):
-            self._state[type(message)] = message
-        for worker in self._workers:
-            if worker.started:
-                worker.send(message)
-
     async def stop(self) -> None:
         """Let all workers close their connections and exit; kill those that exceed the limit."""
         self._exiting = True
-        self.broadcast(Exit())
+        for worker in self._workers:
+            if worker.started:
+                worker.send(Exit())
         self._kill(worker for worker in self._workers if not worker.started)
         if self._watches:
             await asyncio.wait(self._watches, timeout=_EXIT_LIMIT_S)
@@ -173,9 +229,7 @@ class WorkerPool:
 
     def _assign_pending(self) -> None:
         closed_counts = self._stats.closed_connections()
-        available_workers = [
-            worker for worker in self._workers if (worker.is_open if self._all_opened else worker.started)
-        ]
+        available_workers = [worker for worker in self._workers if self._is_available(worker)]
         while self._pending and available_workers:
             for worker in sorted(
                 available_workers, key=lambda worker: worker.assigned - closed_counts[worker.worker_id]
@@ -187,6 +241,14 @@ class WorkerPool:
             else:  # all are busy, and their buffers full
                 asyncio.get_running_loop().call_later(_RETRY_S, self._assign_pending)
                 return
+
+    def _is_available(self, worker: APIServerWorker) -> bool:
+        """Whether a worker serves all that every other one can serve: without, it would refuse requests."""
+        return worker.started and all(
+            number in worker.opened for number, model in self._models.items() if _is_open(model.opened)
+        )
+
+    # --- processes
 
     async def _start(self, worker: APIServerWorker) -> None:
         allocator = _ALLOCATOR if self._stats.api_servers > 1 else {}
@@ -204,7 +266,8 @@ class WorkerPool:
         worker.channel = Channel(parent_socket, FromAPIServer)
         worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
         num_processes = self._stats.api_servers + 1
-        setup = Setup(self._config, self._tasks, worker.worker_id, num_processes, str(self._directory))
+        config = dataclasses.replace(self._config, models=(), foreign=())
+        setup = Setup(config, worker.worker_id, num_processes, str(self._directory))
         worker.channel.send(setup, self._stats.shared.fd)
         watch = asyncio.create_task(self._watch(worker))
         self._watches.add(watch)
@@ -213,18 +276,31 @@ class WorkerPool:
     def _on_message(self, worker: APIServerWorker, message: FromAPIServer, _descriptors: list[int]) -> None:
         if isinstance(message, Started):
             worker.started = True
-            for message_type in (LoadText, Open, StatusChanged):
-                if message_type in self._state:
-                    worker.send(self._state[message_type])
+            for model in self._models.values():
+                worker.send(model.added, model.stats.shared.fd)
+                for missed in (model.open, model.status):
+                    if missed is not None:
+                        worker.send(missed)
             self._assign_pending()
-        elif isinstance(message, ModelsOpened):
-            self.synthetic_tokenizers = message.synthetic_tokenizers
-            worker.opened.set_result(None)
+        elif isinstance(message, EngineUnreadable):
+            if message.model in self._models:
+                self._on_unreadable(message.model, message.replica, message.message)
+        elif (opened := self._models.get(message.model)) is not None:  # else it has been removed meanwhile
+            if isinstance(message, ModelFailed):
+                self._on_model_failed(worker, message)
+                return
+            worker.opened.add(message.model)
+            opened.synthetic = message.synthetic
+            if all(message.model in each.opened for each in self._workers) and not opened.opened.done():
+                opened.opened.set_result(None)
             self._assign_pending()
-        elif isinstance(message, WorkerFailed) and message.cause == "engine":
-            self._on_unreadable(message.model, message.replica, message.message)
-        else:
-            self._fail(message.message)
+
+    def _on_model_failed(self, worker: APIServerWorker, message: ModelFailed) -> None:
+        opened = self._models[message.model].opened
+        if not opened.done():
+            opened.set_exception(ConfigError(message.message))
+        elif _is_open(opened):  # the others have loaded it
+            self._fail(f"API server process {worker.worker_id}: {message.message}")
 
     async def _watch(self, worker: APIServerWorker) -> None:
         """Wait for the end of a worker. It is restarted, unless it ended before it could serve."""
@@ -234,9 +310,10 @@ class WorkerPool:
         worker.channel.close()
         if self._exiting:
             return
-        was_open = worker.is_open
-        worker.started, worker.opened = False, asyncio.get_running_loop().create_future()
-        if not was_open:
+        any_open = any(_is_open(model.opened) for model in self._models.values())
+        has_served = self._is_available(worker) and (any_open or self._restart_early)
+        worker.started, worker.opened = False, set()
+        if not has_served:
             self._fail(f"API server process {worker.worker_id} ended while starting ({exit_text})")
             return
         self._on_lost(
@@ -244,11 +321,16 @@ class WorkerPool:
             exit_text,
             sum(model.fail_process_requests(worker.worker_id) for model in self._stats.models),
         )
-        status = self._state.get(StatusChanged)
-        is_ready = isinstance(status, StatusChanged) and status.status == "ready"
-        if is_ready and any(model.live_replicas() for model in self._stats.models):
+        if self._restart_early or any(
+            model.status is not None and model.status.status == "ready" and model.stats.live_replicas()
+            for model in self._models.values()
+        ):
             await self._start(worker)
 
     def _fail(self, reason: str) -> None:
         if not self.failed.done():
             self.failed.set_result(reason)
+
+
+def _is_open(opened: asyncio.Future[None]) -> bool:
+    return opened.done() and not opened.cancelled() and opened.exception() is None

@@ -18,7 +18,7 @@ from typing import Literal
 from meltcore.errors import ConfigError
 
 # The longest name of a socket in a folder of each kind. An address has at most 107 bytes and a terminator (unix(7)).
-_LONGEST_SOCKET_NAME = {"server": "/99/from-engine-999.sock", "group": "/rank-7.sock"}
+_LONGEST_SOCKET_NAME = {"server": "/99999/from-engine-999.sock", "group": "/rank-7.sock"}
 _MAX_ADDRESS_BYTES = 107
 _OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 

@@ -1,0 +1,450 @@
+"""One model of the supervisor: its engines are started, watched, restarted and replaced. API servers follow its state.
+
+An engine that dies ends its own requests only. In a fleet it is started again after a pause that doubles with each
+death, until it has died too often (`RestartPolicy`). A server of `meltcore serve` starts none again: a fault of the GPU
+would make it die again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.api.backend import ModelStatus
+from meltcore.api.log import Log
+from meltcore.api.stats import ModelStats
+from meltcore.backends.engine_link import socket_folder
+from meltcore.backends.engine_process import LocalEngineProcess, common_limits
+from meltcore.config import ModelConfig, Task
+from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
+from meltcore.fleet.channel import AddModel, OpenModel, ReplicaEnded, ReplicaStarted, StatusChanged
+from meltcore.fleet.placement import Placement
+from meltcore.fleet.readiness import probe_error, probe_request
+from meltcore.fleet.start_gate import StartGate
+from meltcore.fleet.worker_pool import WorkerPool
+from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
+from meltcore.protocol.generation import GenerationReady, StepOutputs
+from meltcore.protocol.shell import Loading
+from meltcore.protocol.synthesis import SynthesisOutputs
+from meltcore.protocol.transcription import TranscriptionOutputs
+from meltcore.protocol.translation import TranslationOutputs
+
+ReplicaState = Literal["waiting", "loading", "ready", "draining", "pausing", "failed", "stopped"]
+ENGINE_DEAD = "the engine has died"
+SERVER_ENDS = "the engine has died; the server is going down"
+ENGINE_RESTARTS = "the engine has died and is started again; the request can be sent again"
+ENGINE_FAILED = "the engine has died and is not started again"
+REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
+REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"
+POLL_S = 0.02  # while draining
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """When an engine that has died is started again: after a pause, which doubles with each death in `window_s`."""
+
+    first_pause_s: float = 1.0
+    max_pause_s: float = 60.0
+    max_deaths: int = 5  # within `window_s`; then it stays down
+    window_s: float = 600.0
+    probe_limit_s: float = 120.0  # for the answer to the readiness request
+
+    def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
+        """Return the pause after deaths at these times; None when they are too many."""
+        num_recent = sum(now_s - death_s < self.window_s for death_s in deaths_s)
+        if num_recent >= self.max_deaths:
+            return None
+        doublings = max(0, num_recent - 1)
+        return min(self.max_pause_s, self.first_pause_s * float(2**doublings))
+
+
+@dataclass(eq=False)
+class Replica:
+    """One replica of a model, whose engine process may be replaced."""
+
+    index: int
+    placement: Placement
+    log: Path | None
+    state: ReplicaState = "waiting"
+    reason: str = ""
+    restarts: int = 0
+    deaths_s: list[float] = field(default_factory=list)  # monotonic
+    limits: ServedReady | None = None
+    started: asyncio.Future[ServedReady] | None = None  # the first outcome of a start
+    task: asyncio.Task[None] | None = None
+    probe: asyncio.Future[str] | None = None
+    sockets: Path | None = None  # of its engine
+
+    def begin(self) -> None:
+        """Begin a new life: nothing has come of it yet."""
+        self.state, self.reason, self.deaths_s = "waiting", "", []
+        self.started = asyncio.get_running_loop().create_future()
+        self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerParts:
+    """What the models of a server share. `policy`: None for `meltcore serve`, which starts no engine again."""
+
+    pool: WorkerPool
+    gate: StartGate
+    log: Log
+    report: Callable[[str], None]  # prints a line
+    engine_command: Sequence[str]
+    sockets: Path
+    client_count: int
+    next_engine: Callable[[], int]  # numbers engine processes, whose sockets are in a folder of that number
+    policy: RestartPolicy | None = None
+    log_folder: Path | None = None  # with a file per engine; None: our standard error
+
+
+class ServedModel:
+    """The engines of one model, from their first start to the end of the server, or of the model in it."""
+
+    def __init__(
+        self,
+        number: int,
+        config: ModelConfig,
+        task: Task | None,
+        placements: Sequence[Placement],
+        stats: ModelStats,
+        parts: ServerParts,
+    ) -> None:
+        """Create the engines and add the model to all API servers. `task`: None where it could not be found out."""
+        self.number, self.config, self.task, self.stats = number, config, task, stats
+        self.name = config.names[0]
+        self.status: ModelStatus = "loading"
+        self.reason = "loading: starting"
+        self.limits: ServedReady | None = None  # of all replicas, once the model is open
+        self.all_ended = asyncio.Event()  # no engine will serve again
+        self.synthetic_tokenizer = False
+        self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
+        self._parts = parts
+        self._draining = False
+        self.replicas = [
+            Replica(index, placement, _log_path(parts.log_folder, self.name, index, len(placements)))
+            for index, placement in enumerate(placements)
+        ]
+        self.engines = [self._new_engine(replica) for replica in self.replicas]
+        for replica in self.replicas:
+            stats.mark_replica_dead(replica.index)
+        parts.pool.add_model(AddModel(number, config, task, [None] * len(placements)), stats)
+
+    # --- starting
+
+    async def load(self) -> None:
+        """Start all engines and open the model to requests. Raises MeltcoreError when it cannot serve.
+
+        Without a policy every engine has to start, else one is enough.
+        """
+        for replica in self.replicas:
+            replica.begin()
+            replica.task = asyncio.create_task(self._keep(replica))
+        started = [replica.started for replica in self.replicas if replica.started is not None]
+        text_failed = self._parts.pool.model_failed(self.number)
+        first_failure = asyncio.FIRST_EXCEPTION if self._parts.policy is None else asyncio.ALL_COMPLETED
+        all_started = asyncio.ensure_future(asyncio.wait(started, return_when=first_failure))
+        try:
+            waited: set[asyncio.Future[Any]] = {all_started, text_failed}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            all_started.cancel()
+        if text_failed.done():
+            text_failed.result()
+        errors = [error for future in started if future.done() and (error := future.exception()) is not None]
+        if errors and (self._parts.policy is None or len(errors) == len(started)):
+            raise errors[0]
+        await self._open(common_limits([future.result() for future in started if future.exception() is None]))
+        for replica in self.replicas:
+            if replica.state == "ready":
+                self.stats.mark_replica_ready(replica.index)
+        self.update_status()
+
+    async def load_or_fail(self) -> None:
+        """Do as `load`, and leave the model in the server as failed when it cannot serve."""
+        try:
+            await self.load()
+        except MeltcoreError as error:
+            await self._stop_engines()
+            self.fail(str(error))
+
+    def fail(self, reason: str) -> None:
+        """Refuse requests from now on; `reason` says why the model could not be loaded."""
+        if not self._draining:
+            self._parts.log.write("model_failed", model=self.name, why=reason)
+            self._parts.report(f"{self.name} could not be loaded: {reason}")
+            self.set_status("failed", f"{self.name} could not be loaded: {reason}")
+
+    async def _open(self, limits: ServedReady) -> None:
+        message = OpenModel(self.number, limits, int(time.time()))
+        self.synthetic_tokenizer = await self._parts.pool.open_model(message)
+        self.limits = limits
+
+    async def _keep(self, replica: Replica) -> None:
+        """Start the engine of a replica, and start it again each time that it dies, as the policy has it."""
+        while True:
+            try:
+                limits = await self._start(replica)
+            except MeltcoreError as error:
+                reason, is_final = str(error), isinstance(error, ConfigError) and replica.limits is None
+                failure: MeltcoreError = error
+                await self.engines[replica.index].stop()
+            else:
+                self._on_ready(replica, limits)
+                reason, is_final = await self.engines[replica.index].wait(), False
+                failure = EngineDeadError(reason)
+            pause_s = self._after_end(replica, reason, is_final)
+            if pause_s is None:
+                if replica.started is not None and not replica.started.done():
+                    replica.started.set_exception(failure)
+                if all(each.state == "failed" for each in self.replicas):
+                    self.all_ended.set()
+                return
+            await asyncio.sleep(pause_s)
+            replica.restarts += 1
+
+    async def _start(self, replica: Replica) -> ServedReady:
+        """Start an engine for a replica and wait until it can serve. Raises MeltcoreError."""
+        replica.state = "waiting"
+        async with self._parts.gate.loading(replica.placement):
+            number = self._parts.next_engine()
+            replica.sockets = socket_folder(self._parts.sockets, number)
+            engine = self.engines[replica.index] = self._new_engine(replica)
+            self._parts.pool.broadcast(ReplicaStarted(self.number, replica.index, number))
+            replica.state = "loading"
+            self.update_status()
+            try:
+                limits = await engine.start()
+            except MeltcoreError as error:
+                subject = self.describe(replica.index, "")
+                if not subject or self._parts.policy is not None:
+                    raise
+                raise ConfigError(f"{subject}: {error}") from error
+        if self._parts.policy is not None:
+            await self._probe(replica, engine, limits, self._parts.policy.probe_limit_s)
+        return limits
+
+    async def _probe(self, replica: Replica, engine: LocalEngineProcess, limits: ServedReady, limit_s: float) -> None:
+        """Let the engine answer one tiny request. Raises EngineDeadError when it does not."""
+        replica.probe = asyncio.get_running_loop().create_future()
+        engine.send(probe_request(limits))
+        ended = asyncio.create_task(engine.wait())
+        waited: set[asyncio.Future[Any]] = {replica.probe, ended}
+        try:
+            await asyncio.wait(waited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if replica.probe.done():
+                problem = replica.probe.result()
+            elif ended.done():
+                problem = ended.result()
+            else:
+                problem = f"no answer within {limit_s:g} s"
+        finally:
+            ended.cancel()
+            replica.probe = None
+        if problem:
+            raise EngineDeadError(f"the readiness request failed: {problem}")
+
+    def _on_ready(self, replica: Replica, limits: ServedReady) -> None:
+        replica.limits, replica.state, replica.reason = limits, "ready", ""
+        if replica.started is not None and not replica.started.done():
+            replica.started.set_result(limits)
+        if self.limits is not None:  # a restart, or one that came later than the others
+            self._reopen(limits)
+            self.stats.mark_replica_ready(replica.index)
+            self.update_status()
+        if self._parts.policy is not None:
+            self._parts.log.write("engine_ready", model=self.name, replica=replica.index, load_s=limits.load_s)
+
+    def _reopen(self, limits: ServedReady) -> None:
+        """Tell API servers when a new engine can do less than those before: another process has taken memory."""
+        assert self.limits is not None
+        common = msgspec.structs.replace(
+            common_limits([self.limits, limits]), load_s=self.limits.load_s, memory=self.limits.memory
+        )
+        if common != self.limits and (isinstance(limits, GenerationReady) or not self.stats.live_replicas()):
+            self.limits = common
+            self._parts.pool.broadcast(OpenModel(self.number, common, int(time.time())))
+
+    # --- ending
+
+    def _after_end(self, replica: Replica, reason: str, is_final: bool) -> float | None:
+        """Fail the requests of an engine that has ended; returns the pause until the next start, None for no start."""
+        policy, now_s = self._parts.policy, time.monotonic()
+        was_serving = replica.state in ("ready", "draining")
+        num_failed = round(self.stats.open_requests(replica.index))
+        self.stats.mark_replica_dead(replica.index)
+        replica.reason = reason
+        replica.deaths_s.append(now_s)
+        pause_s = None
+        if policy is not None and not is_final and not self._draining:
+            pause_s = policy.pause_s(replica.deaths_s, now_s)
+        replica.state = "failed" if pause_s is None else "pausing"
+        self._end_requests(replica, self._death_message(pause_s))
+        self.update_status(pause_s)
+        subject = self.describe(replica.index, "the engine")
+        if was_serving:
+            self._parts.log.write(
+                "engine_died", model=self.name, replica=replica.index, why=reason, open_requests=num_failed
+            )
+            survivors_note = ""
+            if self.stats.replicas > 1:
+                num_live = len(self.stats.live_replicas())
+                survivors_note = f"; {num_live} of {self.stats.replicas} replicas go on without it"
+            self._parts.report(f"{subject} has died: {reason}; {num_failed} open requests failed{survivors_note}")
+        elif policy is not None:
+            self._parts.log.write("engine_failed", model=self.name, replica=replica.index, why=reason)
+            self._parts.report(f"{subject} could not start: {reason}")
+        if policy is not None and not self._draining:
+            plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
+            self._parts.report(f"{subject}: {plan}")
+        return pause_s
+
+    def _death_message(self, pause_s: float | None) -> str:
+        if self.stats.live_replicas():
+            return REPLICA_DEAD
+        if self._parts.policy is None:
+            return self._dead_text()
+        return ENGINE_FAILED if pause_s is None else ENGINE_RESTARTS
+
+    def _end_requests(self, replica: Replica, message: str) -> None:
+        self._parts.pool.broadcast(ReplicaEnded(self.number, replica.index, message))
+        self.engines[replica.index].close_link()
+        if replica.sockets is not None:
+            shutil.rmtree(replica.sockets, ignore_errors=True)
+
+    def drain(self, reason: str) -> None:
+        """Refuse new requests; the open ones continue, and an engine that dies is not started again."""
+        self._draining = True
+        self.set_status("draining", reason)
+
+    async def stop(self) -> None:
+        """End all engines now."""
+        self._draining = True
+        await self._stop_engines()
+
+    async def _stop_engines(self) -> None:
+        tasks = [replica.task for replica in self.replicas if replica.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+
+    def kill(self) -> None:
+        """End all engines without waiting."""
+        for engine in self.engines:
+            engine.kill()
+
+    async def replace_engines(self, drain_limit_s: float) -> None:
+        """Replace one engine after another, each once its requests have ended. Raises MeltcoreError if one fails.
+
+        Requests that take longer than `drain_limit_s` are ended with an error. While no other replica serves, new ones
+        are refused with 503.
+        """
+        for replica in self.replicas:
+            if replica.state == "ready":
+                replica.state = "draining"
+                self.stats.drain_replica(replica.index)
+                self.update_status()
+                deadline_s = time.monotonic() + drain_limit_s
+                while self.stats.open_requests(replica.index) and time.monotonic() < deadline_s and replica.task:
+                    await asyncio.wait({replica.task}, timeout=POLL_S)
+            if replica.task is not None:
+                replica.task.cancel()
+                await asyncio.gather(replica.task, return_exceptions=True)
+            self.stats.mark_replica_dead(replica.index)
+            self._end_requests(replica, REPLICA_REPLACED)
+            await self.engines[replica.index].stop()
+            replica.begin()
+            replica.restarts += 1
+            self.all_ended.clear()
+            replica.task = asyncio.create_task(self._keep(replica))
+            assert replica.started is not None
+            await replica.started
+
+    # --- state
+
+    def set_status(self, status: ModelStatus, reason: str) -> None:
+        """Tell all API servers the status of the model, and the reason that refused requests receive."""
+        if (status, reason) != (self.status, self.reason):
+            self.status, self.reason = status, reason
+            self._parts.pool.broadcast(StatusChanged(self.number, status, reason))
+
+    def update_status(self, pause_s: float | None = None) -> None:
+        """Derive the status from the replicas. `pause_s`: until an engine is started again."""
+        if self._draining:
+            return
+        reasons = [replica.reason for replica in self.replicas if replica.reason]
+        reason = reasons[-1] if reasons else ""
+        if self.limits is not None and self.stats.live_replicas():
+            self.set_status("ready", "ready")
+        elif self._parts.policy is None:
+            if self.limits is not None:
+                self.set_status("dead", f"{self._dead_text()} ({reason})")
+        elif all(replica.state == "failed" for replica in self.replicas):
+            self.set_status("failed", self._failure_text(reason))
+        elif self.limits is None and not reason:
+            self.set_status("loading", self.reason)
+        elif not reason:
+            self.set_status("restarting", f"{self.name} is being restarted")
+        else:
+            when = "now" if pause_s is None else f"after a pause of {pause_s:g} s"
+            self.set_status("restarting", f"the engine of {self.name} has died ({reason}); it is started again {when}")
+
+    def _dead_text(self) -> str:
+        return ENGINE_DEAD if self._parts.pool.num_models > 1 else SERVER_ENDS
+
+    def _failure_text(self, reason: str) -> str:
+        if self.limits is None:
+            return f"{self.name} could not be loaded: {reason}"
+        num_deaths = max(len(replica.deaths_s) for replica in self.replicas)
+        return f"the engine of {self.name} has died {num_deaths} times and is not started again: {reason}"
+
+    def describe(self, replica: int, default: str) -> str:
+        """Return the name of an engine in messages; `default`: of the single engine of a server."""
+        parts = [self.name] if self._parts.policy is not None or self._parts.pool.num_models > 1 else []
+        parts += [f"replica {replica}"] if len(self.replicas) > 1 else []
+        return " ".join(parts) or default
+
+    # --- engines
+
+    def _new_engine(self, replica: Replica) -> LocalEngineProcess:
+        """Return an engine that has not been started. Without sockets it never will be."""
+        return LocalEngineProcess(
+            replica.placement.engine,
+            self._parts.engine_command,
+            partial(self._on_engine_message, replica),
+            directory=replica.sockets or self._parts.sockets,
+            client_count=self._parts.client_count,
+            environment=replica.placement.environment,
+            log=replica.log,
+        )
+
+    def _on_engine_message(self, replica: Replica, message: FromEngine) -> None:
+        if isinstance(
+            message, StepOutputs | SynthesisOutputs | TranscriptionOutputs | TranslationOutputs
+        ):  # also without outputs: a sign of life
+            self.stats.record_step(shared_stats(message.stats), message.step_ended_s, replica.index)
+            if replica.probe is not None and not replica.probe.done():
+                error = probe_error(message)
+                if error is not None:
+                    replica.probe.set_result(error)
+        elif isinstance(message, Loading) and replica.index == 0:  # all load the same; together, they would alternate
+            progress_note = f" ({message.fraction:.0%})" if message.fraction else ""  # unknown for many stages
+            if self.status == "loading":
+                self.set_status("loading", f"loading: {message.stage}{progress_note}")
+
+
+def _log_path(folder: Path | None, name: str, replica: int, replicas: int) -> Path | None:
+    """Return the log file of a replica. Names of models may hold slashes."""
+    if folder is None:
+        return None
+    number = f".{replica}" if replicas > 1 else ""
+    return folder / f"{name.replace('/', '--')}{number}.log"

@@ -1,0 +1,269 @@
+"""A fleet: models fail, die and come back by themselves; the others do not notice, and no process is left behind."""
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from server_harness import Answer, RunningServer, make_model, running, serve_command, wait_until
+
+from meltcore.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.fleet.placement import Placement
+from meltcore.fleet.readiness import PROBE_ID, probe_error, probe_request
+from meltcore.fleet.served_model import RestartPolicy
+from meltcore.fleet.start_gate import StartGate
+from meltcore.protocol.batch import BatchStats
+from meltcore.protocol.generation import EngineStats, GenerationReady, SequenceOutput, StepOutputs
+from meltcore.protocol.synthesis import SynthesisReady
+from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, TranscriptionReady
+from meltcore.protocol.translation import TranslationReady
+
+COMPLETIONS = "/v1/completions"
+FAST = RestartPolicy(first_pause_s=0.05, max_pause_s=0.2, max_deaths=3, probe_limit_s=10.0)
+
+
+@contextmanager
+def fleet(
+    options: dict[str, dict[str, Any]], *, policy: RestartPolicy = FAST, replicas: int = 1, **settings: Any
+) -> Iterator[tuple[RunningServer, Path]]:
+    """A fleet of scripted models. `options`: of the engine of each. Yields the folder of their checkpoints, too."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        models = []
+        for model, engine_options in options.items():
+            checkpoint = folder / model
+            if "missing" not in engine_options:
+                make_model(checkpoint)
+                (checkpoint / "engine.json").write_bytes(msgspec.json.encode(engine_options))
+            engine = EngineConfig(model=str(checkpoint), load_format="dummy")
+            models.append(ModelConfig(engine=engine, served_model_name=(model,), data_parallel_size=replicas))
+        config = ServerConfig(models=tuple(models), port=0, api_server_count=2, **settings)
+        with running(serve_command(config, policy=policy), folder / "stderr") as server:
+            yield server, folder
+
+
+def complete(server: RunningServer, model: str, max_tokens: int = 4) -> Answer:
+    return server.post(COMPLETIONS, {"model": model, "prompt": "ab", "max_tokens": max_tokens})
+
+
+def begin_stream(server: RunningServer, model: str, max_tokens: int) -> Any:
+    body = {"model": model, "prompt": "ab", "max_tokens": max_tokens, "stream": True}
+    connection = server.open(COMPLETIONS, body)
+    data = b""
+    while b"data: " not in data:
+        data += connection.recv(65_536)
+    return connection
+
+
+def rest(connection: Any) -> bytes:
+    data = b""
+    while b"0\r\n\r\n" not in data and (chunk := connection.recv(65_536)):
+        data += chunk
+    return data
+
+
+def health(server: RunningServer) -> dict[str, Any]:
+    found: dict[str, Any] = server.request("GET", "/health").json
+    return found
+
+
+def wait_models(server: RunningServer, *names: str) -> None:
+    def listed() -> set[str]:
+        answer = server.request("GET", "/v1/models")
+        return {card["id"] for card in answer.json["data"]} if answer.status == 200 else set()
+
+    wait_until(lambda: listed() == set(names), f"{names} to be ready")
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_killed_engine_fails_its_requests_immediately_and_comes_back() -> None:
+    with fleet({"first": {"step_s": 0.01}, "second": {"step_s": 0.01}}) as (server, _):
+        wait_models(server, "first", "second")
+        lost = [begin_stream(server, "first", 4000) for _ in range(4)]
+        kept = [begin_stream(server, "second", 100) for _ in range(4)]
+        pids = server.engine_pids()
+        for round_number in range(2):  # it can be killed again, and has another process each time
+            (first,) = [pid for pid in server.engine_pids() if pid != pids[1]]
+            os.kill(first, signal.SIGKILL)
+            killed_s = time.monotonic()
+            if round_number == 0:
+                assert all(b"the engine has died and is started again" in rest(each) for each in lost)
+                assert time.monotonic() - killed_s < 2
+            wait_until(lambda killed=first: set(server.engine_pids()) - {pids[1]} - {killed}, "another process")
+            wait_models(server, "first", "second")
+            assert complete(server, "first").status == 200
+        assert all(b"[DONE]" in rest(each) for each in kept)
+        assert pids[1] in server.engine_pids()
+        assert health(server) == {"status": "ready", "replicas": "2 of 2"}
+        found = server.check_no_leak()
+        assert (found["requests_failed_total"], found["requests_finished_total"]) == (4, 6)
+        assert "first has died: killed by signal 9; 4 open requests failed" in server.stderr
+        assert "first: it is started again in 0.05 s" in server.stderr
+
+
+def test_crash_loop_stops_and_is_stated() -> None:
+    with fleet({"good": {}, "bad": {"die_at_step": 2}}) as (server, _):  # it survives the readiness request alone
+        wait_models(server, "good", "bad")
+        for death in range(1, 4):
+            wait_until(lambda: complete(server, "bad").status == 500, "the engine to die")
+            wait_until(lambda n=death: server.stderr.count("bad has died") == n, "the death to be seen")
+        wait_until(lambda: "bad: it is not started again" in server.stderr, "the end of the restarts")
+        answer = complete(server, "bad")
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        reason = "the engine of bad has died 3 times and is not started again: exit status 7"
+        assert answer.error["message"] == reason
+        assert health(server) == {"status": "degraded", "replicas": "1 of 2", "models": {"bad": reason}}
+        wait_models(server, "good")
+        assert complete(server, "good").status == 200
+        assert "in 0.05 s" in server.stderr
+        assert "in 0.1 s" in server.stderr, "the pause doubles"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"missing": True}, "missing"),
+        ({"fail": "no room on this GPU", "fail_of": "1"}, "bad could not be loaded: no room on this GPU"),
+        ({"die_loading": True}, "bad could not be loaded: the engine ended while loading (exit status 3)"),
+        ({"silent_steps": 10**6}, "bad could not be loaded: the readiness request failed: no answer within 0.3 s"),
+    ],
+)
+def test_model_that_cannot_load_does_not_end_the_others(options: dict[str, Any], reason: str) -> None:
+    policy = RestartPolicy(first_pause_s=0.05, max_deaths=2, probe_limit_s=0.3)
+    with fleet({"good": {}, "bad": options}, policy=policy) as (server, folder):
+        wait_models(server, "good")
+        wait_until(lambda: "is not started again" in server.stderr or "missing" in options, "the last try")
+        wait_until(lambda: "could not be loaded" in complete(server, "bad").error["message"], "the refusal")
+        expected = str(folder / "bad") if "missing" in options else reason
+        assert expected in complete(server, "bad").error["message"]
+        assert expected in health(server)["models"]["bad"]
+        assert len(server.engine_pids()) == 1
+        server.signal()
+        assert server.wait_exit() == 0
+
+
+def test_replica_of_a_fleet_comes_back_while_the_other_serves() -> None:
+    with fleet({"pair": {"step_s": 0.005, "load_s": 0.3}}, replicas=2) as (server, _):
+        wait_models(server, "pair")
+        victim = server.engine_pids()[0]
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: health(server) == {"status": "degraded", "replicas": "1 of 2"}, "one replica")
+        assert {complete(server, "pair").status for _ in range(4)} == {200}
+        wait_until(lambda: health(server) == {"status": "ready", "replicas": "2 of 2"}, "both replicas")
+        streams = [begin_stream(server, "pair", 200) for _ in range(4)]
+        page = server.request("GET", "/metrics").body.decode()
+        assert page.count("replica_requests{") == page.count("} 2.0\nmeltcore:replica_requests{") + 1, "2 at each"
+        assert all(b"[DONE]" in rest(each) for each in streams)
+        server.check_no_leak()
+
+
+def test_restarted_api_server_serves_restarted_engines() -> None:
+    with fleet({"first": {}, "second": {}}) as (server, _):
+        wait_models(server, "first", "second")
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        wait_until(lambda: "it is started again" in server.stderr, "the death to be seen")
+        wait_models(server, "first", "second")
+        servers = server.api_server_pids()
+        for pid in servers:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: len(set(server.api_server_pids()) - set(servers)) == 2, "two other API servers")
+        assert {complete(server, name).status for name in ("first", "second", "first", "second")} == {200}
+        server.check_no_leak()
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_no_process_outlives_a_killed_supervisor(loading: bool) -> None:
+    with fleet({"first": {}, "second": {"load_s": 60 if loading else 0}}) as (server, _):
+        wait_models(server, *(("first",) if loading else ("first", "second")))
+        wait_until(lambda: len(server.engine_pids()) == 2, "both engines")
+        pids = [*server.engine_pids(), *server.api_server_pids()]
+        server.process.kill()
+        wait_until(lambda: gone(pids), "all processes to be gone", 5)
+
+
+def test_sigterm_drains_all_models() -> None:
+    with fleet({"first": {"step_s": 0.01}, "second": {"step_s": 0.01}, "bad": {"die_loading": True}}) as (server, _):
+        wait_until(lambda: "bad: it is not started again" in server.stderr, "the last try")
+        wait_models(server, "first", "second")
+        streams = [begin_stream(server, name, 60) for name in ("first", "second")]
+        pids = [*server.engine_pids(), *server.api_server_pids()]
+        server.signal()
+        wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
+        assert complete(server, "first").status == 503
+        assert all(b"[DONE]" in rest(each) for each in streams)
+        assert server.wait_exit(6) == 0
+        assert gone(pids)
+        assert "Traceback" not in server.stderr
+
+
+# --- parts
+
+
+def test_pauses_double_until_deaths_are_too_many() -> None:
+    policy = RestartPolicy(first_pause_s=1.0, max_pause_s=3.0, max_deaths=4, window_s=100.0)
+    assert [policy.pause_s([0.0] * deaths, 1.0) for deaths in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, None]
+    assert policy.pause_s([0.0, 0.0, 0.0, 100.0], 101.0) == 1.0, "deaths of long ago do not count"
+
+
+def test_engines_that_measure_memory_load_alone_on_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def placement(device: str, memory_bytes: int | None) -> Placement:
+        return Placement(EngineConfig(model="m", device=device, memory_bytes=memory_bytes), {})
+
+    async def load_all(placements: list[Placement]) -> list[list[int]]:
+        """The engines that load together, step by step; each step ends the first one."""
+        gate, loading, ends = StartGate(), set[int](), [asyncio.Event() for _ in placements]
+
+        async def load(index: int) -> None:
+            async with gate.loading(placements[index]):
+                loading.add(index)
+                await ends[index].wait()
+                loading.discard(index)
+
+        tasks = [asyncio.create_task(load(index)) for index in range(len(placements))]
+        steps = []
+        while not all(task.done() for task in tasks):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            if loading:
+                steps.append(sorted(loading))
+                ends[min(loading)].set()
+        return steps
+
+    with_budget, without = placement("cuda", 2**30), placement("cuda", None)
+    assert asyncio.run(load_all([with_budget, with_budget])) == [[0, 1], [1]]
+    assert asyncio.run(load_all([without, without, with_budget])) == [[0], [1], [2]]
+    assert asyncio.run(load_all([with_budget, without, with_budget])) == [[0], [1], [2]], "no overtaking"
+    assert asyncio.run(load_all([without, placement("cuda:1", None)])) == [[0, 1], [1]], "other GPUs"
+    assert asyncio.run(load_all([placement("cpu", None), placement("cpu", None)])) == [[0, 1], [1]]
+
+
+def test_readiness_request_of_each_task() -> None:
+    base: tuple[Any, ...] = ("CPU", "float32", "dummy", [], 0.0)
+    engines: list[Any] = [
+        GenerationReady(*base, 64, 8, 300, 64, 64, ["float32"], "float32", "none"),
+        TranscriptionReady(*base, "recognition", 100, ["kn"], 16_000, 1600, 16_000, "real"),
+        SynthesisReady(*base, "synthesis", 100, [], 24_000, 100, 1.0, 3.0, 0.5, 2.0, [32, 16], "real"),
+        TranslationReady(*base, "translation", 100, 8, 64, 5, 4, 64, "real"),
+    ]
+    text, clip, speech, sentence = [probe_request(engine) for engine in engines]
+    assert (text.sampling.max_tokens, text.prompt_length) == (1, 1)  # type: ignore[union-attr]
+    assert (clip.language, len(clip.samples)) == ("kn", 3200)  # type: ignore[union-attr]
+    assert (speech.num_steps, len(speech.reference)) == (16, 2 * 24_000 * 4)  # type: ignore[union-attr]
+    assert max(sentence.token_ids) == 4  # type: ignore[union-attr]
+    ended = SequenceOutput(PROBE_ID, [1], finish_reason="length")
+    assert probe_error(StepOutputs([ended], EngineStats(), 0.0)) == ""
+    assert probe_error(StepOutputs([], EngineStats(), 0.0)) is None
+    refused = Transcript(request_id=PROBE_ID, finish_reason="error", error="no room")
+    assert probe_error(TranscriptionOutputs([refused], BatchStats(), 0.0)) == "no room"
