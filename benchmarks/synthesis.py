@@ -3,7 +3,9 @@
 A level of c is c texts of one chunk that start together through the batch engine, with random weights, a reference of
 5 s and as much text as takes --seconds to speak. A request's first sound is its only one here: the median of all
 requests is quoted, and the rate is that of all. f5-tts (--peer) speaks them one by one, as it does, with the same
-sizes, type and number of steps. The share of the limit is that of the matrix operations at the measured rate.
+sizes and number of steps, in the type that it chooses itself: float16 on a GPU, float32 elsewhere. In bfloat16 its
+steps' times would repeat, which torchdiffeq refuses. The share of the limit is that of the matrix operations at the
+measured rate.
 
     pip install --no-deps f5-tts vocos torchdiffeq x-transformers  # and what they import, for --peer
     python benchmarks/synthesis.py --peer
@@ -69,11 +71,16 @@ def utterance_flops(config: IndicF5Config, frames: int, num_steps: int) -> float
     return 2.0 * GUIDED * num_steps * frames * (config.num_layers * layer + once)
 
 
+def peer_dtype(device: torch.device) -> torch.dtype:
+    """The type that f5-tts loads its transformer in."""
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
 class Peer:
     """f5-tts and vocos with random weights of the same sizes: one utterance after another."""
 
     def __init__(self, model: IndicF5) -> None:
-        """Build it on the model's device, in its type. Raises ImportError where the packages are not installed."""
+        """Build it on the model's device, in its own default type. Raises ImportError where a package is missing."""
         package = import_module("f5_tts")
         inner = types.ModuleType("f5_tts.model")  # its __init__ imports what training needs
         inner.__path__ = [f"{path}/model" for path in package.__path__]
@@ -86,7 +93,7 @@ class Peer:
             text_mask_padding=False, pe_attn_head=1, attn_mask_enabled=False,
         )  # fmt: skip
         flow = import_module("f5_tts.model.cfm").CFM(dit, mel_spec_kwargs={"n_mel_channels": config.mel.num_mels})
-        self._flow = flow.to(model.device, model.dtype).eval()
+        self._flow = flow.to(model.device, peer_dtype(model.device)).eval()
         backbone = import_module("vocos.models").VocosBackbone(
             config.mel.num_mels, vocoder.hidden_size, vocoder.intermediate_size, vocoder.num_layers
         )
@@ -154,6 +161,8 @@ def main() -> None:
     peer_s = peer_seconds(task, requests[0], args.steps, args.reps) if args.peer else None
     versions = {name: metadata.version(name) for name in ("torch", *(("f5-tts", "vocos") if args.peer else ()))}
     rows, notes = [], [f"{ready.dtype}, random weights, {args.steps} steps, {args.seconds:g} s of speech per text"]
+    if args.peer:
+        notes.append(f"f5-tts in {str(peer_dtype(task.model.device)).removeprefix('torch.')}, one text after another")
     for level in levels:
         speak(task, requests[:level])
         runs = [speak(task, requests[:level]) for _ in range(args.reps)]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from kernel_tools import CompileCase, ModelShape
 
-from meltcore.kernels import activation, embedding, layer_norm, norm, step_io
+from meltcore.kernels import activation, embedding, grouped_convolution, layer_norm, norm, rotary, step_io
 from meltcore.kernels.attention import beam, decode, kv_cache, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams, HeadNorms
 from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
@@ -117,7 +117,25 @@ def norm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 
 def layer_norm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     hidden = meta(64, 5, model.hidden_size, dtype=dtype)
-    return [partial(layer_norm.add_layer_norm, hidden, hidden, hidden[0, 0], hidden[0, 0], 1e-5)]
+    vectors = (meta(64, 6, model.hidden_size, dtype=dtype)[:, 0],) * 3
+    return [
+        partial(layer_norm.add_layer_norm, hidden, hidden, hidden[0, 0], hidden[0, 0], 1e-5),
+        partial(layer_norm.modulated_layer_norm, hidden, *vectors[:2], 1e-6),
+        partial(layer_norm.add_modulated_layer_norm, hidden, hidden, *vectors, 1e-6),
+    ]
+
+
+def grouped_convolution_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    """Of synthesis: 16 groups, with padding and without."""
+    size = 1024 if model.hidden_size >= 1024 else 48
+    hidden, weight = meta(2, 1400, size, dtype=dtype), meta(31, size // 16, size, dtype=dtype).permute(2, 1, 0)
+    given = hidden, weight, hidden[0, 0]
+    return [partial(grouped_convolution.grouped_convolution, *given, lengths) for lengths in (None, indices(2))]
+
+
+def rotary_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    heads = meta(2, 1400, 3, model.heads, model.head_dim, dtype=dtype)
+    return [partial(rotary.rotate_pairs, heads[:, :, :2, 0], meta(2, 4096, model.head_dim // 2)[:, :1400])]
 
 
 def activation_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
@@ -233,6 +251,8 @@ CASES = {
     prefill: prefill_cases,
     norm: norm_cases,
     layer_norm: layer_norm_cases,
+    grouped_convolution: grouped_convolution_cases,
+    rotary: rotary_cases,
     activation: activation_cases,
     embedding: embedding_cases,
     step_io: step_io_cases,

@@ -15,7 +15,10 @@ from kernel_tools import ModelShape, jit_functions, kernel_modules
 
 from meltcore.kernels import (
     activation,
+    grouped_convolution,
+    layer_norm,
     norm,
+    rotary,
 )
 from meltcore.kernels.attention import decode, kv_cache, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms
@@ -284,9 +287,20 @@ def gated_delta_launches(tokens: int) -> None:
     gated_delta_prefill(of.projected, of.params, metadata, of.shape, of.out)
 
 
+def synthesis_launches(frames: int) -> None:
+    hidden, table = meta(2, frames, 1024), meta(2, 134, 1024)
+    layer_norm.add_modulated_layer_norm(hidden, hidden, *(table[: 1 + frames % 2, i] for i in range(3)), 1e-6)
+    weight = meta(31, 64, 1024).permute(2, 1, 0)
+    grouped_convolution.grouped_convolution(hidden, weight, table[0, 0], meta(2, dtype=torch.int64))
+    angles = meta(2, 4096, 32, dtype=torch.float32)[:, :frames]
+    rotary.rotate_pairs(meta(2, frames, 3, 16, 64)[:, :, :2, 0], angles)
+
+
 @pytest.mark.parametrize(
-    "launch", [norm_launches, swiglu_launches, store_kv_launches, routing_launches, tile_launches, gated_delta_launches]
-)
+    "launch",
+    [norm_launches, swiglu_launches, store_kv_launches, routing_launches, tile_launches, gated_delta_launches,
+     synthesis_launches],
+)  # fmt: skip
 def test_number_of_tokens_triggers_no_recompilation(launch: Callable[[int], None], pool: CompilePool) -> None:
     """A kernel compiled while serving would stop all requests for half a second."""
     binaries = binaries_of(launch, pool)

@@ -123,12 +123,14 @@ def test_half_precision_is_close_to_single(folder: Path) -> None:
 @pytest.fixture
 def mutation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
-    rotate, angles, attention = indicf5._rotate, indicf5._angles, torch.nn.functional.scaled_dot_product_attention
+    rotate, angles, attention = indicf5.rotate_pairs, indicf5._angles, torch.nn.functional.scaled_dot_product_attention
     if name == "rotary positions on all heads":
         monkeypatch.setattr(indicf5, "_ROTARY_HEAD", slice(None))
-        monkeypatch.setattr(indicf5, "_rotate", lambda values, rotary: rotate(values, rotary[:, :, None]))
+        monkeypatch.setattr(
+            indicf5, "rotate_pairs", lambda heads, rotary: [rotate(each, rotary) for each in heads.unbind(3)]
+        )
     elif name == "no rotary positions":
-        monkeypatch.setattr(indicf5, "_rotate", lambda values, rotary: values)
+        monkeypatch.setattr(indicf5, "rotate_pairs", lambda heads, rotary: None)
     elif name == "positions from 1":
         monkeypatch.setattr(indicf5, "_angles", lambda positions, size, device: angles(positions + 1, size, device)[1:])
     elif name == "sign of guidance":
@@ -146,7 +148,7 @@ def mutation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     elif name == "no mask of convolutions":
         positions = indicf5.IndicF5._relative_positions
         monkeypatch.setattr(
-            indicf5.IndicF5, "_relative_positions", lambda self, hidden, mask: positions(self, hidden, None)
+            indicf5.IndicF5, "_relative_positions", lambda self, hidden, lengths: positions(self, hidden, None)
         )
     elif name == "no mask of the vocoder":
         vocoder = Vocos.forward

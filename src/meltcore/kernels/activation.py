@@ -35,6 +35,19 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     return _launch_gated(_geglu_kernel, gate_up)
 
 
+def linear_gelu(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Compute a linear layer and GELU with the tanh approximation. On CUDA it is the epilogue of cuBLASLt's GEMM.
+
+    hidden: [..., in], contiguous; weight: [out, in]; bias: [out]. Returns [..., out].
+    """
+    # On a CPU the fused operation is GELU without the approximation.
+    if not (hidden.is_cuda and use_triton(hidden)):
+        return torch.nn.functional.gelu(torch.nn.functional.linear(hidden, weight, bias), approximate="tanh")
+    rows = hidden.flatten(0, -2)
+    output: torch.Tensor = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+    return output.view(*hidden.shape[:-1], -1)
+
+
 def _launch_gated(kernel: Any, gate_up: torch.Tensor) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)

@@ -4,6 +4,8 @@ Some models rotate only the first `rotary_dim` dimensions of a head. An attentio
 queries and keys may share any order of them. In `half_split_order` both halves begin with rotated dimensions and the
 others rotate by an angle of zero, so no kernel needs to know `rotary_dim`.
 
+Other models rotate neighboring pairs instead: `rotate_pairs`.
+
 A model reads texts longer than those of its training with scaled frequencies: `RopeScaling`.
 """
 
@@ -14,8 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
+
 # Positions whose angles are computed in one step: 64 MiB of float64 for 128 frequencies.
 _BLOCK_POSITIONS = 2**16
+_PAIRS_PER_PROGRAM = 512
 
 
 @dataclass(frozen=True)
@@ -150,3 +156,62 @@ def apply_rope(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
     return torch.cat((first_half * cos - second_half * sin, second_half * cos + first_half * sin), dim=-1).to(
         heads.dtype
     )
+
+
+def rotate_pairs(heads: torch.Tensor, rotary: torch.Tensor) -> None:
+    """Rotate neighboring pairs of dimensions by their frame's angles, in place and in float32.
+
+    heads: [rows, frames, n, head_dim], whose last dimension is contiguous; rotary: [2, frames, head_dim / 2] float32,
+    cosines and sines; a frame's are contiguous.
+    """
+    if not use_triton(heads):
+        cos, sin = rotary[:, :, None]
+        even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
+        heads.copy_(torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2))
+        return
+    rows, frames, count, head_dim = heads.shape
+    if heads.stride(3) != 1 or rotary.stride()[1:] != (head_dim // 2, 1):
+        raise ValueError("a head's dimensions must be contiguous, and so must be the table's frames")
+    if heads.numel():
+        block = triton.next_power_of_2(head_dim // 2)
+        block_frames = max(1, _PAIRS_PER_PROGRAM // block)
+        _rotate_pairs_kernel[(triton.cdiv(frames, block_frames), count, rows)](
+            *(heads, rotary, frames, *heads.stride()[:3], rotary.stride(0)),
+            PAIRS=head_dim // 2,
+            BLOCK=block,
+            FRAMES=block_frames,
+            num_warps=4,
+            **pdl_options(heads.device),
+        )
+
+
+# The number of frames is any, and a row's stride a multiple of it.
+@triton.jit(do_not_specialize=["frames", "row_stride", "table_stride"])
+def _rotate_pairs_kernel(
+    heads_ptr,
+    rotary_ptr,
+    frames,
+    row_stride,
+    frame_stride,
+    head_stride,
+    table_stride,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FRAMES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program rotates one head of FRAMES frames of a row. A thread has both dimensions of its pairs."""
+    pdl_sync(PDL)
+    frame = (tl.program_id(0) * FRAMES + tl.arange(0, FRAMES))[:, None]
+    pair = tl.arange(0, BLOCK)[None, :]
+    mask = (frame < frames) & (pair < PAIRS)
+    angle = rotary_ptr + frame * PAIRS + pair
+    cos = tl.load(angle, mask=mask, other=0.0)
+    sin = tl.load(angle + table_stride, mask=mask, other=0.0)
+    head = tl.program_id(2).to(tl.int64) * row_stride + tl.program_id(1) * head_stride
+    even_ptr = heads_ptr + head + frame * frame_stride + 2 * pair
+    even = tl.load(even_ptr, mask=mask, other=0.0).to(tl.float32)
+    odd = tl.load(even_ptr + 1, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = heads_ptr.dtype.element_ty
+    tl.store(even_ptr, (even * cos - odd * sin).to(dtype), mask=mask)
+    tl.store(even_ptr + 1, (odd * cos + even * sin).to(dtype), mask=mask)

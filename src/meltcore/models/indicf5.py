@@ -22,6 +22,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from meltcore.kernels.activation import linear_gelu
+from meltcore.kernels.grouped_convolution import grouped_convolution, taps_first
+from meltcore.kernels.layer_norm import add_modulated_layer_norm, modulated_layer_norm
+from meltcore.kernels.rotary import rotate_pairs
 from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.config_fields import Fields
 from meltcore.models.vocos import MelConfig, MelSpectrogram, Vocos, VocosConfig, module_tensors
@@ -158,23 +162,23 @@ class DiTLayer(nn.Module):
         self.ff_in = nn.Linear(size, config.feed_forward_size)
         self.ff_out = nn.Linear(config.feed_forward_size, size)
 
-    def forward(
-        self, hidden: torch.Tensor, modulations: torch.Tensor, rotary: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the new hidden states [rows, frames, size].
+    def attend(self, normed: torch.Tensor, rotary: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the attention's output for normed hidden states, [rows, frames, size].
 
-        modulations: [rows or 1, 6, size]; rotary: [2, frames, head_size / 2], cosines and sines; mask: [rows, 1, 1,
-        frames] bool, the frames that attention reads.
+        rotary: [2, frames, head_size / 2], cosines and sines; mask: [rows, 1, 1, frames] bool, the frames that
+        attention reads.
         """
-        shift, scale, gate, ff_shift, ff_scale, ff_gate = modulations[:, :, None].unbind(1)
-        qkv = self.qkv(_modulated(hidden, shift, scale)).unflatten(-1, (3, self.num_heads, -1))
-        rotated = qkv[:, :, :2, _ROTARY_HEAD]
-        rotated.copy_(_rotate(rotated, rotary[:, :, None]))
+        qkv = self.qkv(normed).unflatten(-1, (3, self.num_heads, -1))
+        rotate_pairs(qkv[:, :, :2, _ROTARY_HEAD], rotary)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, mask)
-        hidden = hidden.addcmul(gate, self.out(attended.transpose(1, 2).flatten(2)))
-        wide = functional.gelu(self.ff_in(_modulated(hidden, ff_shift, ff_scale)), approximate="tanh")
-        return hidden.addcmul(ff_gate, self.ff_out(wide))
+        output: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return output
+
+    def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the feed-forward's output for normed hidden states, [rows, frames, size]."""
+        output: torch.Tensor = self.ff_out(linear_gelu(normed, self.ff_in.weight, self.ff_in.bias))
+        return output
 
 
 class IndicF5(nn.Module):
@@ -225,6 +229,9 @@ class IndicF5(nn.Module):
         for layer in self.layers:
             layer.modulation = None  # type: ignore[assignment] # torch types an attribute as Tensor | Module
         self.mel_spectrogram = MelSpectrogram(self.config.mel, self.device)
+        for conv in self.position_convs:
+            assert isinstance(conv, nn.Conv1d)
+            conv.weight.data = taps_first(conv.weight.data)
         self.vocoder.prepare()
         self.requires_grad_(False).eval()
 
@@ -258,25 +265,38 @@ class IndicF5(nn.Module):
         num_mels, frames = self.config.mel.num_mels, noisy.shape[1]
         projected = functional.linear(noisy.to(self.dtype), self.input_proj.weight[:, :num_mels])
         hidden = projected.repeat(2, 1, 1) + condition
-        both_padding, mask = None, None
+        lengths, mask = None, None
         if is_padding is not None:
-            both_padding = is_padding.repeat(2, 1)
-            mask = ~both_padding[:, None, None]
+            is_frame = ~is_padding.repeat(2, 1)
+            lengths, mask = is_frame.sum(1), is_frame[:, None, None]
         if modulations.shape[0] > 1:
             modulations = modulations.repeat(2, 1, 1)
-        hidden = hidden + self._relative_positions(hidden, both_padding)
-        *per_layer, final = modulations.split([_MODULATIONS] * len(self.layers) + [_FINAL_MODULATIONS], dim=1)
+        hidden = hidden + self._relative_positions(hidden, lengths)
         rotary = self._rotary[:, :frames]
-        for layer, layer_modulations in zip(self.layers, per_layer, strict=True):
-            hidden = layer(hidden, layer_modulations, rotary, mask)
-        scale, shift = final[:, :, None].unbind(1)
-        with_condition, without = self.out(_modulated(hidden, shift, scale)).float().chunk(2)
+        modulation = iter(modulations.unbind(1))
+        shift, scale = next(modulation), next(modulation)
+        normed = modulated_layer_norm(hidden, scale, shift, _NORM_EPS)
+        for layer in self.layers:
+            assert isinstance(layer, DiTLayer)
+            gate, shift, scale = (next(modulation) for _ in range(3))
+            normed = add_modulated_layer_norm(hidden, layer.attend(normed, rotary, mask), gate, scale, shift, _NORM_EPS)
+            # The next layer's norm; at the end scale precedes shift.
+            gate, shift, scale = (next(modulation) for _ in range(3))
+            if layer is self.layers[-1]:
+                shift, scale = scale, shift
+            normed = add_modulated_layer_norm(hidden, layer.feed_forward(normed), gate, scale, shift, _NORM_EPS)
+        with_condition, without = self.out(normed).float().chunk(2)
         return torch.lerp(without, with_condition, 1.0 + GUIDANCE)
 
-    def _relative_positions(self, hidden: torch.Tensor, is_padding: torch.Tensor | None) -> torch.Tensor:
-        """Return the two grouped convolutions of [rows, frames, size], by which frames learn of their neighbors."""
+    def _relative_positions(self, hidden: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+        """Return the two grouped convolutions of [rows, frames, size], by which frames learn of their neighbors.
+
+        lengths: [rows] int64, frames before a row's end.
+        """
         for conv in self.position_convs:
-            hidden = functional.mish(conv(_without(hidden, is_padding).transpose(1, 2)).transpose(1, 2))
+            assert isinstance(conv, nn.Conv1d)
+            assert conv.bias is not None
+            hidden = grouped_convolution(hidden, conv.weight, conv.bias, lengths)
         return hidden
 
     def _modulations(self, times: torch.Tensor) -> torch.Tensor:
@@ -349,17 +369,6 @@ def _in_float32(linear: nn.Module | torch.Tensor | None, values: torch.Tensor) -
     """Return what a linear layer computes. Once for all utterances, so precision costs nothing."""
     assert isinstance(linear, nn.Linear), "modulations are computed already"
     return functional.linear(values, linear.weight.float(), linear.bias.float())
-
-
-def _rotate(values: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Rotate neighboring pairs of [..., head_size] by cosines and sines [2, ..., head_size / 2], in float32."""
-    cos, sin = rotary
-    even, odd = values.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
-
-
-def _modulated(hidden: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return functional.layer_norm(hidden, hidden.shape[-1:], eps=_NORM_EPS) * (1 + scale) + shift
 
 
 def _without(hidden: torch.Tensor, is_padding: torch.Tensor | None) -> torch.Tensor:

@@ -52,7 +52,7 @@ MIN_SPEED, MAX_SPEED = 0.25, 4.0
 _SAMPLE_BYTES = 4
 _MAX_UPLOAD_S = 60.0  # of a reference with the silence at its ends
 # Frames of one batch: more do not make a GPU faster, and delay what is due next. Of all requests that have begun.
-_MAX_BATCH_FRAMES = {"cuda": 16_384, "cpu": 4096}
+_MAX_BATCH_FRAMES = {"cuda": 8192, "cpu": 4096}
 _MAX_COST = {"cuda": 262_144, "cpu": 32_768}
 # For workspaces of libraries and fragmentation.
 _RESERVE_FRACTION = 0.1
