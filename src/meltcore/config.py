@@ -221,6 +221,9 @@ class ForeignConfig:
     # The name of a template (vllm, sglang, llama.cpp, tensorrt-llm), or a command line with {checkpoint}, {port}, ...
     command: str | None = None
     replicas: int = 1  # of `command`; each has a port of its own
+    gpus: tuple[tuple[str, ...], ...] = ()  # of each replica of `command`, as CUDA_VISIBLE_DEVICES names them
+    tensor_parallel_size: int = 1  # GPUs per replica, for templates
+    memory_bytes: int | None = None  # for {memory_bytes} in `command`
     checkpoint: str | None = None  # folder, file or hub id for `command`
     arguments: tuple[str, ...] = ()  # of `command`, after those of the template
     python: str | None = None  # the interpreter of the environment that has the program of `command`
@@ -249,6 +252,8 @@ class ForeignConfig:
             raise ConfigError("a foreign model needs a name (served_model_name)")
         if bool(self.urls) == (self.command is not None):
             raise ConfigError(f"{name}: give either urls or command; got {'both' if self.urls else 'neither'}")
+        if self.gpus and len(self.gpus) != self.replicas:
+            raise ConfigError(f"{name}: gpus has {len(self.gpus)} entries, and there are {self.replicas} replicas")
         for url in self.urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
@@ -274,6 +279,8 @@ class ForeignConfig:
 
 _FOREIGN_LEAST: dict[str, float] = {
     "replicas": 1,
+    "tensor_parallel_size": 1,
+    "memory_bytes": 1,
     "max_model_len": 1,
     "max_num_seqs": 1,
     "health_interval_s": 0.05,

@@ -210,12 +210,13 @@ class LoggedProcess:
         report: Callable[[str], None],
         environment: Mapping[str, str] | None = None,
         stop_limit_s: float = KILL_LIMIT_S,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         """Stores the command, which `with` starts.
 
         name: the process's name in messages, such as "the server". report: receives lines for the user while the
         process is being stopped. environment: the whole environment; None: that of this process. stop_limit_s: time
-        from SIGTERM to SIGKILL.
+        from SIGTERM to SIGKILL. stdin: a file descriptor.
         """
         self.command = list(command)
         self._log_path = log_path
@@ -223,6 +224,7 @@ class LoggedProcess:
         self._report = report
         self._environment = os.environ if environment is None else environment
         self._stop_limit_s = stop_limit_s
+        self._stdin = stdin
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -230,6 +232,7 @@ class LoggedProcess:
             with self._log_path.open("wb") as log, block_signals():  # until it is known here
                 self._process = start(
                     self.command,
+                    stdin=self._stdin,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     # Unbuffered: what a Python program prints must reach the file before the program is killed.
