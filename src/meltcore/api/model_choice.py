@@ -8,6 +8,7 @@ from typing import NoReturn, TypeGuard, TypeVar
 import msgspec
 
 from meltcore.api.backend import Backend, ModelTable
+from meltcore.api.forward import ForwardingBackend
 from meltcore.api.llm_translation import LLMTranslator
 from meltcore.api.protocol import TranslateRequest
 from meltcore.api.task_backends import SpeechBackend, SpeechRequest, SynthesisBackend, TranslationBackend
@@ -56,6 +57,13 @@ class ModelChoice:
         source, target = self._substitute(request.src_lang), self._substitute(request.tgt_lang)
         request = msgspec.structs.replace(request, src_lang=source, tgt_lang=target)
         return self._translator(request), request
+
+    @property
+    def translates(self) -> bool:
+        """Whether POST /v1/translate has a model."""
+        backends = self._models.backends
+        is_llm = self.config.translate_backend == "llm" and any(map(_is_chat_model, backends))
+        return is_llm or any(map(_translates, backends))
 
     def chat_model(self, model: str | None = None) -> Backend:
         """Return a language model. Raises RequestError (400, 404, 503)."""
@@ -121,8 +129,9 @@ def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:
 
 
 def _is_chat_model(backend: Backend) -> bool:
-    """Return whether a model is a language model: it has none of the other tasks."""
-    return not isinstance(backend, SpeechBackend | SynthesisBackend) and not _translates(backend)
+    """Return whether a model is a language model of ours: it has none of the other tasks."""
+    others = SpeechBackend | SynthesisBackend | ForwardingBackend
+    return not isinstance(backend, others) and not _translates(backend)
 
 
 def _refuse(candidates: Sequence[Backend], task: str) -> NoReturn:

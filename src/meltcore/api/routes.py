@@ -34,6 +34,7 @@ from meltcore.api.http import (
 )
 from meltcore.api.log import Log, shorten
 from meltcore.api.metrics import Metrics
+from meltcore.api.page import Page
 from meltcore.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -42,6 +43,7 @@ from meltcore.api.protocol import (
     decode_request,
 )
 from meltcore.api.speech_to_speech import SpeechToSpeechEndpoint
+from meltcore.api.status import Status
 from meltcore.api.synthesis import SynthesisEndpoint
 from meltcore.api.transcriptions import TranscriptionsEndpoint
 from meltcore.api.translate import TranslateEndpoint
@@ -101,6 +103,8 @@ def _build_starlette(
     key = config.api_key
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
+        Route("/", Page(), methods=["GET"]),
+        Route("/v1/status", _Endpoint(handlers.status, key), methods=["GET"]),
         Route("/v1/models", _Endpoint(handlers.models, key), methods=["GET"]),
         Route("/v1/models/{name:path}", _Endpoint(handlers.model, key), methods=["GET"]),
         Route("/tokenize", _Endpoint(handlers.tokenize, key), methods=["POST"]),
@@ -151,6 +155,7 @@ class _Handlers:
         self._models = models
         self._config = config
         self._metrics = metrics
+        self._status = Status(models, config.routes)
 
     async def health(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
         """Answer "ready", or "degraded" where a model or a replica cannot serve; 503 where no model can."""
@@ -181,6 +186,9 @@ class _Handlers:
 
     async def metrics(self, _scope: Scope, _receive: Receive) -> bytes:
         return self._metrics.text()
+
+    async def status(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
+        return await self._status.read()
 
     async def models(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
         self._models.check_ready()

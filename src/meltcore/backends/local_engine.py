@@ -169,6 +169,7 @@ class LocalEngine(EngineBackend):
         """Return OpenAI's model card with the facts that a measurement must record."""
         if self._translations is not None:
             engine = self._translations.engine
+            sources, targets = self._translations.text.languages
             return {
                 "id": name,
                 "object": "model",
@@ -176,6 +177,8 @@ class LocalEngine(EngineBackend):
                 "owned_by": "meltcore",
                 "task": engine.task,
                 "direction": self._translations.text.direction,
+                "source_languages": sources,
+                "target_languages": targets,
                 "num_beams": engine.num_beams,
                 "weights": engine.weights,
                 "tokenizer": engine.tokens,

@@ -19,7 +19,7 @@ from meltcore.models.config_fields import Fields
 from meltcore.protocol.engines import ToEngine, shared_stats
 from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
-from meltcore.text.languages import Language
+from meltcore.text.languages import LANGUAGES, Language
 from meltcore.text.translation.document import Document, Sentence, finish, prepare
 from meltcore.text.translation.languages import direction_of, find_language, needed_direction
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer, TranslationTokenizer
@@ -34,6 +34,15 @@ class TranslationText:
     tokenizer: TranslationTokenizer
     is_synthetic: bool
     direction: str | None
+
+    @property
+    def languages(self) -> tuple[list[str], list[str]]:
+        """The FLORES codes that texts may have, and translations: those of the vocabulary and the direction."""
+        codes = [each.code for each in LANGUAGES if each.code in self.tokenizer.tags]
+        indic = [code for code in codes if code != "eng_Latn"]
+        source, _, target = (self.direction or "").partition("-")
+        sides = {"en": ["eng_Latn"], "indic": indic}
+        return sides.get(source, codes), sides.get(target, codes)
 
 
 def load_translation_text(config: ModelConfig, checkpoint: Checkpoint) -> TranslationText:

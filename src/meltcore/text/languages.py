@@ -53,6 +53,7 @@ LANGUAGES: tuple[Language, ...] = (
 # Languages that a language model is asked for by name, beyond those above: dwani.ai's clients know one.
 _OTHERS = (("deu_Latn", ("German", "de", "deu", "ger")),)
 _ALL = (*((each.code, each.names) for each in LANGUAGES), *_OTHERS)
+CODES = [code for code, _ in _ALL]
 
 
 def english_name(language: str, param: str) -> str:
@@ -64,8 +65,7 @@ def english_name(language: str, param: str) -> str:
     for code, names in _ALL:
         if folded in (known.casefold() for known in (code, *names)):
             return names[0]
-    known_codes = ", ".join(code for code, _ in _ALL)
-    raise RequestError(f"{param} {language[:60]!r} is not a known language; known are {known_codes}", param=param)
+    raise RequestError(f"{param} {language[:60]!r} is not a known language; known are {', '.join(CODES)}", param=param)
 
 
 def code_among(name: str, languages: Sequence[str]) -> str | None:

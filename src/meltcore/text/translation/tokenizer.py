@@ -30,6 +30,8 @@ _WORD_START = "\u2581"
 class TranslationTokenizer(Protocol):
     """Converts sentences to the ids of the encoder, and the ids of the decoder to sentences."""
 
+    tags: frozenset[str]  # FLORES codes of the languages that it knows
+
     def encode(self, sentence: str, source: Language, target: Language) -> list[int]:
         """Return the ids of a preprocessed sentence: both language tags, its pieces, the end token."""
         ...
@@ -89,6 +91,7 @@ class SyntheticTokenizer:
         needed = self._FIRST_BYTE_ID + 256
         if source_vocab_size < needed:
             raise ConfigError(f"a synthetic tokenizer needs encoder_vocab_size {needed}; got {source_vocab_size}")
+        self.tags = TAGS
         self._tag_ids = {tag: UNK_ID + 1 + i for i, tag in enumerate(sorted(TAGS))}
 
     def encode(self, sentence: str, source: Language, target: Language) -> list[int]:
