@@ -223,7 +223,7 @@ async def served(*upstreams: Upstream | str, timeout_s: float = 60.0, **settings
         accepting.cancel()
         listener.close()
         http.stop()
-        await backend.close()
+        backend.close()
         await serving
         for upstream in upstreams:
             if isinstance(upstream, Upstream):

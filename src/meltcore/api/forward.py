@@ -23,6 +23,10 @@ from meltcore.errors import RequestError
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and foreign servers may.
 FOREIGN_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")
+FORWARDED_PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/audio/transcriptions", "/v1/audio/speech", "/v1/translate"),
+    *FOREIGN_PATHS,
+)
 _MULTIPART_MODEL = b'name="model"'
 _FIELD_VALUE = re.compile(rb'name="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n){0,8}\r\n([^\r\n]{0,512})\r\n--')
 

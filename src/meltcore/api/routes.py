@@ -21,7 +21,7 @@ from meltcore.api.batches import SpeechBatchEndpoint, TranscribeBatchEndpoint
 from meltcore.api.completions import CompletionsEndpoint
 from meltcore.api.dwani_chat import DwaniChatEndpoint
 from meltcore.api.exchange import Endpoint
-from meltcore.api.forward import FOREIGN_PATHS, ForwardingEndpoint
+from meltcore.api.forward import FOREIGN_PATHS, FORWARDED_PATHS, ForwardingEndpoint
 from meltcore.api.http import (
     ClientDisconnectedError,
     check_api_key,
@@ -76,7 +76,11 @@ def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: L
         "/v1/chat/completions": forwarding(CompletionsEndpoint(models, config, log, ChatRequest)),
         "/v1/completions": forwarding(CompletionsEndpoint(models, config, log, CompletionRequest)),
     }
-    tasks = {path: each for each in (kind(models, config, log) for kind in _TASK_ENDPOINTS) for path in each.paths}
+    tasks = {
+        path: forwarding(each, each.upload_limit_bytes) if path in FORWARDED_PATHS else each
+        for each in (kind(models, config, log) for kind in _TASK_ENDPOINTS)
+        for path in each.paths
+    }
     others = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
     app = _build_starlette(_Handlers(models, config, metrics), config, {**others, **completions, **tasks})
     # Requests of web pages need Starlette's headers; for all others its layers would be a fifth of the cost per token.

@@ -47,7 +47,10 @@ class ForeignHealth(Health):
         if self.status != "ready":
             return self.reason
         now_s = asyncio.get_running_loop().time()
-        reasons = [replica.problem(now_s) for replica in self._replicas]
+        live = self._stats.live_replicas()
+        reasons = [
+            replica.problem(now_s) if replica.index in live else "it is being started" for replica in self._replicas
+        ]
         if None in reasons:
             return None
         return f"no server of {self._name} can be used: " + "; ".join(
@@ -81,11 +84,10 @@ class HttpBackend:
         self._tasks = [asyncio.create_task(self._watch_health(replica)) for replica in self.replicas]
         self._tasks.append(asyncio.create_task(self._watch_limits()))
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Stop to watch, and close the idle connections."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         for replica in self.replicas:
             replica.close()
 
@@ -153,7 +155,7 @@ class HttpBackend:
         while True:
             replica = self._choose(tried)
             tried.add(replica.index)
-            may_retry = len(tried) <= self.config.retries and self._has_other(tried)
+            may_retry = len(tried) <= self.config.retries and bool(self._usable(tried))
             self.stats.assign(replica.index, 0)
             replica.num_open += 1
             replica.breaker.begin()
@@ -189,8 +191,7 @@ class HttpBackend:
 
     def _choose(self, tried: set[int]) -> Replica:
         """Return the replica with the fewest open requests of all API servers. Raises RequestError (429, 503)."""
-        now_s, config = asyncio.get_running_loop().time(), self.config
-        usable = [each for each in self.replicas if each.index not in tried and each.problem(now_s) is None]
+        config, usable = self.config, self._usable(tried)
         free = [each for each in usable if each.num_open < config.max_connections]
         if not free:
             if usable:
@@ -209,9 +210,14 @@ class HttpBackend:
         turn, count = self._turn, len(self.replicas)
         return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
 
-    def _has_other(self, tried: set[int]) -> bool:
-        now_s = asyncio.get_running_loop().time()
-        return any(each.index not in tried and each.problem(now_s) is None for each in self.replicas)
+    def _usable(self, tried: set[int]) -> list[Replica]:
+        """Return the replicas that requests may be sent to. The supervisor leaves out those it starts or drains."""
+        now_s, live = asyncio.get_running_loop().time(), self.stats.live_replicas()
+        return [
+            each
+            for each in self.replicas
+            if each.index in live and each.index not in tried and each.problem(now_s) is None
+        ]
 
     def _upstream_body(self, request: ForwardedRequest) -> bytes:
         """Return the body with the upstream's name of the model; every other byte of a value stays."""

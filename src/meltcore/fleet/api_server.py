@@ -24,9 +24,10 @@ from meltcore.api.http_server import HttpServer, tune_gc
 from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
-from meltcore.api.stats import ServerStats
+from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.backends.audio_backend import AudioBackend, check_audio_packages
 from meltcore.backends.engine_link import socket_folder
+from meltcore.backends.http_backend import HttpBackend
 from meltcore.backends.local_engine import LocalEngine
 from meltcore.backends.synthesis_engine import SynthesisEngine
 from meltcore.backends.text_model import TextModel, load_text
@@ -36,6 +37,7 @@ from meltcore.errors import MeltcoreError, RequestError
 from meltcore.fleet.channel import (
     MESSAGE_BYTES,
     AddConnection,
+    AddForeign,
     AddModel,
     Channel,
     EndRequests,
@@ -67,11 +69,14 @@ _BACKENDS: dict[Task, type[LocalEngine | SynthesisEngine | TranscriptionEngine]]
 }
 
 
+_EngineBackend = LocalEngine | SynthesisEngine | TranscriptionEngine
+
+
 @dataclass(eq=False)
 class _Model:
     """A model of this process: its backend, and the tokenizer that is being loaded for it (None: it needs none)."""
 
-    backend: LocalEngine | SynthesisEngine | TranscriptionEngine
+    backend: _EngineBackend | HttpBackend
     text: asyncio.Task[TextModel | TranslationText | None] | None = None
     opening: asyncio.Task[None] | None = None
     failed: bool = False
@@ -107,8 +112,8 @@ class APIServer:
     def _on_message(self, message: ToAPIServer, descriptors: list[int]) -> None:
         if isinstance(message, AddConnection):
             self._add_connection(descriptors)
-        elif isinstance(message, AddModel):
-            self._add_model(message, descriptors)
+        elif isinstance(message, AddModel | AddForeign):
+            self._add(message, descriptors)
         elif isinstance(message, Exit):
             self._http.stop()
         elif not isinstance(message, Setup) and message.model in self._models:
@@ -121,16 +126,18 @@ class APIServer:
         backend = model.backend
         if isinstance(message, StatusChanged):
             backend.health.set(message.status, message.reason)
-        elif isinstance(message, OpenModel):
-            model.opening = asyncio.create_task(self._open(model, message))
         elif isinstance(message, EndRequests):
             backend.end_all(RequestError(message.message, status=message.status, code=message.code), "aborted")
+        elif isinstance(message, RemoveModel):
+            self._remove_model(message.model)
+        elif isinstance(backend, HttpBackend):
+            return  # it has no engines
+        elif isinstance(message, OpenModel):
+            model.opening = asyncio.create_task(self._open(model, message))
         elif isinstance(message, ReplicaStarted):
             self._connect(message.model, message.replica, message.engine)
-        elif isinstance(message, ReplicaEnded):
-            backend.replica_ended(message.replica, message.message)
         else:
-            self._remove_model(message.model)
+            backend.replica_ended(message.replica, message.message)
 
     def _add_connection(self, descriptors: list[int]) -> None:
         """Serve a connection. When this process is out of descriptors, the kernel has closed it already."""
@@ -140,12 +147,30 @@ class APIServer:
             self._stats.add("connections_closed")
             self._log.write_rate_limited("connection_lost", error="no file descriptor is left")
 
-    def _add_model(self, message: AddModel, descriptors: list[int]) -> None:
+    def _add(self, message: AddModel | AddForeign, descriptors: list[int]) -> None:
         if not descriptors:
             self._channel.send(ModelFailed(message.model, "no file descriptor is left for its statistics"))
             return
-        stats = self._stats.add_model(message.model, len(message.engines), descriptors[0])
+        replicas = message.config.num_replicas if isinstance(message, AddForeign) else len(message.engines)
+        stats = self._stats.add_model(message.model, replicas, descriptors[0])
         os.close(descriptors[0])
+        if isinstance(message, AddForeign):
+            self._add_foreign(message, stats)
+        else:
+            self._add_model(message, stats)
+
+    def _add_foreign(self, message: AddForeign, stats: ModelStats) -> None:
+        try:
+            backend = HttpBackend(message.config, stats, request_timeout_s=self._config.request_timeout_s)
+        except MeltcoreError as error:  # the environment lacks a key, as the supervisor has found before
+            self._channel.send(ModelFailed(message.model, str(error)))
+            return
+        backend.start()
+        self._models[message.model] = _Model(backend)
+        self._table.add(backend)
+        self._channel.send(ModelOpened(message.model, False))
+
+    def _add_model(self, message: AddModel, stats: ModelStats) -> None:
         backend_class = _BACKENDS[message.task or "text"]
         timeout_s = self._config.request_timeout_s
         backend = backend_class(message.config, self._stats, stats, request_timeout_s=timeout_s)
@@ -175,12 +200,14 @@ class APIServer:
     def _connect(self, model: int, replica: int, engine: int) -> None:
         folder = socket_folder(Path(self._setup.directory), engine)
         on_unreadable = partial(self._report_unreadable, model)
-        self._models[model].backend.connect(replica, folder, self._setup.api_server, on_unreadable)
+        backend = self._models[model].backend
+        assert not isinstance(backend, HttpBackend)
+        backend.connect(replica, folder, self._setup.api_server, on_unreadable)
 
     async def _load_text(self, number: int, model: _Model) -> TextModel | TranslationText | None:
         """Return what the model needs beside its engines; None where there is nothing, or it cannot be loaded."""
         try:
-            if not isinstance(model.backend, AudioBackend):
+            if isinstance(model.backend, LocalEngine):
                 return await asyncio.to_thread(load_text, model.backend.config)
             check_audio_packages()
         except MeltcoreError as error:
@@ -201,6 +228,7 @@ class APIServer:
             backend.open(engine, message.created)
         else:
             assert text is not None
+            assert isinstance(backend, LocalEngine)
             assert not isinstance(engine, TranscriptionReady | SynthesisReady)
             backend.open(text, engine, message.created)
         tune_gc()

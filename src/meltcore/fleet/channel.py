@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from meltcore.api.backend import ModelStatus
-from meltcore.config import ModelConfig, ServerConfig, Task
+from meltcore.config import ForeignConfig, ModelConfig, ServerConfig, Task
 from meltcore.protocol.engines import ServedReady
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
@@ -42,6 +42,13 @@ class AddModel(msgspec.Struct, tag="add_model", frozen=True):
     config: ModelConfig
     task: Task | None
     engines: list[int | None]
+
+
+class AddForeign(msgspec.Struct, tag="add_foreign", frozen=True):
+    """A model whose servers are at `config.urls`. Comes with its statistics, and is answered by `ModelOpened`."""
+
+    model: int
+    config: ForeignConfig
 
 
 class RemoveModel(msgspec.Struct, tag="remove_model", frozen=True):
@@ -131,6 +138,7 @@ class EngineUnreadable(msgspec.Struct, tag="unreadable", frozen=True):
 ToAPIServer = (
     Setup
     | AddModel
+    | AddForeign
     | RemoveModel
     | OpenModel
     | StatusChanged

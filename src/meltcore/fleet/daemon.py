@@ -185,7 +185,9 @@ def main() -> int:
         assert ticks is not None
         url = _connect_url(config.host, port)
         path = state_dir() / f"{port}.json"
-        models = ", ".join(model.engine.model for model in config.models)
+        models = ", ".join(
+            [*(model.engine.model for model in config.models), *(model.names[0] for model in config.foreign)]
+        )
         unfinished = path.with_suffix(".tmp")
         unfinished.write_bytes(msgspec.json.encode(DaemonRecord(os.getpid(), ticks, port, url, models, sys.argv[1])))
         unfinished.rename(path)

@@ -130,7 +130,11 @@ class ServedModel:
         self._parts = parts
         self._draining = False
         self.replicas = [
-            Replica(index, placement, _log_path(parts.log_folder, self.name, index, len(placements)))
+            Replica(
+                index,
+                placement,
+                log=parts.log_folder and log_path(parts.log_folder, self.name, index, len(placements)),
+            )
             for index, placement in enumerate(placements)
         ]
         self.engines = [self._new_engine(replica) for replica in self.replicas]
@@ -442,9 +446,7 @@ class ServedModel:
                 self.set_status("loading", f"loading: {message.stage}{progress_note}")
 
 
-def _log_path(folder: Path | None, name: str, replica: int, replicas: int) -> Path | None:
+def log_path(folder: Path, name: str, replica: int, replicas: int) -> Path:
     """Return the log file of a replica. Names of models may hold slashes."""
-    if folder is None:
-        return None
     number = f".{replica}" if replicas > 1 else ""
     return folder / f"{name.replace('/', '--')}{number}.log"

@@ -28,10 +28,11 @@ from meltcore.api.stats import ServerStats
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.backends.text_model import find_task
-from meltcore.config import ModelConfig, ServerConfig, Task
+from meltcore.config import ForeignConfig, ModelConfig, ServerConfig, Task
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready
+from meltcore.fleet.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.placement import Placement, place_replicas
 from meltcore.fleet.served_model import POLL_S, RestartPolicy, ServedModel, ServerParts
@@ -70,6 +71,8 @@ def serve(
     cannot start: the address is taken, or, without `fleet`, a checkpoint or an engine fails.
     """
     _check_names(config)
+    for foreign in config.foreign:
+        check_foreign(foreign)
     placements = [place_replicas(model) for model in config.models]
     use_one_arena()
     listener = bind(config.host, config.port)
@@ -137,7 +140,7 @@ class Supervisor:
             policy=fleet.policy if fleet is not None else None,
             log_folder=fleet.log_folder if fleet is not None else None,
         )
-        self._models: dict[int, ServedModel] = {}
+        self._models: dict[int, ServedModel | ForeignModel] = {}
         self._numbers = itertools.count()
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
@@ -194,6 +197,15 @@ class Supervisor:
         await self._pool.start()
         for config, placements in zip(self._config.models, self._placements, strict=True):
             await self._add_fleet_model(config, placements)
+        for foreign in self._config.foreign:
+            model = self._add_foreign(foreign)
+            model.loading = asyncio.create_task(model.load_or_fail())
+
+    def _add_foreign(self, config: ForeignConfig) -> ForeignModel:
+        number = next(self._numbers)
+        stats = self._stats.add_model(number, config.num_replicas)
+        model = self._models[number] = ForeignModel(number, config, stats, self._parts)
+        return model
 
     async def _add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
         try:
@@ -239,8 +251,9 @@ class Supervisor:
         except MeltcoreError:
             self._set_status("dead", "the model could not be loaded")
             raise
-        engines = [model.limits for model in self._models.values() if model.limits is not None]
-        synthetic = [model.synthetic_tokenizer for model in self._models.values()]
+        own = [model for model in self._models.values() if isinstance(model, ServedModel)]
+        engines = [model.limits for model in own if model.limits is not None]
+        synthetic = [model.synthetic_tokenizer for model in own]
         print_ready(self._config, engines, synthetic, self._stats.api_servers)
         tune_gc()
         return True
@@ -251,6 +264,8 @@ class Supervisor:
         await self._pool.start()
         for config, task, placements in zip(self._config.models, tasks, self._placements, strict=True):
             self._add_model(config, task, placements)
+        for foreign in self._config.foreign:
+            self._add_foreign(foreign)
         loading = asyncio.gather(*(model.load() for model in self._models.values()))
         try:
             pending_futures: set[asyncio.Future[Any]] = {loading, self._pool.failed}
@@ -327,7 +342,8 @@ class Supervisor:
 
 def _check_names(config: ServerConfig) -> None:
     """Raise ConfigError when two models have the same name."""
-    names = [name for model in config.models for name in set(model.names)]
+    every_model = [model.names for model in config.models] + [model.names for model in config.foreign]
+    names = [name for of_model in every_model for name in set(of_model)]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two models are served as {name}; give each a --served-model-name of its own")

@@ -24,6 +24,7 @@ from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.channel import (
+    AddForeign,
     AddModel,
     Channel,
     EndRequests,
@@ -87,7 +88,7 @@ class APIServerWorker:
 class _Model:
     """What a worker that starts later has to be sent of a model, and whether all workers can serve it."""
 
-    def __init__(self, added: AddModel, stats: ModelStats) -> None:
+    def __init__(self, added: AddModel | AddForeign, stats: ModelStats) -> None:
         self.added = added
         self.stats = stats
         self.open: OpenModel | None = None
@@ -102,7 +103,7 @@ class _Model:
             self.open = message
         elif isinstance(message, StatusChanged):
             self.status = message
-        elif isinstance(message, ReplicaStarted | ReplicaEnded):
+        elif isinstance(message, ReplicaStarted | ReplicaEnded) and isinstance(self.added, AddModel):
             engines = list(self.added.engines)
             engines[message.replica] = message.engine if isinstance(message, ReplicaStarted) else None
             self.added = msgspec.structs.replace(self.added, engines=engines)
@@ -150,8 +151,8 @@ class WorkerPool:
 
     # --- models
 
-    def add_model(self, message: AddModel, stats: ModelStats) -> None:
-        """Let all workers load the tokenizer of a model."""
+    def add_model(self, message: AddModel | AddForeign, stats: ModelStats) -> None:
+        """Let all workers load the tokenizer of a model, or watch the servers of a foreign one."""
         model = self._models[message.model] = _Model(message, stats)
         for worker in self._workers:
             if worker.started:

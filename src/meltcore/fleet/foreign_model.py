@@ -1,0 +1,256 @@
+"""One foreign model of the supervisor: servers that run elsewhere, or processes that it starts and starts again.
+
+API servers only get addresses. Whether a server answers, each of them asks by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from meltcore.api.backend import ModelStatus
+from meltcore.api.forward import FORWARDED_PATHS
+from meltcore.api.stats import ModelStats
+from meltcore.backends.engine_process import LocalEngineProcess
+from meltcore.backends.foreign_command import foreign_command
+from meltcore.backends.foreign_process import ForeignProcess, free_port
+from meltcore.backends.http_backend import upstream_api_key
+from meltcore.config import EngineConfig, ForeignConfig
+from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
+from meltcore.fleet.channel import AddForeign, StatusChanged
+from meltcore.fleet.placement import Placement
+from meltcore.fleet.served_model import POLL_S, ServerParts, log_path
+
+ServerState = Literal["waiting", "loading", "ready", "draining", "pausing", "failed"]
+
+
+class ForeignServer:
+    """One replica of a foreign model that a command starts, whose process may be replaced."""
+
+    def __init__(self, index: int, port: int, log: Path) -> None:
+        self.index = index
+        self.port = port
+        self.log = log
+        self.state: ServerState = "waiting"
+        self.reason = ""
+        self.restarts = 0
+        self.deaths_s: list[float] = []  # monotonic
+        self.process: ForeignProcess | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new life: nothing has come of it yet."""
+        self.state, self.reason, self.deaths_s = "waiting", "", []
+        self.started: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
+
+
+class ForeignModel:
+    """The servers of one foreign model, from their first start to the end of the server, or of the model in it."""
+
+    def __init__(self, number: int, config: ForeignConfig, stats: ModelStats, parts: ServerParts) -> None:
+        """Add the model to all API servers. Raises ConfigError where the upstream's API key is missing."""
+        upstream_api_key(config)  # a message here, not a death of every API server
+        self.number, self.config, self.stats = number, config, stats
+        self.name = config.names[0]
+        self.status: ModelStatus = "loading"
+        self.reason = "loading: starting"
+        self.engines: list[LocalEngineProcess] = []  # none of ours
+        self.all_ended = asyncio.Event()  # no server will answer again
+        self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
+        self._parts = parts
+        self._draining = False
+        self.servers: list[ForeignServer] = []
+        urls = config.urls
+        if not urls:
+            count = config.replicas
+            folder = parts.log_folder or parts.sockets
+            for index in range(count):
+                self.servers.append(ForeignServer(index, free_port(), log_path(folder, self.name, index, count)))
+                stats.mark_replica_dead(index)
+            urls = tuple(f"http://127.0.0.1:{server.port}" for server in self.servers)
+        served = replace(config, urls=urls, command=None, gpus=())
+        parts.pool.add_model(AddForeign(number, served), stats)
+
+    # --- starting
+
+    async def load(self) -> None:
+        """Start all servers and wait for them. Raises MeltcoreError where one fails; with a policy, where all do."""
+        for server in self.servers:
+            server.task = asyncio.create_task(self._keep(server))
+        started = [server.started for server in self.servers]
+        if started:
+            when = asyncio.FIRST_EXCEPTION if self._parts.policy is None else asyncio.ALL_COMPLETED
+            await asyncio.wait(started, return_when=when)
+        errors = [error for future in started if future.done() and (error := future.exception()) is not None]
+        if errors and (self._parts.policy is None or len(errors) == len(started)):
+            raise errors[0]
+        self._update_status()
+
+    async def load_or_fail(self) -> None:
+        """Do as `load`, and leave the model in the server as failed when it cannot serve."""
+        try:
+            await self.load()
+        except MeltcoreError as error:
+            await self._stop_servers()
+            self.fail(str(error))
+
+    def fail(self, reason: str) -> None:
+        """Refuse requests from now on; `reason` says why no server could be started."""
+        if not self._draining:
+            self._parts.log.write("model_failed", model=self.name, why=reason)
+            self._parts.report(f"{self.name} could not be loaded: {reason}")
+            self.set_status("failed", f"{self.name} could not be loaded: {reason.splitlines()[0]}")
+
+    async def _keep(self, server: ForeignServer) -> None:
+        """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
+        while True:
+            failure: MeltcoreError
+            try:
+                load_s = await self._start(server)
+            except MeltcoreError as error:
+                reason, failure = str(error), error
+            else:
+                self._on_ready(server, load_s)
+                assert server.process is not None
+                reason = await server.process.wait()
+                failure = EngineDeadError(reason)
+            if server.process is not None:
+                await server.process.stop()  # what it left in its group
+            pause_s = self._after_end(server, reason)
+            if pause_s is None:
+                if not server.started.done():
+                    server.started.set_exception(failure)
+                if all(each.state == "failed" for each in self.servers):
+                    self.all_ended.set()
+                return
+            await asyncio.sleep(pause_s)
+            server.restarts += 1
+
+    async def _start(self, server: ForeignServer) -> float:
+        server.state = "waiting"
+        async with self._gate(server.index):
+            server.state = "loading"
+            process = ForeignProcess(self.config, server.index, server.port, server.log, self._parts.report)
+            server.process = process
+            return await process.start()
+
+    def _gate(self, replica: int) -> AbstractAsyncContextManager[None]:
+        """Wait for engines that load on the same GPUs. Without GPUs of its own a server waits for none."""
+        if not self.config.gpus:
+            return nullcontext()
+        gpus, memory_bytes = self.config.gpus[replica], self.config.memory_bytes
+        engine = EngineConfig(model=self.name, device="cuda", tensor_parallel_size=len(gpus), memory_bytes=memory_bytes)
+        return self._parts.gate.loading(Placement(engine, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}))
+
+    def _on_ready(self, server: ForeignServer, load_s: float) -> None:
+        server.state, server.reason = "ready", ""
+        self.stats.mark_replica_ready(server.index)
+        if not server.started.done():
+            server.started.set_result(load_s)
+        self._parts.log.write("engine_ready", model=self.name, replica=server.index, load_s=round(load_s, 3))
+        self._update_status()
+
+    # --- ending
+
+    def _after_end(self, server: ForeignServer, reason: str) -> float | None:
+        """Note the end of a process; returns the pause until the next start, None for no start."""
+        policy, now_s = self._parts.policy, time.monotonic()
+        was_serving = server.state in ("ready", "draining")
+        self.stats.mark_replica_dead(server.index)
+        server.reason = reason
+        server.deaths_s.append(now_s)
+        pause_s = policy.pause_s(server.deaths_s, now_s) if policy is not None and not self._draining else None
+        server.state = "failed" if pause_s is None else "pausing"
+        subject = f"the server of {self.name}" + (f" (replica {server.index})" if len(self.servers) > 1 else "")
+        event = "engine_died" if was_serving else "engine_failed"
+        self._parts.log.write(event, model=self.name, replica=server.index, why=reason.splitlines()[0])
+        what = "has ended" if was_serving else "could not start"
+        plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
+        self._parts.report(f"{subject} {what}: {reason}; {plan}")
+        self._update_status()
+        return pause_s
+
+    def drain(self, reason: str) -> None:
+        """Refuse new requests; the open ones continue, and a process that ends is not started again."""
+        self._draining = True
+        self.set_status("draining", reason)
+
+    async def stop(self) -> None:
+        """End all processes now."""
+        self._draining = True
+        await self._stop_servers()
+
+    async def _stop_servers(self) -> None:
+        tasks = [server.task for server in self.servers if server.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(server.process.stop() for server in self.servers if server.process is not None))
+
+    def kill(self) -> None:
+        """End all processes without waiting."""
+        for server in self.servers:
+            if server.process is not None:
+                server.process.kill()
+
+    async def replace_engines(self, drain_limit_s: float) -> None:
+        """Replace one process after another, each once its requests have ended. Raises MeltcoreError if one fails.
+
+        API servers send no requests to a replica that is drained: its state in the statistics says so.
+        """
+        for server in self.servers:
+            server.state = "draining"
+            self.stats.drain_replica(server.index)
+            deadline_s = time.monotonic() + drain_limit_s
+            while self.stats.open_requests(server.index) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            if server.task is not None:
+                server.task.cancel()
+                await asyncio.gather(server.task, return_exceptions=True)
+            if server.process is not None:
+                await server.process.stop()
+            self.stats.mark_replica_dead(server.index)
+            server.begin()
+            server.restarts += 1
+            self.all_ended.clear()
+            server.task = asyncio.create_task(self._keep(server))
+            await server.started
+
+    # --- state
+
+    def set_status(self, status: ModelStatus, reason: str) -> None:
+        """Tell all API servers the status of the model, and the reason that refused requests receive."""
+        if (status, reason) != (self.status, self.reason):
+            self.status, self.reason = status, reason
+            self._parts.pool.broadcast(StatusChanged(self.number, status, reason))
+
+    def _update_status(self) -> None:
+        if self._draining:
+            return
+        states = [server.state for server in self.servers]
+        reason = next((server.reason.splitlines()[0] for server in self.servers if server.reason), "")
+        if not states or "ready" in states or "draining" in states:
+            self.set_status("ready", "ready")
+        elif "loading" in states or "waiting" in states or "pausing" in states:
+            if reason:
+                self.set_status("restarting", f"the server of {self.name} has ended ({reason}); it is started again")
+        elif self._parts.policy is None:
+            self.set_status("dead", f"the server of {self.name} has ended: {reason}")
+        else:
+            self.set_status("failed", f"the server of {self.name} has ended and is not started again: {reason}")
+
+
+def check_foreign(config: ForeignConfig) -> None:
+    """Raise ConfigError where a foreign model cannot work: a missing key or program, or a path that has no route."""
+    upstream_api_key(config)
+    if config.command is not None:
+        foreign_command(config, 0, 1)
+    for path in config.paths:
+        if path not in FORWARDED_PATHS:
+            raise ConfigError(f"{config.names[0]}: paths may be {', '.join(FORWARDED_PATHS)}; got {path!r}")

@@ -1,0 +1,123 @@
+"""Foreign servers behind a real server: URLs, processes of a command, restart, drain."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+from server_harness import RunningServer, running, scripted_server, serve_command, wait_until
+
+from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, ServerConfig
+from meltcore.fleet.served_model import RestartPolicy
+from meltcore.process import group_members
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+SCRIPTED = f"{sys.executable} -m meltcore.testing.scripted_server --port {{port}} --ttft-ms 1 --itl-ms 1 --tokens 8"
+QUESTION: Any = [{"role": "user", "content": "hi"}]
+
+
+def foreign(name: str, command: str = SCRIPTED, **fields: Any) -> ForeignConfig:
+    defaults = {"health_interval_s": 0.1, "environment": {"PYTHONPATH": SOURCE}, "start_timeout_s": 20.0}
+    return ForeignConfig(served_model_name=(name,), command=command, **(defaults | fields))
+
+
+@contextmanager
+def serving(tmp_path: Path, *models: ForeignConfig, fleet: bool = False, **settings: Any) -> Iterator[RunningServer]:
+    config = ServerConfig(models=(), foreign=models, port=0, api_server_count=2, **settings)
+    with running(
+        serve_command(config, policy=RestartPolicy(first_pause_s=0.1) if fleet else None), tmp_path / "stderr"
+    ) as server:
+        yield server
+
+
+def children(server: RunningServer) -> list[int]:
+    """The guards of foreign servers, each the leader of a process group."""
+    return [pid for pid, command in server._children() if "backends.guard" in command]
+
+
+def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path, foreign("a", replicas=2), foreign("b")) as server:
+        server.wait_healthy()
+        guards = children(server)
+        assert len(guards) == 3
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=20, max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["a", "b"]
+            for name in ("a", "b", "a"):
+                whole = client.chat.completions.create(model=name, messages=QUESTION)
+                assert (whole.choices[0].message.content or "").split()[-1] == "w7"
+                parts = client.chat.completions.create(model=name, messages=QUESTION, stream=True)
+                assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices).count(" w") == 8
+        found = server.metrics()
+        assert found["requests_finished_total"] == found["requests_accepted_total"] == 6
+        server.signal()
+        assert server.wait_exit() == 0
+        assert [pid for guard in guards for pid in group_members(guard)] == []
+
+
+def test_process_that_ends_is_started_again_and_the_others_go_on(tmp_path: Path) -> None:
+    with serving(tmp_path, foreign("a"), foreign("b"), fleet=True) as server:
+        server.wait_healthy()
+        first, _ = children(server)
+        os.kill(max(group_members(first)), signal.SIGKILL)
+        wait_until(lambda: "the server of a has ended: exit status 137" in server.stderr, "the report")
+        assert server.post("/v1/chat/completions", {"model": "b", "messages": QUESTION}).status == 200
+        refused = server.post("/v1/chat/completions", {"model": "a", "messages": QUESTION})
+        assert refused.status == 503
+        assert refused.headers["retry-after"]
+        wait_until(
+            lambda: server.post("/v1/chat/completions", {"model": "a", "messages": QUESTION}).status == 200, "restart"
+        )
+        guards = children(server)
+        assert len([pid for guard in guards for pid in group_members(guard)]) == 4
+        server.process.kill()  # the guards end the servers of a supervisor that is killed
+        wait_until(lambda: not any(group_members(guard) for guard in guards), "no orphan")
+
+
+def test_start_that_fails_ends_a_server_and_is_a_failed_model_of_a_fleet(tmp_path: Path) -> None:
+    broken = foreign("a", "sh -c 'echo no GPU; exit 3' {port}")
+    with serving(tmp_path, broken) as server:
+        assert server.wait_exit() == 2
+        assert "the server of a ended while starting (exit status 3):\nno GPU" in server.stderr
+    with serving(tmp_path, foreign("a", "no-such-program {port}")) as server:
+        assert server.wait_exit() == 2
+        assert "'no-such-program' of its command is not there" in server.stderr
+    with serving(tmp_path, foreign("a", paths=("/admin",))) as server:
+        assert server.wait_exit() == 2
+        assert "got '/admin'" in server.stderr
+
+
+def test_url_is_served_beside_a_model_of_our_own(tmp_path: Path) -> None:
+    """The other model is a server of ours too, by its address: its names differ, and its answers keep their bytes."""
+    with scripted_server() as upstream:
+        theirs = ForeignConfig(
+            served_model_name=("far",), urls=(upstream.url,), upstream_model="scripted", health_interval_s=0.1
+        )
+        with scripted_server(foreign=(theirs,)) as server:
+            body = {"messages": QUESTION, "max_tokens": 4}
+            wait_until(lambda: server.post("/v1/chat/completions", body | {"model": "far"}).status == 200, "its health")
+            answer = server.post("/v1/chat/completions", body | {"model": "far"})
+            assert answer.json["model"] == "scripted"
+            assert server.post("/v1/chat/completions", body | {"model": "scripted"}).status == 200
+            missing = server.post("/v1/chat/completions", body | {"model": "x"})
+            assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+            assert "far" in missing.error["message"]
+            upstream.signal()
+            upstream.wait_exit()
+            wait_until(lambda: server.post("/v1/chat/completions", body | {"model": "far"}).status == 503, "its end")
+            assert server.post("/v1/chat/completions", body | {"model": "scripted"}).status == 200
+            server.check_no_leak()
+
+
+def test_names_are_unique_over_all_models(tmp_path: Path) -> None:
+    model = ModelConfig(engine=EngineConfig(model="m"))
+    theirs = ForeignConfig(served_model_name=("m",), urls=("http://127.0.0.1:1",))
+    config = ServerConfig(models=(model,), foreign=(theirs,), port=0)
+    with running(serve_command(config), tmp_path / "stderr") as server:
+        assert server.wait_exit() == 2
+        assert "two models are served as m" in server.stderr
