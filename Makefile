@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-demo: $(STAMP)  ## Serve the bundled model, check it, load it with 10 to 10,000 concurrent requests, report.
+demo: $(STAMP)  ## Serve the bundled model, check it, load it with 10 to 10,000 concurrent requests, translate, transcribe, report.
 	$(BIN)/meltcore demo
 
 test: $(STAMP)  ## Run every test (about 12 minutes on two idle cores).

@@ -18,11 +18,19 @@ def test_demo_serves_loads_and_reports(tmp_path: Path) -> None:
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["command"]) == ("complete", "demo")
     assert result["accuracy"] >= 0.95
-    assert [level["concurrency"] for level in result["levels"]] == [10, 50]
-    for level in result["levels"]:
+    chat_levels = [level for level in result["levels"] if level.get("task") is None]
+    assert [level["concurrency"] for level in chat_levels] == [10, 50]
+    by_task = {level["task"]["task"]: level for level in result["levels"][2:]}
+    assert by_task.keys() >= {"translation", "recognition"}
+    assert all(level["failed"] == 0 for level in by_task.values())
+    assert all(by_task[task]["accuracy"] >= 0.75 for task in ("translation", "recognition"))
+    for level in chat_levels:
         assert (level["requests"], level["succeeded"], level["failed"]) == (200, 200, 0)
         assert level["peak_in_flight"] == level["concurrency"]
         assert abs(level["accuracy"] - result["accuracy"]) <= 0.01 + 1e-9
         assert level["output_tokens_per_s"] > 0
-    assert "<svg" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert "<svg" in page
+    num_clips = sum(sample.get("audio_wav") is not None for sample in result["samples"])
+    assert page.count("<audio") == num_clips >= 3
     assert (folder / "requests.jsonl").stat().st_size > 0

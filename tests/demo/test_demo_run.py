@@ -46,7 +46,7 @@ def fake_server(*options: str) -> tuple[str, ...]:
 
 def demo_config(out: Path, answers: Path, fault: str = "none") -> DemoConfig:
     fake_server("--fault", fault, "--answers", str(answers))
-    return DemoConfig(levels=(LEVEL,), out=str(out))
+    return DemoConfig(levels=(LEVEL,), out=str(out), translator="none", synthesizer="none", recognizer="none")
 
 
 def run(config: DemoConfig) -> tuple[int, dict[str, object]]:

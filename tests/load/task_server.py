@@ -17,7 +17,7 @@ SPEECH = b"\x01\x02" * int(SPEECH_S * 24_000)
 
 
 class TaskServer(ThreadingHTTPServer):
-    """`behavior` is what a test changes: delays in seconds, faults, and whether tokens are counted."""
+    """`behavior` is what a test changes: delays in seconds, faults, known answers, and whether tokens are counted."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -58,7 +58,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.received.append(request)
         behavior = self.server.behavior
         sentences = request["sentences"]
-        answer: dict[str, Any] = {"translations": [behavior.get("text", "<" + each + ">") for each in sentences]}
+        known = behavior.get("answers", {})
+        translations = [known.get(each, behavior.get("text", f"<{each}>")) for each in sentences]
+        answer: dict[str, Any] = {"translations": translations}
         if "translations" in behavior:
             answer["translations"] = behavior["translations"]
         if "tokens" in behavior:
@@ -71,7 +73,9 @@ class _Handler(BaseHTTPRequestHandler):
         parts = {part.get_param("name", header="content-disposition"): part for part in form.iter_parts()}
         request = {str(name): part.get_payload(decode=True) for name, part in parts.items()}
         self.server.received.append(request)
-        self._reply(json.dumps({"text": self.server.behavior.get("text", "hello")}).encode())
+        behavior = self.server.behavior
+        text = behavior.get("answers", {}).get(request["file"], behavior.get("text", "hello"))
+        self._reply(json.dumps({"text": text}).encode())
 
     def _speak(self, request: dict[str, Any]) -> None:
         self.server.received.append(request)

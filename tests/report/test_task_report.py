@@ -54,7 +54,7 @@ def test_tasks_have_tables_and_tiles_of_their_own() -> None:
     levels = [sample_level(10), task_level("recognition", 4000.0), task_level("recognition", 2000.0, 20)]
     assert len(levels_tables(levels)) == 2
     best = [(value, text) for label, value, text in run_tiles(sample_run(levels)) if label == "Best throughput"]
-    assert [text for _, text in best] == ["output tok/s, concurrency 10", "RTFx, concurrency 10"]
+    assert [text for _, text in best] == ["output tok/s, concurrency 10", "RTFx, recognition, concurrency 10"]
     assert best[1][0] == "4,000"
 
 
@@ -77,7 +77,7 @@ def test_throughput_of_a_task_gives_the_verdict(task: Task, unit: str) -> None:
         return StartSet(name="set", command="", taken="2026-11-21T12:00:00Z", load={}, starts=starts)
 
     result = compare_starts(a_set(100), a_set(80))
-    assert (result.verdict, result.primary.name) == ("REGRESSION", f"{unit}, concurrency 10")
+    assert (result.verdict, result.primary.name) == ("REGRESSION", f"{unit}, {task}, concurrency 10")
     assert "TTFT p50 ms" not in {row.metric for row in result.rows}
     judged = compare_starts(a_set(100), a_set(80), metric="e2e p50")
     assert judged.verdict in ("UNDERPOWERED", "NO EVIDENCE")

@@ -5,7 +5,8 @@ import sys
 
 HELP = (
     "Serve a model on what this machine has, check the API, ask 200 held-out problems, load it at each level, "
-    "and report. Exits 0 only if every request got its complete answer and accuracy held under load."
+    "translate and transcribe problems whose answers are known, and report. Exits 0 only if every request got its "
+    "complete answer and accuracy held under load."
 )
 EXAMPLES = """\
   meltcore demo

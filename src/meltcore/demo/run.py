@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +19,7 @@ from rich.progress import Progress as Bars
 from rich.progress import TaskID
 
 from meltcore.demo.config import DemoConfig
+from meltcore.demo.tasks import Problem, TaskStep, run_step, speak, task_steps
 from meltcore.demo.verdict import judge, passed
 from meltcore.errors import MeltcoreError
 from meltcore.evals.api import Api
@@ -27,12 +30,12 @@ from meltcore.load.config import LoadConfig
 from meltcore.load.runner import Progress, run_levels
 from meltcore.report.console import print_table
 from meltcore.report.render import save_run
-from meltcore.report.run import levels_table
+from meltcore.report.run import levels_tables
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.formatting import evaluation_line, format_duration, format_load, format_percent
 from meltcore.results.progress import answer_progress, print_check, progress_bar
 from meltcore.results.runfolder import RunFolder
-from meltcore.results.schema import CheckResult, Evaluation, Fingerprint, LevelResult, RunResult, Verdict
+from meltcore.results.schema import CheckResult, Evaluation, Fingerprint, LevelResult, RunResult, Sample, Verdict
 from meltcore.results.served_model import model_facts, model_notes
 
 SERVER_COMMAND = (sys.executable, "-m", "meltcore.cli.main")
@@ -72,6 +75,9 @@ class _Measurements:
     checks: list[CheckResult] = field(default_factory=list)
     evaluation: Evaluation | None = None
     levels: list[LevelResult] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    spoken: list[Problem] = field(default_factory=list)
+    read_back: LevelResult | None = None
 
 
 def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult]:
@@ -83,25 +89,38 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     folder = RunFolder.create(config.out, "demo")
     measurements = _Measurements(take_fingerprint(config.arguments, config.seed))
-    ended_by: tuple[Verdict, str] | None = None
 
     def report(text: str) -> None:
         console.print(text, style="yellow", highlight=False)
 
-    with DemoServer([config.model], folder.path / SERVER_LOG, report=report) as server:
-        try:
-            with console.status(f"starting a server with {config.model}"):
-                address = server.wait_ready()
-            console.print(f"serving {config.model} at {address}", highlight=False)
-            _measure(config, console, server, Api(address), folder, measurements)
-        except KeyboardInterrupt:
-            ended_by = ("PARTIAL", "interrupted")
-        except MeltcoreError as error:
-            if not measurements.checks:
-                raise  # nothing was measured, so the error is all there is to report
-            ended_by = ("SERVER_DIED" if server.ended_within(_EXIT_WAIT_S) else "FAILED", str(error))
-        with console.status("stopping the server"):
-            server.stop()
+    def serve(model: str, log_name: str, measure: Callable[[DemoServer, str], None]) -> tuple[Verdict, str] | None:
+        """Measure a server of `model`; return what ended it early, None where nothing did."""
+        with DemoServer([model], folder.path / log_name, report=report) as server:
+            try:
+                with console.status(f"starting a server with {model}"):
+                    address = server.wait_ready()
+                console.print(f"serving {model} at {address}", highlight=False)
+                measure(server, address)
+            except KeyboardInterrupt:
+                return "PARTIAL", "interrupted"
+            except MeltcoreError as error:
+                if not measurements.checks:
+                    raise  # nothing was measured, so the error is all there is to report
+                return "SERVER_DIED" if server.ended_within(_EXIT_WAIT_S) else "FAILED", str(error)
+            with console.status("stopping the server"):
+                server.stop()
+        return None
+
+    ended_by = serve(
+        config.model,
+        SERVER_LOG,
+        lambda server, address: _measure(config, console, server, Api(address), folder, measurements),
+    )
+    for step in task_steps(config):
+        if ended_by is None:
+            ended_by = serve(
+                step.model, step.log_name, partial(_measure_step, config, console, folder, measurements, step)
+            )
     result = _result(config, measurements, ended_by, started, time.monotonic() - clock)
     save_run(folder, result)
     return folder, result
@@ -109,8 +128,8 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
 
 def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int:
     """Print the table, the verdict with every reason, and the path of the report; return the exit code."""
-    if result.levels:
-        print_table(levels_table(result.levels), console)
+    for table in levels_tables(result.levels):
+        print_table(table, console)
     for reason in result.reasons:
         console.print(f"[red]{result.verdict}[/]: {escape(reason)}", highlight=False, soft_wrap=True)
     if passed(result.verdict):
@@ -154,6 +173,47 @@ def _measure(
             raise KeyboardInterrupt
         if level.failed and server.ended_within(_EXIT_WAIT_S):
             raise MeltcoreError(f"the server ended at {format_load(level)}; its last lines:\n{server.log_tail()}")
+
+
+def _measure_step(
+    config: DemoConfig,
+    console: Console,
+    folder: RunFolder,
+    measurements: _Measurements,
+    step: TaskStep,
+    server: DemoServer,
+    address: str,
+) -> None:
+    """Run a step after chat. Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ended."""
+    problems = step.make_problems(config.seed)
+    _load_step(step, problems, console, folder, measurements, server, address)
+    if step.task == "synthesis":
+        measurements.spoken = speak(address, problems)
+    if step.task == "recognition" and measurements.spoken:
+        _load_step(step, measurements.spoken, console, folder, measurements, server, address)
+        measurements.read_back = measurements.levels[-1]
+
+
+def _load_step(
+    step: TaskStep,
+    problems: Sequence[Problem],
+    console: Console,
+    folder: RunFolder,
+    measurements: _Measurements,
+    server: DemoServer,
+    address: str,
+) -> None:
+    with TemporaryDirectory(prefix="meltcore-demo-") as inputs, progress_bar(console) as bars:
+        task = bars.add_task(step.task, total=len(problems), note="")
+        level, samples = run_step(
+            step, problems, address, Path(inputs), folder.requests_path, lambda progress: _show(bars, task, progress)
+        )
+    measurements.levels.append(level)
+    measurements.samples += samples
+    if level.verdict == "PARTIAL":
+        raise KeyboardInterrupt
+    if level.failed and server.ended_within(_EXIT_WAIT_S):
+        raise MeltcoreError(f"the server of {step.task} ended; its last lines:\n{server.log_tail()}")
 
 
 def _run_level(
@@ -203,10 +263,15 @@ def _result(
     elif measurements.evaluation is None:
         raise AssertionError("a complete run has asked the held-out problems")
     else:
-        verdict, reasons = judge(measurements.checks, measurements.evaluation, measurements.levels, config.levels)
+        verdict, reasons = judge(
+            measurements.checks, measurements.evaluation, measurements.levels, config.levels, measurements.read_back
+        )
     settings = {
         "model": config.model,
         **measurements.facts,
+        "translator": config.translator,
+        "synthesizer": config.synthesizer,
+        "recognizer": config.recognizer,
         "levels": list(config.levels),
         "workloads": {f"{concurrency:,}": _workload(concurrency) for concurrency in config.levels},
         "sampling": "greedy, streamed",
@@ -231,6 +296,7 @@ def _result(
         evaluation=measurements.evaluation,
         checks=measurements.checks,
         levels=measurements.levels,
+        samples=measurements.samples,
         verdict=verdict,
         reasons=reasons,
         notes=model_notes(measurements.facts) + notes,

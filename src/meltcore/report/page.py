@@ -5,6 +5,7 @@ A page is a header, sections of blocks, and a footer. A block that a terminal ca
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -129,6 +130,22 @@ class Figure(Block):
     note: str = ""
     caption: str = ""
     console: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Audio(Block):
+    """A player of a WAV file that is part of the page, with a title above, a text below and a faint note."""
+
+    title: str
+    wav: bytes
+    text: str = ""
+    note: str = ""
+    console: bool = field(default=False, kw_only=True)
+
+    @property
+    def data_uri(self) -> str:
+        """The file as a data URI."""
+        return f"data:audio/wav;base64,{b64encode(self.wav).decode()}"
 
 
 @dataclass(frozen=True)

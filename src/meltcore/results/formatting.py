@@ -109,10 +109,11 @@ def format_counts(names: Sequence[str], separator: str = ", ") -> str:
 
 
 def format_load(level: LevelResult) -> str:
-    """Formats the load of a level: "concurrency 400", "12.5 requests/s"."""
+    """Formats the load of a level: "concurrency 400", "12.5 requests/s", "translation, concurrency 32"."""
+    task_text = "" if level.task is None else f"{level.task.task}, "
     if level.load_kind == "open" and level.rate_per_s is not None:
-        return f"{format_number(level.rate_per_s)} requests/s"
-    return f"concurrency {level.concurrency:,}"
+        return f"{task_text}{format_number(level.rate_per_s)} requests/s"
+    return f"{task_text}concurrency {level.concurrency:,}"
 
 
 def format_load_settings(load: dict[str, Any]) -> str:

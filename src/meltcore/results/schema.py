@@ -262,6 +262,16 @@ class Fingerprint(msgspec.Struct, kw_only=True):
     taken: str
 
 
+class Sample(msgspec.Struct, kw_only=True):
+    """One request of a demo and its answer, for readers of the page: a sentence, or a clip with its audio."""
+
+    task: Task
+    given: str
+    answer: str
+    expected: str | None = None
+    audio_wav: bytes | None = None
+
+
 class RunResult(msgspec.Struct, kw_only=True, tag_field="document", tag="run"):
     """One run of one command: the contents of `result.json`. `accuracy` is measured without load, 0 to 1.
 
@@ -283,6 +293,7 @@ class RunResult(msgspec.Struct, kw_only=True, tag_field="document", tag="run"):
     levels: list[LevelResult] = msgspec.field(default_factory=list)
     weighted_throughput: WeightedThroughput | None = None
     eval_score: EvalScore | None = None
+    samples: list[Sample] = msgspec.field(default_factory=list)
     verdict: Verdict = "OK"
     reasons: list[str] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)

@@ -1,0 +1,29 @@
+"""The section of a demo's page with some requests of translation and recognition, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meltcore.report.page import Audio, Block, Cell, Column, Row, Section, Table
+from meltcore.results.schema import Sample
+
+
+def samples_section(samples: Sequence[Sample]) -> Section:
+    """Builds a table of the samples that are text, and a player with the transcript of each clip."""
+    texts = [sample for sample in samples if sample.audio_wav is None]
+    rows = [Row([sample.given, sample.answer, _result_cell(sample)]) for sample in texts]
+    columns = [*(Column(head, align="text") for head in ("Sentence", "Translation")), Column("Right")]
+    blocks: list[Block] = [Table(columns, rows)] if rows else []
+    for sample in samples:
+        if sample.audio_wav is not None:
+            note = "" if _is_right(sample) else f"not right; expected: {sample.expected}"
+            blocks.append(Audio(sample.given, sample.audio_wav, sample.answer, note))
+    return Section("Translations and transcripts", blocks)
+
+
+def _is_right(sample: Sample) -> bool:
+    return sample.expected is None or sample.answer.strip() == sample.expected.strip()
+
+
+def _result_cell(sample: Sample) -> Cell:
+    return Cell("yes") if _is_right(sample) else Cell("no", "warning", title=f"expected: {sample.expected}")
