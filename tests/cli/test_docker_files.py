@@ -1,0 +1,46 @@
+"""The files of docker/ name what exists: extras, copied files, and a command line that `meltcore` takes."""
+
+import importlib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meltcore.cli.main import command_parser
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+
+
+def parsed(arguments: list[str]) -> Any:
+    name, *rest = arguments
+    return command_parser(name, importlib.import_module(f"meltcore.cli.{name}")).parse_args(rest)
+
+
+def test_image_installs_what_the_package_has() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [extras] = re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    copied = [name for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.MULTILINE) for name in line.split()]
+    kept = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().split()
+    for name in copied:
+        assert (ROOT / name).exists()
+        assert f"!{name}" in kept
+    assert {project["readme"], *project["license-files"], "pyproject.toml"} <= set(copied)
+    [command] = re.findall(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    assert parsed(json.loads(command)).host == "0.0.0.0"
+    assert "USER meltcore" in DOCKERFILE
+
+
+def test_compose_starts_a_server_that_only_this_machine_reaches() -> None:
+    service = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["meltcore"]
+    args = parsed(service["command"])
+    [port] = service["ports"]
+    assert port == f"127.0.0.1:{args.port}:{args.port}"
+    assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+    assert int(service["stop_grace_period"].removesuffix("s")) > args.drain_timeout_s
+    [device] = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
