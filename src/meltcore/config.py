@@ -277,6 +277,8 @@ class ForeignConfig:
         return len(self.urls) or self.replicas
 
 
+# Names that `command` may have instead of a command line.
+FOREIGN_TEMPLATES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
 _FOREIGN_LEAST: dict[str, float] = {
     "replicas": 1,
     "tensor_parallel_size": 1,

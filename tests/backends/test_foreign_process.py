@@ -17,7 +17,7 @@ import pytest
 
 from meltcore.backends.foreign_command import TEMPLATES, foreign_command
 from meltcore.backends.foreign_process import ForeignProcess, free_port
-from meltcore.config import ForeignConfig
+from meltcore.config import FOREIGN_TEMPLATES, ForeignConfig
 from meltcore.errors import ConfigError
 from meltcore.process import group_members
 
@@ -95,6 +95,7 @@ def test_templates(template: str, name: str, expected: str, tmp_path: Path) -> N
 
 
 def test_settings_that_are_not_given_add_no_flag(tmp_path: Path) -> None:
+    assert tuple(TEMPLATES) == FOREIGN_TEMPLATES
     for template in TEMPLATES:
         for name in ("vllm", "python", "llama-server", "trtllm-serve"):
             program(tmp_path, name)
@@ -179,7 +180,7 @@ def test_server_does_not_outlive_an_owner_that_is_killed(tmp_path: Path) -> None
     code = (
         "import asyncio, sys, pathlib, msgspec, time\n"
         "from meltcore.backends.foreign_process import ForeignProcess, free_port\n"
-        "from meltcore.config import ForeignConfig\n"
+        "from meltcore.config import FOREIGN_TEMPLATES, ForeignConfig\n"
         "config = msgspec.json.decode(sys.argv[1], type=ForeignConfig)\n"
         "process = ForeignProcess(config, 0, free_port(), pathlib.Path(sys.argv[2]), print)\n"
         "asyncio.run(process.start()); print(process.pid, flush=True); time.sleep(60)\n"

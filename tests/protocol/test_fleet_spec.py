@@ -62,8 +62,7 @@ def test_languages_choose_models_in_the_order_of_the_file() -> None:
 
 
 def test_settings_of_the_server_are_those_of_the_file() -> None:
-    text = "\n".join(line for line in FLEET.splitlines() if not line.startswith("  far:"))
-    config = server_config(parse_fleet(text))
+    config = server_config(parse_fleet(FLEET))
     assert (config.port, config.log_format, config.max_body_bytes, config.request_timeout_s) == (
         9000,
         "json",
@@ -76,6 +75,30 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
     assert (qwen.engine.max_model_len, qwen.engine.max_num_seqs, qwen.engine.device) == (8192, 8, "cuda:1")
     assert (qwen.max_queue, en_indic.max_queue) == (7, 0)
     assert ears.engine.device == "cpu"
+
+
+def test_foreign_servers_of_the_file() -> None:
+    text = """
+timeouts: {start_s: 7, connect_s: 2, request_s: 90}
+models:
+  near: {command: vllm, checkpoint: org/m, python: /envs/v/bin/python, device: [2, 3, 4, 5], tensor_parallel_size: 2,
+         replicas: 2, memory: 2GiB, max_num_seqs: 8, environment: {A: b}, aliases: [n]}
+  ears: {url: 'http://10.0.0.1:9', task: recognition, upstream_model: whisper, upstream_key_env: KEY}
+  cpu: {command: 'llama-server --port {port}', device: cpu}
+"""
+    near, ears, cpu = server_config(parse_fleet(text)).foreign
+    assert (near.names, near.command, near.checkpoint, near.python) == (
+        ("near", "n"),
+        "vllm",
+        "org/m",
+        "/envs/v/bin/python",
+    )
+    assert (near.gpus, near.replicas, near.tensor_parallel_size) == ((("2", "3"), ("4", "5")), 2, 2)
+    assert (near.memory_bytes, near.max_num_seqs, near.environment) == (2 * 2**30, 8, {"A": "b"})
+    assert (near.start_timeout_s, near.connect_timeout_s, near.first_byte_timeout_s) == (7, 2, 90)
+    assert (ears.urls, ears.upstream_model, ears.api_key_variable) == (("http://10.0.0.1:9",), "whisper", "KEY")
+    assert ears.paths == ("/v1/audio/transcriptions",)
+    assert cpu.gpus == ((),)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +140,8 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
         ("models: {a: {url: 'http://h', max_num_seqs: 2}}", "models.a.max_num_seqs: got 2; a model with a url"),
         ("models: {a: {command: 'x {port}', dtype: float16}}", "models.a.dtype: got 'float16'; a model with a command"),
         ("models: {a: {command: 'x'}}", "models.a.command: got 'x'; must pass {port}"),
+        ("models: {a: {command: vllm}}", "models.a.command: the template vllm needs the model's checkpoint"),
+        ("models: {a: {checkpoint: x, python: y}}", "models.a.python: is for a url or a command"),
         ("models: {a: {command: 'x {prt}'}}", "models.a.command: {prt} is unknown (did you mean {port}?)"),
         (
             "models: {a: {command: 'x {port} {checkpoint}'}}",

@@ -142,7 +142,7 @@ class ForeignModel:
 
     def _gate(self, replica: int) -> AbstractAsyncContextManager[None]:
         """Wait for engines that load on the same GPUs. Without GPUs of its own a server waits for none."""
-        if not self.config.gpus:
+        if not self.config.gpus or not self.config.gpus[replica]:
             return nullcontext()
         gpus, memory_bytes = self.config.gpus[replica], self.config.memory_bytes
         engine = EngineConfig(model=self.name, device="cuda", tensor_parallel_size=len(gpus), memory_bytes=memory_bytes)

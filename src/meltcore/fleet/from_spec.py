@@ -1,28 +1,33 @@
-"""Turns a fleet.yaml into the settings of a server: one ModelConfig per engine of Meltcore's own."""
+"""Turns a fleet.yaml into the settings of a server: a ModelConfig or a ForeignConfig per model."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from meltcore.config import EngineConfig, ModelConfig, RoutesConfig, ServerConfig, TranslationRule
+from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, RoutesConfig, ServerConfig, TranslationRule
 from meltcore.errors import ConfigError
-from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
+from meltcore.protocol.fleet_spec import FleetSpec, FleetTask, ModelSection
 
 _ENGINE_FIELDS = (
     *("tokenizer", "load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"),
 )
 
+_FOREIGN_PATHS: dict[FleetTask, tuple[str, ...]] = {
+    "generation": ("/v1/chat/completions", "/v1/completions"),
+    "translation": ("/v1/translate",),
+    "recognition": ("/v1/audio/transcriptions",),
+    "synthesis": ("/v1/audio/speech",),
+}
+
 
 def server_config(spec: FleetSpec) -> ServerConfig:
-    """Return the settings of a server with all models of the fleet, in the order of the file.
-
-    Raises ConfigError for a model that is another server, which has no settings there yet.
-    """
+    """Return the settings of a server with all models of the fleet: our own, then those of foreign servers."""
     server, limits, timeouts = spec.server, spec.limits, spec.timeouts
     optional: dict[str, Any] = {} if limits.max_body is None else {"max_body_bytes": int(limits.max_body)}
     return ServerConfig(
-        models=tuple(model_config(spec, name) for name in spec.models),
+        models=tuple(model_config(spec, name) for name, model in spec.models.items() if model.kind == "engine"),
+        foreign=tuple(foreign_config(spec, name) for name, model in spec.models.items() if model.kind != "engine"),
         host=server.host,
         port=server.port,
         api_server_count=server.api_server_count,
@@ -53,7 +58,7 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
     """Return the settings of one model of Meltcore's own engines. Raises ConfigError for another server."""
     model = spec.models[name]
     if model.checkpoint is None or model.kind != "engine":
-        raise ConfigError(f"models.{name}: a model with a {model.kind} cannot be served yet; give a checkpoint")
+        raise ConfigError(f"models.{name}: a model with a {model.kind} has no engine of ours")
     return ModelConfig(
         engine=engine_config(model, model.checkpoint),
         served_model_name=(name, *model.aliases),
@@ -61,6 +66,38 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
         max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
         max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
         generation_config=model.generation_config,
+    )
+
+
+def foreign_config(spec: FleetSpec, name: str) -> ForeignConfig:
+    """Return the settings of a model that is another server. Raises ConfigError for values that cannot work."""
+    model, timeouts = spec.models[name], spec.timeouts
+    size = model.tensor_parallel_size
+    gpus: tuple[tuple[str, ...], ...] = ()
+    if not isinstance(model.device, str):
+        numbers = [str(gpu) for gpu in model.device]
+        gpus = tuple(tuple(numbers[first : first + size]) for first in range(0, len(numbers), size))
+    elif model.device == "cpu" and model.command is not None:
+        gpus = ((),) * model.replicas  # an empty CUDA_VISIBLE_DEVICES: none
+    return ForeignConfig(
+        served_model_name=(name, *model.aliases),
+        urls=() if model.url is None else (model.url,),
+        command=model.command,
+        replicas=model.replicas,
+        gpus=gpus,
+        tensor_parallel_size=size,
+        memory_bytes=None if model.memory is None else int(model.memory),
+        checkpoint=model.checkpoint,
+        python=model.python,
+        environment=model.environment,
+        max_model_len=model.max_model_len,
+        max_num_seqs=model.max_num_seqs,
+        upstream_model=model.upstream_model,
+        api_key_variable=model.upstream_key_env,
+        paths=_FOREIGN_PATHS[model.task],
+        start_timeout_s=timeouts.start_s,
+        connect_timeout_s=timeouts.connect_s,
+        first_byte_timeout_s=min(300.0, timeouts.request_s),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from meltcore.config import FOREIGN_TEMPLATES
 from meltcore.protocol.fleet_spec import PLACEHOLDERS, FleetSpec, FleetTask, ModelSection
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
@@ -18,7 +19,16 @@ _ENGINE_ONLY = (
 )
 # Settings of a process that this fleet starts. A server that runs already has its own.
 _PROCESS_ONLY = (
-    *("checkpoint", "environment", "max_model_len", "max_num_seqs", "memory", "tensor_parallel_size", "device"),
+    *(
+        "checkpoint",
+        "environment",
+        "python",
+        "max_model_len",
+        "max_num_seqs",
+        "memory",
+        "tensor_parallel_size",
+        "device",
+    ),
     *("replicas", "residency"),
 )
 
@@ -92,7 +102,7 @@ def _check_kind(model: ModelSection, path: str) -> None:
         )
     changed = _changed(model)
     if model.kind == "engine":
-        foreign = sorted(changed & {"environment", "upstream_model", "upstream_key_env"})
+        foreign = sorted(changed & {"environment", "python", "upstream_model", "upstream_key_env"})
         if foreign:
             raise FleetError(f"{path}.{foreign[0]}", "is for a url or a command, and this model has neither")
         return
@@ -112,6 +122,10 @@ def _check_command(model: ModelSection, command: str, path: str) -> None:
     """Check the names in braces: known, given by a field, and the port among them."""
     import shlex
 
+    if command in FOREIGN_TEMPLATES:
+        if model.checkpoint is None:
+            raise FleetError(path, f"the template {command} needs the model's checkpoint: add it")
+        return
     try:
         shlex.split(command)
         named = {name for _, name, _, _ in string.Formatter().parse(command) if name is not None}

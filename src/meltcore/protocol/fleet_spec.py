@@ -113,7 +113,13 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     ] = None
     command: Annotated[
         Text | None,
-        Meta(description="Command line that starts another server; names in braces are replaced."),
+        Meta(
+            description="Command line that starts another server, with names in braces; or a template: vllm, sglang, "
+            "llama.cpp, tensorrt-llm."
+        ),
+    ] = None
+    python: Annotated[
+        Text | None, Meta(description="Python interpreter of the environment that has the program of `command`.")
     ] = None
     environment: Annotated[
         dict[VariableName, str], Meta(description="Environment variables of `command`, beside the inherited ones.")
