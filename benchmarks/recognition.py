@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
 from meltcore.engine.batch.recognition import RecognitionTask
-from meltcore.models.conformer import ConformerConfig
+from meltcore.models.task_configs import ConformerConfig
 from meltcore.protocol.transcription import Transcribe, Transcript
 
 PUBLISHED = "ai4bharat/indic-conformer-600m-multilingual"

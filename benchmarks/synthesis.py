@@ -28,7 +28,8 @@ from floors import Limits
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
 from meltcore.engine.batch.synthesis import SynthesisTask
-from meltcore.models.indicf5 import GUIDANCE, SWAY, IndicF5, IndicF5Config
+from meltcore.models.indicf5 import GUIDANCE, SWAY, IndicF5
+from meltcore.models.task_configs import IndicF5Config
 from meltcore.protocol.synthesis import Synthesize
 
 PUBLISHED = "ai4bharat/IndicF5"

@@ -24,8 +24,9 @@ from bench_output import Row, Target, need_gpu, print_table, write_result
 from floors import Limits
 
 from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.indictrans2 import EOS_ID, PAD_ID, IndicTrans2, IndicTrans2Config
+from meltcore.models.indictrans2 import EOS_ID, PAD_ID, IndicTrans2
 from meltcore.models.loader import fill_dummy_weights
+from meltcore.models.task_configs import IndicTrans2Config
 from meltcore.tasks.beam_search import BeamSearch
 from meltcore.tasks.beam_state import BeamOptions
 

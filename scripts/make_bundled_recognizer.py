@@ -42,7 +42,8 @@ from meltcore import Transcriber
 from meltcore.models.conformer import padding_mask, shortened, sinusoids
 from meltcore.models.indicconformer import IndicConformer
 from meltcore.models.log_mel import LogMel
-from meltcore.models.nemo_archive import CONFIG_FILE, WEIGHTS_FILE, read_config
+from meltcore.models.nemo_archive import WEIGHTS_FILE
+from meltcore.models.nemo_config import CONFIG_FILE, read_config
 from meltcore.problems.tones import ALPHABETS, ToneClip, in_alphabet, render, tone_clip
 
 _PEAK_RATE, _CLIP = 1.5e-3, 1.0

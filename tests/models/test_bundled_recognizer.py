@@ -26,7 +26,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.batch.recognition import RecognitionTask
 from meltcore.models import conformer, log_mel
 from meltcore.models.checkpoint import BUNDLED_RECOGNIZER
-from meltcore.models.indicconformer import IndicConformerConfig
+from meltcore.models.task_configs import IndicConformerConfig
 from meltcore.problems.tones import ALPHABETS, ToneClip, render, tone_clip
 from meltcore.protocol.transcription import Decoder, Transcribe
 from meltcore.tasks import transducer

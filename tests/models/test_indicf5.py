@@ -25,8 +25,9 @@ from meltcore.errors import ConfigError
 from meltcore.kernels import graph_capture
 from meltcore.models import indicf5
 from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.indicf5 import IndicF5, IndicF5Config
-from meltcore.models.vocos import MelConfig, MelSpectrogram, Vocos
+from meltcore.models.indicf5 import IndicF5
+from meltcore.models.task_configs import IndicF5Config, MelConfig
+from meltcore.models.vocos import MelSpectrogram, Vocos
 from meltcore.tasks import synthesis, synthesis_graphs
 from meltcore.tasks.synthesis import SpeechSampler, Utterance
 from meltcore.tasks.synthesis_graphs import StepGraphs

@@ -7,7 +7,8 @@ import torch
 from parakeet_tools import FEATURES, feature_extractor, pad, speech
 
 from meltcore.models import log_mel
-from meltcore.models.log_mel import LogMel, LogMelConfig, mel_filters
+from meltcore.models.log_mel import LogMel, mel_filters
+from meltcore.models.task_configs import LogMelConfig
 
 CLIPS = speech(1.0, 0.337, 2.1)
 

@@ -15,7 +15,8 @@ from parakeet_tools import CONFIG
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import find_recognizer
-from meltcore.models.nemo_archive import NemoArchive, read_config
+from meltcore.models.nemo_archive import NemoArchive
+from meltcore.models.nemo_config import read_config
 
 TENSORS = {"encoder.a": torch.arange(6.0).view(2, 3), "joint.b": torch.ones(4, dtype=torch.float16)}
 

@@ -18,7 +18,7 @@ from meltcore.engine.batch.engine import BatchEngine
 from meltcore.engine.batch.synthesis import SynthesisTask, plan_memory
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import is_synthesis_model
-from meltcore.models.indicf5 import IndicF5Config
+from meltcore.models.task_configs import IndicF5Config
 from meltcore.protocol.shell import AbortRequests, Shutdown
 from meltcore.protocol.synthesis import FromEngine, SynthesisReady, Synthesize, Synthesized
 from meltcore.synthesizer import Synthesizer

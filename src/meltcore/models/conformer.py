@@ -7,36 +7,16 @@ depend on the clips beside it. Module names are those of NeMo's checkpoints.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from meltcore.models.task_configs import ConformerConfig
+
 _SUBSAMPLING_KERNEL, _SUBSAMPLING_STRIDE = 3, 2
 # Elements of one layer of the subsampling: what is larger is computed in parts. 2 GiB in float32.
 _MAX_SUBSAMPLING_ELEMENTS = 2**29
-
-
-@dataclass(frozen=True)
-class ConformerConfig:
-    """Holds the sizes of the encoder. Defaults: the published 600M model."""
-
-    num_mels: int = 80
-    num_layers: int = 24
-    hidden_size: int = 1024
-    num_heads: int = 8
-    feed_forward_size: int = 4096
-    conv_kernel: int = 9
-    subsampling: Literal["dw_striding", "striding"] = "dw_striding"
-    subsampling_factor: int = 8
-    subsampling_channels: int = 256
-    scales_input: bool = True
-
-    def encoded_frames(self, frames: int) -> int:
-        """Return the number of encoder frames of `frames` feature frames."""
-        return -(-frames // self.subsampling_factor)
 
 
 class Subsampling(nn.Module):

@@ -1,15 +1,20 @@
-"""The configuration of a decoder: fields of config.json, and switches in which model families differ."""
+"""The configuration of a decoder: fields of config.json, and switches in which model families differ.
+
+This module does not import torch, since plans of memory read configurations too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meltcore.kernels.rotary import RopeScaling
-from meltcore.layers.feed_forward import Activation
-from meltcore.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from meltcore.kernels.rope_scaling import RopeScaling
 from meltcore.models.config_fields import Fields
 from meltcore.models.rope import max_context, read_rope_scaling, rope_fields
+
+if TYPE_CHECKING:
+    from meltcore.layers.feed_forward import Activation
+    from meltcore.layers.norm import RMSNorm
 
 # Fields that DecoderConfig takes unchanged from config.json.
 _UNCHANGED_FIELDS = (
@@ -222,6 +227,8 @@ class DecoderConfig:
 
     def norm(self, size: int) -> RMSNorm:
         """Create a norm of `size` features with this family's class and eps."""
+        from meltcore.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+
         norm_cls = ZeroCenteredRMSNorm if self.zero_centered_norms else RMSNorm
         return norm_cls(size, self.rms_norm_eps)
 

@@ -19,7 +19,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, LlamaFileType
 
 from meltcore.errors import ConfigError
-from meltcore.kernels.rotary import Llama3Scaling, YarnScaling, inverse_frequencies
+from meltcore.kernels.rope_scaling import Llama3Scaling, YarnScaling
+from meltcore.kernels.rotary import inverse_frequencies
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.decoder_config import DecoderConfig

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -18,8 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 from meltcore.errors import ConfigError
-from meltcore.models.conformer import ConformerConfig, ConformerEncoder
-from meltcore.models.log_mel import LogMel, LogMelConfig
+from meltcore.models.conformer import ConformerEncoder
+from meltcore.models.log_mel import LogMel
+from meltcore.models.task_configs import IndicConformerConfig
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": functional.relu,
@@ -57,36 +57,6 @@ class RecognizerFiles(Protocol):
     def close(self) -> None:
         """Close the files."""
         ...
-
-
-@dataclass(frozen=True)
-class IndicConformerConfig:
-    """Holds the sizes of the model. Defaults: the published 600M model."""
-
-    languages: tuple[str, ...]
-    encoder: ConformerConfig = field(default_factory=ConformerConfig)
-    features: LogMelConfig = field(default_factory=LogMelConfig)
-    tokens_per_language: int = 256
-    prediction_size: int = 640
-    prediction_layers: int = 2
-    joint_size: int = 640
-    joint_activation: str = "relu"
-    max_symbols: int = 10  # per frame of the RNN-T
-
-    @property
-    def blank(self) -> int:
-        """The id of the blank among the tokens of a language."""
-        return self.tokens_per_language
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens of all languages, which is the global id of the blank."""
-        return self.tokens_per_language * len(self.languages)
-
-    @property
-    def frame_s(self) -> float:
-        """The duration of an encoder frame in seconds."""
-        return self.features.hop * self.encoder.subsampling_factor / self.features.sample_rate
 
 
 class PredictionNetwork(nn.Module):

@@ -14,8 +14,7 @@ the characters of both texts. Vocos turns the result into samples. Paper: https:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,81 +26,21 @@ from meltcore.kernels.grouped_convolution import grouped_convolution, taps_first
 from meltcore.kernels.layer_norm import add_modulated_layer_norm, modulated_layer_norm
 from meltcore.kernels.rotary import rotate_pairs
 from meltcore.layers.weight_loader import WeightLoader
-from meltcore.models.config_fields import Fields
-from meltcore.models.vocos import MelConfig, MelSpectrogram, Vocos, VocosConfig, module_tensors
+from meltcore.models.task_configs import POSITION_GROUPS, IndicF5Config
+from meltcore.models.vocos import MelSpectrogram, Vocos, module_tensors
 
 _NORM_EPS, _GRN_EPS = 1e-6, 1e-6
 _TEXT_KERNEL = 7
-_POSITION_KERNEL, _POSITION_GROUPS = 31, 16
+_POSITION_KERNEL = 31
 _TIME_SIZE, _TIME_SCALE = 256, 1000.0
 _MAX_WAVELENGTH = 10_000.0
 _MODULATIONS, _FINAL_MODULATIONS = 6, 2
-_FAMILY = "IndicF5"
 GUIDANCE, SWAY = 2.0, -1.0
 FILLER = 0  # lengthens a text to its duration; the vocabulary's ids begin after it
 _ROTARY_HEAD = 0
 # Of the published checkpoint: names that a compiled module and an average of weights add, in any combination.
 _ADDED_NAMES = ("ema_model.", "_orig_mod.")
 _UNUSED = ("mel_spec.", "vocoder.feature_extractor.", "vocoder.head.istft.", "transformer.rotary_embed.")
-
-
-@dataclass(frozen=True)
-class IndicF5Config:
-    """Holds the sizes of the model. Defaults: the published one, whose config.json does not have them."""
-
-    vocab_size: int
-    hidden_size: int = 1024
-    num_layers: int = 22
-    num_heads: int = 16
-    head_size: int = 64
-    feed_forward_size: int = 2048
-    text_size: int = 512
-    text_feed_forward_size: int = 1024
-    num_text_layers: int = 4
-    max_frames: int = 4096
-    mel: MelConfig = field(default_factory=MelConfig)
-    vocoder: VocosConfig = field(default_factory=VocosConfig)
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any], vocab_size: int) -> IndicF5Config:
-        """Read config.json: the objects `arch` and `mel_spec` of F5-TTS's configurations, and `vocoder`, if there.
-
-        vocab_size: characters of vocab.txt. Raises ConfigError for what is not computed here.
-        """
-        config = Fields(values)
-        arch, mel, vocoder = (config.nested_fields(name) for name in ("arch", "mel_spec", "vocoder"))
-        size, heads = arch.optional("dim", cls.hidden_size), arch.optional("heads", cls.num_heads)
-        for name, accepted in (("pe_attn_head", 1), ("text_mask_padding", False), ("qk_norm", None)):
-            if arch.optional(name, accepted) != accepted:
-                raise arch.unsupported_field(name, _FAMILY)
-        if size % _POSITION_GROUPS:
-            raise arch.field_error("dim", f"must be a multiple of {_POSITION_GROUPS}")
-        mels = MelConfig(
-            mel.optional("target_sample_rate", MelConfig.sample_rate),
-            mel.optional("n_fft", MelConfig.n_fft),
-            mel.optional("hop_length", MelConfig.hop),
-            mel.optional("n_mel_channels", MelConfig.num_mels),
-        )
-        if mel.optional("win_length", mels.n_fft) != mels.n_fft or mels.n_fft % (2 * mels.hop):
-            raise mel.unsupported_field("win_length", _FAMILY)
-        text_size = arch.optional("text_dim", cls.text_size)
-        return cls(
-            vocab_size=vocab_size,
-            hidden_size=size,
-            num_layers=arch.optional("depth", cls.num_layers),
-            num_heads=heads,
-            head_size=arch.optional("dim_head", cls.head_size),
-            feed_forward_size=size * arch.optional("ff_mult", 2),
-            text_size=text_size,
-            text_feed_forward_size=2 * text_size,
-            num_text_layers=arch.optional("conv_layers", cls.num_text_layers),
-            mel=mels,
-            vocoder=VocosConfig(
-                vocoder.optional("dim", VocosConfig.hidden_size),
-                vocoder.optional("intermediate_dim", VocosConfig.intermediate_size),
-                vocoder.optional("num_layers", VocosConfig.num_layers),
-            ),
-        )
 
 
 class TextLayer(nn.Module):
@@ -192,7 +131,7 @@ class IndicF5(nn.Module):
         self.text = TextEmbedding(config)
         self.input_proj = nn.Linear(2 * config.mel.num_mels + config.text_size, size)
         self.position_convs = nn.ModuleList(
-            nn.Conv1d(size, size, _POSITION_KERNEL, padding=_POSITION_KERNEL // 2, groups=_POSITION_GROUPS)
+            nn.Conv1d(size, size, _POSITION_KERNEL, padding=_POSITION_KERNEL // 2, groups=POSITION_GROUPS)
             for _ in range(2)
         )
         self.layers = nn.ModuleList(DiTLayer(config) for _ in range(config.num_layers))

@@ -19,67 +19,12 @@ from torch.nn import functional
 from meltcore.kernels.attention.beam import beam_cross_attention, beam_self_attention
 from meltcore.kernels.layer_norm import add_layer_norm
 from meltcore.layers.weight_loader import WeightLoader
-from meltcore.models.config_fields import Fields
+from meltcore.models.task_configs import IndicTrans2Config
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
 PAD_ID, EOS_ID = 1, 2  # as in fairseq; the end token is the decoder's first input too
 _FIRST_POSITION = PAD_ID + 1
 _MAX_WAVELENGTH = 10_000.0
-_FAMILY = "IndicTrans2"
-
-
-@dataclass(frozen=True)
-class StackConfig:
-    """Holds the sizes of the encoder or the decoder."""
-
-    vocab_size: int
-    num_layers: int
-    num_heads: int
-    ffn_size: int
-
-
-@dataclass(frozen=True)
-class IndicTrans2Config:
-    """Holds the sizes and variants of a checkpoint."""
-
-    hidden_size: int
-    encoder: StackConfig
-    decoder: StackConfig
-    max_source_positions: int
-    max_target_positions: int
-    activation: str
-    scale_embedding: bool
-    layernorm_embedding: bool
-    tie_head: bool
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> IndicTrans2Config:
-        """Read config.json. Raises ConfigError for missing fields and for what is not computed here."""
-        config = Fields(values)
-        sides = {}
-        for side in ("encoder", "decoder"):
-            names = ("vocab_size", "layers", "attention_heads", "ffn_dim", "embed_dim")
-            fields = config.required(*(f"{side}_{name}" for name in names))
-            sides[side] = [fields[f"{side}_{name}"] for name in names]
-            if not config.optional(f"{side}_normalize_before", False):
-                raise config.unsupported_field(f"{side}_normalize_before", _FAMILY)
-            if sides[side][4] % (2 * sides[side][2]):
-                raise config.field_error(f"{side}_embed_dim", f"must be a multiple of twice {side}_attention_heads")
-        if sides["encoder"][4] != sides["decoder"][4]:
-            raise config.unsupported_field("decoder_embed_dim", _FAMILY)
-        activation = config.required("activation_function")["activation_function"]
-        if activation not in _ACTIVATIONS:
-            raise config.unsupported_field("activation_function", _FAMILY)
-        return cls(
-            hidden_size=sides["encoder"][4],
-            encoder=StackConfig(*sides["encoder"][:4]),
-            decoder=StackConfig(*sides["decoder"][:4]),
-            **config.required("max_source_positions", "max_target_positions"),
-            activation=activation,
-            scale_embedding=config.optional("scale_embedding", False),
-            layernorm_embedding=config.optional("layernorm_embedding", False),
-            tie_head=config.optional("share_decoder_input_output_embed", False),
-        )
 
 
 class SelfAttention(nn.Module):

@@ -9,19 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meltcore.models.config_fields import Fields
 from meltcore.models.decoder import Decoder
-from meltcore.models.decoder_config import DecoderConfig, with_head_dim
-
-# Published configurations omit fields that have the default of the family's configuration class in transformers.
-_LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "max_position_embeddings": 2048}
-_MISTRAL_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "max_position_embeddings": 131_072,
-}
-_MISTRAL_WINDOW = 4096
+from meltcore.models.decoder_families import llama_config, mistral_config
 
 
 class Llama(Decoder):
@@ -32,11 +21,7 @@ class Llama(Decoder):
 
         Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
-        fields = with_head_dim(Fields(config).with_defaults(**_LLAMA_DEFAULTS))
-        if fields.optional("attention_bias", False):
-            raise fields.unsupported_field("attention_bias", "llama here")
-        fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
-        super().__init__(DecoderConfig.read(fields, qkv_bias=False, qk_norm=False))
+        super().__init__(llama_config(config))
 
 
 class Mistral(Decoder):
@@ -47,9 +32,4 @@ class Mistral(Decoder):
 
         Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
-        fields = with_head_dim(Fields(config).with_defaults(**_MISTRAL_DEFAULTS))
-        if "sliding_window" not in config:
-            fields = fields.with_values(sliding_window=_MISTRAL_WINDOW)
-        sliding = fields.has("sliding_window")
-        layers = range(fields.required("num_hidden_layers")["num_hidden_layers"] if sliding else 0)
-        super().__init__(DecoderConfig.read(fields, qkv_bias=False, qk_norm=False, sliding_layers=frozenset(layers)))
+        super().__init__(mistral_config(config))

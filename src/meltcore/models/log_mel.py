@@ -9,11 +9,11 @@ NeMo 2 differs from NeMo 1 at the edges of a clip: it pads with zeros instead of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
+
+from meltcore.models.task_configs import LogMelConfig
 
 # Slaney's mel scale: linear below 1,000 Hz, then 27 mels per factor of 6.4.
 _LINEAR_HZ_PER_MEL = 200 / 3
@@ -22,29 +22,6 @@ _LOG_FROM_MEL = _LOG_FROM_HZ / _LINEAR_HZ_PER_MEL
 _LOG_STEP = math.log(6.4) / 27
 LOG_OFFSET = 2**-24
 STD_OFFSET = 1e-5
-
-
-@dataclass(frozen=True)
-class LogMelConfig:
-    """Holds the settings of the features. Lengths are in samples; NeMo's config.yaml has them in seconds."""
-
-    sample_rate: int = 16_000
-    n_fft: int = 512
-    window: int = 400
-    hop: int = 160
-    num_mels: int = 80
-    preemphasis: float = 0.97
-    center_padding: Literal["reflect", "constant"] = "reflect"
-    drops_last_frame: bool = False
-
-    @property
-    def min_samples(self) -> int:
-        """The shortest clip: a reflection needs half a transform, and a standard deviation needs two frames."""
-        return max(self.n_fft // 2 + 1, 2 * self.hop)
-
-    def frames(self, samples: int) -> int:
-        """Return the number of frames of a clip of `samples` samples."""
-        return samples // self.hop + (0 if self.drops_last_frame else 1)
 
 
 class LogMel(nn.Module):

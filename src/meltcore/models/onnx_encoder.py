@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from meltcore.errors import ConfigError
-from meltcore.models.conformer import ConformerConfig
 from meltcore.models.exported_part import ExportedPart
 from meltcore.models.onnx_file import OnnxNode
+from meltcore.models.task_configs import ConformerConfig
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _OUT = "pre_encode.out"

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meltcore.models.config_fields import Fields
 from meltcore.models.decoder import Decoder
-from meltcore.models.decoder_config import DecoderConfig, with_head_dim
+from meltcore.models.decoder_families import qwen2_config
 
 
 class Qwen2(Decoder):
@@ -21,5 +20,4 @@ class Qwen2(Decoder):
 
         Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
-        fields = with_head_dim(Fields(config))
-        super().__init__(DecoderConfig.read(fields, qkv_bias=True, qk_norm=False))
+        super().__init__(qwen2_config(config))

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meltcore.models.config_fields import Fields
 from meltcore.models.decoder import Decoder
-from meltcore.models.decoder_config import DecoderConfig, ExpertsConfig
+from meltcore.models.decoder_families import qwen3_config, qwen3_moe_config
 
 
 class Qwen3(Decoder):
@@ -22,10 +21,7 @@ class Qwen3(Decoder):
 
         Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
-        fields = Fields(config)
-        if fields.optional("attention_bias", False):
-            raise fields.unsupported_field("attention_bias", "qwen3 here")
-        super().__init__(DecoderConfig.read(fields, qkv_bias=False, qk_norm=True))
+        super().__init__(qwen3_config(config))
 
 
 class Qwen3Moe(Decoder):
@@ -36,8 +32,4 @@ class Qwen3Moe(Decoder):
 
         Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
-        fields = Fields(config)
-        if fields.optional("attention_bias", False):
-            raise fields.unsupported_field("attention_bias", "qwen3_moe here")
-        experts = ExpertsConfig.read(fields)
-        super().__init__(DecoderConfig.read(fields, qkv_bias=False, qk_norm=True, experts=experts))
+        super().__init__(qwen3_moe_config(config))

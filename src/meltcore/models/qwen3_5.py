@@ -12,10 +12,7 @@ from typing import Any
 
 from meltcore.models.config_fields import Fields
 from meltcore.models.decoder import Decoder
-from meltcore.models.decoder_config import DecoderConfig, ExpertsConfig, RecurrentConfig
-from meltcore.models.rope import refuse_rope_scaling
-
-_ROTARY_FACTOR = 0.25  # partial_rotary_factor without one in config.json: transformers' default
+from meltcore.models.decoder_families import qwen3_5_config
 
 
 class Qwen3_5(Decoder):  # noqa: N801 - the family is called Qwen3.5
@@ -26,40 +23,10 @@ class Qwen3_5(Decoder):  # noqa: N801 - the family is called Qwen3.5
 
         Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
-        top_fields = Fields(config)
-        has_text_config = top_fields.has("text_config")
-        fields = _text_fields(top_fields) if has_text_config else top_fields
-        for name, expected in (("attention_bias", False), ("attn_output_gate", True)):
-            if fields.optional_not_null(name, expected) is not expected:
-                raise fields.unsupported_field(name, "qwen3_5_moe here")
-        fields.required("shared_expert_intermediate_size")
-        # The family has no such fields, so config.json cannot set them to anything else.
-        routing_fields = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-        super().__init__(
-            DecoderConfig.read(
-                fields,
-                qkv_bias=False,
-                qk_norm=True,
-                output_gate=True,
-                zero_centered_norms=True,
-                rotary_factor=_ROTARY_FACTOR,
-                experts=ExpertsConfig.read(fields.with_values(**routing_fields)),
-                recurrent=RecurrentConfig.read(fields),
-            )
-        )
-        if has_text_config:
+        super().__init__(qwen3_5_config(config))
+        if Fields(config).has("text_config"):
             self.prefix = "model.language_model."
 
     def ignored_tensor(self, name: str) -> bool:
         """Return whether `name` belongs to vision, multi-token prediction or the copy of a tied head."""
         return super().ignored_tensor(name) or name.startswith(("mtp.", "model.visual."))
-
-
-def _text_fields(top_fields: Fields) -> Fields:
-    """Return the fields of the language model. A tie_word_embeddings at the top level takes precedence."""
-    refuse_rope_scaling(top_fields)
-    text_fields = top_fields.nested_fields("text_config")
-    tie_word_embeddings = top_fields.optional("tie_word_embeddings")
-    return (
-        text_fields if tie_word_embeddings is None else text_fields.with_values(tie_word_embeddings=tie_word_embeddings)
-    )

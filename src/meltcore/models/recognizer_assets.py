@@ -18,9 +18,9 @@ from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import ASSETS_FOLDER, read_json
 from meltcore.models.config_fields import Fields
 from meltcore.models.exported_part import ExportedPart
-from meltcore.models.indicconformer import IndicConformerConfig
-from meltcore.models.log_mel import LOG_OFFSET, LogMelConfig, mel_filters
+from meltcore.models.log_mel import LOG_OFFSET, mel_filters
 from meltcore.models.onnx_encoder import OnnxEncoder
+from meltcore.models.task_configs import IndicConformerConfig, LogMelConfig
 
 _JOINT_PARTS = ("joint_enc", "joint_pred", "joint_pre_net")
 _ACTIVATIONS = {"Relu": "relu", "Tanh": "tanh", "Sigmoid": "sigmoid"}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from meltcore.errors import ConfigError
-from meltcore.kernels.rotary import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from meltcore.kernels.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import MAX_POSITIONS, Fields
 

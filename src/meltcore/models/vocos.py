@@ -7,14 +7,13 @@ row's samples do not depend on the rows beside it. Module names are those of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.log_mel import triangles
+from meltcore.models.task_configs import MelConfig, VocosConfig
 
 _KERNEL = 7
 _NORM_EPS = 1e-6
@@ -23,29 +22,6 @@ _MEL_FLOOR = 1e-5
 _ENVELOPE_FLOOR = 1e-11
 # HTK's mel scale
 _HTK_MELS, _HTK_HZ = 2595.0, 700.0
-
-
-@dataclass(frozen=True)
-class MelConfig:
-    """Holds the settings of the spectrograms, lengths in samples. The window is as long as the transform."""
-
-    sample_rate: int = 24_000
-    n_fft: int = 1024
-    hop: int = 256
-    num_mels: int = 100
-
-    def frames(self, samples: int) -> int:
-        """Return the number of frames of `samples` samples."""
-        return samples // self.hop + 1
-
-
-@dataclass(frozen=True)
-class VocosConfig:
-    """Holds the sizes of the vocoder. Defaults: the published one for mel spectrograms of 24 kHz."""
-
-    hidden_size: int = 512
-    intermediate_size: int = 1536
-    num_layers: int = 8
 
 
 class MelSpectrogram(nn.Module):

@@ -18,8 +18,9 @@ import torch
 from torch.nn import functional
 
 from meltcore.models.checkpoint import Checkpoint
-from meltcore.models.indicf5 import FILLER, IndicF5, IndicF5Config
+from meltcore.models.indicf5 import FILLER, IndicF5
 from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
+from meltcore.models.task_configs import IndicF5Config
 from meltcore.tasks.synthesis_graphs import StepGraphs, StepInputs, step_velocity
 
 # Accepted numbers of steps; the first is the default.

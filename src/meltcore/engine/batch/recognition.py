@@ -15,10 +15,11 @@ from meltcore.engine.batch.waiting import shape_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import find_recognizer, has_assets
-from meltcore.models.indicconformer import IndicConformer, IndicConformerConfig, RecognizerFiles
+from meltcore.models.indicconformer import IndicConformer, RecognizerFiles
 from meltcore.models.loader import check_memory, task_dtype
 from meltcore.models.nemo_archive import NemoArchive
 from meltcore.models.recognizer_assets import PublishedAssets
+from meltcore.models.task_configs import IndicConformerConfig
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady, Word

@@ -23,8 +23,8 @@ from meltcore.engine.batch.waiting import shape_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import SYNTHESIS_ARCHITECTURE, open_task_checkpoint
-from meltcore.models.indicf5 import IndicF5Config
 from meltcore.models.loader import task_dtype
+from meltcore.models.task_configs import IndicF5Config
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesize, Synthesized

@@ -1,0 +1,189 @@
+"""The configuration of each family of decoders, from a parsed config.json.
+
+This module does not import torch, since plans of memory read configurations too. Every function takes a parsed
+config.json and raises ConfigError for a missing or wrong field, or an unsupported variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meltcore.kernels.rope_scaling import LinearScaling
+from meltcore.models.config_fields import Fields
+from meltcore.models.decoder_config import DecoderConfig, ExpertsConfig, RecurrentConfig, with_head_dim
+from meltcore.models.rope import read_rope_scaling, refuse_rope_scaling, rope_fields
+
+# Published configurations omit fields that have the default of the family's configuration class in transformers.
+_LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "max_position_embeddings": 2048}
+_MISTRAL_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 131_072,
+}
+_MISTRAL_WINDOW = 4096
+_GEMMA = "gemma3 here"
+_GEMMA_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+_GEMMA_WINDOW, _GEMMA_PATTERN = 4096, 6
+_ROTARY_FACTOR = 0.25  # partial_rotary_factor of Qwen3.5 without one in config.json: transformers' default
+
+
+def llama_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a dense Llama model."""
+    fields = with_head_dim(_without_bias(Fields(config).with_defaults(**_LLAMA_DEFAULTS), "llama here"))
+    fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
+    return DecoderConfig.read(fields, qkv_bias=False, qk_norm=False)
+
+
+def mistral_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a dense Mistral model."""
+    fields = with_head_dim(Fields(config).with_defaults(**_MISTRAL_DEFAULTS))
+    if "sliding_window" not in config:
+        fields = fields.with_values(sliding_window=_MISTRAL_WINDOW)
+    sliding = fields.has("sliding_window")
+    layers = range(fields.required("num_hidden_layers")["num_hidden_layers"] if sliding else 0)
+    return DecoderConfig.read(fields, qkv_bias=False, qk_norm=False, sliding_layers=frozenset(layers))
+
+
+def qwen2_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a dense Qwen2 or Qwen2.5 model."""
+    return DecoderConfig.read(with_head_dim(Fields(config)), qkv_bias=True, qk_norm=False)
+
+
+def qwen3_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a dense Qwen3 model."""
+    return DecoderConfig.read(_without_bias(Fields(config), "qwen3 here"), qkv_bias=False, qk_norm=True)
+
+
+def qwen3_moe_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a Qwen3 model with routed experts."""
+    fields = _without_bias(Fields(config), "qwen3_moe here")
+    return DecoderConfig.read(fields, qkv_bias=False, qk_norm=True, experts=ExpertsConfig.read(fields))
+
+
+def qwen3_5_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a Qwen3.5 model's text part."""
+    fields = Fields(config)
+    if fields.has("text_config"):
+        fields = _text_fields(fields)
+    for name, expected in (("attention_bias", False), ("attn_output_gate", True)):
+        if fields.optional_not_null(name, expected) is not expected:
+            raise fields.unsupported_field(name, "qwen3_5_moe here")
+    fields.required("shared_expert_intermediate_size")
+    # The family has no such fields, so config.json cannot set them to anything else.
+    routing_fields = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return DecoderConfig.read(
+        fields,
+        qkv_bias=False,
+        qk_norm=True,
+        output_gate=True,
+        zero_centered_norms=True,
+        rotary_factor=_ROTARY_FACTOR,
+        experts=ExpertsConfig.read(fields.with_values(**routing_fields)),
+        recurrent=RecurrentConfig.read(fields),
+    )
+
+
+def gemma3_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a Gemma 3 model's text part. Raises ConfigError as `DecoderConfig.read` does."""
+    fields = Fields(config)
+    if fields.has("text_config"):
+        top_fields = fields
+        refuse_rope_scaling(top_fields)
+        tied = top_fields.optional("tie_word_embeddings", True)  # that of the whole model counts
+        fields = top_fields.nested_fields("text_config").with_values(tie_word_embeddings=tied)
+    for name in ("attention_bias", "use_bidirectional_attention"):
+        if fields.optional(name, False):
+            raise fields.unsupported_field(name, _GEMMA)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.has(name):
+            raise fields.unsupported_field(name, _GEMMA)
+    fields = fields.with_defaults(**_GEMMA_DEFAULTS)
+    fields = fields.with_values(sliding_window=fields.optional_not_null("sliding_window", _GEMMA_WINDOW))
+    fields = _with_global_rope(fields)
+    return DecoderConfig.read(
+        fields,
+        qkv_bias=False,
+        qk_norm=True,
+        zero_centered_norms=True,
+        sliding_layers=_sliding_layers(fields),
+        rope_local_theta=fields.optional("rope_local_base_freq"),
+        attention_scale=fields.optional("query_pre_attn_scalar") ** -0.5,
+        post_norms=True,
+        activation="gelu_pytorch_tanh",
+        embedding_scale=fields.required("hidden_size")["hidden_size"] ** 0.5,
+    )
+
+
+def _sliding_layers(fields: Fields) -> frozenset[int]:
+    """Return the indices of the layers with a sliding window, from layer_types or the pattern: the last of every N."""
+    num_layers = fields.required("num_hidden_layers")["num_hidden_layers"]
+    layer_types = fields.optional("layer_types")
+    if layer_types is None:
+        pattern = fields.optional("sliding_window_pattern", _GEMMA_PATTERN)
+        return frozenset(layer for layer in range(num_layers) if (layer + 1) % pattern)
+    if len(layer_types) != num_layers or set(layer_types) - {"full_attention", "sliding_attention"}:
+        raise fields.rule_error("layer_types", f"full_attention or sliding_attention for each of {num_layers} layers")
+    return frozenset(layer for layer, layer_type in enumerate(layer_types) if layer_type == "sliding_attention")
+
+
+def _with_global_rope(fields: Fields) -> Fields:
+    """Return `fields` with the rotary embeddings of full attention as the only rope_parameters.
+
+    Since transformers 5, rope_parameters holds an object per layer type. max_position_embeddings is the extended length
+    of a linear scaling, so the original length follows from it.
+    """
+    rope = fields.nested_fields("rope_parameters")
+    if rope.has("full_attention") or rope.has("sliding_attention"):
+        local = rope.optional("sliding_attention", {})
+        if read_rope_scaling(fields.with_values(rope_parameters=local, rope_scaling=None)) is not None:
+            raise rope.unsupported_field("sliding_attention", _GEMMA)
+        local_theta = Fields(local).optional("rope_theta", fields.optional("rope_local_base_freq"))
+        fields = fields.with_values(rope_parameters=rope.optional("full_attention"), rope_local_base_freq=local_theta)
+    scaling = read_rope_scaling(fields)
+    name = "original_max_position_embeddings"
+    if isinstance(scaling, LinearScaling) and not rope_fields(fields).has(name):
+        length = fields.required("max_position_embeddings")["max_position_embeddings"]
+        fields = fields.with_defaults(**{name: max(1, int(length / scaling.factor))})
+    return fields
+
+
+def _without_bias(fields: Fields, family: str) -> Fields:
+    if fields.optional("attention_bias", False):
+        raise fields.unsupported_field("attention_bias", family)
+    return fields
+
+
+def _text_fields(top_fields: Fields) -> Fields:
+    """Return the fields of the language model. A tie_word_embeddings at the top level takes precedence."""
+    refuse_rope_scaling(top_fields)
+    text_fields = top_fields.nested_fields("text_config")
+    tie_word_embeddings = top_fields.optional("tie_word_embeddings")
+    return (
+        text_fields if tie_word_embeddings is None else text_fields.with_values(tie_word_embeddings=tie_word_embeddings)
+    )
+
+
+DECODER_CONFIGS: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
+    "Gemma3ForCausalLM": gemma3_config,
+    "Gemma3ForConditionalGeneration": gemma3_config,
+    "LlamaForCausalLM": llama_config,
+    "MistralForCausalLM": mistral_config,
+    "Qwen2ForCausalLM": qwen2_config,
+    "Qwen3ForCausalLM": qwen3_config,
+    "Qwen3_5MoeForCausalLM": qwen3_5_config,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_config,
+    "Qwen3MoeForCausalLM": qwen3_moe_config,
+}
