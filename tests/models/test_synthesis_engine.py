@@ -15,7 +15,8 @@ from f5_tools import SMALL, random_tensors, reference_sample, reference_vocoder,
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.synthesis import SynthesisTask, plan_memory
+from meltcore.engine.batch.memory_plans import plan_synthesis
+from meltcore.engine.batch.synthesis import SynthesisTask
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import is_synthesis_model
 from meltcore.models.task_configs import IndicF5Config
@@ -240,12 +241,12 @@ def test_settings_and_voices_that_cannot_work_are_refused_by_name(folder: Path, 
 def test_memory_plan_counts_weights_activations_and_requests() -> None:
     config = IndicF5Config(2545)
     sizes: dict[str, Any] = {"weight_bytes": 700 * 2**20, "element_size": 2, "max_shape": 2560}
-    batch, cost, rows = plan_memory(config, memory_bytes=4 * 2**30, limits=(16_384, 262_144), **sizes)
+    batch, cost, rows = plan_synthesis(config, memory_bytes=4 * 2**30, limits=(16_384, 262_144), **sizes)
     assert batch == 16_384
     assert sum(row.size_bytes for row in rows) <= 0.9 * 4 * 2**30
-    *_, rows = plan_memory(config, memory_bytes=4 * 2**30, limits=(16_384, 262_144), has_graphs=True, **sizes)
+    *_, rows = plan_synthesis(config, memory_bytes=4 * 2**30, limits=(16_384, 262_144), has_graphs=True, **sizes)
     assert sum(row.size_bytes for row in rows) <= 0.9 * 4 * 2**30
-    less, fewer, rows = plan_memory(config, memory_bytes=5 * 2**28, limits=(16_384, 262_144), **sizes)
+    less, fewer, rows = plan_synthesis(config, memory_bytes=5 * 2**28, limits=(16_384, 262_144), **sizes)
     assert 2560 <= less < batch
     assert less <= fewer < cost
     assert sum(row.size_bytes for row in rows) <= 0.9 * 5 * 2**28

@@ -13,7 +13,8 @@ from m2m100_tools import SMALL, load_model, random_sources, reference_model, wri
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.translation import TranslationTask, plan_slots
+from meltcore.engine.batch.memory_plans import plan_slots
+from meltcore.engine.batch.translation import TranslationTask
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import is_translation_model
 from meltcore.protocol.shell import AbortRequests, Shutdown

@@ -13,6 +13,10 @@ from meltcore.models.config_fields import Fields
 
 TRANSLATION_ACTIVATIONS = ("gelu", "relu")
 _TRANSLATION, _SYNTHESIS = "IndicTrans2", "IndicF5"
+# Beams and new tokens per sentence of a translation, and the longest step and number of CUDA graphs of synthesis: more
+# frames keep a GPU busy for longer than their launches take.
+NUM_BEAMS, MAX_NEW_TOKENS = 5, 256
+MAX_GRAPH_FRAMES, MAX_GRAPHS = 4096, 8
 POSITION_GROUPS = 16  # of the convolution over positions of IndicF5
 
 
@@ -68,6 +72,12 @@ class IndicTrans2Config:
             layernorm_embedding=config.optional("layernorm_embedding", False),
             tie_head=config.optional("share_decoder_input_output_embed", False),
         )
+
+    def slot_bytes(self, element_size: int, *, num_beams: int, max_new_tokens: int, max_source: int) -> int:
+        """Return the bytes of one sentence of a beam search: keys and values, and the logits of a step."""
+        positions = max_source + num_beams * max_new_tokens
+        kv_bytes = 2 * self.decoder.num_layers * self.hidden_size * element_size * positions
+        return kv_bytes + num_beams * self.decoder.vocab_size * (element_size + 4)
 
 
 @dataclass(frozen=True)

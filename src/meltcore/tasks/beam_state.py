@@ -15,6 +15,7 @@ import torch
 from meltcore.errors import ConfigError
 from meltcore.kernels.sampling.beam_top_k import log_softmax_top_k
 from meltcore.models.indictrans2 import EOS_ID, DecodeStep, IndicTrans2
+from meltcore.models.task_configs import MAX_NEW_TOKENS, NUM_BEAMS
 
 MAX_BEAMS = 8
 _IMPOSSIBLE = -1e9  # the score of a beam that does not exist
@@ -29,8 +30,8 @@ class BeamOptions:
     at its length; "never" when none can at the best length.
     """
 
-    num_beams: int = 5
-    max_new_tokens: int = 256
+    num_beams: int = NUM_BEAMS
+    max_new_tokens: int = MAX_NEW_TOKENS
     min_new_tokens: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
@@ -88,10 +89,12 @@ class BeamState:
     @staticmethod
     def slot_bytes(model: IndicTrans2, options: BeamOptions, max_source: int) -> int:
         """Return the bytes of one slot: keys and values, and the logits of a step."""
-        config = model.config
-        positions = max_source + options.num_beams * options.max_new_tokens
-        kv_bytes = 2 * config.decoder.num_layers * config.hidden_size * model.dtype.itemsize * positions
-        return kv_bytes + options.num_beams * config.decoder.vocab_size * (model.dtype.itemsize + 4)
+        return model.config.slot_bytes(
+            model.dtype.itemsize,
+            num_beams=options.num_beams,
+            max_new_tokens=options.max_new_tokens,
+            max_source=max_source,
+        )
 
     def begin(self, slots: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor) -> None:
         """Encode sources into slots. slots, lengths: [rows] int64; token_ids: [rows, positions], padded at the end."""

@@ -8,9 +8,7 @@ import torch
 
 from meltcore.kernels.graph_capture import GraphCache, GraphCapturer
 from meltcore.models.indicf5 import IndicF5
-
-# Frames of a graph's batch at most; more keep a GPU busy for longer than their launches take. And graphs that are kept.
-MAX_FRAMES, MAX_GRAPHS = 4096, 8
+from meltcore.models.task_configs import MAX_GRAPH_FRAMES, MAX_GRAPHS
 
 
 class StepInputs(NamedTuple):
@@ -47,7 +45,7 @@ class StepGraphs:
     def velocity(self, inputs: StepInputs) -> torch.Tensor:
         """Compute as `step_velocity` does. The next step of the same shape overwrites the result."""
         rows, frames, _ = inputs.noisy.shape
-        if rows * frames > MAX_FRAMES:
+        if rows * frames > MAX_GRAPH_FRAMES:
             return step_velocity(self._model, inputs)
 
         def make(capturer: GraphCapturer) -> _Graph:

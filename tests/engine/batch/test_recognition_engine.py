@@ -16,7 +16,8 @@ from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, sp
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.recognition import RecognitionTask, plan_memory, words_of
+from meltcore.engine.batch.memory_plans import plan_recognition
+from meltcore.engine.batch.recognition import RecognitionTask, words_of
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.shell import AbortRequests, Shutdown
 from meltcore.protocol.transcription import FromEngine, Transcribe, Transcript, TranscriptionReady, Word
@@ -144,7 +145,7 @@ def test_options_that_cannot_work_are_refused(archive: Path, changes: dict[str, 
 def test_memory_plan_of_the_published_size() -> None:
     """1.2 GB of weights in float16; a batch of half an hour of audio needs a few gigabytes."""
     config = CONFIG.__class__(tuple("abcdefghijklmnopqrstuv"))
-    max_cost, rows = plan_memory(
+    max_cost, rows = plan_recognition(
         config, weight_bytes=1_230_000_000, element_size=2, memory_bytes=16 * 2**30, max_shape=640, limit=32_768
     )
     assert max_cost > 20_000

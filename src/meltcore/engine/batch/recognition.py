@@ -11,9 +11,9 @@ import torch
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine, check_options
-from meltcore.engine.batch.waiting import shape_buckets
+from meltcore.engine.batch.memory_plans import MAX_CLIP_S, MAX_RECOGNITION_COST, plan_recognition, recognition_shape
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device
-from meltcore.errors import ConfigError, RequestError
+from meltcore.errors import RequestError
 from meltcore.models.checkpoint import find_recognizer, has_assets
 from meltcore.models.indicconformer import IndicConformer, RecognizerFiles
 from meltcore.models.loader import check_memory, task_dtype
@@ -21,24 +21,12 @@ from meltcore.models.nemo_archive import NemoArchive
 from meltcore.models.recognizer_assets import PublishedAssets
 from meltcore.models.task_configs import IndicConformerConfig
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
-from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady, Word
 from meltcore.tasks.ctc import Emissions, ctc_greedy
 from meltcore.tasks.speech_encoding import EncoderGraphs, encode_samples
 from meltcore.tasks.transducer import TransducerGraphs, transducer_greedy
 
-# Trained on 5 to 25 s. Up to 45 s its results are good; the published encoder cuts off at 240 s.
-MAX_CLIP_S = 45
-# Encoder frames of the batches that run together. More do not make a GPU faster, and delay what arrives meanwhile.
-_MAX_COST = {"cuda": 32_768, "cpu": 4096}
 _SAMPLE_BYTES = 2
-# For workspaces of libraries and fragmentation.
-_RESERVE_FRACTION = 0.08
-# Tensors of one layer of the subsampling that live together: before and after the activation, and the next one's.
-_SUBSAMPLING_TENSORS = 2.25
-# Sizes that a layer's tensors have together, in units of the hidden and feed-forward sizes, and of attention scores.
-_HIDDEN_TENSORS, _FEED_FORWARD_TENSORS, _SCORE_TENSORS = 10, 2, 5
-
 _WORD_START = "\u2581"
 
 
@@ -75,16 +63,15 @@ class RecognitionTask:
             files.close()
         self.max_samples = MAX_CLIP_S * model_config.features.sample_rate
         self._languages = {language: index for index, language in enumerate(model_config.languages)}
-        longest = self.model.encoded_frames(self.max_samples)
-        max_shape = next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
+        max_shape = recognition_shape(model_config)
         weight_bytes = sum(values.nbytes for values in self.model.parameters())
-        self.max_cost, self.memory = plan_memory(
+        self.max_cost, self.memory = plan_recognition(
             model_config,
             weight_bytes=weight_bytes,
             element_size=self._dtype.itemsize,
             memory_bytes=byte_budget(config, device, weight_bytes),
             max_shape=max_shape,
-            limit=_MAX_COST[device.type],
+            limit=MAX_RECOGNITION_COST[device.type],
         )
         self.model.prepare(max_shape)
         self._batches: list[_Batch] = []
@@ -241,47 +228,6 @@ def words_of(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tupl
         else:
             words[-1] = Word(words[-1].text + text, words[-1].start_s, end_s)
     return tuple(word for word in words if word.text)
-
-
-def plan_memory(
-    config: IndicConformerConfig,
-    *,
-    weight_bytes: int,
-    element_size: int,
-    memory_bytes: int,
-    max_shape: int,
-    limit: int,
-) -> tuple[int, list[MemoryRow]]:
-    """Return the padded encoder frames that may run together, at most `limit`, and the memory table.
-
-    max_shape: frames that the longest clip is padded to. Raises ConfigError when memory_bytes do not suffice for it.
-    """
-    encoder = config.encoder
-    position_bytes = encoder.num_layers * (2 * max_shape - 1) * encoder.hidden_size * element_size
-    subsampled = encoder.subsampling_factor // 2 * (encoder.num_mels // 2) * encoder.subsampling_channels
-    layer = (
-        _HIDDEN_TENSORS * encoder.hidden_size
-        + _FEED_FORWARD_TENSORS * encoder.feed_forward_size
-        + _SCORE_TENSORS * encoder.num_heads * max_shape
-    )
-    # Samples and features in float32 live beside; tokens of the RNN-T are int32, twice per possible symbol.
-    host_copies = encoder.subsampling_factor * (config.features.hop * 3 + config.features.n_fft * 4) * 4
-    frame_bytes = (
-        int(max(subsampled * _SUBSAMPLING_TENSORS, layer) * element_size) + host_copies + 8 * config.max_symbols
-    )
-    available_bytes = int(memory_bytes * (1 - _RESERVE_FRACTION)) - weight_bytes - position_bytes
-    max_cost = min(limit, available_bytes // frame_bytes)
-    if max_cost < max_shape:
-        needed_bytes = (weight_bytes + position_bytes + max_shape * frame_bytes) / (1 - _RESERVE_FRACTION)
-        raise ConfigError(
-            f"{memory_bytes / 2**30:.2f} GiB must hold the weights and a clip of {MAX_CLIP_S} s, which take "
-            f"{needed_bytes / 2**30:.2f} GiB. Raise --memory."
-        )
-    return max_cost, [
-        MemoryRow("weights", weight_bytes),
-        MemoryRow("relative positions", position_bytes, f"of clips of up to {MAX_CLIP_S} s"),
-        MemoryRow("activations", max_cost * frame_bytes, f"of {max_cost * config.frame_s:,.0f} s of audio per batch"),
-    ]
 
 
 def _build(

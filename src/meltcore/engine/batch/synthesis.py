@@ -19,14 +19,18 @@ import torch
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine, check_options
-from meltcore.engine.batch.waiting import shape_buckets
+from meltcore.engine.batch.memory_plans import (
+    MAX_BATCH_FRAMES,
+    MAX_SYNTHESIS_COST,
+    max_speech_s,
+    plan_synthesis,
+    synthesis_shape,
+)
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import SYNTHESIS_ARCHITECTURE, open_task_checkpoint
 from meltcore.models.loader import task_dtype
-from meltcore.models.task_configs import IndicF5Config
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
-from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesize, Synthesized
 from meltcore.tasks.speech_audio import MIN_REFERENCE_S, Samples, SpeechJoiner, prepare_reference
 from meltcore.tasks.synthesis import (
@@ -35,11 +39,9 @@ from meltcore.tasks.synthesis import (
     Utterance,
     load_synthesis_model,
 )
-from meltcore.tasks.synthesis_graphs import MAX_FRAMES, MAX_GRAPHS
 from meltcore.tasks.voices import dummy_voice, read_voices
 from meltcore.text.synthesis.chunks import (
     MAX_REFERENCE_S,
-    MAX_SPEECH_S,
     MAX_TEXT,
     Chunk,
     ReferenceText,
@@ -51,15 +53,6 @@ from meltcore.text.synthesis.voices import PUBLISHED_VOICES, find_voice
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
 _SAMPLE_BYTES = 4
 _MAX_UPLOAD_S = 60.0  # of a reference with the silence at its ends
-# Frames of one batch: more do not make a GPU faster, and delay what is due next. Of all requests that have begun.
-_MAX_BATCH_FRAMES = {"cuda": 8192, "cpu": 4096}
-_MAX_COST = {"cuda": 262_144, "cpu": 32_768}
-# For workspaces of libraries and fragmentation.
-_RESERVE_FRACTION = 0.1
-# Sizes of tensors that live together in a layer, in units of the hidden size, besides those of the feed-forward; and in
-# the vocoder, in units of its sizes and of the transform. Guidance computes every frame twice.
-_HIDDEN_TENSORS, _VOCODER_TENSORS, _SPECTRUM_TENSORS = 12, 4, 8
-_GUIDED = 2
 
 
 class _Speaker(NamedTuple):
@@ -111,20 +104,17 @@ class SynthesisTask:
             progress=progress,
         )
         self._mel = self.model.config.mel
-        self._max_speech_s = min(
-            MAX_SPEECH_S, (self.model.config.max_frames - 2) * self._mel.hop / self._mel.sample_rate
-        )
+        self._max_speech_s = max_speech_s(self.model.config)
         self.max_reference_s = min(MAX_REFERENCE_S, 0.6 * self._max_speech_s)
         weight_bytes = sum(values.nbytes for values in self.model.parameters()) + self.model.modulations.nbytes
-        longest = self._mel.frames(int(self._max_speech_s * self._mel.sample_rate)) + 1
-        self.max_shape = next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
-        max_batch_frames, self.max_cost, self.memory = plan_memory(
+        self.max_shape = synthesis_shape(self.model.config)
+        max_batch_frames, self.max_cost, self.memory = plan_synthesis(
             self.model.config,
             weight_bytes=weight_bytes,
             element_size=self.model.dtype.itemsize,
             memory_bytes=byte_budget(config, self._device, weight_bytes),
             max_shape=self.max_shape,
-            limits=(_MAX_BATCH_FRAMES[self._device.type], _MAX_COST[self._device.type]),
+            limits=(MAX_BATCH_FRAMES[self._device.type], MAX_SYNTHESIS_COST[self._device.type]),
             has_graphs=self._device.type == "cuda",
         )
         self._sampler = SpeechSampler(self.model, max_batch_frames)
@@ -303,53 +293,3 @@ def synthesis_engine(
 ) -> BatchEngine[Synthesize, Synthesized]:
     """Load a synthesis checkpoint and return its engine. Raises ConfigError."""
     return BatchEngine(SynthesisTask(config, progress))
-
-
-def plan_memory(
-    config: IndicF5Config,
-    *,
-    weight_bytes: int,
-    element_size: int,
-    memory_bytes: int,
-    max_shape: int,
-    limits: tuple[int, int],
-    has_graphs: bool = False,
-) -> tuple[int, int, list[MemoryRow]]:
-    """Return the frames of a batch, the frames of all requests that have begun, and the memory table.
-
-    max_shape: frames that the longest chunk is padded to; limits: of the two. Raises ConfigError when memory_bytes do
-    not suffice for the longest chunk.
-    """
-    layer = _GUIDED * (_HIDDEN_TENSORS * config.hidden_size + 2 * config.feed_forward_size) * element_size
-    text = _GUIDED * (4 * config.text_size + 3 * config.text_feed_forward_size) * element_size
-    vocoder_sizes = config.vocoder.hidden_size + config.vocoder.intermediate_size
-    vocoder = (_VOCODER_TENSORS * vocoder_sizes + _SPECTRUM_TENSORS * config.mel.n_fft) * 4
-    # A mask of float values per pair of frames, which some attention kernels make.
-    frame_bytes = max(layer, text, vocoder) + _GUIDED * max_shape * 4
-    # Noise, reference and their padded copies in float32, and what the input layer adds in every step.
-    state_bytes = 4 * config.mel.num_mels * 4 + _GUIDED * config.hidden_size * element_size
-    # Graphs share the memory of their activations; each has inputs of its own.
-    graph_bytes = MAX_FRAMES * (layer + MAX_GRAPHS * state_bytes) if has_graphs else 0
-    available_bytes = int(memory_bytes * (1 - _RESERVE_FRACTION)) - weight_bytes - graph_bytes
-    max_batch_frames = min(limits[0], available_bytes // (frame_bytes + state_bytes))
-    if max_batch_frames < max_shape:
-        least_bytes = weight_bytes + graph_bytes + max_shape * (frame_bytes + state_bytes)
-        needed_bytes = least_bytes / (1 - _RESERVE_FRACTION)
-        raise ConfigError(
-            f"{memory_bytes / 2**20:,.1f} MiB must hold the weights and {MAX_SPEECH_S:g} s of speech, which take "
-            f"{needed_bytes / 2**20:,.1f} MiB. Raise --memory."
-        )
-    max_cost = min(limits[1], (available_bytes - max_batch_frames * frame_bytes) // state_bytes)
-    seconds = config.mel.hop / config.mel.sample_rate
-    return (
-        max_batch_frames,
-        max_cost,
-        [
-            MemoryRow("weights", weight_bytes),
-            MemoryRow(
-                "activations", max_batch_frames * frame_bytes, f"of {max_batch_frames * seconds:,.0f} s per batch"
-            ),
-            MemoryRow("requests", max_cost * state_bytes, f"of {max_cost * seconds:,.0f} s with their references"),
-            *([MemoryRow("CUDA graphs", graph_bytes, f"{MAX_FRAMES} frames per step")] if has_graphs else []),
-        ],
-    )

@@ -14,9 +14,10 @@ import torch
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine, check_options
+from meltcore.engine.batch.memory_plans import MAX_SLOTS, plan_slots
 from meltcore.engine.batch.waiting import shape_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device
-from meltcore.errors import ConfigError, RequestError
+from meltcore.errors import RequestError
 from meltcore.models.checkpoint import TRANSLATION_ARCHITECTURE, open_task_checkpoint
 from meltcore.models.loader import task_dtype
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
@@ -25,11 +26,6 @@ from meltcore.protocol.translation import Translate, Translated, TranslationOutp
 from meltcore.tasks.beam_search import BeamSearch
 from meltcore.tasks.beam_state import BeamOptions
 from meltcore.tasks.translation import load_translation_model
-
-# Sentences that are decoded together at most. More do not make a device faster, and delay what arrives meanwhile.
-_MAX_SLOTS = {"cuda": 1024, "cpu": 32}
-# For activations of the encoder, workspaces of libraries and fragmentation.
-_RESERVE_FRACTION = 0.15
 
 
 class TranslationTask:
@@ -62,7 +58,7 @@ class TranslationTask:
         weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
         slot_bytes = BeamSearch.slot_bytes(self.model, self.options, self.max_source)
         self.slots = plan_slots(
-            weight_bytes, slot_bytes, byte_budget(config, self._device, weight_bytes), _MAX_SLOTS[self._device.type]
+            weight_bytes, slot_bytes, byte_budget(config, self._device, weight_bytes), MAX_SLOTS[self._device.type]
         )
         self.memory = [
             MemoryRow("weights", weight_bytes),
@@ -140,18 +136,3 @@ def translation_engine(
 ) -> BatchEngine[Translate, Translated]:
     """Load a translation checkpoint and return its engine. Raises ConfigError."""
     return BatchEngine(TranslationTask(config, progress))
-
-
-def plan_slots(weight_bytes: int, slot_bytes: int, memory_bytes: int, limit: int) -> int:
-    """Return the number of slots that memory_bytes hold beside the weights and the spare slot, at most `limit`.
-
-    Raises ConfigError when there is not memory for one.
-    """
-    slots = min(limit, (int(memory_bytes * (1 - _RESERVE_FRACTION)) - weight_bytes) // slot_bytes - 1)
-    if slots < 1:
-        needed_bytes = (weight_bytes + 2 * slot_bytes) / (1 - _RESERVE_FRACTION)
-        raise ConfigError(
-            f"{memory_bytes / 2**20:,.1f} MiB must hold the weights, a slot for one sentence and a spare one: "
-            f"{needed_bytes / 2**20:,.1f} MiB. Raise --memory."
-        )
-    return slots
