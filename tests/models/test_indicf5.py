@@ -248,7 +248,7 @@ class HostCapturer:
 def test_graphs_read_the_batch_that_they_replay_for(model: IndicF5, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_capture, "GraphCapturer", HostCapturer)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(synthesis_graphs, "MAX_FRAMES", 250)
+    monkeypatch.setattr(synthesis_graphs, "MAX_GRAPH_FRAMES", 250)
     sampler = SpeechSampler(model, 10_000)
     sampler._graphs = StepGraphs(model)
     # Batches of one shape, with padding and without, that take turns; and one too large for a graph.
