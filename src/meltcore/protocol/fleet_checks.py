@@ -15,7 +15,7 @@ from meltcore.protocol.fleet_spec import PLACEHOLDERS, FleetSpec, FleetTask, Mod
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
 _ENGINE_ONLY = (
     *("tokenizer", "load_format", "dtype", "quantization", "kv_cache_dtype", "max_num_batched_tokens"),
-    *("enforce_eager", "enable_prefix_caching", "generation_config"),
+    *("enforce_eager", "enable_prefix_caching", "generation_config", "shapes", "format"),
 )
 # Settings of a process that this fleet starts. A server that runs already has its own.
 _PROCESS_ONLY = (

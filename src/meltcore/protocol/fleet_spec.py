@@ -15,6 +15,7 @@ from meltcore.config import DType, KVCacheDType, LoadFormat, Quantization
 
 FleetTask = Literal["generation", "translation", "recognition", "synthesis"]
 Priority = Literal["interactive", "standard", "batch"]
+WeightsFormat = Literal["auto", "dense", "q4_0", "q8_0"]
 ModelKind = Literal["engine", "url", "command"]
 ANY_LANGUAGE = "*"
 # What a `command` may name in braces, and what replaces it.
@@ -129,6 +130,14 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     ] = None
     upstream_key_env: Annotated[
         VariableName | None, Meta(description="Environment variable with the API key that a `url` asks for.")
+    ] = None
+    format: Annotated[
+        WeightsFormat,
+        Meta(description="How `shapes` are stored, for a plan: dense or a GGUF format; auto: as the checkpoint says."),
+    ] = "auto"
+    shapes: Annotated[
+        Text | None,
+        Meta(description="Published configuration to plan with while the checkpoint is not on this machine."),
     ] = None
     task: Annotated[FleetTask, Meta(description="What the model does; decides the routes that accept it.")] = (
         "generation"

@@ -1,0 +1,260 @@
+"""Says how much memory an engine needs for a context and a concurrency. No torch, no GPU and no weights.
+
+It calls the functions that divide memory in the engines, and searches for the smallest budget that is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meltcore.engine.batch.memory_plans import (
+    MAX_BATCH_FRAMES,
+    MAX_RECOGNITION_COST,
+    MAX_SLOTS,
+    MAX_SYNTHESIS_COST,
+    plan_recognition,
+    plan_slots,
+    plan_synthesis,
+    recognition_shape,
+    synthesis_shape,
+)
+from meltcore.engine.core.kv_cache import PageLayout
+from meltcore.engine.core.memory_plan import ModelShape, plan_memory
+from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import (
+    SYNTHESIS_ARCHITECTURE,
+    TRANSLATION_ARCHITECTURE,
+    Checkpoint,
+    find_recognizer,
+    open_checkpoint,
+)
+from meltcore.models.config_fields import Fields
+from meltcore.models.decoder_families import DECODER_CONFIGS
+from meltcore.models.gguf_file import GGUFModel
+from meltcore.models.kv_cache_specs import group_layers
+from meltcore.models.nemo_config import CONFIG_FILE, read_config
+from meltcore.models.task_configs import MAX_NEW_TOKENS, NUM_BEAMS, IndicF5Config, IndicTrans2Config
+from meltcore.models.weight_sizes import (
+    WeightFormat,
+    decoder_cache_specs,
+    decoder_weight_bytes,
+    largest_slice,
+    recognition_weight_bytes,
+    synthesis_weight_bytes,
+    translation_weight_bytes,
+)
+from meltcore.protocol.fleet_spec import FleetTask, ModelSection
+from meltcore.protocol.shell import MemoryRow
+
+_STEP_BYTES = 2**20  # budgets are whole MiB
+_LARGEST_BYTES = 2**44
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_GPU_BATCHED_TOKENS, _CPU_BATCHED_TOKENS = 8192, 2048  # as engine/host/device.py chooses them
+# Concurrency to plan for where the file names none: sequences, sentences and clips or texts.
+_DEFAULT_CONCURRENCY: dict[FleetTask, int] = {"generation": 16, "translation": 64, "recognition": 16, "synthesis": 4}
+_CLIP_S = 30  # of a clip to plan for
+
+
+class EngineNeeds(NamedTuple):
+    """The memory of one engine on each of its GPUs, or of the host.
+
+    budget_bytes: what `--memory` must be; rows: how the engine divides it; source: where the sizes come from.
+    """
+
+    task: FleetTask
+    budget_bytes: int
+    rows: list[MemoryRow]
+    max_model_len: int | None
+    concurrency: int
+    source: str
+
+
+def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
+    """Return the memory of an engine of `model` for its context and concurrency, or for its `memory` if it has one.
+
+    Raises ConfigError for a checkpoint that is not on this machine and names no `shapes`, and for `memory` that is too
+    small for one request.
+    """
+    assert model.checkpoint is not None, "the caller plans engines only"
+    name, source = model.checkpoint, "its configuration"
+    if model.shapes is not None and not Path(name).expanduser().exists():
+        name, source = model.shapes, f"published shapes of {model.shapes}"
+    is_dummy = model.load_format == "dummy" or model.shapes is not None
+    recognizer = find_recognizer(name, dummy=is_dummy)
+    if recognizer is not None:
+        return _recognition(model, recognizer, on_cpu, source)
+    checkpoint = open_checkpoint(name, files="config")
+    architectures = checkpoint.config.get("architectures") or []
+    if TRANSLATION_ARCHITECTURE in architectures:
+        return _translation(model, checkpoint, on_cpu, source)
+    if SYNTHESIS_ARCHITECTURE in architectures:
+        return _synthesis(model, checkpoint, on_cpu, source)
+    return _generation(model, checkpoint, architectures, on_cpu, source)
+
+
+def _generation(
+    model: ModelSection, checkpoint: Checkpoint, architectures: list[str], on_cpu: bool, source: str
+) -> EngineNeeds:
+    known = [each for each in architectures if each in DECODER_CONFIGS]
+    if not known:
+        raise ConfigError(
+            f"{checkpoint.name}: config.json names {', '.join(architectures) or 'nothing'}; not a model here"
+        )
+    config, ranks = DECODER_CONFIGS[known[0]](checkpoint.config), model.tensor_parallel_size
+    element_size = _element_size(model, on_cpu, str(Fields(checkpoint.text_config).optional("dtype", "bfloat16")))
+    is_packed = checkpoint.gguf is not None or model.format in ("q4_0", "q8_0")
+    if checkpoint.gguf is not None and model.quantization == "none":
+        weight_bytes = _gguf_bytes(checkpoint.gguf, element_size) // ranks
+        source = "header of the GGUF file"
+    else:
+        weight_bytes = decoder_weight_bytes(
+            config, element_size=element_size, weight_format=_weight_format(model, checkpoint), ranks=ranks
+        )
+    caches = group_layers(decoder_cache_specs(config, ranks))
+    cache_size = 1 if model.kv_cache_dtype == "fp8" else element_size
+    scratch = largest_slice(config, ranks) * element_size if is_packed else 0
+    shape = ModelShape(weight_bytes, config.vocab_size, caches, element_size, cache_size, scratch)
+    length = min(model.max_model_len or config.max_context, config.max_context)
+    seqs = model.max_num_seqs or _DEFAULT_CONCURRENCY["generation"]
+    batched = model.max_num_batched_tokens or (_CPU_BATCHED_TOKENS if on_cpu else _GPU_BATCHED_TOKENS)
+    pages = PageLayout.of(caches).max_pages(length, batched) * seqs
+
+    def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
+        plan = plan_memory(
+            shape,
+            memory_bytes=memory_bytes,
+            max_model_len=length,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=batched,
+            may_run_fewer=False,
+            snapshots=model.enable_prefix_caching,
+        )
+        return plan.pages >= pages, plan.rows
+
+    budget, rows = _budget(model, divide)
+    return EngineNeeds("generation", budget, rows, length, seqs, source)
+
+
+def _translation(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
+    config, element_size = IndicTrans2Config.read(checkpoint.config), _element_size(model, on_cpu, "float16")
+    weight_bytes = translation_weight_bytes(config, element_size)
+    tokens = min(MAX_NEW_TOKENS, config.max_target_positions)
+    slot = config.slot_bytes(
+        element_size, num_beams=NUM_BEAMS, max_new_tokens=tokens, max_source=config.max_source_positions
+    )
+    limit = MAX_SLOTS["cpu" if on_cpu else "cuda"]
+    sentences = min(model.max_num_seqs or _DEFAULT_CONCURRENCY["translation"], limit)
+
+    def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
+        slots = plan_slots(weight_bytes, slot, memory_bytes, limit)
+        rows = [MemoryRow("weights", weight_bytes), MemoryRow("slots", (slots + 1) * slot, f"of {slots} sentences")]
+        return slots >= sentences, [*rows, _rest(memory_bytes, rows)]
+
+    budget, rows = _budget(model, divide)
+    return EngineNeeds("translation", budget, rows, None, sentences, source)
+
+
+def _recognition(model: ModelSection, path: Path, on_cpu: bool, source: str) -> EngineNeeds:
+    import yaml
+
+    if not (path / CONFIG_FILE).is_file():
+        raise ConfigError(f"{model.checkpoint}: its sizes are inside {path.name}; name `shapes` to plan without it")
+    config = read_config(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
+    element_size = _element_size(model, on_cpu, "float16")
+    weight_bytes, max_shape = recognition_weight_bytes(config, element_size), recognition_shape(config)
+    clips = model.max_num_seqs or _DEFAULT_CONCURRENCY["recognition"]
+    limit = MAX_RECOGNITION_COST["cpu" if on_cpu else "cuda"]
+    frames = min(limit, clips * round(_CLIP_S / config.frame_s))
+
+    def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
+        sizes: dict[str, Any] = {"weight_bytes": weight_bytes, "element_size": element_size, "max_shape": max_shape}
+        cost, rows = plan_recognition(config, memory_bytes=memory_bytes, limit=limit, **sizes)
+        return cost >= frames, [*rows, _rest(memory_bytes, rows)]
+
+    budget, rows = _budget(model, divide)
+    return EngineNeeds("recognition", budget, rows, None, clips, source)
+
+
+def _synthesis(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
+    from meltcore.text.synthesis.vocabulary import load_vocabulary
+
+    vocabulary = load_vocabulary(checkpoint, is_dummy=True)
+    config = IndicF5Config.read(checkpoint.config, vocabulary.size)
+    element_size, device = _element_size(model, on_cpu, "bfloat16"), "cpu" if on_cpu else "cuda"
+    weight_bytes, max_shape = synthesis_weight_bytes(config, element_size), synthesis_shape(config)
+    texts, limits = (
+        model.max_num_seqs or _DEFAULT_CONCURRENCY["synthesis"],
+        (
+            MAX_BATCH_FRAMES[device],
+            MAX_SYNTHESIS_COST[device],
+        ),
+    )
+    frames = min(limits[0], texts * max_shape)
+
+    def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
+        sizes: dict[str, Any] = {"weight_bytes": weight_bytes, "element_size": element_size, "max_shape": max_shape}
+        batch, cost, rows = plan_synthesis(
+            config, memory_bytes=memory_bytes, limits=limits, has_graphs=not on_cpu, **sizes
+        )
+        return batch >= frames and cost >= frames, [*rows, _rest(memory_bytes, rows)]
+
+    budget, rows = _budget(model, divide)
+    return EngineNeeds("synthesis", budget, rows, None, texts, source)
+
+
+def _rest(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
+    return MemoryRow("reserve", memory_bytes - sum(row.size_bytes for row in rows), "workspaces of libraries")
+
+
+def _budget(model: ModelSection, divide: Callable[[int], tuple[bool, list[MemoryRow]]]) -> tuple[int, list[MemoryRow]]:
+    """Return the model's own `memory`, else the smallest number of MiB that is enough, and how it is divided."""
+    if model.memory is not None:
+        return int(model.memory), divide(int(model.memory))[1]
+
+    def is_enough(steps: int) -> bool:
+        try:
+            return divide(steps * _STEP_BYTES)[0]
+        except ConfigError:
+            return False
+
+    low, high = 0, _LARGEST_BYTES // _STEP_BYTES
+    if not is_enough(high):
+        raise ConfigError(f"{model.checkpoint}: no memory is enough for {model.max_num_seqs} at a time; ask for fewer")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high * _STEP_BYTES, divide(high * _STEP_BYTES)[1]
+
+
+def _element_size(model: ModelSection, on_cpu: bool, default: str) -> int:
+    return (
+        _DTYPE_BYTES.get("float32" if on_cpu and model.dtype == "auto" else default, 2)
+        if model.dtype == "auto"
+        else (_DTYPE_BYTES[model.dtype])
+    )
+
+
+def _weight_format(model: ModelSection, checkpoint: Checkpoint) -> WeightFormat:
+    if model.quantization == "fp8":
+        return "fp8"
+    if model.format != "auto":
+        return model.format
+    if checkpoint.config.get("quantization_config"):
+        raise ConfigError(
+            f"{checkpoint.name}: its weights are quantized; name `memory`, or a `format` and its `shapes`"
+        )
+    return "dense"
+
+
+def _gguf_bytes(gguf: GGUFModel, element_size: int) -> int:
+    """Return the bytes of a GGUF file's tensors here: blocks as they are, other values in the model's type."""
+    total = 0
+    for tensor in gguf.tensors.values():
+        values = 1
+        for size in tensor.shape:
+            values *= size
+        is_packed = tensor.num_bytes < values * 2
+        total += tensor.num_bytes if is_packed else values * element_size
+    return total
