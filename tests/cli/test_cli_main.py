@@ -70,7 +70,7 @@ def test_help_defines_the_metrics_of_a_command(capsys: pytest.CaptureFixture[str
 
 def test_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lod"]) == 2
-    assert "unknown command 'lod'; commands are serve, stop, demo, quantize, load" in capsys.readouterr().err
+    assert "unknown command 'lod'; commands are serve, stop, up, down, ps, logs" in capsys.readouterr().err
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,23 @@ except MeltcoreError as error:
     print(f"meltcore serve: {error}", file=sys.stderr)
     sys.exit(2)
 """
+_SERVE_FLEET = """
+import dataclasses, sys, msgspec
+from pathlib import Path
+from meltcore.errors import MeltcoreError
+from meltcore.fleet.daemon import fleet_options, serve_recorded
+from meltcore.fleet.from_spec import server_config
+from meltcore.fleet.served_model import RestartPolicy
+from meltcore.protocol.fleet_file import load_fleet
+path = Path(sys.argv[1])
+policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy)
+try:
+    options = dataclasses.replace(fleet_options(path), policy=policy)
+    sys.exit(serve_recorded(server_config(load_fleet(path)), "", path, options, engine_command=sys.argv[3:]))
+except MeltcoreError as error:
+    print(f"meltcore up: {error}", file=sys.stderr)
+    sys.exit(2)
+"""
 _ENGINE = str(Path(__file__).parent / "scripted_engine.py")
 
 
@@ -215,6 +232,19 @@ def serve_command(
     """Starts a server, over the scripted engine unless `engine` is another command; with `policy` a fleet."""
     serve = [sys.executable, "-c", _SERVE, *(msgspec.json.encode(each).decode() for each in (config, policy))]
     return [*serve, *engine, *engine_options]
+
+
+def fleet_command(path: Path, policy: RestartPolicy) -> list[str]:
+    """Serves a fleet.yaml over scripted engines, as `meltcore up` does over real ones."""
+    return [
+        sys.executable,
+        "-c",
+        _SERVE_FLEET,
+        str(path),
+        msgspec.json.encode(policy).decode(),
+        sys.executable,
+        _ENGINE,
+    ]
 
 
 @contextmanager

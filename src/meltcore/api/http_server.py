@@ -57,7 +57,7 @@ class HttpServer:
             timeout_graceful_shutdown=CLOSE_S,
         )
         self._config.load()
-        self._server = _Uvicorn(self._config)
+        self._server = EmbeddedServer(self._config)
         self._stats = stats
         self._connecting: set[asyncio.Task[Any]] = set()
 
@@ -249,11 +249,12 @@ class _Protocol(HttpToolsProtocol):
                 table.clear()  # an emptied set keeps the memory of its largest size
 
 
-class _Uvicorn(uvicorn.Server):
+class EmbeddedServer(uvicorn.Server):
     """uvicorn without its signal handlers: the supervisor drains requests before a process ends."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
         yield
 
 

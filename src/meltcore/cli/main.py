@@ -41,6 +41,12 @@ _SERVE, _MEASURE, _TUNE, _GPUS, _RESULTS = (
 COMMANDS: dict[str, Command] = {
     "serve": Command(_SERVE, "Serve a model through the OpenAI API.", needs_engine=True),
     "stop": Command(_SERVE, "Stop a server that was started with serve --daemon.", needs_engine=True),
+    "up": Command(_SERVE, "Serve a fleet: all models of a fleet.yaml behind one address.", needs_engine=True),
+    "down": Command(_SERVE, "Drain and end a fleet.", needs_engine=True),
+    "ps": Command(_SERVE, "List the engines of a fleet.", needs_engine=True),
+    "logs": Command(_SERVE, "Print or follow the logs of a fleet's engines.", needs_engine=True),
+    "restart": Command(_SERVE, "Replace the engines of a fleet one after another.", needs_engine=True),
+    "reload": Command(_SERVE, "Let a fleet follow its changed fleet.yaml.", needs_engine=True),
     "demo": Command(_SERVE, "Serve, check, load and report in one command.", needs_engine=True),
     "quantize": Command(_SERVE, "Write a model's weights in 8 or 4 bits.", needs_engine=True),
     "load": Command(_MEASURE, "Load any OpenAI-compatible server and measure it."),

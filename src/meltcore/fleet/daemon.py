@@ -1,4 +1,4 @@
-"""Servers in the background: started with `serve --daemon`, found by port, ended with `stop`.
+"""Servers that other commands find by port: those started with `serve --daemon` and all fleets.
 
 Each has a record (`PORT.json`) and a log in the state folder, `$XDG_STATE_HOME/meltcore` or `~/.local/state/meltcore`.
 `python -m meltcore.fleet.daemon` is the server itself. Its ServerConfig comes as JSON on standard input, so that an API
@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import datetime
 from ipaddress import ip_address
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,7 +27,11 @@ from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.process import log_tail, start_ticks
 from meltcore.process import start as start_process
 
+if TYPE_CHECKING:
+    from meltcore.fleet.supervisor import FleetOptions
+
 POLL_S = 0.1
+SOCKET_NAME = "admin.sock"
 HEALTH_TIMEOUT_S = 5.0
 
 
@@ -39,7 +43,9 @@ class DaemonRecord(msgspec.Struct, frozen=True):
     port: int
     url: str
     model: str
-    log: str
+    log: str  # "": the terminal
+    fleet: str = ""  # the path of its fleet.yaml; "": it is no fleet
+    admin: str = ""  # the path of a fleet's admin socket
 
     @property
     def alive(self) -> bool:
@@ -64,19 +70,23 @@ def _unusable(folder: Path, reason: str | None) -> str:
     return f"the folder of server records and logs, {folder}, cannot be used: {reason} (XDG_STATE_HOME says where)"
 
 
-def start(config: ServerConfig, *, log: Path | str | None = None, limit_s: float | None = None) -> int:
+def start(
+    config: ServerConfig, *, log: Path | str | None = None, limit_s: float | None = None, fleet: Path | None = None
+) -> int:
     """Start a server, wait until it is ready, print its address. It outlives this process.
 
-    `log`: file for the server's output; None creates one in the state folder. Raises ConfigError where the port is in
-    use, or where the server is not ready within `limit_s` (None: no limit); the message gives the cause. Ctrl-C stops
-    a server that is still starting.
+    `log`: file for the server's output; None creates one in the state folder. `fleet`: the path of its fleet.yaml; it
+    is ready when each model is ready or has failed, and the result is 1 where one has failed. Raises ConfigError where
+    the port is in use, or where the server is not ready within `limit_s` (None: no limit); the message gives the cause.
+    Ctrl-C stops a server that is still starting.
     """
     for record in running():
         if record.port == config.port:
             raise ConfigError(f"{record.url} serves {record.model} already (pid {record.pid}, log {record.log})")
-    log = Path(log or state_dir() / f"serve-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
+    kind = "serve" if fleet is None else "up"
+    log = Path(log or state_dir() / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
     with _open_log(log) as output:
-        command = (sys.executable, "-m", "meltcore.fleet.daemon", str(log))
+        command = [sys.executable, "-m", "meltcore.fleet.daemon", str(log), *([str(fleet)] if fleet else [])]
         process = start_process(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
     try:
         assert process.stdin is not None
@@ -88,7 +98,10 @@ def start(config: ServerConfig, *, log: Path | str | None = None, limit_s: float
         process.wait()
         raise
     print(f"meltcore: listening on {record.url} (pid {record.pid}, log {record.log})")
-    return 0
+    failed = [row for row in _rows(record) if row["status"] == "failed"] if record.fleet else []
+    for row in failed:
+        print(f"meltcore: {row['reason']}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def running() -> list[DaemonRecord]:
@@ -142,7 +155,20 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path, limit_s: float | No
         time.sleep(POLL_S)
 
 
+def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
+    from meltcore.fleet.admin import call_admin
+
+    rows: list[dict[str, Any]] = call_admin(record.admin, "GET", "/ps")
+    return rows
+
+
 def _is_ready(record: DaemonRecord) -> bool:
+    if record.fleet:
+        try:
+            rows = _rows(record)
+        except ConfigError:  # not up yet
+            return False
+        return bool(rows) and all(row["status"] in ("ready", "failed") for row in rows)
     parts = urlsplit(record.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
     try:
@@ -155,7 +181,7 @@ def _is_ready(record: DaemonRecord) -> bool:
 
 
 def _last_line(log: Path) -> str:
-    return log_tail(log, 1).removeprefix("meltcore serve: ")
+    return log_tail(log, 1).removeprefix("meltcore serve: ").removeprefix("meltcore up: ")
 
 
 def _read(path: Path) -> DaemonRecord | None:
@@ -173,34 +199,80 @@ def _connect_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def main() -> int:
-    """Serve the ServerConfig read as JSON from stdin; `running()` lists it while it is up. argv[1] is the log path."""
+def serve_recorded(
+    config: ServerConfig, log: str, fleet: Path | None, options: FleetOptions | None = None, **settings: Any
+) -> int:
+    """Serve, with a record for as long as the server is up. `log`: the file of the output; "": the terminal.
+
+    `fleet`: the path of its fleet.yaml; `options`: of the fleet, if not the usual ones; `settings`: of
+    `supervisor.serve`. Raises ConfigError as `supervisor.serve` does.
+    """
     from meltcore.fleet.supervisor import serve
 
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
     paths: list[Path] = []
 
-    def record(port: int) -> None:
+    def record(port: int, sockets: Path) -> None:
         ticks = start_ticks(os.getpid())
         assert ticks is not None
-        url = _connect_url(config.host, port)
         path = state_dir() / f"{port}.json"
-        models = ", ".join(
-            [*(model.engine.model for model in config.models), *(model.names[0] for model in config.foreign)]
+        own = [model.names[0] if fleet else model.engine.model for model in config.models]
+        written = DaemonRecord(
+            pid=os.getpid(),
+            start_ticks=ticks,
+            port=port,
+            url=_connect_url(config.host, port),
+            model=", ".join([*own, *(model.names[0] for model in config.foreign)]),
+            log=log,
+            fleet="" if fleet is None else str(fleet),
+            admin="" if fleet is None else str(sockets / SOCKET_NAME),
         )
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_bytes(msgspec.json.encode(DaemonRecord(os.getpid(), ticks, port, url, models, sys.argv[1])))
+        unfinished.write_bytes(msgspec.json.encode(written))
         unfinished.rename(path)
         paths.append(path)
 
     try:
-        return serve(config, on_bound=record)
-    except MeltcoreError as error:
-        print(f"meltcore serve: {error}", file=sys.stderr)
-        return 2
+        if fleet is not None:
+            options = options or fleet_options(fleet)
+        return serve(config, on_bound=record, fleet=options, **settings)
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
+
+
+def fleet_options(path: Path) -> FleetOptions:
+    """Return the options of the fleet in a fleet.yaml. Raises ConfigError."""
+    from meltcore.fleet.from_spec import server_config
+    from meltcore.fleet.supervisor import FleetOptions
+    from meltcore.protocol.fleet_file import load_fleet
+
+    return FleetOptions(
+        log_folder=state_dir(),
+        read_config=lambda: server_config(load_fleet(path)),
+        admin_port=load_fleet(path).server.admin_port,
+    )
+
+
+def find_fleet(port: int | None) -> DaemonRecord:
+    """Return the running fleet on a port (None: the only one). Raises ConfigError when there is none, or several."""
+    fleets = [record for record in running() if record.fleet and port in (None, record.port)]
+    if not fleets:
+        raise ConfigError("no fleet is running" + ("" if port is None else f" on port {port}"))
+    if len(fleets) > 1:
+        ports = ", ".join(str(record.port) for record in fleets)
+        raise ConfigError(f"{len(fleets)} fleets are running, on ports {ports}; choose one with --port")
+    return fleets[0]
+
+
+def main() -> int:
+    """Serve the ServerConfig read as JSON from stdin. Arguments: the path of the log, and of a fleet its fleet.yaml."""
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
+    fleet = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    try:
+        return serve_recorded(config, sys.argv[1], fleet)
+    except MeltcoreError as error:
+        print(f"meltcore {'serve' if fleet is None else 'up'}: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from meltcore.backends.engine_process import LocalEngineProcess, common_limits
 from meltcore.config import ModelConfig, Task
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.fleet.channel import AddModel, OpenModel, ReplicaEnded, ReplicaStarted, StatusChanged
+from meltcore.fleet.logs import log_name
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.readiness import probe_error, probe_request
 from meltcore.fleet.start_gate import StartGate
@@ -447,6 +448,6 @@ class ServedModel:
 
 
 def log_path(folder: Path, name: str, replica: int, replicas: int) -> Path:
-    """Return the log file of a replica. Names of models may hold slashes."""
+    """Return the log file of a replica."""
     number = f".{replica}" if replicas > 1 else ""
-    return folder / f"{name.replace('/', '--')}{number}.log"
+    return folder / f"{log_name(name)}{number}.log"

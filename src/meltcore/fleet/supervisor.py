@@ -24,16 +24,20 @@ import uvloop
 from meltcore.api.backend import ModelStatus
 from meltcore.api.http_server import tune_gc
 from meltcore.api.log import Log
+from meltcore.api.metrics import Metrics
 from meltcore.api.stats import ServerStats
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.backends.text_model import find_task
 from meltcore.config import ForeignConfig, ModelConfig, ServerConfig, Task
 from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.fleet.admin import AdminServer
 from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready
 from meltcore.fleet.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
+from meltcore.fleet.logs import log_folder
+from meltcore.fleet.operations import FleetOperations
 from meltcore.fleet.placement import Placement, place_replicas
 from meltcore.fleet.served_model import POLL_S, RestartPolicy, ServedModel, ServerParts
 from meltcore.fleet.start_gate import StartGate
@@ -52,23 +56,26 @@ EXIT_FORCED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:
-    """What makes a server a fleet. `log_folder`: with a log file per engine; None: they share our standard error."""
+    """What makes a server a fleet."""
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
-    log_folder: Path | None = None
+    log_folder: Path | None = None  # with a folder of logs per port and a file per engine; None: our standard error
+    read_config: Callable[[], ServerConfig] | None = None  # reads fleet.yaml again
+    admin_port: int | None = None  # on 127.0.0.1; None: the admin socket alone
 
 
 def serve(
     config: ServerConfig,
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
-    on_bound: Callable[[int], None] | None = None,
+    on_bound: Callable[[int, Path], None] | None = None,
     fleet: FleetOptions | None = None,
 ) -> int:
-    """Serve until a signal or a failure; returns the exit status. `on_bound` is called with the port.
+    """Serve until a signal or a failure; returns the exit status.
 
-    `fleet`: a model that fails or dies ends neither the others nor the server. Raises ConfigError when the server
-    cannot start: the address is taken, or, without `fleet`, a checkpoint or an engine fails.
+    `on_bound` is called with the port and the folder of the sockets. `fleet`: a model that fails or dies ends
+    neither the others nor the server. Raises ConfigError when the server cannot start: the address is taken, or,
+    without `fleet`, a checkpoint or an engine fails.
     """
     _check_names(config)
     for foreign in config.foreign:
@@ -77,14 +84,17 @@ def serve(
     use_one_arena()
     listener = bind(config.host, config.port)
     port = int(listener.getsockname()[1])
+    admin = bind("127.0.0.1", fleet.admin_port) if fleet is not None and fleet.admin_port is not None else None
+    if fleet is not None and fleet.log_folder is not None:
+        fleet = replace(fleet, log_folder=_new_log_folder(fleet.log_folder, port))
     raise_file_limit()
-    print_listening(config.host, port)
-    if on_bound is not None:
-        on_bound(port)
     folder = SocketFolder("server")
     try:
+        print_listening(config.host, port)
+        if on_bound is not None:
+            on_bound(port, folder.path)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_supervise(config, engine_command, placements, folder, listener, fleet))
+            return runner.run(_supervise(config, engine_command, placements, folder, listener, fleet, admin))
     finally:
         folder.remove()
 
@@ -96,8 +106,9 @@ async def _supervise(
     folder: SocketFolder,
     listener: socket.socket,
     fleet: FleetOptions | None,
+    admin: socket.socket | None,
 ) -> int:
-    return await Supervisor(config, engine_command, placements, folder, fleet).run(listener)
+    return await Supervisor(config, engine_command, placements, folder, fleet).run(listener, admin)
 
 
 class Supervisor:
@@ -113,7 +124,9 @@ class Supervisor:
     ) -> None:
         """Create the parts. `placements`: one per replica, for each model."""
         num_processes = 1 + worker_count(config)
-        self._config = config
+        self.config = config
+        self.port = config.port
+        self.models: dict[int, ServedModel | ForeignModel] = {}
         self._placements = placements
         self._folder = folder
         self._fleet = fleet
@@ -140,13 +153,12 @@ class Supervisor:
             policy=fleet.policy if fleet is not None else None,
             log_folder=fleet.log_folder if fleet is not None else None,
         )
-        self._models: dict[int, ServedModel | ForeignModel] = {}
         self._numbers = itertools.count()
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
         self._stopped_s: float | None = None  # when the first signal came
 
-    async def run(self, listener: socket.socket) -> int:
+    async def run(self, listener: socket.socket, admin_listener: socket.socket | None = None) -> int:
         """Load, serve and drain; returns the exit status. Raises MeltcoreError when loading fails."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -154,12 +166,16 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
             loop.add_signal_handler(signal.SIGHUP, self._on_sighup)
         acceptor = Acceptor(listener, self._pool.assign, self._on_exhausted)
+        self.port = int(listener.getsockname()[1])
+        admin = self._admin_server(admin_listener)
         try:
             return await self._load_and_serve()
         finally:
+            if admin is not None:
+                await admin.stop()
             for watch in self._watches.values():
                 watch.cancel()
-            await asyncio.gather(*(model.stop() for model in self._models.values()))
+            await asyncio.gather(*(model.stop() for model in self.models.values()))
             acceptor.close()
             await self._pool.stop()
             await asyncio.to_thread(self._log.close)
@@ -190,24 +206,39 @@ class Supervisor:
         """Wait until the last engine has died that is not started again. A fleet waits for other models."""
         if self._fleet is not None:
             await asyncio.get_running_loop().create_future()
-        await asyncio.gather(*(model.all_ended.wait() for model in self._models.values()))
+        await asyncio.gather(*(model.all_ended.wait() for model in self.models.values()))
 
     async def _start_fleet(self) -> None:
         """Start API servers, and the engines in the order of the models. Models become ready one by one."""
         await self._pool.start()
-        for config, placements in zip(self._config.models, self._placements, strict=True):
-            await self._add_fleet_model(config, placements)
-        for foreign in self._config.foreign:
-            model = self._add_foreign(foreign)
-            model.loading = asyncio.create_task(model.load_or_fail())
+        for config, placements in zip(self.config.models, self._placements, strict=True):
+            await self.add_fleet_model(config, placements)
+        for foreign in self.config.foreign:
+            self.add_fleet_foreign(foreign)
+
+    def add_fleet_foreign(self, config: ForeignConfig) -> ForeignModel:
+        """Add a model of other servers and begin to start them; `loading` of the result is done when they answer."""
+        model = self._add_foreign(config)
+        model.loading = asyncio.create_task(model.load_or_fail())
+        return model
 
     def _add_foreign(self, config: ForeignConfig) -> ForeignModel:
         number = next(self._numbers)
         stats = self._stats.add_model(number, config.num_replicas)
-        model = self._models[number] = ForeignModel(number, config, stats, self._parts)
+        model = self.models[number] = ForeignModel(number, config, stats, self._parts)
         return model
 
-    async def _add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
+    def _admin_server(self, listener: socket.socket | None) -> AdminServer | None:
+        if self._fleet is None:
+            return None
+        metrics = Metrics(self._stats, lambda: {model.name: model.stats for model in self.models.values()})
+        operations = FleetOperations(self, self._fleet.read_config)
+        server = AdminServer(operations, metrics, self._folder.path, listener)
+        server.start()
+        return server
+
+    async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
+        """Add a model and begin to load it; `loading` of the result is done when it is ready or has failed."""
         try:
             task: Task | None = await asyncio.to_thread(find_task, config)
         except MeltcoreError as error:
@@ -218,17 +249,29 @@ class Supervisor:
             model.loading = asyncio.create_task(self._load_model(model))
         return model
 
+    def forget_model(self, model: ServedModel | ForeignModel) -> None:
+        """Remove a model whose engines have ended."""
+        if (watch := self._watches.pop(model.number, None)) is not None:
+            watch.cancel()
+        self._pool.remove_model(model.number)
+        self._stats.remove_model(model.number)
+        del self.models[model.number]
+
+    def broadcast(self, message: EndRequests) -> None:
+        """Send a message about a model to all API servers."""
+        self._pool.broadcast(message)
+
     async def _load_model(self, model: ServedModel) -> None:
         await model.load_or_fail()
         if model.limits is not None:
-            config = replace(self._config, models=(model.config,))
+            config = replace(self.config, models=(model.config,))
             print_ready(config, [model.limits], [model.synthetic_tokenizer], self._stats.api_servers)
 
     def _add_model(self, config: ModelConfig, task: Task | None, placements: Sequence[Placement]) -> ServedModel:
         number = next(self._numbers)
         stats = self._stats.add_model(number, len(placements))
-        model = self._models[number] = ServedModel(number, config, task, placements, stats, self._parts)
-        watch = StuckWatch(model.engines, stats, profiles=self._config.profiling)
+        model = self.models[number] = ServedModel(number, config, task, placements, stats, self._parts)
+        watch = StuckWatch(model.engines, stats, profiles=self.config.profiling)
         self._watches[number] = asyncio.create_task(watch.run())
         return model
 
@@ -237,11 +280,11 @@ class Supervisor:
         progress = LoadingProgress()
         loading = asyncio.create_task(self._load())
         while not loading.done() and not stop.done():
-            progress.show(next((model.reason for model in self._models.values()), "loading: starting"))
+            progress.show(next((model.reason for model in self.models.values()), "loading: starting"))
             await asyncio.wait({loading, stop}, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED)
         progress.clear()
         if not loading.done():
-            for model in self._models.values():
+            for model in self.models.values():
                 model.drain("the server is going down")
             loading.cancel()
             await asyncio.wait({loading}, timeout=CANCEL_LIMIT_S)
@@ -251,22 +294,22 @@ class Supervisor:
         except MeltcoreError:
             self._set_status("dead", "the model could not be loaded")
             raise
-        own = [model for model in self._models.values() if isinstance(model, ServedModel)]
+        own = [model for model in self.models.values() if isinstance(model, ServedModel)]
         engines = [model.limits for model in own if model.limits is not None]
         synthetic = [model.synthetic_tokenizer for model in own]
-        print_ready(self._config, engines, synthetic, self._stats.api_servers)
+        print_ready(self.config, engines, synthetic, self._stats.api_servers)
         tune_gc()
         return True
 
     async def _load(self) -> None:
         """Start API servers and engines. Raises MeltcoreError."""
-        tasks = [await asyncio.to_thread(find_task, model) for model in self._config.models]
+        tasks = [await asyncio.to_thread(find_task, model) for model in self.config.models]
         await self._pool.start()
-        for config, task, placements in zip(self._config.models, tasks, self._placements, strict=True):
+        for config, task, placements in zip(self.config.models, tasks, self._placements, strict=True):
             self._add_model(config, task, placements)
-        for foreign in self._config.foreign:
+        for foreign in self.config.foreign:
             self._add_foreign(foreign)
-        loading = asyncio.gather(*(model.load() for model in self._models.values()))
+        loading = asyncio.gather(*(model.load() for model in self.models.values()))
         try:
             pending_futures: set[asyncio.Future[Any]] = {loading, self._pool.failed}
             await asyncio.wait(pending_futures, return_when=asyncio.FIRST_COMPLETED)
@@ -282,8 +325,8 @@ class Supervisor:
 
     async def _drain(self, engines_ended: asyncio.Task[None]) -> None:
         """Refuse new requests, let the open ones finish within the limit, then end them."""
-        limit_s = self._config.drain_timeout_s
-        for model in self._models.values():
+        limit_s = self.config.drain_timeout_s
+        for model in self.models.values():
             model.drain("the server is going down and takes no new requests")
         self._log.write("draining", open_requests=self._stats.open_requests(), limit_s=limit_s)
         deadline_s = time.monotonic() + limit_s
@@ -291,7 +334,7 @@ class Supervisor:
             await asyncio.wait({engines_ended}, timeout=POLL_S)
         if not engines_ended.done() and self._stats.open_requests():
             error = f"the server is going down, and {limit_s:g} s (--drain-timeout) were not enough for this answer"
-            for number in self._models:
+            for number in self.models:
                 self._pool.broadcast(EndRequests(number, error, 503, "server_stopping"))
             while self._stats.open_requests() and time.monotonic() < deadline_s + DEAD_LINGER_S:
                 await asyncio.wait({engines_ended}, timeout=POLL_S)
@@ -299,17 +342,17 @@ class Supervisor:
     # --- events
 
     def _set_status(self, status: ModelStatus, reason: str) -> None:
-        for model in self._models.values():
+        for model in self.models.values():
             model.set_status(status, reason)
 
     def _report(self, text: str) -> None:
         print_line(f"{self._command}: {text}", sys.stderr)
 
     def _on_unreadable(self, model: int, replica: int, reason: str) -> None:
-        self._models[model].engines[replica].fail(reason)
+        self.models[model].engines[replica].fail(reason)
 
     def _on_worker_lost(self, worker: int, exit_reason: str, open_requests: int) -> None:
-        for model in self._models.values():
+        for model in self.models.values():
             for engine in model.engines:
                 if engine.loaded is not None:
                     engine.send(ForgetClient(worker))
@@ -333,11 +376,23 @@ class Supervisor:
             self._stop.set()
         if now_s - self._stopped_s < SAME_SIGNAL_S:
             return
-        for model in self._models.values():
+        for model in self.models.values():
             model.kill()
         self._pool.kill()
         self._folder.remove()
         os._exit(EXIT_FORCED)
+
+
+def _new_log_folder(parent: Path, port: int) -> Path:
+    """Return the folder for the logs of a fleet on `port`, without those of an earlier one. Raises ConfigError."""
+    folder = log_folder(parent, port)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.log"):
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"the folder of logs, {folder}, cannot be used: {error.strerror}") from error
+    return folder
 
 
 def _check_names(config: ServerConfig) -> None:

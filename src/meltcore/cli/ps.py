@@ -1,0 +1,54 @@
+"""`meltcore ps`: the engines of a fleet."""
+
+import argparse
+from typing import Any
+
+_WIDTH = 240  # a line per engine, whatever the terminal: other programs read it too
+HELP = "list the engines of a fleet"
+EXAMPLES = """\
+  meltcore ps
+  meltcore ps --json | jq '.[] | select(.state == "failed")'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of the fleet and the format."""
+    parser.add_argument("--port", type=int, help="The fleet on this port (default: the only one).")
+    parser.add_argument("--json", action="store_true", help="One JSON list, with an object per engine.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line per engine; 1 when a model cannot serve. Raises ConfigError when no fleet runs."""
+    import json
+
+    from meltcore.fleet.admin import call_admin
+    from meltcore.fleet.daemon import find_fleet
+
+    rows = call_admin(find_fleet(args.port).admin, "GET", "/ps")
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _print_table(rows)
+    return 1 if any(row["status"] != "ready" for row in rows) else 0
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from meltcore.fleet.console import size_text
+
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("model", "task", "state"):
+        table.add_column(name)
+    for name in ("pid", "memory", "restarts", "open requests", "port"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        num_replicas = sum(each["model"] == row["model"] for each in rows)
+        model = f"{row['model']} ({row['replica']})" if num_replicas > 1 else row["model"]
+        cells = [model, row["task"], row["state"], str(row["pid"] or "-"), size_text(row["memory_bytes"])]
+        table.add_row(*cells, *(str(row[name]) for name in ("restarts", "open_requests", "port")))
+    console = Console(highlight=False, markup=False, width=_WIDTH)
+    console.print(table, crop=False)
+    for reason in dict.fromkeys(row["reason"] for row in rows if row["reason"]):
+        print(reason)

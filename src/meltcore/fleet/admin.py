@@ -1,0 +1,137 @@
+"""The admin side of a fleet: ps, metrics, reload and restart over HTTP, at a unix socket and, if asked for, a port.
+
+The socket is in the folder of the server's sockets, which only its user may enter. The port listens on 127.0.0.1 alone.
+A web page cannot use it: browsers send the header `origin`, with which every request is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from meltcore.api.http_server import EmbeddedServer
+from meltcore.api.metrics import Metrics
+from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.fleet.daemon import SOCKET_NAME
+from meltcore.fleet.operations import FleetOperations
+
+_CLOSE_LIMIT_S = 2.0
+_PS_LIMIT_S = 10.0
+CHANGE_LIMIT_S = 3600.0  # of a restart: every model may drain and load
+
+
+class AdminServer:
+    """Serves the operations of a fleet on the supervisor's event loop."""
+
+    def __init__(
+        self,
+        operations: FleetOperations,
+        metrics: Metrics,
+        folder: Path,
+        listener: socket.socket | None,
+    ) -> None:
+        """Prepare the socket in `folder`. `listener`: of the admin port."""
+        self._operations = operations
+        self._metrics = metrics
+        app = Starlette(
+            routes=[
+                Route("/ps", self._ps, methods=["GET"]),
+                Route("/metrics", self._metrics_page, methods=["GET"]),
+                Route("/reload", self._reload, methods=["POST"]),
+                Route("/restart", self._restart, methods=["POST"]),
+            ]
+        )
+        settings: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none"}
+        unix_config = uvicorn.Config(app, uds=str(folder / SOCKET_NAME), **settings)
+        self._servers: list[tuple[EmbeddedServer, list[socket.socket] | None]] = [(EmbeddedServer(unix_config), None)]
+        if listener is not None:
+            self._servers.append((EmbeddedServer(uvicorn.Config(app, **settings)), [listener]))
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start to serve."""
+        self._tasks = [asyncio.create_task(server.serve(sockets=sockets)) for server, sockets in self._servers]
+
+    async def stop(self) -> None:
+        """Stop serving; requests in progress are ended."""
+        for server, _ in self._servers:
+            server.should_exit = server.force_exit = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_LIMIT_S)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _ps(self, request: Request) -> Response:
+        return _refusal(request) or _json(self._operations.rows())
+
+    async def _metrics_page(self, request: Request) -> Response:
+        return _refusal(request) or Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _reload(self, request: Request) -> Response:
+        return _refusal(request) or await _answer(self._operations.reload)
+
+    async def _restart(self, request: Request) -> Response:
+        name = request.query_params.get("model")
+        return _refusal(request) or await _answer(lambda: self._operations.restart(name))
+
+
+def _refusal(request: Request) -> Response | None:
+    if "origin" in request.headers:
+        return _json({"error": "web pages may not use the admin port"}, 403)
+    return None
+
+
+async def _answer(operation: Callable[[], Any]) -> Response:
+    try:
+        return _json(await operation())
+    except MeltcoreError as error:
+        return _json({"error": str(error)}, 409)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str, limit_s: float) -> None:
+        super().__init__("localhost", timeout=limit_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def call_admin(path: str, method: str, route: str, limit_s: float = _PS_LIMIT_S, **query: str) -> Any:
+    """Ask the fleet whose admin socket is at `path`; returns its answer. Raises ConfigError with the fleet's error."""
+    connection = _UnixConnection(path, limit_s)
+    try:
+        connection.request(method, f"{route}?{urlencode(query)}" if query else route)
+        response = connection.getresponse()
+        body = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(f"the fleet does not answer at {path}: {error}") from error
+    finally:
+        connection.close()
+    try:
+        answer = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the fleet sent no JSON for {route} (status {response.status})") from error
+    if response.status != http.client.OK:
+        raise ConfigError(str(answer["error"]))
+    return answer

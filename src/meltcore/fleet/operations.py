@@ -1,0 +1,228 @@
+"""What can be done to a running fleet: list its engines, restart them one by one, and follow a changed fleet.yaml."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from meltcore.config import ForeignConfig, ModelConfig, ServerConfig
+from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.fleet.channel import EndRequests
+from meltcore.fleet.foreign_model import ForeignModel, check_foreign
+from meltcore.fleet.placement import place_replicas
+from meltcore.fleet.served_model import POLL_S, Replica, ServedModel
+
+if TYPE_CHECKING:
+    from meltcore.fleet.supervisor import Supervisor
+
+Model = ServedModel | ForeignModel
+_END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """One engine in `meltcore ps`. Names of fields are columns of the table and keys of --json."""
+
+    model: str
+    replica: int
+    task: str
+    state: str  # of the replica
+    status: str  # of the model, as /health has it
+    reason: str  # why the model cannot serve; "": it can
+    pid: int | None
+    memory_bytes: int  # as the engine planned it; 0 before it is loaded
+    restarts: int
+    open_requests: int
+    port: int
+    log: str
+
+
+class ReloadResult(msgspec.Struct, frozen=True):
+    """What a reload changed: names of models."""
+
+    added: list[str]
+    removed: list[str]
+    changed: list[str]
+    unchanged: list[str]
+
+
+class FleetOperations:
+    """Changes a running fleet, one operation at a time."""
+
+    def __init__(self, supervisor: Supervisor, read_config: Callable[[], ServerConfig] | None) -> None:
+        """`read_config`: reads fleet.yaml again; raises ConfigError when it is not valid."""
+        self._supervisor = supervisor
+        self._read_config = read_config
+        self._lock = asyncio.Lock()
+
+    def rows(self) -> list[EngineRow]:
+        """Return the engines of all models."""
+        models = self._supervisor.models.values()
+        return [row for model in models for row in _rows(model, self._supervisor.port)]
+
+    async def restart(self, name: str | None) -> list[str]:
+        """Replace the engines of a model (None: of all), one after another; returns the models' names.
+
+        Raises ConfigError for an unknown name, and when an engine does not come back: the rest is left as it is.
+        """
+        async with self._lock:
+            models = list(self._supervisor.models.values())
+            if name is not None:
+                models = [model for model in models if name in model.config.names]
+                if not models:
+                    known = ", ".join(model.name for model in self._supervisor.models.values())
+                    raise ConfigError(f"there is no model {name!r} in the fleet; it has {known}")
+            for model in models:
+                await self._restart(model)
+            return [model.name for model in models]
+
+    async def _restart(self, model: Model) -> None:
+        try:
+            if isinstance(model, ForeignModel) or model.limits is not None:
+                await model.replace_engines(self._supervisor.config.drain_timeout_s)
+                return
+            started = await self._replace(model, model.config)
+            if started.loading is not None:
+                await started.loading
+        except MeltcoreError as error:  # of an engine
+            raise ConfigError(f"{model.name} did not come back: {error}") from error
+        if started.status == "failed":
+            raise ConfigError(started.reason)
+
+    async def reload(self) -> ReloadResult:
+        """Read fleet.yaml again: end removed models, start added ones, replace changed ones. Others keep running.
+
+        Raises ConfigError, in which case nothing has changed, for an invalid file and for settings of the server, which
+        cannot change while it runs.
+        """
+        if self._read_config is None:
+            raise ConfigError("this fleet was started without a file")
+        async with self._lock:
+            supervisor = self._supervisor
+            config = await asyncio.to_thread(self._read_config)
+            for model in config.models:
+                place_replicas(model)
+            for foreign in config.foreign:
+                check_foreign(foreign)
+            _check_unchanged(supervisor.config, config)
+            old = {model.name: model for model in supervisor.models.values()}
+            new: dict[str, ModelConfig | ForeignConfig] = {model.names[0]: model for model in config.models}
+            new |= {model.names[0]: model for model in config.foreign}
+            result = ReloadResult(
+                added=[name for name in new if name not in old],
+                removed=[name for name in old if name not in new],
+                changed=[name for name in new if name in old and new[name] != old[name].config],
+                unchanged=[name for name in new if name in old and new[name] == old[name].config],
+            )
+            supervisor.config = config
+            await asyncio.gather(*(self._end(old[name], "removed from") for name in result.removed))
+            for name in result.removed:
+                supervisor.forget_model(old[name])
+            for name in result.changed:
+                await self._replace(old[name], new[name])
+            for name in result.added:
+                await self._add(new[name])
+            return result
+
+    async def _add(self, config: ModelConfig | ForeignConfig) -> Model:
+        if isinstance(config, ForeignConfig):
+            return self._supervisor.add_fleet_foreign(config)
+        return await self._supervisor.add_fleet_model(config, place_replicas(config))
+
+    async def _replace(self, model: Model, config: ModelConfig | ForeignConfig) -> Model:
+        """End a model and add its successor, to which its names lead without a gap."""
+        await self._end(model, "replaced in")
+        successor = await self._add(config)
+        self._supervisor.forget_model(model)
+        return successor
+
+    async def _end(self, model: Model, what: str) -> None:
+        """Refuse new requests, let the open ones finish within the drain limit, and end the engines."""
+        limit_s = self._supervisor.config.drain_timeout_s
+        model.drain(f"{model.name} is being {what} the fleet")
+        await _wait_idle(model, limit_s)
+        if model.stats.total("in_flight"):
+            error = f"{model.name} is being {what} the fleet, and {limit_s:g} s were not enough for this answer"
+            self._supervisor.broadcast(EndRequests(model.number, error, 503, "model_stopping"))
+            await _wait_idle(model, _END_LIMIT_S)
+        if model.loading is not None:
+            model.loading.cancel()
+        await model.stop()
+
+
+async def _wait_idle(model: Model, limit_s: float) -> None:
+    """Wait until a model has no open requests, for at most `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    stopped = asyncio.create_task(asyncio.sleep(limit_s))
+    try:
+        while model.stats.total("in_flight") and time.monotonic() < deadline_s:
+            await asyncio.wait({stopped}, timeout=POLL_S)
+    finally:
+        stopped.cancel()
+
+
+def _check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
+    """Raise ConfigError when settings differ that API servers read at their start."""
+    fields = [field.name for field in dataclasses.fields(ServerConfig) if field.name not in ("models", "foreign")]
+    changed = [name for name in fields if getattr(old, name) != getattr(new, name)]
+    if changed:
+        raise ConfigError(
+            f"only models can change while the fleet runs, and {', '.join(changed)} changed: "
+            "end it with `meltcore down` and start it again"
+        )
+
+
+def _rows(model: Model, port: int) -> list[EngineRow]:
+    if isinstance(model, ForeignModel):
+        return [_foreign_row(model, replica, port) for replica in range(model.config.num_replicas)]
+    return [_row(model, replica, port) for replica in model.replicas]
+
+
+def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
+    limits = replica.limits
+    is_open = model.limits is not None
+    state = "loading" if replica.state == "ready" and not is_open else replica.state
+    task = "generation" if model.task == "text" else model.task
+    return EngineRow(
+        model=model.name,
+        replica=replica.index,
+        task=getattr(limits, "task", None) or task or "unknown",
+        state="failed" if model.status == "failed" else state,
+        status=model.status,
+        reason="" if model.status == "ready" else model.reason,
+        pid=model.engines[replica.index].pid,
+        memory_bytes=_memory_bytes(limits.memory if limits is not None else ()),
+        restarts=replica.restarts,
+        open_requests=round(model.stats.open_requests(replica.index)),
+        port=port,
+        log=str(replica.log or ""),
+    )
+
+
+def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
+    """Return the row of another server. How much memory it takes is not known here."""
+    server = model.servers[replica] if model.servers else None  # none: it runs elsewhere
+    process = server.process if server is not None else None
+    return EngineRow(
+        model=model.name,
+        replica=replica,
+        task="foreign",
+        state=model.status if server is None else server.state,
+        status=model.status,
+        reason="" if model.status == "ready" else model.reason,
+        pid=process.pid if process is not None else None,
+        memory_bytes=0,
+        restarts=server.restarts if server is not None else 0,
+        open_requests=round(model.stats.open_requests(replica)),
+        port=port,
+        log=str(server.log) if server is not None else "",
+    )
+
+
+def _memory_bytes(rows: Sequence[Any]) -> int:
+    """Return the sum of a memory table. CUDA graphs are taken out of its reserve."""
+    return sum(row.size_bytes for row in rows if row.note != "out of the reserve")

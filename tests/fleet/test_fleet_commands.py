@@ -1,0 +1,237 @@
+"""`meltcore up`, `down`, `ps`, `logs`, `restart` and `reload`, over scripted engines."""
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_harness import RunningServer, fleet_command, make_model, running, wait_until
+
+from meltcore.cli.main import main
+from meltcore.fleet.logs import LogFile, print_logs
+from meltcore.fleet.served_model import RestartPolicy
+from meltcore.models.checkpoint import BUNDLED_MODEL
+
+COMPLETIONS = "/v1/completions"
+POLICY = RestartPolicy(first_pause_s=0.05, max_deaths=2, probe_limit_s=10.0)
+
+
+class Fleet:
+    """A running fleet of scripted models, and its file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / "fleet.yaml"
+        self.server: RunningServer
+
+    def write(self, models: dict[str, dict[str, Any]], **sections: Any) -> None:
+        """Write fleet.yaml. `engine` of a model: options of its scripted engine."""
+        named = {}
+        for name, options in models.items():
+            checkpoint = make_model(self.folder / name)
+            (checkpoint / "engine.json").write_text(json.dumps(options.get("engine", {})))
+            fields = {key: value for key, value in options.items() if key != "engine"}
+            named[name] = {"checkpoint": str(checkpoint), "load_format": "dummy", "device": "cpu"} | fields
+        server = {"port": 0, "api_server_count": 2} | sections.pop("server", {})
+        self.file.write_text(json.dumps({"server": server, "models": named} | sections))  # JSON is YAML
+
+    def complete(self, model: str, max_tokens: int = 4) -> int:
+        body = {"model": model, "prompt": "ab", "max_tokens": max_tokens}
+        return self.server.post(COMPLETIONS, body).status
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    made = Fleet(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        admin_port = probe.getsockname()[1]
+    made.write(
+        {"first": {"aliases": ["one"], "engine": {"step_s": 0.005}}, "second": {"engine": {"step_s": 0.005}}},
+        server={"admin_port": admin_port},
+    )
+    with running(fleet_command(made.file, POLICY), tmp_path / "stderr") as made.server:
+        wait_until(lambda: made.server.request("GET", "/health").json.get("status") == "ready", "ready")
+        yield made
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    capsys.readouterr()
+    main(["ps", "--json"])
+    return {row["model"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(capsys)
+    first = found["first"]
+    assert list(found) == ["first", "second"]
+    assert first["pid"] in fleet.server.engine_pids()
+    assert {key: first[key] for key in ("task", "state", "memory_bytes", "restarts", "open_requests", "port")} == {
+        "task": "generation",
+        "state": "ready",
+        "memory_bytes": 2**20,
+        "restarts": 0,
+        "open_requests": 0,
+        "port": fleet.server.port,
+    }
+    assert main(["ps"]) == 0
+    table = capsys.readouterr().out
+    assert "open requests" in table
+    assert str(first["pid"]) in table
+    Path(first["log"]).write_text("loading\nhalf a line")
+    assert main(["logs", "first", "-n", "1"]) == 0
+    assert capsys.readouterr().out == "half a line\n"
+    assert main(["logs"]) == 0
+    assert "first  | loading" in capsys.readouterr().out
+    assert main(["logs", "third"]) == 2
+    assert "no log of third" in capsys.readouterr().err
+    # The port that fleet.yaml asks for: metrics, ps; nothing for a web page.
+    port = json.loads(fleet.file.read_text())["server"]["admin_port"]
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+        assert 'requests_accepted_total{model_name="second"}' in client.get("/metrics").text
+        assert [row["model"] for row in client.get("/ps").json()] == ["first", "second"]
+        refused = client.post("/reload", headers={"origin": "http://example.com"})
+        assert (refused.status_code, fleet.server.request("GET", "/ps").status) == (403, 404)
+    # A model that fails is in ps with its reason, and the exit status says so.
+    (fleet.folder / "first" / "engine.json").write_text(json.dumps({"die_loading": True}))
+    os.kill(first["pid"], signal.SIGKILL)
+    wait_until(lambda: "first: it is not started again" in fleet.server.stderr, "the last try")
+    assert main(["ps"]) == 1
+    assert "the engine of first has died 2 times and is not started again" in capsys.readouterr().out
+    # Repaired, it comes back by a restart.
+    (fleet.folder / "first" / "engine.json").write_text("{}")
+    assert main(["restart", "one"]) == 0
+    assert fleet.complete("first") == 200
+    assert main(["down"]) == 0
+    assert fleet.server.wait_exit() == 0
+    assert main(["ps"]) == 2
+    assert "no fleet is running" in capsys.readouterr().err
+
+
+def test_rolling_restart_loses_nothing(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    """Clients that obey the Retry-After of a 503 get every answer whole."""
+    before = rows(capsys)
+    stop, answers = threading.Event(), list[tuple[str, int]]()
+
+    def ask(model: str) -> None:
+        with httpx.Client(base_url=fleet.server.url, timeout=20) as client:
+            while not stop.is_set():
+                body = {"model": model, "prompt": "ab", "max_tokens": 20}
+                answer = client.post(COMPLETIONS, json=body)
+                answers.append((model, answer.status_code))
+                if answer.status_code == 503:
+                    assert answer.headers["retry-after"] == "1"
+                    stop.wait(0.1)
+                else:
+                    assert answer.json()["usage"]["completion_tokens"] == 20
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, name) for name in ("first", "second") * 2]
+        try:
+            assert main(["restart"]) == 0
+            assert main(["restart", "third"]) == 2
+        finally:
+            stop.set()
+        for future in asking:
+            future.result()
+    assert "restarted first, second" in (output := capsys.readouterr()).out
+    assert "there is no model 'third' in the fleet; it has first, second" in output.err
+    assert {status for _, status in answers} <= {200, 503}
+    after = rows(capsys)
+    assert all(after[name]["pid"] != before[name]["pid"] for name in before)
+    assert all(not Path(f"/proc/{row['pid']}").exists() for row in before.values())
+    assert {row["restarts"] for row in after.values()} == {1}
+    assert fleet.server.check_no_leak()["requests_failed_total"] == 0
+
+
+def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    before = rows(capsys)
+    text = fleet.file.read_text()
+    sections = {"server": json.loads(text)["server"]}
+    for broken, message in (
+        (text.replace('"checkpoint"', '"chekpoint"', 1), "unknown key"),
+        (text.replace('"api_server_count": 2', '"api_server_count": 1'), "api_server_count changed"),
+        (text.replace('"one"', '"second"'), "second"),
+    ):
+        assert broken != text
+        fleet.file.write_text(broken)
+        assert main(["reload"]) == 2
+        assert message in capsys.readouterr().err
+        assert rows(capsys) == before, "nothing changes"
+    body = {"model": "first", "prompt": "ab", "max_tokens": 60, "stream": True}
+    streams = [fleet.server.open(COMPLETIONS, body | {"model": name}) for name in ("first", "second")]
+    wait_until(lambda: fleet.server.metrics()["requests_in_flight"] == 2, "the streams")
+    fleet.write({"second": {"max_model_len": 512}, "third": {}}, **sections)
+    assert main(["reload"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "meltcore: added: third",
+        "meltcore: removed: first",
+        "meltcore: changed: second",
+    ]
+    for stream in streams:  # what was open has been finished
+        data = b""
+        while b"[DONE]" not in data and (chunk := stream.recv(65_536)):
+            data += chunk
+        assert b"[DONE]" in data
+    wait_until(lambda: {row["state"] for row in rows(capsys).values()} == {"ready"}, "all to be ready")
+    cards = {card["id"]: card for card in fleet.server.request("GET", "/v1/models").json["data"]}
+    assert {name: card["max_model_len"] for name, card in cards.items()} == {"second": 512, "third": 4096}
+    assert (fleet.complete("first"), fleet.complete("second"), fleet.complete("third")) == (404, 200, 200)
+    after = rows(capsys)
+    assert after["second"]["pid"] != before["second"]["pid"]
+    fleet.write({"third": {}, "fourth": {}, "second": {"max_model_len": 512}}, **sections)
+    assert main(["reload"]) == 0
+    assert rows(capsys)["third"]["pid"] == after["third"]["pid"], "an unchanged model keeps its engine"
+    assert fleet.complete("third") == 200
+    assert len(fleet.server.engine_pids()) == 3
+    assert fleet.server.check_no_leak()["requests_failed_total"] == 0
+
+
+def test_logs_are_followed_as_they_grow(tmp_path: Path) -> None:
+    path = tmp_path / "first.log"
+    lines: list[str] = []
+
+    def out(line: str) -> None:
+        lines.append(line)
+        if line == "last":
+            raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(print_logs, [LogFile("first", path)], None, follow=True, out=out)
+        path.write_text("a\nb")
+        wait_until(lambda: lines == ["a"], "the first line")
+        with path.open("a") as log:
+            log.write("c\nlast\n")
+        assert isinstance(following.exception(20), KeyboardInterrupt)
+    assert lines == ["a", "bc", "last"]
+
+
+@pytest.mark.slow
+def test_two_bundled_models_go_up_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    models = {
+        "sums": {"checkpoint": BUNDLED_MODEL, "device": "cpu"},
+        "missing": {"checkpoint": str(tmp_path / "missing"), "device": "cpu"},
+    }
+    file = tmp_path / "fleet.yaml"
+    file.write_text(json.dumps({"server": {"port": 0}, "models": models}))
+    try:
+        assert main(["up", str(file), "--daemon", "--start-timeout", "120"]) == 1, "a model is missing"
+        output = capfd.readouterr()
+        assert "missing could not be loaded" in output.err
+        url = output.out.split("listening on ")[1].split()[0]
+        body = {"model": "sums", "messages": [{"role": "user", "content": "What is 7 * 8?"}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert "56" in answer["choices"][0]["message"]["content"]
+    finally:
+        assert main(["down"]) == 0
