@@ -167,9 +167,19 @@ class ModelConfig:
     generation_config: Literal["auto", "greedy"] = option(
         "greedy", "auto: take sampling defaults from the checkpoint's generation_config.json.", group=_HTTP_GROUP
     )
-    priority_class: PriorityClass = "standard"  # of requests that name none
-    max_queue_chars: int = 4_194_304  # of text to translate or to speak that may wait
-    max_queue_audio_s: float = 86_400.0  # seconds of audio to recognize that may wait
+    max_queue_chars: int = option(
+        4_194_304,
+        "Characters to translate or to speak that may wait.",
+        group=_LIMITS_GROUP,
+        limits=_AT_LEAST_ONE,
+        metavar="CHARS",
+    )
+    max_queue_audio_s: float = option(
+        86_400.0, "Seconds of audio to transcribe that may wait.", group=_LIMITS_GROUP, limits=_AT_LEAST_ONE
+    )
+    priority_class: PriorityClass = option(
+        "standard", "Class of requests that name none in the header X-Priority-Class.", group=_LIMITS_GROUP
+    )
     normalizer: Literal["itt", "original"] = option(
         "itt",
         "How texts of a translation model are prepared: as IndicTransToolkit does, or without two of its faults.",
@@ -387,13 +397,26 @@ class ServerConfig:
     )
     api_key: str | None = option(
         None,
-        "Bearer token that requests must send, except to /health, /live and /metrics.",
+        "Bearer token that requests must send, except to /health, /live and /metrics (default: the environment "
+        "variable MELTCORE_API_KEY).",
         group=_HTTP_GROUP,
         type=not_empty,
         metavar="KEY",
     )
-    api_keys: tuple[KeyConfig, ...] = ()  # beside api_key
-    class_shares: tuple[int, ...] = (60, 30, 10)  # of interactive, standard and batch, while all of them wait
+    api_key_file: str | None = option(
+        None,
+        "File with API keys, one per line: a name for the log, a space, the key.",
+        group=_HTTP_GROUP,
+        type=not_empty,
+        metavar="FILE",
+    )
+    api_keys: tuple[KeyConfig, ...] = ()  # beside api_key and those of api_key_file
+    class_shares: tuple[int, ...] = option(
+        (60, 30, 10),
+        "Shares of the classes interactive, standard and batch in a model's work while requests of all of them wait.",
+        group=_LIMITS_GROUP,
+        limits=_AT_LEAST_ONE,
+    )
     max_body_bytes: int = option(8 * 2**20, "Largest request body (default: 8MiB).", group=_LIMITS_GROUP)
     allowed_origins: tuple[str, ...] = option(
         (),
@@ -414,10 +437,14 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
+        if len(self.class_shares) != len(get_args(PriorityClass)) or min(self.class_shares) < 1:
+            classes = ", ".join(get_args(PriorityClass))
+            given = ",".join(map(str, self.class_shares))
+            raise ConfigError(f"class_shares must be a number of at least 1 for each of {classes}; got {given}")
         names = [name for model in self.models for name in model.names]
         names += [name for model in self.foreign for name in model.names]
         for key, name in self.routes.named_models():
-            if name not in names:
+            if names and name not in names:  # API servers get their models later
                 raise ConfigError(f"routes.{key} is {name!r}, which is no model of this server: {', '.join(names)}")
 
     @property

@@ -20,15 +20,24 @@ class RequestError(MeltcoreError):
     """Reports one request that cannot be served. Other requests continue.
 
     `param` names the field at fault. `status` is the HTTP status, and `code` the error code, of the response in
-    OpenAI's form (https://platform.openai.com/docs/guides/error-codes).
+    OpenAI's form (https://platform.openai.com/docs/guides/error-codes). `retry_after_s` becomes the header Retry-After.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class EngineDeadError(MeltcoreError):

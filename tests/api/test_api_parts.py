@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from meltcore.api.admission import Admission
+from meltcore.api.admission import Admission, Load
 from meltcore.api.backend import Health
 from meltcore.api.log import BYTES_PER_WRITE, MAX_LINES_WAITING, Log
 from meltcore.api.metrics import Metrics
@@ -40,20 +40,20 @@ from meltcore.text.tokenizer import Tokenizer
 
 
 def test_admission_counts_requests_beyond_max_num_seqs() -> None:
-    admission = Admission(max_queue=3, max_queue_tokens=1000, max_num_seqs=2)
-    admission.check(requests=1, replicas=1, tokens=5, in_flight=4, waiting_tokens=0)
+    admission = Admission(max_queue=3, max_units=1000, max_num_seqs=2)
+    admission.check(Load(4, 0), requests=1, replicas=1, units=5)
     with pytest.raises(RequestError, match="4 requests would wait, the limit is 3") as caught:
-        admission.check(requests=1, replicas=1, tokens=5, in_flight=5, waiting_tokens=0)
+        admission.check(Load(5, 0), requests=1, replicas=1, units=5)
     assert caught.value.status == 429
     with pytest.raises(RequestError, match="1001 prompt tokens would wait"):
-        admission.check(requests=1, replicas=1, tokens=1, in_flight=1, waiting_tokens=1000)
+        admission.check(Load(1, 1000), requests=1, replicas=1, units=1)
 
 
 def test_admission_counts_the_sequences_of_living_replicas() -> None:
-    admission = Admission(max_queue=0, max_queue_tokens=1000, max_num_seqs=2)
-    admission.check(requests=2, replicas=3, tokens=5, in_flight=4, waiting_tokens=0)
+    admission = Admission(max_queue=0, max_units=1000, max_num_seqs=2)
+    admission.check(Load(4, 0), requests=2, replicas=3, units=5)
     with pytest.raises(RequestError, match="2 requests would wait, the limit is 0"):
-        admission.check(requests=2, replicas=2, tokens=5, in_flight=4, waiting_tokens=0)
+        admission.check(Load(4, 0), requests=2, replicas=2, units=5)
 
 
 def test_health_distinguishes_a_stuck_engine_from_an_idle_one() -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from meltcore.api.backend import ModelTable
 from meltcore.api.http_server import HttpServer
+from meltcore.api.keys import ApiKeys
 from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
@@ -203,7 +204,7 @@ async def served(*upstreams: Upstream | str, timeout_s: float = 60.0, **settings
     backend = HttpBackend(foreign, stats.models[0], request_timeout_s=timeout_s)
     backend.health.set("ready", "ready")
     backend.start()
-    http = HttpServer(build_app(ModelTable([backend]), config, Metrics(["m"], stats), log), stats)
+    http = HttpServer(build_app(ModelTable([backend]), config, Metrics(stats, dict), log, ApiKeys((), stats)), stats)
     serving = asyncio.create_task(http.serve())
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)

@@ -26,7 +26,8 @@ class Table:
         generation = Generation("id", arrived_s=0.0, streaming=True)
         for prompt in prompts:
             generation.add_choice(prompt, SamplingParams(**fields), TOKENIZER)
-        self.requests.add(generation, 0)
+        self.requests.accept(generation)
+        self.requests.start(generation, 0)
         return generation
 
     def step(self, *outputs: SequenceOutput) -> None:

@@ -93,13 +93,14 @@ def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
 
     async def scenario() -> None:
         async with AsyncExitStack() as held:
-            replicas = [await held.enter_async_context(backend.admitted(10)) for _ in range(_RUNNING_REQUESTS + 2)]
+            places = [await held.enter_async_context(backend.admitted(10, 1)) for _ in range(_RUNNING_REQUESTS + 2)]
             with pytest.raises(RequestError, match="the queue is full: 3 requests would wait, the limit is 2") as full:
-                await held.enter_async_context(backend.admitted(10))
-            assert (set(replicas), full.value.status, stats.total("in_flight")) == ({0}, 429, len(replicas))
+                await held.enter_async_context(backend.admitted(10, 1))
+            assert ({place.replica for place in places}, full.value.status) == ({0}, 429)
+            assert stats.total("in_flight") == len(places)
         backend.limit_s = 0.2
         with pytest.raises(RequestError, match=r"longer than 0\.2 s") as late:
-            async with backend.admitted(10):
+            async with backend.admitted(10, 1):
                 await asyncio.sleep(5)
         assert (late.value.status, stats.total("in_flight")) == (504, 0)
         ended = {outcome: stats.total(outcome) for outcome in ("accepted", "finished", "failed", "rejected_queue_full")}

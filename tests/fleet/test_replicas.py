@@ -41,7 +41,8 @@ class Table:
         generation = Generation("id", arrived_s=0.0, streaming=True)
         for tokens in prompt_tokens:
             generation.add_choice([1] * tokens, SamplingParams(max_tokens=max_tokens), TOKENIZER)
-        self.requests.add(generation, 0)
+        self.requests.accept(generation)
+        self.requests.start(generation, 0)
         return generation
 
     def given(self) -> list[int]:

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from meltcore.api.fair_queue import Waiting
+from meltcore.api.terms import current_terms
 from meltcore.errors import RequestError
 from meltcore.protocol.generation import TOKEN_TYPECODE, SequenceOutput, TokenLogprobs, pack_token_ids
 from meltcore.protocol.sampling_params import SamplingParams
@@ -47,6 +49,7 @@ class Choice:
         "first_token_s",
         "generation",
         "index",
+        "is_started",
         "last_token_s",
         "logprob_offset",
         "logprobs",
@@ -81,7 +84,8 @@ class Choice:
         self.prompt_token_ids = pack_token_ids(prompt)
         self.prompt_tokens = len(prompt)
         self.params = params
-        self.replica = 0  # that computes it, from its submission on
+        self.replica = 0  # that computes it, once it is started
+        self.is_started = False  # until then it waits in the queue
         self.tokenizer = tokenizer
         self.detokenizer = Detokenizer(tokenizer, params, reasoning_parser, prompt)
         self.text: list[str] = []  # not sent yet
@@ -211,8 +215,15 @@ class Choice:
 class Generation:
     """One HTTP request. The backend calls `wake`; the request handler waits in `changed`."""
 
-    def __init__(self, request_id: str, *, arrived_s: float, streaming: bool, every_token: bool = False) -> None:
-        """Create the state of one choice.
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        arrived_s: float,
+        streaming: bool,
+        every_token: bool = False,
+    ) -> None:
+        """Create the state of one request.
 
         `every_token`: send an event also for tokens without text yet, for usage counted token by token.
         """
@@ -220,6 +231,8 @@ class Generation:
         self.arrived_s = arrived_s  # time.monotonic()
         self.streaming = streaming
         self.every_token = every_token
+        self.terms = current_terms()
+        self.waiting: Waiting | None = None  # from its admission on
         self.choices: list[Choice] = []
         self.open_choices = 0
         self.unsent_chars = 0

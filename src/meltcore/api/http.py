@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import re
 import uuid
 from collections.abc import Coroutine, Iterable
@@ -182,7 +183,7 @@ async def send_error(
     """Respond with `error`. 429 and 503 say when to retry; after a 413 the rest of the body is not read."""
     extra: Headers = list(headers or ())
     if error.status in (429, 503):
-        extra.append((b"retry-after", b"1"))
+        extra.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s or 1))))
     if error.status == 401:
         extra.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from meltcore.api.stats import ServerStats
+from meltcore.api.terms import current_terms
 
 MAX_LINES_WAITING = 16_384
 MAX_FIELD_CHARS = (
@@ -34,7 +35,12 @@ class Log:
         self._thread.start()
 
     def write(self, event: str, **fields: Any) -> None:
-        """Queue one line. A full queue drops it and counts it in `log_lines_dropped`."""
+        """Queue one line. A full queue drops it and counts it in `log_lines_dropped`.
+
+        A line of the event "request" also says whose it is and how it has waited, as its terms have it.
+        """
+        if event == "request":
+            fields |= current_terms().log_fields()
         record = {"time": _timestamp(), "event": event} | {key: shorten(value) for key, value in fields.items()}
         if self._form == "json":
             line = msgspec.json.encode(record).decode()

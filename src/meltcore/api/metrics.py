@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from meltcore.api.stats import HISTOGRAMS, REJECTIONS, ModelStats, ServerStats
+from meltcore.api.stats import CLASSES, HISTOGRAMS, QUEUE_WAIT, REFUSALS, REJECTIONS, ModelStats, ServerStats
 from meltcore.protocol.generation import EngineStats
 
 PREFIX = "meltcore:"
@@ -98,7 +99,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families, as prometheus_client asks for them."""
         self._models = self._list_models()
-        engines = {name: model.engines() for name, model in self._models.items()}
+        engines = {name: _engines(model) for name, model in self._models.items()}
         for family_type, name, help, value in _ENGINE_METRICS:
             yield self._family(family_type, name, help, {label: value(engine) for label, engine in engines.items()})
         for name, column, help in _MODEL_COUNTERS:
@@ -160,6 +161,38 @@ class Metrics(Collector):
             _add(replica_requests, label, {str(replica): model.open_requests(replica) for replica in num_live})
             _add(replica_tokens, label, {str(replica): model.open_tokens(replica) for replica in num_live})
         yield from (request_success, requests_rejected, replica_requests, replica_tokens)
+        yield from self._queues()
+
+    def _queues(self) -> Iterator[Metric]:
+        """Yield what waits in front of the engines, by class."""
+        labels = ["model_name", "task", "priority_class"]
+        requests = GaugeMetricFamily(PREFIX + "queue_requests", "Requests that wait for their turn", labels=labels)
+        units = GaugeMetricFamily(
+            PREFIX + "queue_units", "Their prompt tokens, characters or seconds of audio", labels=labels
+        )
+        refused = CounterMetricFamily(
+            PREFIX + "queue_refused",
+            "Requests that were refused, or expired in the queue",
+            labels=[*labels, "reason"],
+        )
+        name, help, _ = QUEUE_WAIT
+        waits = HistogramMetricFamily(PREFIX + name, help, labels=labels)
+        for label, model in self._models.items():
+            for each in CLASSES:
+                values = [label, model.task, each]
+                requests.add_metric(values, model.total(f"queue_requests/{each}"))
+                units.add_metric(values, model.total(f"queue_units/{each}"))
+                for reason in REFUSALS:
+                    refused.add_metric([*values, reason], model.total(f"refused_{reason}/{each}"))
+                buckets, total = model.queue_waits[each].totals()
+                waits.add_metric(values, buckets, total)
+        yield from (requests, units, refused, waits)
+
+
+def _engines(model: ModelStats) -> EngineStats:
+    """Return the sums over a model's engines. What waits in front of them waits too."""
+    engines = model.engines()
+    return msgspec.structs.replace(engines, waiting=engines.waiting + round(model.total("queue_requests")))
 
 
 def _add(family: CounterMetricFamily | GaugeMetricFamily, label: str, values: Mapping[str, float]) -> None:

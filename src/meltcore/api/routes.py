@@ -8,7 +8,6 @@ from typing import Any, Literal
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +21,7 @@ from meltcore.api.completions import CompletionsEndpoint
 from meltcore.api.dwani_chat import DwaniChatEndpoint
 from meltcore.api.exchange import Endpoint
 from meltcore.api.forward import FOREIGN_PATHS, FORWARDED_PATHS, ForwardingEndpoint
+from meltcore.api.gate import Gate
 from meltcore.api.http import (
     ClientDisconnectedError,
     check_api_key,
@@ -32,6 +32,7 @@ from meltcore.api.http import (
     send_error,
     while_connected,
 )
+from meltcore.api.keys import ApiKeys
 from meltcore.api.log import Log, shorten
 from meltcore.api.metrics import Metrics
 from meltcore.api.page import Page
@@ -66,8 +67,8 @@ _TASK_ENDPOINTS: tuple[type[Endpoint], ...] = (
 )
 
 
-def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: Log) -> ASGIApp:
-    """Build the ASGI application. /health, /live and /metrics need no key: they hold counts and times, no text."""
+def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: Log, keys: ApiKeys) -> ASGIApp:
+    """Build the ASGI application, behind the gate that checks keys."""
 
     def forwarding(own: ASGIApp | None, limit_bytes: int = config.max_body_bytes) -> ForwardingEndpoint:
         return ForwardingEndpoint(own, models, config, log, limit_bytes)
@@ -83,8 +84,12 @@ def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: L
     }
     others = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
     app = _build_starlette(_Handlers(models, config, metrics), config, {**others, **completions, **tasks})
-    # Requests of web pages need Starlette's headers; for all others its layers would be a fifth of the cost per token.
-    return app if config.allowed_origins else _Shortcut(app, completions)
+    # Starlette's layers would be a fifth of the cost per token.
+    gate = Gate(_Shortcut(app, completions), keys, log)
+    if not config.allowed_origins:
+        return gate
+    # Outside of the gate: a browser asks for permission without the key.
+    return CORSMiddleware(gate, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
 
 class _Shortcut:
@@ -121,13 +126,7 @@ def _build_starlette(
     if config.profiling:
         routes.append(Route("/start_profile", _Endpoint(handlers.start_profile, key), methods=["POST"]))
         routes.append(Route("/stop_profile", _Endpoint(handlers.stop_profile, key), methods=["POST"]))
-    middleware = []
-    if config.allowed_origins:
-        origins = list(config.allowed_origins)
-        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
-    return Starlette(
-        routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error, Exception: _server_error}
-    )
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _server_error})
 
 
 class _Endpoint:

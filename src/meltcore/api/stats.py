@@ -15,10 +15,11 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
+from meltcore.config import PriorityClass
 from meltcore.protocol.generation import EngineStats, RequestTimes
 
 _TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -33,12 +34,24 @@ HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_prefill_time_seconds", "Time from first schedule to first token of finished requests", _REQUEST_BOUNDS_S),
     ("request_decode_time_seconds", "Time from first token to last of finished requests", _REQUEST_BOUNDS_S),
 )
+QUEUE_WAIT = (
+    "queue_wait_seconds",
+    "Time in the queue before the engines, by class; 0 where none was needed",
+    _REQUEST_BOUNDS_S,
+)
+CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
+# Why a request of a class was refused: the queue was full, or its deadline passed while it waited.
+REFUSALS = ("full", "deadline")
 REJECTIONS = ("queue_full", "loading", "restarting", "draining", "failed", "dead")
 _PROCESS_COLUMNS = ("connections_closed", "cpu_s", "log_lines_dropped")
+_KEY_COLUMNS = ("requests_s", "tokens_s", "refused")  # the first two, in row 0: when its buckets are full again
 _MODEL_COLUMNS = (
     *("accepted", "finished", "aborted", "failed", "in_flight", "in_flight_peak", "waiting_prompt_tokens"),
     *("success_stop", "success_length", "prompt_tokens", "generation_tokens"),
     *(f"rejected_{reason}" for reason in REJECTIONS),
+    *("queue_requests", "queue_virtual", "queue_alive_s"),  # the last two: see FairQueue
+    *(f"queue_{name}/{each}" for each in CLASSES for name in ("requests", "units", "head_s", "finish")),
+    *(f"refused_{reason}/{each}" for each in CLASSES for reason in REFUSALS),
 )
 # Per replica: its open requests and their tokens, when it last gave a sign of life, why it gets no requests (in the
 # supervisor's row), and the engine's own statistics after the time of the step that they describe.
@@ -114,6 +127,15 @@ class _Columns:
             name.removeprefix(prefix): index for name, index in shared.column.items() if name.startswith(prefix)
         }
 
+    def column(self, name: str) -> int:
+        """Return where a value is in each process's row."""
+        return self._column[name]
+
+    @property
+    def row(self) -> memoryview[float]:
+        """The row of this process."""
+        return self._row
+
     def add(self, name: str, delta: float = 1) -> None:
         """Add to this process's value."""
         self._row[self._column[name]] += delta
@@ -139,15 +161,18 @@ class ServerStats(_Columns):
         self,
         replicas: Sequence[int] = (1,),
         *,
+        keys: int = 0,
         num_processes: int = 1,
         process_index: int = 0,
         fds: Sequence[int] | None = None,
     ) -> None:
         """Create the view of one process, with models 0, 1 and so on.
 
-        `replicas`: number per model; `process_index`: the row of this process; `fds`: another process's `fds`.
+        `replicas`: number per model; `process_index`: the row of this process; `fds`: another process's `fds`;
+        `keys`: the number of API keys.
         """
         names = [f"server/{name}" for name in _PROCESS_COLUMNS]
+        names += [f"server/key_{key}/{name}" for key in range(keys) for name in _KEY_COLUMNS]
         super().__init__(SharedStats(names, num_processes, fds[0] if fds else None), process_index, "server/")
         self._process_index = process_index
         self._models: dict[int, ModelStats] = {}
@@ -213,11 +238,20 @@ class ModelStats(_Columns):
             for name in ("last_message_s", "closed", _ENGINE_COLUMNS[0])
         )
         self._unconnected: set[int] = set()
+        self.task = "text"  # of the model, for the label of metrics
         self.histograms = {
             name: Histogram(shared, process_index, self._column[f"{name}/0"], bounds) for name, _, bounds in HISTOGRAMS
         }
+        name, _, bounds = QUEUE_WAIT
+        self.queue_waits = {
+            each: Histogram(shared, process_index, self._column[f"{name}/{each}/0"], bounds) for each in CLASSES
+        }
         self.time_to_first_token = self.histograms["time_to_first_token_seconds"]
         self.inter_token_latency = self.histograms["inter_token_latency_seconds"]
+
+    def ended(self) -> float:
+        """Return how many requests have ended, in any way."""
+        return self.total("finished") + self.total("aborted") + self.total("failed")
 
     def max_value(self, name: str) -> float:
         """Return the largest value of any process."""
@@ -314,7 +348,8 @@ class ModelStats(_Columns):
         with self.shared.locked():
             num_failed = round(row[self._column["in_flight"]])
             row[self._column["failed"]] += num_failed
-            for name in ("in_flight", "waiting_prompt_tokens"):
+            held = [f"queue_{name}/{each}" for each in CLASSES for name in ("requests", "units")]
+            for name in ("in_flight", "waiting_prompt_tokens", "queue_requests", *held):
                 row[self._column[name]] = 0
             for replica in range(self.replicas):
                 row[self._column[f"replica_requests/{replica}"]] = row[self._column[f"replica_tokens/{replica}"]] = 0
@@ -353,6 +388,9 @@ def _model_columns(replicas: int) -> Iterator[str]:
     yield from (
         f"replica_{name}/{replica}" for replica in range(replicas) for name in (*_REPLICA_COLUMNS, *_ENGINE_COLUMNS)
     )
-    for name, _, bounds in HISTOGRAMS:
-        yield from (f"{name}/{bound}" for bound in range(len(bounds) + 1))
-        yield f"{name}/sum"
+    for histogram, bounds in [
+        *((name, bounds) for name, _, bounds in HISTOGRAMS),
+        *((f"{QUEUE_WAIT[0]}/{each}", QUEUE_WAIT[2]) for each in CLASSES),
+    ]:
+        yield from (f"{histogram}/{bound}" for bound in range(len(bounds) + 1))
+        yield f"{histogram}/sum"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import msgspec
@@ -10,6 +9,7 @@ import msgspec
 from meltcore.api.exchange import Endpoint, Exchange
 from meltcore.api.http import while_connected
 from meltcore.api.protocol import MAX_SENTENCES, TranslateRequest, decode_request
+from meltcore.api.terms import current_terms
 from meltcore.errors import RequestError
 
 PATHS = ("/v1/translate", "/translate")
@@ -31,15 +31,9 @@ class TranslateEndpoint(Endpoint):
             )
         backend, request = self.choices.translator(request)
         exchange.fields |= {"model": backend.names[0], "sentences": len(request.sentences)}
-        limit_s = self._config.request_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                work = backend.translate(request, exchange.identity, arrived_s)
-                translated = await while_connected(exchange.scope, work)
-        except TimeoutError as error:
-            raise RequestError(
-                f"the answer took longer than {limit_s:g} s (--request-timeout)", status=504, code="request_timeout"
-            ) from error
+        async with current_terms().timeout(self._config.request_timeout_s):
+            work = backend.translate(request, exchange.identity, arrived_s)
+            translated = await while_connected(exchange.scope, work)
         usage = {
             "prompt_tokens": translated.prompt_tokens,
             "completion_tokens": translated.completion_tokens,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from meltcore.api.admission import Admission
+from meltcore.api.admission import AUDIO_S, Admission, Unit
+from meltcore.api.fair_queue import Waiting
 from meltcore.api.generation import Generation
 from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meltcore.api.request_queue import ENGINE_PRIORITY, EQUAL_SHARES, RequestQueue
 from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.api.terms import RequestTerms, current_terms
 from meltcore.audio.pool import AudioWorkers
 from meltcore.backends.engine_backend import EngineBackend
 from meltcore.config import ModelConfig
@@ -24,21 +28,48 @@ _MAX_UPLOADS_BYTES = 2**30
 _RUNNING_REQUESTS = 64
 
 
+@dataclass(eq=False)
+class Place:
+    """A request's place in the queue, and at a replica once its turn has come."""
+
+    waiting: Waiting
+    turn: asyncio.Future[None]
+    replica: int = 0
+
+    @property
+    def priority(self) -> int:
+        """Of the request's messages to the engine."""
+        return ENGINE_PRIORITY[self.waiting.priority_class]
+
+
 class AudioBackend(EngineBackend):
     """The engines of a model of speech. `purpose` says in errors what it does, and where."""
 
     purpose: str
+    task: str
+    unit: Unit  # of the queue's second bound
 
     def __init__(
-        self, config: ModelConfig, server: ServerStats, stats: ModelStats, *, request_timeout_s: float
+        self,
+        config: ModelConfig,
+        server: ServerStats,
+        stats: ModelStats,
+        *,
+        request_timeout_s: float,
+        class_shares: Sequence[int] = EQUAL_SHARES,
     ) -> None:
         super().__init__(config, server, stats)
         self.workers = AudioWorkers()
         self.limit_s = request_timeout_s
-        self._admission = Admission(
-            max_queue=config.max_queue, max_queue_tokens=config.max_queue_tokens, max_num_seqs=_RUNNING_REQUESTS
+        max_units = config.max_queue_audio_s if self.unit is AUDIO_S else config.max_queue_chars
+        self._queue = RequestQueue(
+            self.task,
+            stats,
+            Admission(max_queue=config.max_queue, max_units=max_units, max_num_seqs=_RUNNING_REQUESTS, unit=self.unit),
+            slots=_RUNNING_REQUESTS,
+            shares=class_shares,
         )
-        self._open_requests = 0
+        self._places: set[Place] = set()  # of the open requests
         self._upload_bytes = 0
 
     async def close_workers(self) -> None:
@@ -46,59 +77,75 @@ class AudioBackend(EngineBackend):
         await self.workers.close()
 
     @asynccontextmanager
-    async def admitted(self, upload_bytes: int) -> AsyncIterator[int]:
-        """Count a request from its admission to its end, within the time limit. Yields its replica.
+    async def admitted(self, upload_bytes: int, units: float) -> AsyncIterator[Place]:
+        """Wait for a request's turn, and count it from its admission to its end. Yields its place at an engine.
 
-        Raises RequestError: 429 when the queue is full, 503, 504 after the time limit.
+        units: of the queue's second bound. Raises RequestError: 429 when the queue is full, 503, 504 after the limit.
         """
-        arrived_s = time.monotonic()
-        replica = self._admit(upload_bytes)
+        arrived_s, terms = time.monotonic(), current_terms()
+        place = self._admit(upload_bytes, units, terms)
         outcome: Literal["finished", "aborted", "failed"] = "aborted"
         try:
-            async with asyncio.timeout(self.limit_s):
-                yield replica
+            async with terms.timeout(self.limit_s):
+                await place.turn
+                yield place
             outcome = "finished"
             self.stats.finish(
                 "stop", prompt_tokens=0, arrived_s=arrived_s, first_token_s=None, now_s=time.monotonic(), times=None
             )
-        except TimeoutError as error:
-            message = f"the answer took longer than {self.limit_s:g} s (--request-timeout)"
-            raise RequestError(message, status=504, code="request_timeout") from error
         except RequestError as error:
-            outcome = "failed" if error.status >= 500 else "aborted"
+            outcome = "failed" if error.status >= 500 and error.status != 504 else "aborted"
+            if error.status == 504 and place.waiting.is_held:
+                self.stats.add(f"refused_deadline/{place.waiting.priority_class}")
             raise
         finally:
-            self._open_requests -= 1
+            self._places.discard(place)
             self._upload_bytes -= upload_bytes
-            self.stats.unassign(replica, upload_bytes)
+            if place.waiting.is_held:
+                self._queue.leave(place.waiting)
+            else:
+                self.stats.unassign(place.replica, upload_bytes)
             self.stats.add(outcome)
-            self.stats.set("in_flight", self._open_requests)
+            self.stats.set("in_flight", len(self._places))
+            self._queue.ended(place.waiting, place.waiting.cost)
 
-    def _admit(self, upload_bytes: int) -> int:
-        """Count a request that begins; returns its replica. Raises RequestError (429, 503)."""
+    def end_waiting(self, error: RequestError, replica: int | None) -> None:
+        """End the requests that wait for their turn, which are no replica's."""
+        for place in self._places:
+            if replica is None and not place.turn.done():
+                place.turn.set_exception(error)
+
+    def _admit(self, upload_bytes: int, units: float, terms: RequestTerms) -> Place:
+        """Count a request that begins. Raises RequestError (429, 503)."""
         stats = self.stats
-        with stats.shared.locked():  # the limits are those of all API servers together
-            live = self._live_replicas()
-            in_flight = round(stats.total("in_flight"))
-            try:
-                self._admission.check(requests=1, replicas=len(live), tokens=0, in_flight=in_flight, waiting_tokens=0)
-                if self._upload_bytes and self._upload_bytes + upload_bytes > _MAX_UPLOADS_BYTES:
-                    raise RequestError(
-                        f"the queue is full: uploads of {self._upload_bytes + upload_bytes} bytes would wait, "
-                        f"the limit is {_MAX_UPLOADS_BYTES}",
-                        status=429,
-                        code="queue_full",
-                    )
-            except RequestError:
-                stats.add("rejected_queue_full")
-                raise
-            replica = min(live, key=stats.open_tokens)
-            stats.assign(replica, upload_bytes)
+        self._live_replicas()
+        if self._upload_bytes and self._upload_bytes + upload_bytes > _MAX_UPLOADS_BYTES:
+            stats.add("rejected_queue_full")
+            raise RequestError(
+                f"the queue is full: uploads of {self._upload_bytes + upload_bytes} bytes would wait, "
+                f"the limit is {_MAX_UPLOADS_BYTES}",
+                status=429,
+                code="queue_full",
+            )
+
+        def accept() -> None:
             stats.add("accepted")
-            self._open_requests += 1
+            self._places.add(place)
             self._upload_bytes += upload_bytes
-            stats.set_in_flight(self._open_requests)
-        return replica
+            stats.set_in_flight(len(self._places))
+
+        def start() -> None:
+            # Without a living one: the message of the last one's death, which is on its way, ends the request.
+            place.replica = min(stats.live_replicas() or [0], key=stats.open_tokens)
+            stats.assign(place.replica, upload_bytes)
+            if not place.turn.done():  # its task may be about to end it
+                place.turn.set_result(None)
+
+        priority_class = terms.class_of(self.config.priority_class)
+        waiting = Waiting(priority_class, start, units=units, cost=max(1.0, units))
+        place = Place(waiting, asyncio.get_running_loop().create_future())
+        self._queue.admit(waiting, accept)
+        return place
 
     # --- the other routes
 

@@ -56,7 +56,9 @@ class EngineBackend(ABC):
     def replica_ended(self, replica: int, message: str) -> None:
         """Fail every open request of a replica whose engine has died or was stopped, and close its sockets."""
         self.stats.set_connected(replica, False)
-        self.end_all(RequestError(message, status=500, code="engine_dead"), "failed", replica)
+        # With the last one also those end that wait for a turn.
+        ended = replica if self.stats.live_replicas() else None
+        self.end_all(RequestError(message, status=500, code="engine_dead"), "failed", ended)
         for profiled_replica, waiter in self._profiles:
             if profiled_replica == replica and not waiter.done():
                 waiter.set_exception(EngineDeadError(message))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meltcore.api.admission import Admission
+from meltcore.api.fair_queue import Waiting
 from meltcore.api.generation import Echo, Generation
 from meltcore.api.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.api.protocol import (
@@ -14,6 +15,7 @@ from meltcore.api.protocol import (
     TokenizeRequest,
     TranslateRequest,
 )
+from meltcore.api.request_queue import ENGINE_PRIORITY, EQUAL_SHARES, RequestQueue
 from meltcore.api.sampling import is_echo_only, sampling_params
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.api.task_backends import TranslatedTexts
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from meltcore.backends.translations import Translations, TranslationText
 
 
+# An answer's length as the queue expects it, and how much one answer changes that.
+EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT = 128.0, 0.02
+
+
 class ServedModel(NamedTuple):
     """The served model, once it is loaded."""
 
@@ -43,15 +49,23 @@ class LocalEngine(EngineBackend):
     """Tokenizes and admits requests, sends each to the replica with the least to do, and feeds their generations."""
 
     def __init__(
-        self, config: ModelConfig, server: ServerStats, stats: ModelStats, *, request_timeout_s: float
+        self,
+        config: ModelConfig,
+        server: ServerStats,
+        stats: ModelStats,
+        *,
+        request_timeout_s: float,
+        class_shares: tuple[int, ...] = EQUAL_SHARES,
     ) -> None:
         super().__init__(config, server, stats)
-        self._requests = OpenRequests(stats, self._send)
+        self._class_shares = class_shares
+        self._requests = OpenRequests(stats, self._send, self._on_end)
         self._time_limit = RequestTimeLimit(request_timeout_s, self._end_overdue)
         self._model: ServedModel | None = None
         self._translations: Translations | None = None  # instead of a model, for one that translates
         self._created = 0
-        self._admission: Admission | None = None
+        self._queue: RequestQueue | None = None
+        self._output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer, on average
 
     # --- life cycle
 
@@ -62,14 +76,23 @@ class LocalEngine(EngineBackend):
             from meltcore.backends.translations import Translations, TranslationText  # need meltcore[translate]
 
             assert isinstance(text, TranslationText)
-            self._translations = Translations(self.config, text, engine, self.stats, self._send, self._live_replicas)
+            self._translations = Translations(
+                self.config, text, engine, self.stats, self._send, self._live_replicas, class_shares=self._class_shares
+            )
             return
         assert isinstance(text, TextModel)
         self._model = ServedModel(text, engine, created)
-        self._admission = Admission(
-            max_queue=self.config.max_queue,
-            max_queue_tokens=self.config.max_queue_tokens,
-            max_num_seqs=engine.max_num_seqs,
+        self._queue = RequestQueue(
+            "generation",
+            self.stats,
+            Admission(
+                max_queue=self.config.max_queue,
+                max_units=self.config.max_queue_tokens,
+                max_num_seqs=engine.max_num_seqs,
+            ),
+            slots=engine.max_num_seqs,
+            shares=self._class_shares,
+            waiting_units=lambda: self.stats.total("waiting_prompt_tokens"),
         )
 
     def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:
@@ -229,30 +252,45 @@ class LocalEngine(EngineBackend):
         ]
 
     def _admit(self, generation: Generation, priority: int) -> None:
-        """Send the request to the engines; its time is limited until `release`. Raises RequestError (429, 503)."""
-        stats = self.stats
+        """Send the request to the engines, or let it wait for its turn; its time is limited until `release`.
+
+        Raises RequestError (429, 503).
+        """
         self._loaded()  # the status may have changed while tokenizing
-        assert self._admission is not None
-        with stats.shared.locked():  # the limits are those of all API servers together
-            num_live = len(self._live_replicas())
-            try:
-                self._admission.check(
-                    requests=len(generation.choices),
-                    replicas=num_live,
-                    tokens=generation.prompt_tokens,
-                    in_flight=round(stats.total("in_flight")),
-                    waiting_tokens=round(stats.total("waiting_prompt_tokens")),
-                )
-            except RequestError:
-                stats.add("rejected_queue_full")
-                raise
-            self._requests.add(generation, priority)
+        self._live_replicas()
+        assert self._queue is not None
+        priority_class = generation.terms.class_of(self.config.priority_class, priority)
+        allowed_tokens = sum(min(choice.params.max_tokens, self._output_tokens) for choice in generation.choices)
+        waiting = generation.waiting = Waiting(
+            priority_class,
+            lambda: self._requests.start(generation, ENGINE_PRIORITY[priority_class]),
+            requests=len(generation.choices),
+            units=generation.prompt_tokens,
+            cost=generation.prompt_tokens + allowed_tokens,
+            priority=priority,
+        )
+        self._queue.admit(waiting, lambda: self._requests.accept(generation))
         self._time_limit.watch(generation)
+        generation.terms.charge(generation.prompt_tokens)
+
+    def _on_end(self, generation: Generation) -> None:
+        """Use the room of a choice that has ended; at the last one count the request's real cost."""
+        assert self._queue is not None
+        assert generation.waiting is not None
+        if generation.open_choices:
+            self._queue.ended()
+            return
+        if generation.waiting.is_held:
+            self._queue.leave(generation.waiting)
+            return
+        output_tokens = generation.output_tokens
+        mean = output_tokens / len(generation.choices)
+        self._output_tokens += (mean - self._output_tokens) * OUTPUT_TOKENS_WEIGHT
+        generation.terms.charge(output_tokens)
+        self._queue.ended(generation.waiting, generation.prompt_tokens + output_tokens)
 
     def _end_overdue(self, generation: Generation) -> None:
-        error = RequestError(
-            f"the answer took longer than {self._time_limit.limit_s:g} s (--request-timeout)",
-            status=504,
-            code="request_timeout",
-        )
+        if generation.waiting is not None and generation.waiting.is_held:
+            self.stats.add(f"refused_deadline/{generation.waiting.priority_class}")
+        error = generation.terms.overdue(self._time_limit.limit_s)
         self._requests.end(generation, error, "aborted")

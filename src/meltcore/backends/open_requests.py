@@ -34,29 +34,46 @@ def slow_reader() -> RequestError:
 
 
 class OpenRequests:
-    """Every choice of one model that an engine works on for this API server, by its id.
+    """Every choice of one model that waits or that an engine works on for this API server, by its id.
 
     `waiting_prompt_tokens` of the statistics counts the prompts without a first token.
     """
 
-    def __init__(self, stats: ModelStats, send: Callable[[ToEngine, int], None]) -> None:
-        """Create an empty table. `send(message, replica)` sends a message to one of the engines."""
+    def __init__(
+        self,
+        stats: ModelStats,
+        send: Callable[[ToEngine, int], None],
+        on_end: Callable[[Generation], None] = lambda _generation: None,
+    ) -> None:
+        """Create an empty table.
+
+        `send(message, replica)` sends a message to one of the engines. `on_end` is called at the end of each choice.
+        """
         self._stats = stats
         self._send = send
+        self._on_end = on_end
         self._open: dict[str, Choice] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, generation: Generation, priority: int) -> None:
-        """Send every choice of `generation` to an engine; it is then accepted, and will be ended once.
+    def accept(self, generation: Generation) -> None:
+        """Count every choice of `generation` as in flight; each will be ended once."""
+        for choice in generation.choices:
+            self._open[choice.request_id] = choice
+        self._stats.add("waiting_prompt_tokens", generation.prompt_tokens)
+        self._stats.add("accepted", len(generation.choices))
+        self._stats.set_in_flight(len(self._open))
 
-        Each goes to the living replica with the fewest open tokens; there must be one.
+    def start(self, generation: Generation, priority: int) -> None:
+        """Send every choice of an accepted generation to an engine: to the living replica with the fewest open tokens.
+
+        Without a living one, to the first: the message of its death, which is on its way, ends the request.
         """
         for choice in generation.choices:
-            choice.replica = min(self._stats.live_replicas(), key=self._stats.open_tokens)
+            choice.replica = min(self._stats.live_replicas() or [0], key=self._stats.open_tokens)
+            choice.is_started = True
             self._stats.assign(choice.replica, choice.max_total_tokens)
-            self._open[choice.request_id] = choice
             self._send(
                 AddRequest(
                     request_id=choice.request_id,
@@ -68,9 +85,6 @@ class OpenRequests:
                 choice.replica,
             )
             choice.prompt_token_ids = b""  # the engine has them; for 10,000 requests a second copy takes much memory
-        self._stats.add("waiting_prompt_tokens", generation.prompt_tokens)
-        self._stats.add("accepted", len(generation.choices))
-        self._stats.set_in_flight(len(self._open))
 
     def on_step(self, step: StepOutputs, replica: int = 0) -> None:
         """Give each choice its new tokens. Outputs of requests that have ended here already are dropped."""
@@ -135,8 +149,9 @@ class OpenRequests:
         if not open_choices and not generation.sending and outcome != "failed":
             return
         generation.error = error
-        for replica in sorted({choice.replica for choice in open_choices}):
-            ids = [choice.request_id for choice in open_choices if choice.replica == replica]
+        started = [choice for choice in open_choices if choice.is_started]
+        for replica in sorted({choice.replica for choice in started}):
+            ids = [choice.request_id for choice in started if choice.replica == replica]
             self._send(AbortRequests(ids), replica)
         for choice in open_choices:
             self._end(choice, outcome)
@@ -145,9 +160,9 @@ class OpenRequests:
             generation.disconnect()
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
-        """End every request, or every request of `replica`."""
+        """End every request, or every request of `replica`, which those that wait are not."""
         for choice in list(self._open.values()):
-            if replica is None or choice.replica == replica:
+            if replica is None or (choice.is_started and choice.replica == replica):
                 self.end(choice.generation, error, outcome)
 
     def _end(self, choice: Choice, outcome: Outcome) -> None:
@@ -158,35 +173,51 @@ class OpenRequests:
         choice.generation.open_choices -= 1
         if choice.first_token_s is None:
             self._stats.add("waiting_prompt_tokens", -choice.prompt_tokens)
-        self._stats.unassign(choice.replica, choice.max_total_tokens)
+        if choice.is_started:
+            self._stats.unassign(choice.replica, choice.max_total_tokens)
         self._stats.add(outcome)
         self._stats.set("in_flight", len(self._open))
+        self._on_end(choice.generation)
 
 
 class RequestTimeLimit:
-    """Calls `on_overdue` once for each watched request that is older than `limit_s`. One timer serves all requests.
+    """Calls `on_overdue` once for each watched request that is older than its limit. One timer serves all requests.
 
     A timer per request would be three more objects each in the event loop, which keeps hundreds of them for reuse:
-    scattered over the memory of a burst, they retain far more than their own size.
+    scattered over the memory of a burst, they retain far more than their own size. Only a request that has asked for a
+    shorter limit than `limit_s` has its own.
     """
 
     def __init__(self, limit_s: float, on_overdue: Callable[[Generation], None]) -> None:
         self.limit_s = limit_s
         self._on_overdue = on_overdue
         self._watched: set[Generation] = set()
+        self._timers: dict[Generation, asyncio.TimerHandle] = {}
         self._scheduled = False
 
     def watch(self, generation: Generation) -> None:
         """Limit the time of a request, from its arrival on."""
+        limit_s = generation.terms.limit_s(self.limit_s)
+        if limit_s < self.limit_s:
+            left_s = generation.arrived_s + limit_s - time.monotonic()
+            timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._end_early, generation)
+            self._timers[generation] = timer
+            return
         self._watched.add(generation)
         if not self._scheduled:
             self._schedule()
 
     def forget(self, generation: Generation) -> None:
         """Stop watching a request that has ended. No effect on one that is not watched."""
+        if timer := self._timers.pop(generation, None):
+            timer.cancel()
         self._watched.discard(generation)
         if not self._watched:
             self._watched.clear()  # an emptied set keeps the memory of its largest size
+
+    def _end_early(self, generation: Generation) -> None:
+        del self._timers[generation]
+        self._on_overdue(generation)
 
     def _schedule(self) -> None:
         self._scheduled = True

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from meltcore.api.admission import CHARS
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.api.task_backends import SpokenPart, SynthesisRequest
+from meltcore.api.terms import current_terms
 from meltcore.audio.encode import missing_package
 from meltcore.audio.encoders import AudioEncoders
 from meltcore.audio.messages import DecodedClip
@@ -49,11 +51,11 @@ class SynthesisEngine(AudioBackend):
     """Sends texts to a replica, and encodes their chunks in worker processes as they are spoken."""
 
     purpose = "synthesizes speech: POST /v1/audio/speech"
+    task = "synthesis"
+    unit = CHARS
 
-    def __init__(
-        self, config: ModelConfig, server: ServerStats, stats: ModelStats, *, request_timeout_s: float
-    ) -> None:
-        super().__init__(config, server, stats, request_timeout_s=request_timeout_s)
+    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
+        super().__init__(config, server, stats, **settings)
         self._ready: SynthesisReady | None = None
         self._created = 0
         self._encoders = AudioEncoders()
@@ -84,6 +86,7 @@ class SynthesisEngine(AudioBackend):
 
     def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted where the request ends
         """End every open request, or every one of `replica`, with an error."""
+        self.end_waiting(error, replica)
         for speech in self._speeches.values():
             if replica is None or speech.replica == replica:
                 speech.results.put_nowait(error)
@@ -118,13 +121,14 @@ class SynthesisEngine(AudioBackend):
         ready = self._when_ready(self._ready)
         voice = _checked(request, ready)
         upload_bytes = len(request.reference or b"") + len(request.text.encode())
-        async with self.admitted(upload_bytes) as replica:
+        async with self.admitted(upload_bytes, len(request.text)) as place:
             reference = await self._samples(request.reference, ready) if request.reference is not None else b""
             now_s = time.monotonic()
             message = Synthesize(
                 request_id=f"{request_id}-{next(self._numbers)}",
+                priority=place.priority,
                 arrived_s=now_s,
-                deadline_s=now_s + self.limit_s,
+                deadline_s=now_s + current_terms().limit_s(self.limit_s),
                 text=request.text,
                 voice=voice,
                 reference=reference,
@@ -133,7 +137,7 @@ class SynthesisEngine(AudioBackend):
                 seed=request.seed,
                 num_steps=request.num_steps or 0,
             )
-            return await self._speak(message, request, ready.sample_rate, replica, on_part)
+            return await self._speak(message, request, ready.sample_rate, place.replica, on_part)
 
     async def _speak(
         self,

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, NamedTuple
 
+from meltcore.api.admission import AUDIO_S
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.api.task_backends import SpeechRequest
 from meltcore.audio.messages import Decoded
-from meltcore.backends.audio_backend import AudioBackend
+from meltcore.backends.audio_backend import AudioBackend, Place
 from meltcore.config import ModelConfig
 from meltcore.errors import RequestError
 from meltcore.protocol.engines import FromEngine, shared_stats
@@ -23,6 +24,18 @@ from meltcore.text.transcripts import SpokenWord, Transcription, model_language,
 MAX_AUDIO_S = 4 * 3600.0
 # Clips of one file in the engine. More wait in the audio worker, so a file of hours takes little memory.
 _MAX_OPEN_CLIPS = 16
+_COMPRESSED_BYTES_PER_S = 4000
+
+
+def estimated_audio_s(data: bytes) -> float:
+    """Return how many seconds a file seems to have: of WAV by its header, of others as if compressed to 32 kbit/s.
+
+    Whether a file may wait is decided before a worker has decoded it. No field of the header is trusted further.
+    """
+    bytes_per_s = _COMPRESSED_BYTES_PER_S
+    if data[:4] == b"RIFF" and data[8:16] == b"WAVEfmt " and len(data) >= 32:
+        bytes_per_s = max(bytes_per_s, int.from_bytes(data[28:32], "little"))
+    return len(data) / bytes_per_s
 
 
 class _OpenClip(NamedTuple):
@@ -36,11 +49,11 @@ class TranscriptionEngine(AudioBackend):
     """Decodes uploads in worker processes, sends their clips to a replica, and joins the transcripts."""
 
     purpose = "transcribes speech: POST /v1/audio/transcriptions"
+    task = "recognition"
+    unit = AUDIO_S
 
-    def __init__(
-        self, config: ModelConfig, server: ServerStats, stats: ModelStats, *, request_timeout_s: float
-    ) -> None:
-        super().__init__(config, server, stats, request_timeout_s=request_timeout_s)
+    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
+        super().__init__(config, server, stats, **settings)
         self._ready: TranscriptionReady | None = None
         self._created = 0
         self._clips: dict[str, _OpenClip] = {}
@@ -61,6 +74,7 @@ class TranscriptionEngine(AudioBackend):
 
     def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted where the request ends
         """End every open request, or every one of `replica`, with an error."""
+        self.end_waiting(error, replica)
         for clip in self._clips.values():
             if (replica is None or clip.replica == replica) and not clip.done.done():
                 clip.done.set_exception(error)
@@ -90,9 +104,9 @@ class TranscriptionEngine(AudioBackend):
         """
         ready = self._when_ready(self._ready)
         language = model_language(request.language, ready.languages)
-        async with self.admitted(len(request.data)) as replica:
+        async with self.admitted(len(request.data), estimated_audio_s(request.data)) as place:
             prefix = f"{request_id}-{next(self._numbers)}"  # files of a batch share their request's id
-            return await self._transcribe(request, prefix, language, ready, replica, on_words)
+            return await self._transcribe(request, prefix, language, ready, place, on_words)
 
     async def _transcribe(
         self,
@@ -100,7 +114,7 @@ class TranscriptionEngine(AudioBackend):
         prefix: str,
         language: str,
         ready: TranscriptionReady,
-        replica: int,
+        place: Place,
         on_words: Callable[[list[SpokenWord]], None],
     ) -> Transcription:
         """Send the file's clips as they are decoded, a bounded number ahead of their transcripts."""
@@ -122,20 +136,21 @@ class TranscriptionEngine(AudioBackend):
                         continue
                     starts.append(part.start / ready.sample_rate)
                     clips.append(
-                        self._send_clip(f"{prefix}-{len(clips)}", part.samples, language, request, ready, replica)
+                        self._send_clip(f"{prefix}-{len(clips)}", part.samples, language, request, ready, place)
                     )
                     if len(clips) - num_read >= _MAX_OPEN_CLIPS:
                         words += await self._read(clips[num_read], starts[num_read], on_words)
                         num_read += 1
             for index in range(num_read, len(clips)):
                 words += await self._read(clips[index], starts[index], on_words)
+            place.waiting.cost = max(1.0, duration_s)
             return Transcription(words, duration_s, language)
         finally:
             unfinished = [clip_id for clip_id, future in clips if clip_id in self._clips and not future.done()]
             for clip_id, _ in clips:
                 self._clips.pop(clip_id, None)
-            if unfinished and not self.stats.is_dead(replica):
-                self._send(AbortRequests(unfinished), replica)
+            if unfinished and not self.stats.is_dead(place.replica):
+                self._send(AbortRequests(unfinished), place.replica)
 
     def _send_clip(
         self,
@@ -144,10 +159,10 @@ class TranscriptionEngine(AudioBackend):
         language: str,
         request: SpeechRequest,
         ready: TranscriptionReady,
-        replica: int,
+        place: Place,
     ) -> tuple[str, asyncio.Future[Transcript]]:
         done: asyncio.Future[Transcript] = asyncio.get_running_loop().create_future()
-        self._clips[clip_id] = _OpenClip(replica, done)
+        self._clips[clip_id] = _OpenClip(place.replica, done)
         # Silence fills up the last clip of a file, which may be too short for the model.
         padding = bytes(max(0, 2 * ready.min_samples - len(samples)))
         decoder: Literal["ctc", "rnnt"] = "ctc" if request.decoder == "ctc" else "rnnt"
@@ -156,9 +171,10 @@ class TranscriptionEngine(AudioBackend):
             samples=samples + padding,
             language=language,
             decoder=decoder,
+            priority=place.priority,
             arrived_s=time.monotonic(),
         )
-        self._send(message, replica)
+        self._send(message, place.replica)
         return clip_id, done
 
     async def _read(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from meltcore.api.admission import Admission
+from meltcore.api.admission import CHARS, Admission
+from meltcore.api.fair_queue import Waiting
 from meltcore.api.protocol import TranslateRequest
+from meltcore.api.request_queue import ENGINE_PRIORITY, EQUAL_SHARES, RequestQueue
 from meltcore.api.stats import ModelStats
 from meltcore.api.task_backends import TranslatedTexts
+from meltcore.api.terms import current_terms
 from meltcore.config import ModelConfig
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import Checkpoint
@@ -65,17 +68,18 @@ class _Job:
     arrived_s: float
     outputs: list[list[int] | None]
     open_ids: set[str] = field(default_factory=set)
+    waiting: Waiting | None = None  # from its admission on
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _OpenSentence:
-    """A sentence that an engine works on."""
+    """A sentence that waits or that an engine works on."""
 
     job: _Job
     index: int
-    replica: int
     source_tokens: int
     cost: int
+    replica: int | None = None  # once it is started
 
 
 class Translations:
@@ -89,6 +93,7 @@ class Translations:
         stats: ModelStats,
         send: Callable[[ToEngine, int], None],
         live_replicas: Callable[[], list[int]],
+        class_shares: Sequence[int] = EQUAL_SHARES,
     ) -> None:
         """Serve a loaded model.
 
@@ -100,8 +105,15 @@ class Translations:
         self._stats = stats
         self._send = send
         self._live_replicas = live_replicas
-        self._admission = Admission(
-            max_queue=config.max_queue, max_queue_tokens=config.max_queue_tokens, max_num_seqs=engine.slots
+        self._priority_class = config.priority_class
+        self._queue = RequestQueue(
+            "translation",
+            stats,
+            Admission(
+                max_queue=config.max_queue, max_units=config.max_queue_chars, max_num_seqs=engine.slots, unit=CHARS
+            ),
+            slots=engine.slots,
+            shares=class_shares,
         )
         self._open: dict[str, _OpenSentence] = {}
         self._counter = itertools.count()
@@ -127,14 +139,17 @@ class Translations:
         sentences = [sentence for document in documents for sentence in document.sentences]
         if not sentences:
             return TranslatedTexts([finish(document, [], tokenizer, target) for document in documents])
-        job = self._admit(sentences, request_id, arrived_s)
+        num_chars = sum(map(len, request.sentences))
+        job = self._admit(sentences, request_id, arrived_s, num_chars)
         try:
             await job.done
         finally:
             self._end(job, RequestError("the request has ended", status=499), "aborted")
         texts = await asyncio.to_thread(lambda: list(self._texts(documents, job, target)))
         num_source_tokens = sum(len(sentence.token_ids) for sentence in sentences)
-        return TranslatedTexts(texts, num_source_tokens, sum(map(len, filter(None, job.outputs))))
+        num_output_tokens = sum(map(len, filter(None, job.outputs)))
+        current_terms().charge(num_source_tokens + num_output_tokens)
+        return TranslatedTexts(texts, num_source_tokens, num_output_tokens)
 
     def on_step(self, step: TranslationOutputs, replica: int) -> None:
         """Give each request its new translations."""
@@ -162,38 +177,43 @@ class Translations:
             )
         return source, target
 
-    def _admit(self, sentences: list[Sentence], request_id: str, arrived_s: float) -> _Job:
-        """Send the sentences to the engines. Raises RequestError (429)."""
-        stats, num_tokens = self._stats, sum(len(sentence.token_ids) for sentence in sentences)
+    def _admit(self, sentences: list[Sentence], request_id: str, arrived_s: float, num_chars: int) -> _Job:
+        """Send the sentences to the engines, or let them wait for their turn. Raises RequestError (429)."""
         job = _Job(asyncio.get_running_loop().create_future(), arrived_s, [None] * len(sentences))
-        with stats.shared.locked():  # the limits are those of all API servers together
-            num_live = len(self._live_replicas())
-            try:
-                self._admission.check(
-                    requests=len(sentences),
-                    replicas=num_live,
-                    tokens=num_tokens,
-                    in_flight=round(stats.total("in_flight")),
-                    waiting_tokens=round(stats.total("waiting_prompt_tokens")),
-                )
-            except RequestError:
-                stats.add("rejected_queue_full")
-                raise
+        self._live_replicas()
+        priority_class = current_terms().class_of(self._priority_class)
+        messages: dict[str, list[int]] = {}
+
+        def accept() -> None:
             for index, sentence in enumerate(sentences):
-                self._start(job, index, sentence, f"{request_id}-{next(self._counter)}")
-            stats.add("waiting_prompt_tokens", num_tokens)
-            stats.add("accepted", len(sentences))
-            stats.set_in_flight(len(self._open))
+                sentence_id = f"{request_id}-{next(self._counter)}"
+                num_tokens = len(sentence.token_ids)
+                self._open[sentence_id] = _OpenSentence(job, index, num_tokens, num_tokens + self.engine.max_new_tokens)
+                job.open_ids.add(sentence_id)
+                messages[sentence_id] = sentence.token_ids
+            self._stats.add("waiting_prompt_tokens", sum(map(len, messages.values())))
+            self._stats.add("accepted", len(sentences))
+            self._stats.set_in_flight(len(self._open))
+
+        job.waiting = Waiting(
+            priority_class,
+            lambda: self._start(job, messages, ENGINE_PRIORITY[priority_class]),
+            requests=len(sentences),
+            units=num_chars,
+            cost=num_chars,
+        )
+        self._queue.admit(job.waiting, accept)
         return job
 
-    def _start(self, job: _Job, index: int, sentence: Sentence, sentence_id: str) -> None:
-        replica = min(self._stats.live_replicas(), key=self._stats.open_tokens)
-        cost = len(sentence.token_ids) + self.engine.max_new_tokens
-        self._stats.assign(replica, cost)
-        self._open[sentence_id] = _OpenSentence(job, index, replica, len(sentence.token_ids), cost)
-        job.open_ids.add(sentence_id)
-        message = Translate(request_id=sentence_id, token_ids=sentence.token_ids, arrived_s=job.arrived_s)
-        self._send(message, replica)
+    def _start(self, job: _Job, messages: dict[str, list[int]], priority: int) -> None:
+        """Send each sentence to the replica with the least to do. Without a living one: see OpenRequests.start."""
+        for sentence_id, token_ids in messages.items():
+            sentence = self._open[sentence_id]
+            sentence.replica = min(self._stats.live_replicas() or [0], key=self._stats.open_tokens)
+            self._stats.assign(sentence.replica, sentence.cost)
+            message = Translate(request_id=sentence_id, token_ids=token_ids, priority=priority, arrived_s=job.arrived_s)
+            self._send(message, sentence.replica)
+        messages.clear()
 
     def _on_output(self, sentence: _OpenSentence, output: Translated) -> None:
         job = sentence.job
@@ -218,8 +238,12 @@ class Translations:
     def _end(self, job: _Job, error: RequestError, outcome: str) -> None:
         """End what is open of a request, with `error`. No effect on one that has ended."""
         ids_by_replica: dict[int, list[str]] = {}
+        if job.waiting is not None:
+            self._queue.leave(job.waiting)
         for sentence_id in list(job.open_ids):
-            ids_by_replica.setdefault(self._open[sentence_id].replica, []).append(sentence_id)
+            replica = self._open[sentence_id].replica
+            if replica is not None:
+                ids_by_replica.setdefault(replica, []).append(sentence_id)
             self._close(sentence_id, outcome)
         for replica, ids in ids_by_replica.items():
             self._send(AbortRequests(ids), replica)
@@ -230,9 +254,11 @@ class Translations:
         sentence = self._open.pop(sentence_id)
         sentence.job.open_ids.discard(sentence_id)
         self._stats.add("waiting_prompt_tokens", -sentence.source_tokens)
-        self._stats.unassign(sentence.replica, sentence.cost)
+        if sentence.replica is not None:
+            self._stats.unassign(sentence.replica, sentence.cost)
         self._stats.add(outcome)
         self._stats.set("in_flight", len(self._open))
+        self._queue.ended()
 
     def _texts(self, documents: list[Document], job: _Job, target: Language) -> Iterator[str]:
         outputs = iter(job.outputs)

@@ -21,6 +21,7 @@ import uvloop
 
 from meltcore.api.backend import ModelTable
 from meltcore.api.http_server import HttpServer, tune_gc
+from meltcore.api.keys import ApiKeys
 from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
@@ -88,7 +89,13 @@ class APIServer:
     def __init__(self, channel_socket: socket.socket, setup: Setup, stats_fd: int) -> None:
         config = self._config = setup.config
         self._setup = setup
-        stats = ServerStats((), num_processes=setup.num_processes, process_index=setup.api_server, fds=[stats_fd])
+        stats = ServerStats(
+            (),
+            keys=len(config.api_keys),
+            num_processes=setup.num_processes,
+            process_index=setup.api_server,
+            fds=[stats_fd],
+        )
         os.close(stats_fd)
         self._stats = stats
         self._channel: Channel[ToAPIServer] = Channel(channel_socket, ToAPIServer)
@@ -97,7 +104,8 @@ class APIServer:
         self._table = ModelTable()
         self._closing: set[asyncio.Task[None]] = set()
         metrics = Metrics(stats, lambda: {backend.names[0]: backend.stats for backend in self._table.backends})
-        self._http = HttpServer(build_app(self._table, config, metrics, self._log), stats)
+        keys = ApiKeys(config.api_keys, stats)
+        self._http = HttpServer(build_app(self._table, config, metrics, self._log, keys), stats)
 
     async def run(self) -> None:
         """Serve until the supervisor sends `Exit`."""
@@ -172,8 +180,14 @@ class APIServer:
 
     def _add_model(self, message: AddModel, stats: ModelStats) -> None:
         backend_class = _BACKENDS[message.task or "text"]
-        timeout_s = self._config.request_timeout_s
-        backend = backend_class(message.config, self._stats, stats, request_timeout_s=timeout_s)
+        stats.task = message.task or "text"
+        backend = backend_class(
+            message.config,
+            self._stats,
+            stats,
+            request_timeout_s=self._config.request_timeout_s,
+            class_shares=self._config.class_shares,
+        )
         model = self._models[message.model] = _Model(backend)
         for replica, engine in enumerate(message.engines):
             if engine is None:

@@ -23,6 +23,7 @@ import uvloop
 
 from meltcore.api.backend import ModelStatus
 from meltcore.api.http_server import tune_gc
+from meltcore.api.keys import resolve_keys
 from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.stats import ServerStats
@@ -80,6 +81,7 @@ def serve(
     _check_names(config)
     for foreign in config.foreign:
         check_foreign(foreign)
+    config = resolve_keys(config)
     placements = [place_replicas(model) for model in config.models]
     use_one_arena()
     listener = bind(config.host, config.port)
@@ -131,7 +133,7 @@ class Supervisor:
         self._folder = folder
         self._fleet = fleet
         self._command = "meltcore serve" if fleet is None else "meltcore up"
-        self._stats = stats = ServerStats((), num_processes=num_processes)
+        self._stats = stats = ServerStats((), keys=len(config.api_keys), num_processes=num_processes)
         self._log = Log(config.log_format, stats)
         self._pool = WorkerPool(
             config,

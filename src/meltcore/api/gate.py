@@ -1,0 +1,81 @@
+"""The first layer of the application: reads the terms of each request, and refuses those without a valid key."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from meltcore.api.http import header, request_id, send_error
+from meltcore.api.keys import ApiKeys
+from meltcore.api.log import Log, shorten
+from meltcore.api.stats import CLASSES
+from meltcore.api.terms import RequestTerms, set_terms
+from meltcore.config import PriorityClass
+from meltcore.errors import RequestError
+
+TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
+# They hold counts, times and descriptions, and nothing of any user.
+OPEN_PATHS = frozenset(("/", "/health", "/v1/health", "/live", "/metrics"))
+
+
+def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:
+    """Read the terms from a request's headers. Raises RequestError: 401 without a valid key, 400, 429."""
+    key = keys.find(scope)
+    timeout, priority_class = header(scope, TIMEOUT_HEADER), header(scope, CLASS_HEADER)
+    timeout_s = None if timeout is None else _timeout_s(timeout)
+    class_name = None if priority_class is None else _class(priority_class)
+    if key is not None and scope["method"] == "POST":
+        key.admit()
+    return RequestTerms(key, class_name, timeout_s)
+
+
+def _timeout_s(value: bytes) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        text = shorten(value.decode("latin-1"))
+        raise RequestError(f"X-Request-Timeout must be a number of seconds above 0; got {text!r}")
+    return seconds
+
+
+def _class(value: bytes) -> PriorityClass:
+    text = value.decode("latin-1").strip().lower()
+    for name in CLASSES:
+        if name == text:
+            return name
+    raise RequestError(f"X-Priority-Class must be one of {', '.join(CLASSES)}; got {shorten(text)!r}")
+
+
+class Gate:
+    """Passes requests on to `app`. Those without a valid key, or beyond its rate, come no further."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, log: Log) -> None:
+        self._app = app
+        self._keys = keys
+        self._log = log
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Answer one request."""
+        if scope["path"] not in OPEN_PATHS:
+            try:
+                set_terms(read_terms(scope, self._keys))
+            except RequestError as error:
+                return self._refuse(scope, send, error)
+        return self._app(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, send: Send, error: RequestError) -> None:
+        began_s, identity = time.monotonic(), request_id(scope)
+        await send_error(send, error, headers=[(b"x-request-id", identity.encode())])
+        self._log.write(
+            "request",
+            request_id=identity,
+            path=scope["path"],
+            status=error.status,
+            error=error.code,
+            total_s=round(time.monotonic() - began_s, 6),
+        )
