@@ -22,7 +22,7 @@ ALLOWED = {
     "synthesizer": ("audio", "engine"),
     "transcriber": ("engine", "audio", "text"),
     "translator": ("engine", "tasks", "models", "text"),
-    "fleet": ("backends", "api"),
+    "fleet": ("backends", "api", "engine.host.memory_needs"),
     "backends": ("api", "audio", "text", "models.checkpoint", "models.config_fields"),
     "api": ("text",),
     "audio": (),

@@ -47,6 +47,8 @@ COMMANDS: dict[str, Command] = {
     "logs": Command(_SERVE, "Print or follow the logs of a fleet's engines.", needs_engine=True),
     "restart": Command(_SERVE, "Replace the engines of a fleet one after another.", needs_engine=True),
     "reload": Command(_SERVE, "Let a fleet follow its changed fleet.yaml.", needs_engine=True),
+    "fleet": Command(_SERVE, "Write a fleet.yaml: models that share GPUs behind one address."),
+    "plan": Command(_SERVE, "Say which models of a fleet fit on which GPU.", needs_engine=True),
     "demo": Command(_SERVE, "Serve, check, load and report in one command.", needs_engine=True),
     "quantize": Command(_SERVE, "Write a model's weights in 8 or 4 bits.", needs_engine=True),
     "load": Command(_MEASURE, "Load any OpenAI-compatible server and measure it."),

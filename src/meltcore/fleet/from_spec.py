@@ -20,6 +20,9 @@ _FOREIGN_PATHS: dict[FleetTask, tuple[str, ...]] = {
     "synthesis": ("/v1/audio/speech",),
 }
 
+# Of other tasks they are for the plan alone: the memory of an engine decides how many sentences or clips run.
+_PLANNED_FIELDS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+
 
 def server_config(spec: FleetSpec) -> ServerConfig:
     """Return the settings of a server with all models of the fleet: our own, then those of foreign servers."""
@@ -103,10 +106,11 @@ def foreign_config(spec: FleetSpec, name: str) -> ForeignConfig:
 
 def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
     """Return the settings of a model's engines. The first GPU stands for all: replicas are placed later."""
+    is_generation = model.task == "generation"
     device = model.device if isinstance(model.device, str) else f"cuda:{model.device[0]}"
     return EngineConfig(
         model=checkpoint,
         device=device,
         memory_bytes=None if model.memory is None else int(model.memory),
-        **{field: getattr(model, field) for field in _ENGINE_FIELDS},
+        **{field: getattr(model, field) for field in _ENGINE_FIELDS if is_generation or field not in _PLANNED_FIELDS},
     )

@@ -1,0 +1,37 @@
+"""`meltcore fleet init FILE`: a fleet.yaml to begin with."""
+
+import argparse
+
+HELP = "write a fleet.yaml to begin with: models that share GPUs behind one address"
+EXAMPLES = """\
+  meltcore fleet init fleet.yaml           language, translation and speech models for one large GPU
+  meltcore fleet init --tiny tiny.yaml     the bundled models, for any machine
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the action, the file and the choice of fleet."""
+    parser.add_argument("action", choices=("init",), help="init: write a new file")
+    parser.add_argument("path", metavar="FILE", help="the file to write; one that exists is left as it is")
+    parser.add_argument("--tiny", action="store_true", help="Of the bundled models, which need no GPU and no download.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file. Raises ConfigError where it exists or cannot be written."""
+    from importlib import resources
+    from pathlib import Path
+
+    from meltcore.errors import ConfigError
+
+    example = resources.files("meltcore.fleet") / "examples" / ("tiny.yaml" if args.tiny else "fleet.yaml")
+    text = example.read_text(encoding="utf-8")
+    try:
+        with Path(args.path).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"{args.path} exists and is left as it is; name another file") from error
+    except OSError as error:
+        raise ConfigError(f"{args.path} cannot be written: {error.strerror}") from error
+    substitutes = "; kan_Knda stands for its made-up language guj_Gujr" if args.tiny else ""
+    print(f"written: {args.path}{substitutes}. Next: meltcore plan {args.path}")
+    return 0

@@ -1,0 +1,57 @@
+"""`meltcore plan FLEET.yaml`: what fits on which GPU, without torch, a GPU or weights."""
+
+import argparse
+import os
+
+HELP = "say which models of a fleet fit on which GPU, what sleeps, and the nearest plan that fits"
+EXAMPLES = """\
+  meltcore plan fleet.yaml                        the GPUs of this machine
+  meltcore plan fleet.yaml --vram 141             one GPU of 141 GiB
+  meltcore plan fleet.yaml --vram 80,80           two GPUs of 80 GiB, as one fleet
+  meltcore plan fleet.yaml --vram 141 --html plan.html
+
+exit status: 0 the fleet fits as it is, 1 it does not (a nearest plan is printed), 2 an error
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the file, the sizes of GPUs and the page."""
+    from meltcore.options import number
+
+    def sizes(text: str) -> list[float]:
+        return [number(float, exclusive_minimum=0, maximum=4096)(size) for size in text.split(",")]
+
+    parser.add_argument("fleet", metavar="FLEET", help="a fleet.yaml")
+    parser.add_argument(
+        "--vram", type=sizes, metavar="GIB,...", help="Memory of each GPU in GiB (default: the GPUs of this machine)."
+    )
+    parser.add_argument("--html", metavar="FILE", help="Write the plan as a page with a picture of each GPU.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; returns 0 where the file fits as it is, else 1."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing: headers that are here, or published shapes
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from meltcore.errors import ConfigError
+    from meltcore.fleet.plan import describe_plan, plan_fleet
+    from meltcore.protocol.fleet_file import load_fleet
+    from meltcore.report.console import print_page
+    from meltcore.report.fleet_plan import plan_page
+    from meltcore.report.html import write_page
+    from meltcore.results.fingerprint import take_fingerprint
+
+    spec = load_fleet(args.fleet)
+    gpu_bytes = [round(size * 2**30) for size in args.vram or ()] or [
+        gpu.memory_bytes for gpu in take_fingerprint().gpus
+    ]
+    if not gpu_bytes and any(model.device != "cpu" for model in spec.models.values()):
+        raise ConfigError("this machine has no NVIDIA GPU; name the memory of one in GiB, as --vram 141")
+    plan, nearest = plan_fleet(spec, gpu_bytes)
+    page = plan_page(describe_plan(spec, plan or nearest, source=args.fleet, fits=plan is not None))
+    print_page(page, Console())
+    if args.html is not None:
+        print(f"written: {write_page(Path(args.html), page)}")
+    return 0 if plan is not None else 1

@@ -1,0 +1,269 @@
+"""Plans which models of a fleet go to which GPU, what sleeps, what goes to the CPU, and the nearest plan that fits.
+
+Nothing is started and no weights are read: `engine_needs` says what each engine needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from meltcore.engine.host.memory_needs import EngineNeeds, engine_needs
+from meltcore.errors import ConfigError
+from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
+from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedModel, PlannedPart
+
+GIB = 2**30
+# Of each process on a GPU beside its budget: CUDA context, modules and workspaces of libraries. Not measured.
+CONTEXT_BYTES = 640 * 2**20
+# Of a GPU that the driver keeps. Not measured.
+DRIVER_BYTES = 512 * 2**20
+_LEAST_CONTEXT = 2048  # tokens below which a plan does not shorten a context
+_PRIORITIES = ("batch", "standard", "interactive")
+# Share of memory and compute slices of MIG profiles, in eighths and sevenths, and the usual layouts of a GPU.
+MIG_PROFILES = {"1g": (1, 1), "2g": (2, 2), "3g": (4, 3), "4g": (4, 4), "7g": (8, 7)}
+MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g"), ("1g",) * 7)
+
+
+class Engine(NamedTuple):
+    """One replica of a model to place. size_bytes: on each of its GPUs, its CUDA context included."""
+
+    model: str
+    replica: int
+    size_bytes: int
+    gpus: int
+    only: tuple[int, ...]  # GPU numbers that the file allows; empty: any
+    sleeps: bool
+
+    @property
+    def awake_bytes(self) -> int:
+        """Bytes that it gives up while it sleeps."""
+        return self.size_bytes - CONTEXT_BYTES if self.sleeps else 0
+
+
+class Gpu(NamedTuple):
+    """A GPU and the engines on it. One sleeping model at a time is awake: the largest counts."""
+
+    number: int
+    total_bytes: int
+    engines: tuple[Engine, ...] = ()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all engines, of those that sleep the contexts and the largest."""
+        resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
+        return DRIVER_BYTES + resident + max((engine.awake_bytes for engine in self.engines), default=0)
+
+
+class Plan(NamedTuple):
+    """The result: GPUs with their engines, models on the CPU, needs by model, and what was changed to fit.
+
+    changes: empty for the file as it is; sleeping: models that take turns.
+    """
+
+    gpus: tuple[Gpu, ...]
+    on_cpu: tuple[str, ...]
+    needs: dict[str, EngineNeeds]
+    sleeping: tuple[str, ...]
+    changes: tuple[str, ...] = ()
+
+
+def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | None:
+    """Place engines first-fit, the largest first, replicas of a model on different GPUs where possible.
+
+    Returns the GPUs with their engines, None where one does not fit.
+    """
+    placed = list(gpus)
+    for engine in sorted(engines, key=lambda each: (-each.size_bytes * each.gpus, each.model, each.replica)):
+        fitting = [
+            index
+            for index, gpu in enumerate(placed)
+            if (not engine.only or gpu.number in engine.only)
+            and gpu._replace(engines=(*gpu.engines, engine)).used_bytes <= gpu.total_bytes
+        ]
+        fitting.sort(key=lambda index: any(other.model == engine.model for other in placed[index].engines))
+        if len(fitting) < engine.gpus:
+            return None
+        for index in fitting[: engine.gpus]:
+            placed[index] = placed[index]._replace(engines=(*placed[index].engines, engine))
+    return tuple(placed)
+
+
+def plan_fleet(spec: FleetSpec, gpu_bytes: Sequence[int]) -> tuple[Plan | None, Plan | None]:
+    """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
+
+    gpu_bytes: bytes of each GPU. Models at a URL take no memory here. Raises ConfigError for a model whose memory
+    cannot be known.
+    """
+    numbers = [gpu.id for gpu in spec.gpus][: len(gpu_bytes)] or list(range(len(gpu_bytes)))
+    limits = {gpu.id: gpu.memory for gpu in spec.gpus}
+    gpus = [
+        Gpu(number, min(total, limits.get(number) or total)) for number, total in zip(numbers, gpu_bytes, strict=False)
+    ]
+    plan = _try(spec, gpus)
+    if plan is not None:
+        return plan, None
+    for changed, changes in _smaller(spec):
+        plan = _try(changed, gpus)
+        if plan is not None:
+            return None, plan._replace(changes=changes)
+    return None, None
+
+
+def _try(spec: FleetSpec, gpus: Sequence[Gpu]) -> Plan | None:
+    """Return the plan with all models awake, else with sleepable ones asleep, None where neither fits."""
+    needs, on_cpu = {}, []
+    for name, model in spec.models.items():
+        if model.kind == "engine":
+            needs[name] = _named_needs(name, model)
+        elif model.kind == "command" and model.memory is None and model.device != "cpu":
+            raise ConfigError(f"models.{name}: a plan needs the memory of a command: name `memory`")
+        if model.device == "cpu":
+            on_cpu.append(name)
+    sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
+    for sleeping in dict.fromkeys(((), sleepable)):
+        placed = place(list(_engines(spec, needs, sleeping)), gpus)
+        if placed is not None:
+            return Plan(placed, tuple(on_cpu), needs, sleeping)
+    return None
+
+
+def _named_needs(name: str, model: ModelSection) -> EngineNeeds:
+    try:
+        return engine_needs(model, on_cpu=model.device == "cpu")
+    except ConfigError as error:
+        raise ConfigError(f"models.{name}: {error}") from error
+
+
+def _engines(spec: FleetSpec, needs: dict[str, EngineNeeds], sleeping: Sequence[str]) -> Iterator[Engine]:
+    for name, model in spec.models.items():
+        if model.device == "cpu" or model.kind == "url":
+            continue
+        size = needs[name].budget_bytes if name in needs else int(model.memory or 0)
+        only = model.device if isinstance(model.device, tuple) else ()
+        for replica in range(model.replicas):
+            yield Engine(name, replica, size + CONTEXT_BYTES, model.tensor_parallel_size, only, name in sleeping)
+
+
+def _smaller(spec: FleetSpec) -> Iterator[tuple[FleetSpec, tuple[str, ...]]]:
+    """Yield fleets that need less and less memory, and the changes: concurrency, context, sleep, then the CPU."""
+    original, models = spec.models, dict(spec.models)
+
+    def current() -> tuple[FleetSpec, tuple[str, ...]]:
+        changes = [line for name in models for line in _differences(name, original[name], models[name])]
+        return msgspec.structs.replace(spec, models=dict(models)), tuple(changes)
+
+    engines = [name for name, model in models.items() if model.kind == "engine" and model.memory is None]
+    engines = [name for name in engines if models[name].device != "cpu"]
+    by_priority = sorted(engines, key=lambda name: _PRIORITIES.index(models[name].priority))
+    generation = [name for name in by_priority if models[name].task == "generation"]
+    for _ in range(3):  # to an eighth of the sequences, in turns
+        for name in by_priority:
+            seqs = models[name].max_num_seqs or _named_needs(name, models[name]).concurrency
+            if seqs > 1:
+                models[name] = msgspec.structs.replace(models[name], max_num_seqs=max(1, seqs // 2))
+                yield current()
+    while True:  # the longest contexts first
+        lengths = {
+            name: models[name].max_model_len or _named_needs(name, models[name]).max_model_len or 0
+            for name in generation
+        }
+        longest = max(lengths, key=lambda name: lengths[name], default=None)
+        if longest is None or lengths[longest] <= _LEAST_CONTEXT:
+            break
+        shorter = max(_LEAST_CONTEXT, lengths[longest] // 2)
+        models[longest] = msgspec.structs.replace(models[longest], max_model_len=shorter)
+        yield current()
+    for name in by_priority:
+        if models[name].residency == "always_on":
+            models[name] = msgspec.structs.replace(models[name], residency="sleepable")
+            yield current()
+    for name in by_priority:
+        if models[name].task != "generation" and models[name].tensor_parallel_size == 1:
+            models[name] = msgspec.structs.replace(models[name], device="cpu", residency="always_on")
+            yield current()
+
+
+def _differences(name: str, before: ModelSection, after: ModelSection) -> Iterator[str]:
+    for field in ("max_num_seqs", "max_model_len", "residency", "device"):
+        old, new = getattr(before, field), getattr(after, field)
+        if old != new:
+            yield f"models.{name}.{field}: {new}" + ("" if old is None else f" (was {old})")
+
+
+def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
+    """Return whether each MIG layout of a GPU of this size holds the engines of a plan, as (layout, fits).
+
+    An engine with several ranks fits none: a process sees one MIG device, without peer access and NCCL to another.
+    """
+    engines = list(dict.fromkeys(engine._replace(only=(), sleeps=False) for gpu in plan.gpus for engine in gpu.engines))
+    found = []
+    for layout in MIG_LAYOUTS:
+        slices = [Gpu(index, total_bytes * MIG_PROFILES[name][0] // 8) for index, name in enumerate(layout)]
+        is_alone = all(engine.gpus == 1 for engine in engines)
+        found.append((" + ".join(layout), is_alone and place(engines, slices) is not None))
+    return found
+
+
+def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
+    """Return the fleet with the memory and the GPUs that the plan gives to each model of Meltcore's engines."""
+    models = dict(spec.models)
+    for name, needs in plan.needs.items():
+        numbers = tuple(dict.fromkeys(gpu.number for gpu in plan.gpus for each in gpu.engines if each.model == name))
+        changes: dict[str, object] = {"memory": needs.budget_bytes}
+        if numbers:
+            changes["device"] = numbers
+        models[name] = msgspec.structs.replace(models[name], **changes)
+    return msgspec.structs.replace(spec, models=models)
+
+
+def describe_plan(spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool) -> FleetPlan:
+    """Return the document of a plan, without GPUs and models for None. source: the file; fits: as it is."""
+    if plan is None:
+        return FleetPlan(source=source, fits=False, gpus=[], models=[], changes=[], mig=[])
+    gpus = [
+        PlannedGpu(number=gpu.number, total_bytes=gpu.total_bytes, used_bytes=gpu.used_bytes, parts=list(_parts(gpu)))
+        for gpu in plan.gpus
+    ]
+    return FleetPlan(
+        source=source,
+        fits=fits,
+        gpus=gpus,
+        models=[_describe_model(spec, plan, name) for name in spec.models],
+        changes=list(plan.changes),
+        mig=mig_layouts(plan, plan.gpus[0].total_bytes) if plan.gpus else [],
+    )
+
+
+def _parts(gpu: Gpu) -> Iterator[PlannedPart]:
+    yield PlannedPart(name="driver", size_bytes=DRIVER_BYTES, note="assumed")
+    awake = max((engine.awake_bytes for engine in gpu.engines), default=0)
+    for engine in gpu.engines:
+        if not engine.sleeps:
+            yield PlannedPart(name=engine.model, size_bytes=engine.size_bytes)
+    asleep = [engine for engine in gpu.engines if engine.sleeps]
+    if asleep:
+        names = " or ".join(dict.fromkeys(engine.model for engine in asleep))
+        yield PlannedPart(name=names, size_bytes=awake + len(asleep) * CONTEXT_BYTES, note="take turns")
+
+
+def _describe_model(spec: FleetSpec, plan: Plan, name: str) -> PlannedModel:
+    needs, model = plan.needs.get(name), spec.models[name]
+    numbers = sorted({gpu.number for gpu in plan.gpus for engine in gpu.engines if engine.model == name})
+    place_text = (
+        f"GPU {', '.join(map(str, numbers))}" if numbers else "CPU" if name in plan.on_cpu else "another server"
+    )
+    rows = needs.rows if needs else []
+    return PlannedModel(
+        name=name,
+        task=model.task,
+        place=place_text,
+        is_sleeping=name in plan.sleeping,
+        max_model_len=needs.max_model_len if needs else None,
+        concurrency=needs.concurrency if needs else None,
+        budget_bytes=needs.budget_bytes if needs else int(model.memory or 0),
+        parts=[PlannedPart(name=row.name, size_bytes=row.size_bytes, note=row.note) for row in rows],
+        source=needs.source if needs else model.kind,
+    )

@@ -1,0 +1,107 @@
+"""The page of a fleet's plan, and the same on the console: verdict, GPUs, models, MIG layouts."""
+
+from __future__ import annotations
+
+from meltcore.report.charts import NUM_COLORS, stacked_bar
+from meltcore.report.page import Box, Cell, Column, Figure, Figures, Page, Row, Section, Table, Text, numeric_columns
+from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedModel
+
+_GIB = 2**30
+_NOTE = (
+    "Budgets are those of the engines' own memory plans. The CUDA context of a process (0.62 GiB) and what the driver "
+    "keeps of a GPU (0.5 GiB) are assumed, not measured."
+)
+_MIG_NOTE = (
+    "MIG cuts compute and memory bandwidth with the memory, and idle slices are not lent. Sharing with budgets keeps "
+    "both whole. Tensor parallelism and MIG exclude each other on one board: a process sees one MIG device, and there "
+    "is no peer access or NCCL between slices."
+)
+
+
+def plan_page(plan: FleetPlan) -> Page:
+    """Return the page of a plan."""
+    sections = [Section("Models", [_models(plan)])]
+    if plan.gpus:
+        pictures = Figures([_picture(gpu) for gpu in plan.gpus], is_full_width=True)
+        sections.insert(0, Section("GPUs", [_gpus(plan), pictures, Text(_NOTE)]))
+        rows = [Row([Cell(layout), Cell("fits" if fits else "does not fit")]) for layout, fits in plan.mig]
+        columns = [Column("slices", align="text"), Column("all models", align="text")]
+        mig = Table(columns, rows, _MIG_NOTE)
+        sections.append(Section(f"MIG layouts of GPU {plan.gpus[0].number}, beside sharing with budgets", [mig]))
+    if plan.changes:
+        lead = "Nearest plan that fits, which the tables show:"
+        sections.insert(0, Section("", [Box(style="unsure", title="Changes", lead=lead, items=plan.changes)]))
+    return Page(
+        title="Fleet plan",
+        name=plan.source,
+        subtitle="What fits on which GPU, from configurations alone",
+        sections=sections,
+        footer="meltcore plan",
+        badge="FITS" if plan.fits else "DOES NOT FIT",
+        style="good" if plan.fits else "bad",
+        conclusion=_conclusion(plan),
+    )
+
+
+def _conclusion(plan: FleetPlan) -> str:
+    if plan.fits and not plan.gpus:
+        return "The fleet needs no GPU."
+    if plan.fits:
+        sleeping = [model.name for model in plan.models if model.is_sleeping]
+        turns = f"; {', '.join(sleeping)} take turns and sleep" if sleeping else "; all models stay awake"
+        return f"The fleet fits on {len(plan.gpus)} GPU{'s' * (len(plan.gpus) != 1)}{turns}."
+    if not plan.gpus:
+        return "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."
+    return f"The fleet does not fit as it is. With {len(plan.changes)} changes it does."
+
+
+def _gpus(plan: FleetPlan) -> Table:
+    rows = []
+    for gpu in plan.gpus:
+        sizes = (gpu.total_bytes, gpu.used_bytes, gpu.total_bytes - gpu.used_bytes)
+        rows.append(Row([Cell(f"GPU {gpu.number}"), *map(_gib, sizes)]))
+    return Table([Column("GPU", align="text"), *numeric_columns("GiB", "planned", "free")], rows)
+
+
+def _picture(gpu: PlannedGpu) -> Figure:
+    parts = [
+        (part.name, float(part.size_bytes), "v-none" if part.name == "driver" else f"bar c{index % NUM_COLORS + 1}")
+        for index, part in enumerate(gpu.parts)
+    ]
+    title = f"GPU {gpu.number}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
+    legend = ", ".join(f"{part.name} {part.size_bytes / _GIB:.1f} GiB" for part in gpu.parts)
+    return Figure(title, stacked_bar(parts, float(gpu.total_bytes), title), caption=legend)
+
+
+def _models(plan: FleetPlan) -> Table:
+    columns = [
+        *(Column(name, align="text") for name in ("model", "task", "place")),
+        Column("sizes from", console=None, align="text"),
+        *numeric_columns("context", "concurrency", "weights", "caches", "other", "GiB"),
+    ]
+    return Table(columns, [_model_row(model) for model in plan.models])
+
+
+def _model_row(model: PlannedModel) -> Row:
+    sizes = {part.name: part.size_bytes for part in model.parts}
+    caches = sum(sizes.get(name, 0) for name in ("KV pages", "recurrent states", "slots", "activations", "requests"))
+    weights = sizes.get("weights", 0)
+    known = bool(model.parts)
+    return Row(
+        [
+            Cell(model.name),
+            Cell(model.task),
+            Cell(model.place + (", sleeps" if model.is_sleeping else "")),
+            Cell(model.source),
+            Cell(f"{model.max_model_len:,}" if model.max_model_len else "–"),
+            Cell(str(model.concurrency) if model.concurrency else "–"),
+            _gib(weights) if known else Cell("–"),
+            _gib(caches) if known else Cell("–"),
+            _gib(model.budget_bytes - weights - caches) if known else Cell("–"),
+            _gib(model.budget_bytes) if model.budget_bytes else Cell("–"),
+        ]
+    )
+
+
+def _gib(size_bytes: int) -> Cell:
+    return Cell(f"{size_bytes / _GIB:,.2f}")

@@ -1,0 +1,53 @@
+"""The plan of a fleet as a document: GPUs, models and their memory in bytes, for the console and the page."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PlannedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of memory: what it is for, its bytes, and a note."""
+
+    name: str
+    size_bytes: int
+    note: str = ""
+
+
+class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One model: where it goes, for which context and concurrency, and how an engine of it divides its budget.
+
+    place: "GPU 0", "CPU" or "another server"; budget_bytes: of one engine on each of its GPUs, 0 for another server.
+    """
+
+    name: str
+    task: str
+    place: str
+    is_sleeping: bool
+    max_model_len: int | None
+    concurrency: int | None
+    budget_bytes: int
+    parts: list[PlannedPart]
+    source: str
+
+
+class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU and the bytes of each model on it, CUDA contexts included; of models that take turns, the largest."""
+
+    number: int
+    total_bytes: int
+    used_bytes: int
+    parts: list[PlannedPart]
+
+
+class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan of a fleet. fits: the file fits as it is; changes: those of the nearest plan that fits, which this is.
+
+    mig: each layout of MIG slices of the first GPU, and whether the engines fit into it.
+    """
+
+    source: str
+    fits: bool
+    gpus: list[PlannedGpu]
+    models: list[PlannedModel]
+    changes: list[str]
+    mig: list[tuple[str, bool]]

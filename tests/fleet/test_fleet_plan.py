@@ -1,0 +1,143 @@
+"""Plans of fleets: never more than a card, nothing refused that fits, monotone in context, and commands around them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meltcore.cli import fleet as fleet_command
+from meltcore.cli import main
+from meltcore.errors import ConfigError
+from meltcore.fleet.from_spec import server_config
+from meltcore.fleet.plan import CONTEXT_BYTES, DRIVER_BYTES, GIB, Engine, Gpu, place, plan_fleet, with_plan
+from meltcore.protocol.fleet_file import load_fleet, parse_fleet
+
+MODELS = """
+models:
+  gemma: {checkpoint: none/here, shapes: google/gemma-3-27b-it, format: q4_0, max_model_len: 4096, max_num_seqs: 4}
+  qwen: {checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max_num_seqs: 4, residency: sleepable}
+  mt: {checkpoint: none/here, shapes: ai4bharat/indictrans2-en-indic-1B, task: translation, residency: sleepable}
+"""
+SIZES = st.integers(CONTEXT_BYTES + 1, 40 * GIB)
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> list[Engine]:
+    count = draw(st.integers(1, 8))
+    models = [f"m{draw(st.integers(0, 3))}" for _ in range(count)]
+    return [
+        Engine(model, index, draw(SIZES), draw(st.sampled_from((1, 1, 1, 2))), (), draw(st.booleans()))
+        for index, model in enumerate(models)
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(engines(), st.lists(st.integers(10 * GIB, 150 * GIB), min_size=1, max_size=4))
+def test_placed_engines_never_take_more_than_a_card(found: list[Engine], cards: list[int]) -> None:
+    gpus = place(found, [Gpu(number, size) for number, size in enumerate(cards)])
+    if gpus is None:
+        resident = sum(each.size_bytes * each.gpus for each in found)
+        # On one card nothing that fits is refused; on several, not what the largest card alone would hold.
+        assert any(each.gpus > len(cards) for each in found) or resident + DRIVER_BYTES > max(cards) or len(cards) > 1
+        return
+    for gpu in gpus:
+        awake = [each.size_bytes - CONTEXT_BYTES for each in gpu.engines if each.sleeps]
+        always = sum(each.size_bytes for each in gpu.engines if not each.sleeps)
+        assert DRIVER_BYTES + always + len(awake) * CONTEXT_BYTES + max(awake, default=0) <= gpu.total_bytes
+    for each in found:
+        assert sum(each in gpu.engines for gpu in gpus) == each.gpus
+
+
+def test_replicas_go_to_different_cards_and_named_ones_where_the_file_says() -> None:
+    cards = [Gpu(0, 80 * GIB), Gpu(1, 80 * GIB)]
+    twins = [Engine("a", replica, 20 * GIB, 1, (), False) for replica in range(2)]
+    placed = place([*twins, Engine("b", 0, 10 * GIB, 1, (1,), False)], cards)
+    assert placed is not None
+    assert [sorted(each.model for each in gpu.engines) for gpu in placed] == [["a"], ["a", "b"]]
+
+
+def test_sleepable_models_take_turns_only_where_all_do_not_fit() -> None:
+    spec = parse_fleet(MODELS)
+    plan, nearest = plan_fleet(spec, [80 * GIB])
+    assert plan is not None
+    assert (plan.sleeping, nearest) == ((), None)
+    plan, _ = plan_fleet(spec, [41 * GIB])
+    assert plan is not None
+    assert plan.sleeping == ("qwen", "mt")
+
+
+def test_nearest_plan_fits_and_says_its_changes() -> None:
+    plan, nearest = plan_fleet(parse_fleet(MODELS), [24 * GIB])
+    assert plan is None
+    assert nearest is not None
+    assert any(change.startswith("models.gemma.max_num_seqs: ") for change in nearest.changes)
+    assert all(gpu.used_bytes <= gpu.total_bytes for gpu in nearest.gpus)
+    assert plan_fleet(parse_fleet(MODELS), [4 * GIB]) == (None, None)
+
+
+def test_what_fits_with_a_longer_context_fits_with_a_shorter_one() -> None:
+    fits = []
+    for length in (512, 2048, 8192, 32_768, 131_072):
+        text = MODELS.replace("max_model_len: 4096", f"max_model_len: {length}", 1)
+        fits.append(plan_fleet(parse_fleet(text), [45 * GIB])[0] is not None)
+    assert fits == sorted(fits, reverse=True)
+    assert fits[0]
+    assert not fits[-1]
+
+
+def test_engines_get_the_memory_that_the_plan_gives() -> None:
+    spec = parse_fleet(MODELS)
+    plan, _ = plan_fleet(spec, [80 * GIB])
+    assert plan is not None
+    config = server_config(with_plan(spec, plan))
+    assert [model.engine.memory_bytes for model in config.models] == [
+        needs.budget_bytes for needs in plan.needs.values()
+    ]
+    assert {model.engine.device for model in config.models} == {"cuda:0"}
+
+
+@pytest.mark.parametrize(("vram", "status"), [("141", 0), ("80", 1)])
+def test_written_fleet_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], vram: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = str(tmp_path / "fleet.yaml")
+    assert main.main(["fleet", "init", path]) == 0
+    assert main.main(["plan", path, "--vram", vram, "--html", str(tmp_path / "plan.html")]) == status
+    output = capsys.readouterr().out
+    assert ("DOES NOT FIT" in output) is bool(status)
+    page = (tmp_path / "plan.html").read_text()
+    assert "gemma-3-27b" in page
+    assert "Tensor parallelism and MIG exclude each other" in page
+
+
+def test_tiny_fleet_of_bundled_models_needs_no_gpu_and_says_what_it_substitutes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tiny.yaml"
+    assert main.main(["fleet", "init", "--tiny", str(path)]) == 0
+    assert "kan_Knda stands for its made-up language guj_Gujr" in capsys.readouterr().out
+    spec = load_fleet(path)
+    assert spec.translation_model("eng_Latn", "kan_Knda") == "phrases"
+    assert spec.substitute("kan_Knda") == "guj_Gujr"
+    plan, _ = plan_fleet(spec, [])
+    assert plan is not None
+    assert set(plan.on_cpu) == set(spec.models)
+
+
+def test_file_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match=r"fleet\.yaml exists and is left as it is"):
+        fleet_command.run(argparse.Namespace(path=str(path), tiny=False))
+    assert path.read_text() == "mine"
+
+
+def test_checkpoint_without_sizes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"models\.a: /none: "):
+        plan_fleet(parse_fleet("models: {a: {checkpoint: /none}}"), [GIB])
