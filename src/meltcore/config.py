@@ -441,6 +441,9 @@ class ServerConfig:
             classes = ", ".join(get_args(PriorityClass))
             given = ",".join(map(str, self.class_shares))
             raise ConfigError(f"class_shares must be a number of at least 1 for each of {classes}; got {given}")
+
+    def check_routes(self) -> None:
+        """Raise ConfigError where `routes` names a model that the server does not begin with."""
         names = [name for model in self.models for name in model.names]
         names += [name for model in self.foreign for name in model.names]
         for key, name in self.routes.named_models():

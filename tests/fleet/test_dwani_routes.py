@@ -9,10 +9,10 @@ from typing import Any
 
 import dwani
 import pytest
-from server_harness import RunningServer, scripted_server, server_config
+from server_harness import RunningServer, running, scripted_server, serve_command, server_config, wait_until
 
 from meltcore.api.vision import PATHS as VISION_PATHS
-from meltcore.config import EngineConfig, RoutesConfig, TranslationRule
+from meltcore.config import EngineConfig, ForeignConfig, RoutesConfig, ServerConfig, TranslationRule
 from meltcore.errors import ConfigError
 
 ROUTES = RoutesConfig(
@@ -22,6 +22,7 @@ ROUTES = RoutesConfig(
     translate_stop=("|",),
     chat_model="gemma3",
 )
+FOREIGN_ROUTES = dataclasses.replace(ROUTES, chat_model="far")
 
 
 @pytest.fixture(scope="module")
@@ -113,4 +114,26 @@ def test_routes_name_models_of_the_server_and_fields_of_prompts() -> None:
         (RoutesConfig(translation=(TranslationRule("*", "kn", "x"),)), r"routes.translation\[0\].model is 'x'"),
     ]:
         with pytest.raises(ConfigError, match=f"{key}, which is no model of this server: scripted"):
-            dataclasses.replace(config, routes=routes)
+            dataclasses.replace(config, routes=routes).check_routes()
+
+
+def test_a_foreign_language_model_is_asked_over_http(server: RunningServer, tmp_path: Path) -> None:
+    theirs = ForeignConfig(served_model_name=("far",), urls=(server.url,), upstream_model="gemma3")
+    dead = ForeignConfig(served_model_name=("dead",), urls=("http://127.0.0.1:1",))
+    config = ServerConfig(models=(), foreign=(theirs, dead), port=0, api_server_count=1, routes=FOREIGN_ROUTES)
+    with running(serve_command(dataclasses.replace(config, foreign=(dead,))), tmp_path / "stderr") as near:
+        assert near.wait_exit() == 2
+        assert "routes.chat_model is 'far', which is no model of this server: dead" in near.stderr
+    with running(serve_command(config), tmp_path / "stderr") as near:
+        wait_until(lambda: near.post("/v1/chat/completions", {"model": "far"}).status == 400, "the upstream's answer")
+        found = near.post("/v1/translate", {"sentences": ["one|", "two|"], "src_lang": "kn", "tgt_lang": "de"})
+        assert found.json["translations"] == ["Kannada to German:one", "Kannada to German:two"]
+        assert found.json["usage"]["completion_tokens"] > 0
+        reply = near.post("/v1/chat_direct", {"prompt": "hi ", "model": "far"}).json["response"]
+        assert reply.startswith("hi hi hi ")
+        refused = near.post("/v1/chat_direct", {"prompt": "boom", "model": "far"})
+        assert (refused.status, "far answered with status 400" in refused.json["detail"]) == (400, True)
+        assert "no booms" in refused.json["detail"]
+        assert near.post("/v1/chat_direct", {"prompt": "hi", "model": "dead"}).status in (502, 503)
+        wait_until(lambda: near.metrics()["requests_in_flight"] == 0, "nothing in flight")
+    server.check_no_leak()

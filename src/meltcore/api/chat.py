@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meltcore.api.backend import Backend
+from meltcore.api.foreign_chat import ask_foreign
+from meltcore.api.forward import ForwardingBackend
 from meltcore.api.generation import Generation
 from meltcore.api.protocol import ChatMessage, ChatRequest
 
@@ -29,6 +31,11 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
     """
     messages = [ChatMessage("system", system)] if system else []
     messages.append(ChatMessage("user", prompt))
+    if isinstance(backend, ForwardingBackend):
+        fields: dict[str, Any] = {"model": backend.names[0], "messages": messages}
+        fields |= {"stop": list(stop)} if stop else {}
+        text, *tokens = await ask_foreign(backend, fields, request_id)
+        return ChatAnswer(text.strip(), *tokens)
     generation = Generation(request_id, arrived_s=time.monotonic(), streaming=True)
     request = ChatRequest(model=backend.names[0], messages=messages, stop=list(stop) or None)
     await backend.submit(request, generation)

@@ -8,6 +8,7 @@ from typing import NoReturn, TypeGuard, TypeVar
 import msgspec
 
 from meltcore.api.backend import Backend, ModelTable
+from meltcore.api.foreign_chat import PATH as CHAT_PATH
 from meltcore.api.forward import ForwardingBackend
 from meltcore.api.llm_translation import LLMTranslator
 from meltcore.api.protocol import TranslateRequest
@@ -129,9 +130,10 @@ def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:
 
 
 def _is_chat_model(backend: Backend) -> bool:
-    """Return whether a model is a language model of ours: it has none of the other tasks."""
-    others = SpeechBackend | SynthesisBackend | ForwardingBackend
-    return not isinstance(backend, others) and not _translates(backend)
+    """Return whether a model is a language model: a foreign one that takes chats, or one without another task."""
+    if isinstance(backend, ForwardingBackend):
+        return CHAT_PATH in backend.paths
+    return not isinstance(backend, SpeechBackend | SynthesisBackend) and not _translates(backend)
 
 
 def _refuse(candidates: Sequence[Backend], task: str) -> NoReturn:

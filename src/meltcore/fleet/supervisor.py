@@ -398,9 +398,10 @@ def _new_log_folder(parent: Path, port: int) -> Path:
 
 
 def _check_names(config: ServerConfig) -> None:
-    """Raise ConfigError when two models have the same name."""
+    """Raise ConfigError when two models have the same name, or `routes` names none of them."""
     every_model = [model.names for model in config.models] + [model.names for model in config.foreign]
     names = [name for of_model in every_model for name in set(of_model)]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two models are served as {name}; give each a --served-model-name of its own")
+    config.check_routes()
