@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -85,6 +85,11 @@ class ForwardingBackend(Protocol):
         """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
 
 
+def is_forwarding(backend: object) -> TypeGuard[ForwardingBackend]:
+    """Return whether a backend forwards. Of a protocol, isinstance looks at every member: 30 us per request."""
+    return hasattr(backend, "forward")
+
+
 class ForwardingEndpoint:
     """Passes requests of forwarding backends on, and all others to `own`, the endpoint of our own models."""
 
@@ -100,7 +105,7 @@ class ForwardingEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if not any(isinstance(backend, ForwardingBackend) for backend in self._models.backends):
+        if not any(is_forwarding(backend) for backend in self._models.backends):
             await self._answer_own(scope, receive, send)
             return
         exchange = _Exchange(scope, send)
@@ -111,7 +116,7 @@ class ForwardingEndpoint:
             content_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")
             fields = read_fields(body, content_type)
             named = None if fields.model is None else self._models.get(fields.model)
-            if not isinstance(named, ForwardingBackend):
+            if not is_forwarding(named):
                 await self._answer_own(scope, _replay(body, receive), send)
                 return
             exchange.fields |= {"model": named.names[0], "user": fields.user, "stream": bool(fields.stream)}

@@ -18,6 +18,8 @@ MAX_LINES_WAITING = 16_384
 MAX_FIELD_CHARS = (
     256  # clients choose the contents of some fields; of a longer one the line has the start and the length
 )
+# Lines are gathered for so long: a thread that wakes for each takes Python's lock from the requests.
+GATHER_S = 0.02
 RATE_LIMIT_S = 60.0  # between two lines of an event that may come thousands of times
 BYTES_PER_WRITE = 4096  # a pipe takes this many as a whole (PIPE_BUF): the lines of several processes do not mix
 
@@ -69,7 +71,10 @@ class Log:
     def _write(self) -> None:
         block, size = "", 0
         while True:
+            is_idle = self._lines.empty()
             line = self._lines.get()
+            if is_idle and line is not None:
+                time.sleep(GATHER_S)
             line_size = 0 if line is None else len(line.encode())
             try:
                 if block and (line is None or size + line_size > BYTES_PER_WRITE):
