@@ -18,7 +18,7 @@ from meltcore.errors import RequestError
 
 TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
 # They hold counts, times and descriptions, and nothing of any user.
-OPEN_PATHS = frozenset(("/", "/health", "/v1/health", "/live", "/metrics"))
+OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/v1/health", "/live", "/metrics"))
 
 
 def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:

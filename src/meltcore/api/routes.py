@@ -35,6 +35,8 @@ from meltcore.api.http import (
 from meltcore.api.keys import ApiKeys
 from meltcore.api.log import Log, shorten
 from meltcore.api.metrics import Metrics
+from meltcore.api.openapi import PATHS as DOCS_PATHS
+from meltcore.api.openapi import ApiDocs
 from meltcore.api.page import Page
 from meltcore.api.protocol import (
     ChatRequest,
@@ -109,10 +111,11 @@ def _build_starlette(
     config: ServerConfig,
     endpoints: Mapping[str, ForwardingEndpoint | Endpoint],
 ) -> Starlette:
-    key = config.api_key
+    key, docs = config.api_key, ApiDocs()
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/", Page(), methods=["GET"]),
+        *(Route(path, docs, methods=["GET"]) for path in DOCS_PATHS),
         Route("/v1/status", _Endpoint(handlers.status, key), methods=["GET"]),
         Route("/v1/models", _Endpoint(handlers.models, key), methods=["GET"]),
         Route("/v1/models/{name:path}", _Endpoint(handlers.model, key), methods=["GET"]),
