@@ -7,6 +7,7 @@ from pathlib import Path
 import fleet_reference
 import pytest
 
+from meltcore.config import KeyConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.from_spec import server_config
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
@@ -33,8 +34,8 @@ languages:
     - {source: "*", target: "*", model: mt}
   recognition: {kan_Knda: ears, "*": ears}
   substitute: {kan_Knda: guj_Gujr}
-keys: [{name: app, env: APP_KEY, models: [qwen3], requests_per_minute: 60}]
-limits: {max_body: 1MiB, max_queue: 7}
+keys: [{name: app, env: APP_KEY, priority: standard, requests_per_minute: 60}]
+limits: {max_body: 1MiB, max_queue: 7, tokens_per_minute: 900}
 timeouts: {request_s: 20}
 routes: {translate: {backend: llm, model: qwen}}
 """
@@ -75,6 +76,10 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
     assert (qwen.engine.max_model_len, qwen.engine.max_num_seqs, qwen.engine.device) == (8192, 8, "cuda:1")
     assert (qwen.max_queue, en_indic.max_queue) == (7, 0)
     assert ears.engine.device == "cpu"
+    assert (qwen.priority_class, ears.priority_class) == ("interactive", "standard")
+    assert config.api_keys == (
+        KeyConfig(name="app", env="APP_KEY", highest_class="standard", requests_per_minute=60, tokens_per_minute=900),
+    )
 
 
 def test_foreign_servers_of_the_file() -> None:
@@ -193,7 +198,6 @@ models:
         (MODELS + "routes: {chat: {model: mt}}", "routes.chat.model: got 'mt', a model of task translation"),
         (MODELS + "keys: [{name: k}]", "keys[0]: give env, the name of an environment variable, or file"),
         (MODELS + "keys: [{name: k, env: K}, {name: k, env: L}]", "keys[1].name: got 'k', which keys[0] has"),
-        (MODELS + "keys: [{name: k, env: K, models: [b]}]", "keys[0].models[0]: got 'b'; no model has this name"),
         (MODELS + "timeouts: {request_s: 0}", "timeouts.request_s: got 0; must be float > 0"),
         (MODELS + "timeouts: {request_s: .nan}", "timeouts.request_s: got nan; must be"),
         ("models: !!python/object/apply:os.getcwd []", "line 1: not YAML: could not determine a constructor"),

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, RoutesConfig, ServerConfig, TranslationRule
+from meltcore.config import (
+    EngineConfig,
+    ForeignConfig,
+    KeyConfig,
+    ModelConfig,
+    RoutesConfig,
+    ServerConfig,
+    TranslationRule,
+)
 from meltcore.errors import ConfigError
-from meltcore.protocol.fleet_spec import FleetSpec, FleetTask, ModelSection
+from meltcore.protocol.fleet_spec import FleetSpec, FleetTask, KeySection, ModelSection
 
 _ENGINE_FIELDS = (
     *("tokenizer", "load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
@@ -39,7 +47,20 @@ def server_config(spec: FleetSpec) -> ServerConfig:
         allowed_origins=server.allowed_origins,
         log_format=server.log_format,
         routes=routes_config(spec),
+        api_keys=tuple(key_config(spec, key) for key in spec.keys),
         **optional,
+    )
+
+
+def key_config(spec: FleetSpec, key: KeySection) -> KeyConfig:
+    """Return an API key's source and limits: its own, else those of the file's `limits`."""
+    return KeyConfig(
+        name=key.name,
+        env=key.env,
+        file=key.file,
+        highest_class=key.priority,
+        requests_per_minute=key.requests_per_minute or spec.limits.requests_per_minute,
+        tokens_per_minute=key.tokens_per_minute or spec.limits.tokens_per_minute,
     )
 
 
@@ -69,6 +90,7 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
         max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
         max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
         generation_config=model.generation_config,
+        priority_class=model.priority,
     )
 
 

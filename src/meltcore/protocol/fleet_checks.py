@@ -219,5 +219,3 @@ def _check_keys(spec: FleetSpec) -> None:
         if key.name in seen:
             raise FleetError(f"{path}.name", f"got {key.name!r}, which keys[{seen[key.name]}] has; names must differ")
         seen[key.name] = index
-        for position, name in enumerate(key.models):
-            _require_model(spec, f"{path}.models[{position}]", name, None)

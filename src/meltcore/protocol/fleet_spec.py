@@ -231,7 +231,7 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
         PositiveInt | None, Meta(description="Requests per key and minute (default: no limit).")
     ] = None
     tokens_per_minute: Annotated[
-        PositiveInt | None, Meta(description="Prompt tokens per key and minute (default: no limit).")
+        PositiveInt | None, Meta(description="Prompt and output tokens per key and minute (default: no limit).")
     ] = None
 
 
@@ -241,15 +241,12 @@ class KeySection(_Section, frozen=True, kw_only=True):
     name: Annotated[Name, Meta(description="Its name in logs and metrics.")]
     env: Annotated[VariableName | None, Meta(description="Environment variable that holds the key.")] = None
     file: Annotated[Text | None, Meta(description="File that holds the key: only its owner may read it.")] = None
-    models: Annotated[tuple[Name, ...], Meta(description="Models that it may use (default: all).")] = ()
-    priority: Annotated[Priority | None, Meta(description="Highest class of its requests (default: the model's).")] = (
-        None
-    )
+    priority: Annotated[Priority, Meta(description="Highest class that its requests may have.")] = "interactive"
     requests_per_minute: Annotated[
         PositiveInt | None, Meta(description="Requests per minute (default: limits.requests_per_minute).")
     ] = None
     tokens_per_minute: Annotated[
-        PositiveInt | None, Meta(description="Prompt tokens per minute (default: limits.tokens_per_minute).")
+        PositiveInt | None, Meta(description="Prompt and output tokens per minute (default: limits.tokens_per_minute).")
     ] = None
 
 
