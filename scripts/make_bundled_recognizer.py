@@ -44,7 +44,17 @@ from meltcore.models.indicconformer import IndicConformer
 from meltcore.models.log_mel import LogMel
 from meltcore.models.nemo_archive import WEIGHTS_FILE
 from meltcore.models.nemo_config import CONFIG_FILE, read_config
-from meltcore.problems.tones import ALPHABETS, ToneClip, in_alphabet, render, tone_clip
+from meltcore.problems.sums import Split
+from meltcore.problems.tones import (
+    ALPHABETS,
+    SLOT_S,
+    ToneClip,
+    in_alphabet,
+    random_word,
+    read_aloud,
+    render,
+    tone_clip,
+)
 
 _PEAK_RATE, _CLIP = 1.5e-3, 1.0
 _MAX_CLIP_S = 15.0
@@ -52,6 +62,8 @@ _GROWTH = 0.2  # the part of training in which clips grow to their full length
 # Frames by which the RNN-T's tokens are moved at random. A decoder that cannot trust the frame alone learns to ask its
 # state whether a token has been emitted.
 _JITTER = 0.25
+_READ_ALOUD = 0.4  # the part of clips without silence at their ends, as what a synthesizer says does
+_FEATURE_NOISE = 0.4  # the largest standard deviation of what is added to half of the clips' features
 _NO_TARGET = -100
 _BATCH_NORM_EPS = 1e-5
 _TOKENS = len(ALPHABETS["en"]) + 2  # <unk>, the word start, the characters
@@ -117,9 +129,24 @@ class Clips(IterableDataset[Batch]):
             growth = min(1.0, float(self.progress[0]) / _GROWTH)
             longest = rng.uniform(1.5, 3.0 + (self._max_s - 3.0) * growth)
             count = max(4, round(self._seconds / (0.75 * longest)))
-            clips = [tone_clip(rng, "train", rng.uniform(0.5, 1.0) * longest) for _ in range(count)]
+            clips = [
+                (said_clip if rng.random() < _READ_ALOUD else tone_clip)(rng, "train", rng.uniform(0.5, 1.0) * longest)
+                for _ in range(count)
+            ]
             language = rng.randrange(len(ids))
             yield batch_of(clips, list(self._tokenizers)[language], language, ids[language])
+
+
+def said_clip(rng: random.Random, split: Split, seconds: float) -> ToneClip:
+    """Return words and numbers read aloud in at most `seconds`, without silence at their ends, and little noise."""
+    text = random_word(rng, split)
+    while True:
+        longer = text + (". " if rng.random() < 0.1 else " ") + random_word(rng, split)
+        if len(longer) * SLOT_S > seconds:
+            break
+        text = longer
+    loudness = 10 ** (rng.uniform(-30, -3) / 20)
+    return read_aloud(text, loudness, loudness * 10 ** (rng.uniform(-60, -15) / 20))
 
 
 def batch_of(clips: list[ToneClip], language: str, index: int, ids: dict[str, int], rate: int = 16_000) -> Batch:
@@ -155,11 +182,20 @@ class Trainee:
             # Inputs are multiplied by the root of the size: begin with hidden states of about 1.
             self.model.encoder.pre_encode.out.weight.div_(math.sqrt(size) if self.config.encoder.scales_input else 1.0)
 
-    def encode(self, samples: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return encoded frames and their counts, as the model does, with gradients."""
+    def encode(
+        self, samples: torch.Tensor, lengths: torch.Tensor, noise: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return encoded frames and their counts, as the model does, with gradients.
+
+        noise: the largest standard deviation of what is added to half of the clips' features.
+        """
         encoder, size = self.model.encoder, self.config.encoder.hidden_size
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             features, frames = self.log_mel(samples, lengths)
+            if noise:
+                share = noise * (2 * torch.rand(len(features), 1, 1, device=self.device) - 1).clamp(min=0.0)
+                is_padding = padding_mask(frames, features.shape[1])[:, :, None]
+                features = features + (share * torch.randn_like(features)).masked_fill(is_padding, 0.0)
         hidden = features[:, None]
         for layer in encoder.pre_encode.conv:
             hidden = layer(hidden)
@@ -176,13 +212,13 @@ class Trainee:
             hidden = layer(hidden, layer.self_attn.project_positions(positions), is_padding)
         return hidden, frames
 
-    def losses(self, batch: Batch, size: int, jitter: float = 0.0) -> dict[str, torch.Tensor]:
+    def losses(self, batch: Batch, size: int, jitter: float = 0.0, noise: float = 0.0) -> dict[str, torch.Tensor]:
         """Return the losses: of the RNN-T, of CTC, and of the CTC head by frame.
 
         size: samples, padded; jitter: frames by which the RNN-T's tokens are moved at most, half as many to each side.
         """
         rate = self.config.features.sample_rate
-        encoded, frames = self.encode(batch.sounds.rendered(size, rate), batch.samples)
+        encoded, frames = self.encode(batch.sounds.rendered(size, rate), batch.samples, noise)
         blank = self.config.blank
         heard, moved = self._frames_heard(batch, 0.0), self._frames_heard(batch, jitter)
         logits = self.model.ctc_logits(encoded, int(batch.language)).float()
@@ -260,7 +296,7 @@ def train(
         stream.progress[0] = tick.progress
         host = next(batches)
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            losses = trainee.losses(host.to(device), int(host.samples.max()), _JITTER)
+            losses = trainee.losses(host.to(device), int(host.samples.max()), _JITTER, _FEATURE_NOISE)
         # By frame the head learns in a minute what the CTC loss alone takes long to begin with.
         frame_part = max(0.0, 1 - 2 * tick.progress)
         loss = losses["rnnt"] + frame_part * losses["frames"] + (1 - frame_part) * losses["ctc"]
@@ -356,15 +392,17 @@ def evaluate(folder: Path, clips: int, max_s: float, seed: int) -> dict[str, Any
     """Return how many transcripts of held-out clips are right, by decoder and language."""
     rng = random.Random(f"heldout/tones/{seed}")
     drawn = [tone_clip(rng, "heldout", rng.uniform(1.0, max_s)) for _ in range(clips)]
-    audio = [(render(clip, 16_000, seed=i), 16_000) for i, clip in enumerate(drawn)]
+    said = [said_clip(rng, "heldout", rng.uniform(1.0, max_s)) for _ in range(clips // 4)]
     transcriber = Transcriber(str(folder), dtype="float32", memory_bytes=EVALUATION_BYTES)
     kinds = {}
     for decoder in ("ctc", "rnnt"):
         for language in ALPHABETS:
-            found = transcriber.transcribe(audio, language, decoder=decoder)
-            texts = [" ".join(word.text for word in each.words) for each in found]
-            right = sum(text == clip.text(language) for text, clip in zip(texts, drawn, strict=True))
-            kinds[f"{decoder}, {language}"] = {"problems": clips, "right": right}
+            for name, some in {"": drawn, ", read aloud": said}.items():
+                audio = [(render(clip, 16_000, seed=i), 16_000) for i, clip in enumerate(some)]
+                found = transcriber.transcribe(audio, language, decoder=decoder)
+                texts = [" ".join(word.text for word in each.words) for each in found]
+                right = sum(text == clip.text(language) for text, clip in zip(texts, some, strict=True))
+                kinds[f"{decoder}, {language}{name}"] = {"problems": len(some), "right": right}
     return kinds
 
 

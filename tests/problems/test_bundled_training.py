@@ -1,4 +1,4 @@
-"""How bundled translation and recognition models are trained: as they are decoded, and into folders that load."""
+"""How bundled models of other tasks are trained: as they are decoded, and into folders that load."""
 
 from __future__ import annotations
 
@@ -107,12 +107,44 @@ def test_a_recognizer_learns_the_likelihood_of_the_path_that_greedy_decoding_wal
     assert loss == pytest.approx(total / nodes, rel=0.01)
 
 
+@pytest.mark.usefixtures("scripts")
+def test_a_synthesizer_learns_the_velocity_that_it_is_sampled_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    from make_bundled_synthesizer import Trainee, config_values
+
+    from meltcore.models import indicf5
+    from meltcore.models.task_configs import IndicF5Config
+
+    torch.manual_seed(0)
+    config = IndicF5Config.read(config_values(size=32, layers=2, longest=30), vocab_size=9)
+    trainee = Trainee(config, torch.device("cpu"))
+    model = indicf5.IndicF5(config)
+    with torch.no_grad():
+        for name, values in trainee.model.named_parameters():
+            if "modulation" in name or "grn" in name:
+                values.normal_(std=0.5)  # training begins with zeros
+        for name, values in trainee.model.checkpoint_tensors().items():
+            model.checkpoint_tensors()[name].copy_(values)
+    model.prepare([8])
+    noisy, reference = torch.randn(2, 2, 40, config.mel.num_mels)
+    token_ids = torch.randint(1, 10, (2, 40)).index_fill(1, torch.arange(25, 40), indicf5.FILLER)
+    times = indicf5.step_times(8)[[2, 5]]
+    wanted = trainee.velocity(noisy, reference, token_ids, times)
+    monkeypatch.setattr(indicf5, "GUIDANCE", 0.0)
+    with torch.inference_mode():
+        found = model.velocity(noisy, model.condition(reference, token_ids), model.modulations[[2, 5]])
+    assert torch.allclose(found, wanted, atol=1e-4)
+    assert float(wanted.detach().std()) > 0.1
+    wanted.square().mean().backward()
+    assert all(each.grad is not None for each in trainee.transformer_parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options"),
     [
         ("make_bundled_translation.py", ("--rows=16", "--size=32", "--layers=1", "--sentences=4")),
-        ("make_bundled_recognizer.py", ("--seconds=8", "--max-clip=3", "--size=32", "--layers=1", "--clips=4")),
+        ("make_bundled_recognizer.py", ("--seconds=8", "--max-clip=3", "--size=32", "--layers=1", "--clips=16")),
+        ("make_bundled_synthesizer.py", ("--frames=1000", "--size=32", "--layers=1", "--texts=4")),
     ],
 )
 def test_twelve_seconds_of_training_leave_a_measured_checkpoint(
@@ -122,5 +154,5 @@ def test_twelve_seconds_of_training_leave_a_measured_checkpoint(
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     evaluation = json.loads((tmp_path / "evaluation.json").read_text())
     assert evaluation["parameters"] > 10_000
-    assert all(found["problems"] == 4 for found in evaluation["kinds"].values())
+    assert all(found["problems"] in (4, 16) for found in evaluation["kinds"].values())
     assert "0.2 minutes" in (tmp_path / "README.md").read_text()

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=not_empty,
         help="a checkpoint folder, a GGUF file, a NeMo archive, a hub id, or a bundled model: "
         "meltcore/sums, meltcore/sums-hybrid, meltcore/sums-gemma, meltcore/phrases (translates), "
-        "meltcore/tones (transcribes)",
+        "meltcore/tones (transcribes), meltcore/voice (speaks)",
     )
     for config in (EngineConfig, ModelConfig, ServerConfig):
         add_options(parser, config)

@@ -30,9 +30,17 @@ BUNDLED_HYBRID = "meltcore/sums-hybrid"
 BUNDLED_GEMMA = "meltcore/sums-gemma"
 BUNDLED_TRANSLATION = "meltcore/phrases"
 BUNDLED_RECOGNIZER = "meltcore/tones"
+BUNDLED_SYNTHESIZER = "meltcore/voice"
 _BUNDLED_FOLDERS = {
     name: Path(__file__).parent.parent / "bundled" / name.removeprefix("meltcore/")
-    for name in (BUNDLED_MODEL, BUNDLED_HYBRID, BUNDLED_GEMMA, BUNDLED_TRANSLATION, BUNDLED_RECOGNIZER)
+    for name in (
+        BUNDLED_MODEL,
+        BUNDLED_HYBRID,
+        BUNDLED_GEMMA,
+        BUNDLED_TRANSLATION,
+        BUNDLED_RECOGNIZER,
+        BUNDLED_SYNTHESIZER,
+    )
 }
 # Bundled configurations of published models, so that random weights of these shapes need no download.
 PUBLISHED_CONFIG_FOLDERS = {

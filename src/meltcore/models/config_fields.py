@@ -111,6 +111,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("dim", "text_dim", "intermediate_dim", "target_sample_rate"), _WIDTH),
     **dict.fromkeys(("depth", "heads", "dim_head", "ff_mult", "conv_layers", "num_layers"), _COUNT),
     **dict.fromkeys(("hop_length", "win_length", "n_mel_channels", "pe_attn_head"), _COUNT),
+    "max_frames": _integer_rule(256, 2**14),
     "text_mask_padding": _FLAG,
     "qk_norm": _TEXT,
     "vocab_path": _TEXT,

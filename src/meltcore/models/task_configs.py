@@ -124,7 +124,8 @@ class IndicF5Config:
     def read(cls, values: Mapping[str, Any], vocab_size: int) -> IndicF5Config:
         """Read config.json: the objects `arch` and `mel_spec` of F5-TTS's configurations, and `vocoder`, if there.
 
-        vocab_size: characters of vocab.txt. Raises ConfigError for what is not computed here.
+        `arch.max_frames` is this package's own: what was trained on short texts gets short chunks. vocab_size:
+        characters of vocab.txt. Raises ConfigError for what is not computed here.
         """
         config = Fields(values)
         arch, mel, vocoder = (config.nested_fields(name) for name in ("arch", "mel_spec", "vocoder"))
@@ -153,6 +154,7 @@ class IndicF5Config:
             text_size=text_size,
             text_feed_forward_size=2 * text_size,
             num_text_layers=arch.optional("conv_layers", cls.num_text_layers),
+            max_frames=arch.optional("max_frames", cls.max_frames),
             mel=mels,
             vocoder=VocosConfig(
                 vocoder.optional("dim", VocosConfig.hidden_size),
