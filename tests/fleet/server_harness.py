@@ -130,7 +130,14 @@ class RunningServer:
         wait_until(lambda: self.metrics()[name] >= at_least, f"{name} >= {at_least}")
 
     def wait_healthy(self, timeout_s: float = WAIT_S) -> None:
-        wait_until(lambda: self.request("GET", "/health").status == 200, "healthy", timeout_s)
+        """Wait until a model can serve, and none is loading."""
+
+        def is_healthy() -> bool:
+            answer = self.request("GET", "/health")
+            reasons = answer.json.get("models", {}).values()
+            return answer.status == 200 and not any(reason.startswith("loading") for reason in reasons)
+
+        wait_until(is_healthy, "healthy", timeout_s)
 
     def check_no_leak(self) -> dict[str, float]:
         """At idle: nothing in flight here or in the engine, and every accepted request accounted for."""
