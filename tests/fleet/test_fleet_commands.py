@@ -69,6 +69,18 @@ def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     return {row["model"]: row for row in json.loads(capsys.readouterr().out)}
 
 
+def chat_model(fleet: Fleet) -> str:
+    """The model of a chat that names none, by its log line. It refuses a prompt that is longer than its context."""
+
+    def lines() -> list[str]:
+        return [line for line in fleet.server.stderr.splitlines() if "path=/v1/chat_direct" in line]
+
+    num_before = len(lines())
+    assert fleet.server.post("/v1/chat_direct", {"prompt": "x" * 5000}).status == 400
+    wait_until(lambda: len(lines()) > num_before, "the log line")
+    return lines()[-1].partition("model=")[2].split()[0]
+
+
 def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys)
     first = found["first"]
@@ -169,7 +181,9 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
     body = {"model": "first", "prompt": "ab", "max_tokens": 60, "stream": True}
     streams = [fleet.server.open(COMPLETIONS, body | {"model": name}) for name in ("first", "second")]
     wait_until(lambda: fleet.server.metrics()["requests_in_flight"] == 2, "the streams")
-    fleet.write({"second": {"max_model_len": 512}, "third": {}}, **sections)
+    assert chat_model(fleet) == "first", "the first of the file"
+    chosen = {"routes": {"chat": {"model": "third"}}}
+    fleet.write({"second": {"max_model_len": 512}, "third": {}}, **sections, **chosen)
     assert main(["reload"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "meltcore: added: third",
@@ -185,9 +199,14 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
     cards = {card["id"]: card for card in fleet.server.request("GET", "/v1/models").json["data"]}
     assert {name: card["max_model_len"] for name, card in cards.items()} == {"second": 512, "third": 4096}
     assert (fleet.complete("first"), fleet.complete("second"), fleet.complete("third")) == (404, 200, 200)
+    assert [chat_model(fleet) for _ in range(4)] == ["third"] * 4, "every API server has the new routes"
+    for pid in fleet.server.api_server_pids():
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: len(fleet.server.api_server_pids()) == 2, "other API servers")
+    assert chat_model(fleet) == "third"
     after = rows(capsys)
     assert after["second"]["pid"] != before["second"]["pid"]
-    fleet.write({"third": {}, "fourth": {}, "second": {"max_model_len": 512}}, **sections)
+    fleet.write({"third": {}, "fourth": {}, "second": {"max_model_len": 512}}, **sections, **chosen)
     assert main(["reload"]) == 0
     assert rows(capsys)["third"]["pid"] == after["third"]["pid"], "an unchanged model keeps its engine"
     assert fleet.complete("third") == 200

@@ -10,7 +10,7 @@ from meltcore.api.generation import Generation
 from meltcore.api.log import shorten
 from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.api.stats import ModelStats
-from meltcore.config import Profiler
+from meltcore.config import Profiler, RoutesConfig
 from meltcore.errors import RequestError
 from meltcore.protocol.shell import ProfileDone
 
@@ -87,6 +87,7 @@ class ModelTable:
     def __init__(self, backends: Sequence[Backend] = ()) -> None:
         self.backends: list[Backend] = []
         self._by_name: dict[str, Backend] = {}
+        self.routes: RoutesConfig | None = None  # instead of those of the configuration
         for backend in backends:
             self.add(backend)
 

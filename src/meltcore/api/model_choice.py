@@ -27,7 +27,12 @@ class ModelChoice:
 
     def __init__(self, models: ModelTable, config: RoutesConfig) -> None:
         self._models = models
-        self.config = config
+        self._config = config
+
+    @property
+    def config(self) -> RoutesConfig:
+        """The models of languages and routes, as fleet.yaml has them now."""
+        return self._models.routes or self._config
 
     def recognizer(self, request: SpeechRequest) -> tuple[SpeechBackend, SpeechRequest]:
         """Return a model that recognizes speech, and the request in the language that it gets.

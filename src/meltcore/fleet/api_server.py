@@ -50,6 +50,7 @@ from meltcore.fleet.channel import (
     RemoveModel,
     ReplicaEnded,
     ReplicaStarted,
+    RoutesChanged,
     Setup,
     Started,
     StatusChanged,
@@ -122,6 +123,8 @@ class APIServer:
             self._add_connection(descriptors)
         elif isinstance(message, AddModel | AddForeign):
             self._add(message, descriptors)
+        elif isinstance(message, RoutesChanged):
+            self._table.routes = message.routes
         elif isinstance(message, Exit):
             self._http.stop()
         elif not isinstance(message, Setup) and message.model in self._models:

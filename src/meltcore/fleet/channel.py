@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from meltcore.api.backend import ModelStatus
-from meltcore.config import ForeignConfig, ModelConfig, ServerConfig, Task
+from meltcore.config import ForeignConfig, ModelConfig, RoutesConfig, ServerConfig, Task
 from meltcore.protocol.engines import ServedReady
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
@@ -25,7 +25,7 @@ MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a 
 class Setup(msgspec.Struct, tag="setup", frozen=True):
     """The first message. The descriptor of the server's statistics comes with it. Answered by `Started`."""
 
-    config: ServerConfig  # without models, which follow
+    config: ServerConfig  # without models and routes, which follow
     api_server: int  # its row of the statistics and its sockets to the engines, from 1 on
     num_processes: int  # rows of the statistics: the API servers and the supervisor
     directory: str  # of the sockets
@@ -71,6 +71,12 @@ class StatusChanged(msgspec.Struct, tag="status", frozen=True):
     model: int
     status: ModelStatus
     reason: str
+
+
+class RoutesChanged(msgspec.Struct, tag="routes", frozen=True):
+    """The models of languages and routes, at the start and when they have changed."""
+
+    routes: RoutesConfig
 
 
 class AddConnection(msgspec.Struct, tag="connection", frozen=True):
@@ -140,6 +146,7 @@ ToAPIServer = (
     | AddModel
     | AddForeign
     | RemoveModel
+    | RoutesChanged
     | OpenModel
     | StatusChanged
     | AddConnection

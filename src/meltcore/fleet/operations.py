@@ -118,7 +118,6 @@ class FleetOperations:
                 changed=[name for name in new if name in old and new[name] != old[name].config],
                 unchanged=[name for name in new if name in old and new[name] == old[name].config],
             )
-            supervisor.config = config
             await asyncio.gather(*(self._end(old[name], "removed from") for name in result.removed))
             for name in result.removed:
                 supervisor.forget_model(old[name])
@@ -126,6 +125,7 @@ class FleetOperations:
                 await self._replace(old[name], new[name])
             for name in result.added:
                 await self._add(new[name])
+            supervisor.change_config(config)
             return result
 
     async def _add(self, config: ModelConfig | ForeignConfig) -> Model:
@@ -167,11 +167,13 @@ async def _wait_idle(model: Model, limit_s: float) -> None:
 
 def _check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
     """Raise ConfigError when settings differ that API servers read at their start."""
-    fields = [field.name for field in dataclasses.fields(ServerConfig) if field.name not in ("models", "foreign")]
+    fields = [
+        field.name for field in dataclasses.fields(ServerConfig) if field.name not in ("models", "foreign", "routes")
+    ]
     changed = [name for name in fields if getattr(old, name) != getattr(new, name)]
     if changed:
         raise ConfigError(
-            f"only models can change while the fleet runs, and {', '.join(changed)} changed: "
+            f"only models, languages and routes can change while the fleet runs, and {', '.join(changed)} changed: "
             "end it with `meltcore down` and start it again"
         )
 

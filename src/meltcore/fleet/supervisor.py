@@ -30,7 +30,7 @@ from meltcore.api.stats import ServerStats
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.backends.text_model import find_task
-from meltcore.config import ForeignConfig, ModelConfig, ServerConfig, Task
+from meltcore.config import ForeignConfig, ModelConfig, RoutesConfig, ServerConfig, Task
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.admin import AdminServer
 from meltcore.fleet.channel import EndRequests
@@ -259,6 +259,11 @@ class Supervisor:
         self._stats.remove_model(model.number)
         del self.models[model.number]
 
+    def change_config(self, config: ServerConfig) -> None:
+        """Take over the models and routes of another configuration. The caller adds and removes models."""
+        self.config = config
+        self._pool.change_routes(config)
+
     def broadcast(self, message: EndRequests) -> None:
         """Send a message about a model to all API servers."""
         self._pool.broadcast(message)
@@ -266,7 +271,7 @@ class Supervisor:
     async def _load_model(self, model: ServedModel) -> None:
         await model.load_or_fail()
         if model.limits is not None:
-            config = replace(self.config, models=(model.config,))
+            config = replace(self.config, models=(model.config,), foreign=(), routes=RoutesConfig())
             print_ready(config, [model.limits], [model.synthetic_tokenizer], self._stats.api_servers)
 
     def _add_model(self, config: ModelConfig, task: Task | None, placements: Sequence[Placement]) -> ServedModel:

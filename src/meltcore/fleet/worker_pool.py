@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from meltcore.api.stats import ModelStats, ServerStats
-from meltcore.config import ServerConfig
+from meltcore.config import RoutesConfig, ServerConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.channel import (
     AddForeign,
@@ -36,6 +36,7 @@ from meltcore.fleet.channel import (
     RemoveModel,
     ReplicaEnded,
     ReplicaStarted,
+    RoutesChanged,
     Setup,
     Started,
     StatusChanged,
@@ -180,6 +181,13 @@ class WorkerPool:
         model.opened.result()
         return model.synthetic
 
+    def change_routes(self, config: ServerConfig) -> None:
+        """Let all workers choose models by the routes of `config`, which later ones start with."""
+        self._config = config
+        for worker in self._workers:
+            if worker.started:
+                worker.send(RoutesChanged(config.routes))
+
     @property
     def num_models(self) -> int:
         """The number of models of the server."""
@@ -267,7 +275,7 @@ class WorkerPool:
         worker.channel = Channel(parent_socket, FromAPIServer)
         worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
         num_processes = self._stats.api_servers + 1
-        config = dataclasses.replace(self._config, models=(), foreign=())
+        config = dataclasses.replace(self._config, models=(), foreign=(), routes=RoutesConfig())
         setup = Setup(config, worker.worker_id, num_processes, str(self._directory))
         worker.channel.send(setup, self._stats.shared.fd)
         watch = asyncio.create_task(self._watch(worker))
@@ -277,6 +285,7 @@ class WorkerPool:
     def _on_message(self, worker: APIServerWorker, message: FromAPIServer, _descriptors: list[int]) -> None:
         if isinstance(message, Started):
             worker.started = True
+            worker.send(RoutesChanged(self._config.routes))  # not in its setup: they name models
             for model in self._models.values():
                 worker.send(model.added, model.stats.shared.fd)
                 for missed in (model.open, model.status):
