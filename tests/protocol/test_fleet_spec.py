@@ -196,6 +196,7 @@ models:
         (MODELS + "routes: {translate: {backend: llm}}", "routes.translate.model: missing; backend llm needs"),
         (MODELS + "routes: {translate: {model: mt}}", "routes.translate.model: is for backend llm"),
         (MODELS + "routes: {chat: {model: mt}}", "routes.chat.model: got 'mt', a model of task translation"),
+        (MODELS + "limits: {tokens_per_minute: 9}", "limits.tokens_per_minute: is per key, and the file has no keys"),
         (MODELS + "keys: [{name: k}]", "keys[0]: give env, the name of an environment variable, or file"),
         (MODELS + "keys: [{name: k, env: K}, {name: k, env: L}]", "keys[1].name: got 'k', which keys[0] has"),
         (MODELS + "timeouts: {request_s: 0}", "timeouts.request_s: got 0; must be float > 0"),

@@ -211,6 +211,9 @@ def _check_routes(spec: FleetSpec) -> None:
 
 
 def _check_keys(spec: FleetSpec) -> None:
+    for limit in ("requests_per_minute", "tokens_per_minute"):
+        if getattr(spec.limits, limit) is not None and not spec.keys:
+            raise FleetError(f"limits.{limit}", "is per key, and the file has no keys")
     seen: dict[str, int] = {}
     for index, key in enumerate(spec.keys):
         path = f"keys[{index}]"
