@@ -103,6 +103,7 @@ def test_silent_parts_of_long_audio_are_left_out() -> None:
 
 def bad_inputs() -> dict[str, tuple[bytes, str]]:
     wav, flac = encoded(tone(2.0)), encoded(tone(2.0), format="FLAC")
+    mp3 = encoded(tone(2.0), format="MP3", subtype="MPEG_LAYER_III")
     with_nan = tone(1.0)
     with_nan[500] = np.nan
     return {
@@ -111,6 +112,7 @@ def bad_inputs() -> dict[str, tuple[bytes, str]]:
         "silent": (encoded(np.zeros(16_000)), "is silent: its loudest sample is 0 of 32767"),
         "truncated wav": (wav[:1000], "is truncated: 64000 bytes of samples are announced, 956 are there"),
         "truncated flac": (flac[: len(flac) // 2], "is truncated|cannot be decoded"),
+        "truncated mp3": (mp3[: len(mp3) // 2], "is truncated: 32000 samples are announced"),
         "text": (b"hello" * 100, "is not audio in a format that is read here"),
         "zip": (b"PK\x03\x04" + bytes(1000), "is not audio"),
         "png": (b"\x89PNG\r\n\x1a\n" + bytes(100), "is not audio"),
@@ -123,8 +125,19 @@ def bad_inputs() -> dict[str, tuple[bytes, str]]:
     }
 
 
-BAD = ["empty", "no samples", "silent", "truncated wav", "truncated flac", "text", "zip", "png", "zeros", "9 channels"]
-BAD += ["384 kHz", "NaN", "too long", "bomb"]
+BAD = [
+    "empty",
+    "no samples",
+    "silent",
+    "truncated wav",
+    "truncated flac",
+    "truncated mp3",
+    "text",
+    "zip",
+    "png",
+    "zeros",
+]
+BAD += ["zeros", "9 channels", "384 kHz", "NaN", "too long", "bomb"]
 
 
 @pytest.mark.parametrize("name", BAD)

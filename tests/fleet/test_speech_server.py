@@ -234,6 +234,7 @@ def test_dwanis_forms_and_client(server: RunningServer, expected: dict[str, np.n
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"input": " \n"}, "input is empty"),
+    "voice without id": ({"input": "a", "voice": {}}, "voice must be a name, or an object whose id is one"),
     "long": ({"input": "a" * 100_000}, "input has 100,000 characters; the limit is 10,000"),
     "voice": ({"voice": "alloy"}, "voice 'alloy' is not one of the model's: KAN_F_HAPPY_00001, b"),
     "format": ({"response_format": "midi"}, "known are mp3, opus, aac, flac, wav, pcm"),

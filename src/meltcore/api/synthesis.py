@@ -70,6 +70,8 @@ async def read_request(body: bytes, content_type: str | None, query: Mapping[str
     if is_multipart(content_type):
         fields: dict[str, Any] = {}
         for name, value in await read_multipart(body, content_type or ""):
+            if name in fields:
+                raise RequestError(f"{shorten(name)} is given twice", param=shorten(name))
             if isinstance(value, str):
                 fields[name] = value
             elif name in _REFERENCE_FILES:
@@ -98,7 +100,9 @@ def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: b
         raise RequestError("instructions is not supported; leave it out", param="instructions")
     voice = fields.ref_audio_name if fields.voice is None else fields.voice
     if isinstance(voice, dict):
-        voice = str(voice.get("id"))
+        if not isinstance(voice.get("id"), str):
+            raise RequestError("voice must be a name, or an object whose id is one", param="voice")
+        voice = voice["id"]
     reference_text = fields.ref_text if fields.reference_text is None else fields.reference_text
     if reference is not None and voice is not None:
         raise RequestError("voice and reference exclude each other: the reference is the voice", param="voice")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,14 +75,17 @@ class _SoundFile:
         try:
             self._file: Any = soundfile.SoundFile(io.BytesIO(data))
         except (soundfile.SoundFileError, TypeError) as error:
-            formats = ", ".join(sorted((*soundfile.available_formats(), "M4A", "WEBM", "AAC")))
+            formats = ", ".join(sorted({*soundfile.available_formats(), *_ffmpeg_formats()} - {"RAW"}))
             raise refusal(f"is not audio in a format that is read here ({formats})") from error
         self.sample_rate, self.num_channels = self._file.samplerate, self._file.channels
         announced = self._file.frames
         self.num_frames = announced if 0 < announced < 2**62 else None
 
     def blocks(self) -> Iterator[Floats]:
-        """Yield the samples. Raises RequestError for damaged data, and FLAC that is shorter than announced."""
+        """Yield the samples. Raises RequestError for damaged data, and FLAC and MP3 that are shorter than announced.
+
+        Of the other formats libsndfile itself announces only what is there.
+        """
         import soundfile
 
         num_read, block_frames = 0, round(_BLOCK_S * self.sample_rate)
@@ -94,12 +98,19 @@ class _SoundFile:
             yield block
             if len(block) < block_frames:
                 break
-        if self._file.format == "FLAC" and self.num_frames is not None and num_read < self.num_frames:
+        # Headers of MP3 may count the encoder's padding.
+        missing = (self.num_frames or 0) - num_read
+        if missing > (0 if self._file.format == "FLAC" else _MISSING_S * self.sample_rate):
             raise refusal(f"is truncated: {self.num_frames} samples are announced, {num_read} are there")
 
     def close(self) -> None:
         """Release the decoder."""
         self._file.close()
+
+
+def _ffmpeg_formats() -> tuple[str, ...]:
+    """Return the names of the formats that only FFmpeg reads: none where PyAV is not installed."""
+    return ("M4A", "MP4", "WEBM", "MATROSKA", "AAC") if find_spec("av") else ()
 
 
 class _FFmpegFile:
