@@ -124,7 +124,7 @@ def test_folder_locked_by_another_process_is_not_used(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("kind", "longest"), [("server", "99/from-engine-999.sock"), ("group", "rank-7.sock")], ids=["server", "group"]
+    ("kind", "longest"), [("server", "99999/from-engine-999.sock"), ("group", "rank-7.sock")], ids=["server", "group"]
 )
 def test_folder_name_too_long_for_sockets_is_refused(
     kind: Literal["server", "group"], longest: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
