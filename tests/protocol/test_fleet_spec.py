@@ -82,6 +82,20 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
     )
 
 
+def test_random_weights_of_a_checkpoint_that_is_not_here_have_its_shapes(tmp_path: Path) -> None:
+    model = "models:\n  a: {checkpoint: CHECKPOINT, shapes: org/shapes, task: translation, FIELDS}\n"
+
+    def opened(checkpoint: object, fields: str) -> str:
+        text = model.replace("CHECKPOINT", str(checkpoint)).replace("FIELDS", fields)
+        return server_config(parse_fleet(text)).models[0].engine.model
+
+    assert opened("org/model", "load_format: dummy") == "org/shapes"
+    assert opened("org/model", "load_format: auto") == "org/model"
+    assert opened(tmp_path, "load_format: dummy") == str(tmp_path)
+    with pytest.raises(ConfigError, match=r"models\.a: random weights in q8_0 need a GGUF file .* org/model is not on"):
+        opened("org/model", "load_format: dummy, format: q8_0")
+
+
 def test_foreign_servers_of_the_file() -> None:
     text = """
 timeouts: {start_s: 7, connect_s: 2, request_s: 90}

@@ -215,6 +215,7 @@ class LocalEngine(EngineBackend):
             "object": "model",
             "created": model.created,
             "owned_by": "meltcore",
+            "task": "generation",
             "max_model_len": model.engine.max_model_len,
             "weights": model.engine.weights,
             "tokenizer": "synthetic" if model.text.tokenizer.is_synthetic else "real",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from meltcore.config import (
@@ -84,7 +85,7 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
     if model.checkpoint is None or model.kind != "engine":
         raise ConfigError(f"models.{name}: a model with a {model.kind} has no engine of ours")
     return ModelConfig(
-        engine=engine_config(model, model.checkpoint),
+        engine=engine_config(model, _engine_checkpoint(name, model, model.checkpoint)),
         served_model_name=(name, *model.aliases),
         data_parallel_size=model.replicas,
         max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
@@ -124,6 +125,21 @@ def foreign_config(spec: FleetSpec, name: str) -> ForeignConfig:
         connect_timeout_s=timeouts.connect_s,
         first_byte_timeout_s=min(300.0, timeouts.request_s),
     )
+
+
+def _engine_checkpoint(name: str, model: ModelSection, checkpoint: str) -> str:
+    """Return what the engines of a model open: its checkpoint, or its `shapes` for random weights of one not here.
+
+    Raises ConfigError for shapes that stand for a GGUF file, whose blocks no configuration has.
+    """
+    if model.load_format != "dummy" or model.shapes is None or Path(checkpoint).expanduser().exists():
+        return checkpoint
+    if model.format in ("q4_0", "q8_0"):
+        raise ConfigError(
+            f"models.{name}: random weights in {model.format} need a GGUF file for their layout, and {checkpoint} is "
+            f"not on this machine; name a file, or remove format for dense weights of {model.shapes}"
+        )
+    return model.shapes
 
 
 def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:

@@ -137,7 +137,10 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     ] = "auto"
     shapes: Annotated[
         Text | None,
-        Meta(description="Published configuration to plan with while the checkpoint is not on this machine."),
+        Meta(
+            description="Published configuration, or a folder with one, to plan with and to fill with random weights "
+            "(load_format dummy) while the checkpoint is not on this machine."
+        ),
     ] = None
     task: Annotated[FleetTask, Meta(description="What the model does; decides the routes that accept it.")] = (
         "generation"
