@@ -40,6 +40,10 @@ class RequestError(MeltcoreError):
         self.retry_after_s = retry_after_s
 
 
+class SleepError(MeltcoreError):
+    """Reports that an engine cannot sleep or wake now. It stays as it was."""
+
+
 class EngineDeadError(MeltcoreError):
     """Reports that the engine process has ended. Each of its open requests has failed."""
 

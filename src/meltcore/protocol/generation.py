@@ -13,16 +13,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.protocol.shell import (
-    AbortRequests,
-    EngineFailed,
-    EngineReady,
-    ForgetClient,
-    Loading,
-    Profile,
-    ProfileDone,
-    Shutdown,
-)
+from meltcore.protocol.shell import EngineReady, ShellFromEngine, ShellToEngine
 
 # The array type of packed token ids, in this machine's byte order: both ends of a socket run on one machine.
 TOKEN_TYPECODE = "I"
@@ -64,7 +55,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     return array(TOKEN_TYPECODE, token_ids).tobytes()
 
 
-ToEngine = AddRequest | AbortRequests | Profile | ForgetClient | Shutdown
+ToEngine = AddRequest | ShellToEngine
 
 
 # --- engine to API server ------------------------------------------------------------------------------------------
@@ -157,4 +148,4 @@ class GenerationReady(EngineReady, tag="ready", array_like=True, frozen=True):
     speculative_decoding: str
 
 
-FromEngine = StepOutputs | Loading | GenerationReady | EngineFailed | ProfileDone
+FromEngine = StepOutputs | GenerationReady | ShellFromEngine

@@ -34,6 +34,20 @@ class ForgetClient(msgspec.Struct, tag="forget", array_like=True, frozen=True):
     client_index: int
 
 
+class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
+    """Makes an idle engine give its device memory back; it answers with `Asleep`.
+
+    keep: "host" copies the weights to pinned host memory, "disk" drops them and reads the checkpoint again at `Wake`
+    (levels 1 and 2 of vLLM's sleep mode). The content of caches is lost in both.
+    """
+
+    keep: Literal["host", "disk"] = "host"
+
+
+class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
+    """Makes a sleeping engine take its memory and its weights again; it answers with `Awake`."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Ends the engine process immediately. The API server has drained its requests before."""
 
@@ -83,3 +97,32 @@ class ProfileDone(msgspec.Struct, tag="profiled", array_like=True, frozen=True):
 
     path: str
     error: str | None = None
+
+
+class Asleep(msgspec.Struct, tag="asleep", array_like=True, frozen=True):
+    """Reports that the engine sleeps, or with `error` why it does not: it then serves as before.
+
+    freed_bytes: of the device, or of the host for an engine on a CPU. resident_bytes: device memory that it holds while
+    it sleeps, such as CUDA graphs. Requests that arrive meanwhile are refused.
+    """
+
+    freed_bytes: int
+    seconds: float
+    resident_bytes: int = 0
+    error: str | None = None
+
+
+class Awake(msgspec.Struct, tag="awake", array_like=True, frozen=True):
+    """Reports that the engine serves again, or with `error` why it still sleeps; it may be woken again.
+
+    bytes_copied: of weights, from the host or from the checkpoint.
+    """
+
+    seconds: float
+    bytes_copied: int
+    error: str | None = None
+
+
+# What engines of all types receive besides their requests, and send besides their outputs and limits.
+ShellToEngine = AbortRequests | Profile | ForgetClient | Sleep | Wake | Shutdown
+ShellFromEngine = Loading | EngineFailed | ProfileDone | Asleep | Awake

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import AbortRequests, EngineFailed, ForgetClient, Loading, Profile, ProfileDone, Shutdown
+from meltcore.protocol.shell import ShellFromEngine, ShellToEngine
 
 
 class Synthesize(TaskRequest, tag="synthesize", array_like=True, frozen=True, kw_only=True):
@@ -68,5 +68,5 @@ class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=
     tokens: Literal["real", "synthetic"]
 
 
-ToEngine = Synthesize | AbortRequests | Profile | ForgetClient | Shutdown
-FromEngine = SynthesisOutputs | Loading | SynthesisReady | EngineFailed | ProfileDone
+ToEngine = Synthesize | ShellToEngine
+FromEngine = SynthesisOutputs | SynthesisReady | ShellFromEngine

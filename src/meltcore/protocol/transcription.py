@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import AbortRequests, EngineFailed, ForgetClient, Loading, Profile, ProfileDone, Shutdown
+from meltcore.protocol.shell import ShellFromEngine, ShellToEngine
 
 Decoder = Literal["ctc", "rnnt"]
 
@@ -63,5 +63,5 @@ class TranscriptionReady(BatchReady, tag="transcription_ready", array_like=True,
     tokens: Literal["real", "synthetic"]
 
 
-ToEngine = Transcribe | AbortRequests | Profile | ForgetClient | Shutdown
-FromEngine = TranscriptionOutputs | Loading | TranscriptionReady | EngineFailed | ProfileDone
+ToEngine = Transcribe | ShellToEngine
+FromEngine = TranscriptionOutputs | TranscriptionReady | ShellFromEngine

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import AbortRequests, EngineFailed, ForgetClient, Loading, Profile, ProfileDone, Shutdown
+from meltcore.protocol.shell import ShellFromEngine, ShellToEngine
 
 
 class Translate(TaskRequest, tag="translate", array_like=True, frozen=True, kw_only=True):
@@ -48,5 +48,5 @@ class TranslationReady(BatchReady, tag="translation_ready", array_like=True, fro
     tokens: Literal["real", "synthetic"]
 
 
-ToEngine = Translate | AbortRequests | Profile | ForgetClient | Shutdown
-FromEngine = TranslationOutputs | Loading | TranslationReady | EngineFailed | ProfileDone
+ToEngine = Translate | ShellToEngine
+FromEngine = TranslationOutputs | TranslationReady | ShellFromEngine

@@ -18,6 +18,7 @@ import torch
 import zmq
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meltcore.engine.host.sleep import SleepMessage, SleepState
 from meltcore.errors import MeltcoreError, RankError, RequestError
 from meltcore.host_memory import keep_freed_memory, trim_memory
 from meltcore.protocol.shell import (
@@ -29,6 +30,8 @@ from meltcore.protocol.shell import (
     Profile,
     ProfileDone,
     Shutdown,
+    Sleep,
+    Wake,
 )
 from meltcore.protocol.sockets import socket_address
 
@@ -124,6 +127,7 @@ class EngineShell:
         self._decoder = msgspec.msgpack.Decoder(list[to_engine])
         self._encoder = msgspec.msgpack.Encoder()
         self._profiler: _Profiler | _CudaProfiler | None = None
+        self._sleep_state = SleepState()
         self._finished = 0  # requests, since memory was given back
 
     def serve(self, build: BuildEngine) -> int:
@@ -226,17 +230,28 @@ class EngineShell:
             engine.abort(orphans)
         elif isinstance(message, Profile):
             self.send(self._profile(message), client_index)
+        elif isinstance(message, Sleep | Wake):
+            self._sleep_or_wake(engine, message, client_index)
         else:
             self._add(engine, message, client_index)
 
     def _add(self, engine: Engine, request: Any, client_index: int) -> None:
         try:
+            self._sleep_state.check_awake()
             engine.add(request)
         except RequestError as error:
             refusal = engine.refuse(request.request_id, error.message)
             self._senders[client_index].send(self._encoder.encode(refusal))
         else:
             self._client_of[request.request_id] = client_index
+
+    def _sleep_or_wake(self, engine: Engine, message: SleepMessage, client_index: int) -> None:
+        """Answer when the device is idle. With async scheduling one step follows the last output of all requests."""
+        while not self._client_of and engine.has_work:
+            self._step(engine)
+        self.send(self._sleep_state.handle(engine, message, len(self._client_of)), client_index)
+        if isinstance(message, Sleep):
+            trim_memory()
 
     def _profile(self, message: Profile) -> ProfileDone:
         try:

@@ -1,0 +1,72 @@
+"""Sleep and wake of an engine, between its steps. Asleep it holds no weights and no caches on its device."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+from meltcore.errors import RequestError, SleepError
+from meltcore.protocol.shell import Asleep, Awake, Sleep, Wake
+
+SleepMessage = Sleep | Wake
+
+
+class Slept(NamedTuple):
+    """What a sleep has changed: bytes given back, and device bytes that the engine still holds."""
+
+    freed_bytes: int
+    resident_bytes: int
+
+
+@runtime_checkable
+class SleepableEngine(Protocol):
+    """The part of an engine's interface that only engines with a sleep mode have."""
+
+    def sleep(self, keep: Literal["host", "disk"]) -> Slept:
+        """Give memory back. Called only while there is no work; raises SleepError and changes nothing if it cannot."""
+
+    def wake(self) -> int:
+        """Take the memory again. Returns the bytes of weights copied; raises SleepError and sleeps on if it cannot."""
+
+
+class SleepState:
+    """Whether an engine sleeps, and what it answers to `Sleep` and `Wake`."""
+
+    def __init__(self) -> None:
+        self._is_asleep = False
+
+    def check_awake(self) -> None:
+        """Raise RequestError while the engine sleeps: its server should have kept the request, or woken it."""
+        if self._is_asleep:
+            raise RequestError("the model sleeps and must be woken before it is asked", status=503, code="model_asleep")
+
+    def handle(self, engine: object, message: SleepMessage, open_requests: int) -> Asleep | Awake:
+        """Change the state of an engine without work, and return its answer."""
+        start_s = time.monotonic()
+        try:
+            if isinstance(message, Sleep):
+                slept = self._sleep(engine, message.keep, open_requests)
+                return Asleep(slept.freed_bytes, time.monotonic() - start_s, slept.resident_bytes)
+            return Awake(bytes_copied=self._wake(engine), seconds=time.monotonic() - start_s)
+        except SleepError as error:
+            seconds = time.monotonic() - start_s
+            return Asleep(0, seconds, error=str(error)) if isinstance(message, Sleep) else Awake(seconds, 0, str(error))
+
+    def _sleep(self, engine: object, keep: Literal["host", "disk"], open_requests: int) -> Slept:
+        if self._is_asleep:
+            raise SleepError("the engine sleeps already")
+        if open_requests:
+            raise SleepError(f"the engine has {open_requests} open requests; it sleeps only without any")
+        if not isinstance(engine, SleepableEngine):
+            raise SleepError(f"{type(engine).__name__} has no sleep mode")
+        slept = engine.sleep(keep)
+        self._is_asleep = True
+        return slept
+
+    def _wake(self, engine: object) -> int:
+        if not self._is_asleep:
+            raise SleepError("the engine does not sleep")
+        assert isinstance(engine, SleepableEngine)
+        bytes_copied = engine.wake()
+        self._is_asleep = False
+        return bytes_copied
