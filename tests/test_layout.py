@@ -16,7 +16,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # An import points down its own half's list or to the ground floor; the halves never meet.
 RUN = ("fleet", "backends", "api", "engine", "tasks", "models", "layers", "kernels", "text", "audio")
 MEASURE = ("demo", "tune", "compare", "bench", "report", "evals", "load", "hardware", "forensics")
-GROUND = ("protocol", "results", "problems", "errors", "config", "host_memory", "process", "options")
+GROUND = (
+    "protocol",
+    "results",
+    "problems",
+    "errors",
+    "config",
+    "host_memory",
+    "process",
+    "options",
+    "server_templates",
+)
 ALLOWED = {
     "llm": ("engine", "models", "text"),
     "synthesizer": ("audio", "engine"),
@@ -37,7 +47,7 @@ ALLOWED = {
     ),
     "demo": ("report", "evals", "load"),
     "tune": ("compare", "report", "evals", "load"),
-    "compare": ("report", "evals", "load"),
+    "compare": ("report", "evals", "load", "hardware"),
     "bench": ("report", "load", "hardware"),
     "report": ("evals", "load"),
     "evals": ("load",),
@@ -53,6 +63,7 @@ ALLOWED = {
     "process": (),
     "options": (),
     "host_memory": (),
+    "server_templates": (),
 }
 NO_TORCH = (*MEASURE, *GROUND, "cli", "fleet", "backends", "api", "text", "audio")
 # Hardware checks run their probe functions in processes of their own, so these alone use torch: inside functions, or in

@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from meltcore.backends.foreign_command import TEMPLATES, foreign_command
+from meltcore.backends.foreign_command import foreign_command
 from meltcore.backends.foreign_process import ForeignProcess, free_port
 from meltcore.config import FOREIGN_TEMPLATES, ForeignConfig
 from meltcore.errors import ConfigError
 from meltcore.process import group_members
+from meltcore.server_templates import TEMPLATES
 
 SCRIPTED = f"{sys.executable} -m meltcore.testing.scripted_server --port {{port}} --ttft-ms 1 --itl-ms 0"
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -95,8 +96,8 @@ def test_templates(template: str, name: str, expected: str, tmp_path: Path) -> N
 
 
 def test_settings_that_are_not_given_add_no_flag(tmp_path: Path) -> None:
-    assert tuple(TEMPLATES) == FOREIGN_TEMPLATES
-    for template in TEMPLATES:
+    assert tuple(TEMPLATES) == ("meltcore", *FOREIGN_TEMPLATES)
+    for template in FOREIGN_TEMPLATES:
         for name in ("vllm", "python", "llama-server", "trtllm-serve"):
             program(tmp_path, name)
         plain = foreign_command(config(template, checkpoint="c", python=str(tmp_path / "python")), 0, 1).arguments
