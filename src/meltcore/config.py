@@ -427,6 +427,14 @@ class ServerConfig:
         metavar="ORIGIN",
     )
     log_format: Literal["text", "json"] = option("text", "Format of the line per request.", group=_HTTP_GROUP)
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL that OpenTelemetry traces are sent to, OTLP over HTTP, like http://127.0.0.1:4318/v1/traces (default: "
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else no traces).",
+        group=_HTTP_GROUP,
+        type=not_empty,
+        metavar="URL",
+    )
     profile_dir: str | None = option(
         None, "Folder for profiles; enables /start_profile and /stop_profile.", group=_HTTP_GROUP, metavar="DIR"
     )

@@ -20,6 +20,7 @@ from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
 from meltcore.api.stats import ServerStats
+from meltcore.api.tracing import Tracing
 from meltcore.backends.http_backend import HttpBackend
 from meltcore.config import ForeignConfig, ServerConfig
 
@@ -191,7 +192,9 @@ class Served:
 
 
 @asynccontextmanager
-async def served(*upstreams: Upstream | str, timeout_s: float = 60.0, **settings: Any) -> AsyncIterator[Served]:
+async def served(
+    *upstreams: Upstream | str, timeout_s: float = 60.0, tracing: Tracing | None = None, **settings: Any
+) -> AsyncIterator[Served]:
     """The API over upstreams, which are started here unless they are addresses, on a socket of its own."""
     for upstream in upstreams:
         if isinstance(upstream, Upstream) and not upstream.url:
@@ -204,7 +207,8 @@ async def served(*upstreams: Upstream | str, timeout_s: float = 60.0, **settings
     backend = HttpBackend(foreign, stats.models[0], request_timeout_s=timeout_s)
     backend.health.set("ready", "ready")
     backend.start()
-    http = HttpServer(build_app(ModelTable([backend]), config, Metrics(stats, dict), log, ApiKeys((), stats)), stats)
+    keys, metrics = ApiKeys((), stats), Metrics(stats, dict)
+    http = HttpServer(build_app(ModelTable([backend]), config, metrics, log, keys, tracing), stats)
     serving = asyncio.create_task(http.serve())
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)

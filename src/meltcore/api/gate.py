@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -15,6 +16,9 @@ from meltcore.api.stats import CLASSES
 from meltcore.api.terms import RequestTerms, set_terms
 from meltcore.config import PriorityClass
 from meltcore.errors import RequestError
+
+if TYPE_CHECKING:
+    from meltcore.api.tracing import RequestSpan, Tracing
 
 TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
 # They hold counts, times and descriptions, and nothing of any user.
@@ -54,19 +58,41 @@ def _class(value: bytes) -> PriorityClass:
 class Gate:
     """Passes requests on to `app`. Those without a valid key, or beyond its rate, come no further."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, log: Log) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, log: Log, tracing: Tracing | None = None) -> None:
         self._app = app
         self._keys = keys
         self._log = log
+        self._tracing = tracing
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer one request."""
-        if scope["path"] not in OPEN_PATHS:
-            try:
-                set_terms(read_terms(scope, self._keys))
-            except RequestError as error:
-                return self._refuse(scope, send, error)
-        return self._app(scope, receive, send)
+        if scope["path"] in OPEN_PATHS:
+            return self._app(scope, receive, send)
+        if self._tracing is not None and scope["method"] == "POST":
+            return self._traced(scope, receive, send, self._tracing)
+        return self._pass(scope, receive, send)
+
+    def _pass(self, scope: Scope, receive: Receive, send: Send, span: RequestSpan | None = None) -> Awaitable[None]:
+        try:
+            terms = read_terms(scope, self._keys)
+        except RequestError as error:
+            terms = RequestTerms()
+            answer: Awaitable[None] = self._refuse(scope, send, error)
+        else:
+            answer = self._app(scope, receive, send)
+        terms.span = span
+        set_terms(terms)
+        return answer
+
+    async def _traced(self, scope: Scope, receive: Receive, send: Send, tracing: Tracing) -> None:
+        span, failure = tracing.begin(scope), None
+        try:
+            await self._pass(scope, receive, send, span)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            span.end(failure)
 
     async def _refuse(self, scope: Scope, send: Send, error: RequestError) -> None:
         began_s, identity = time.monotonic(), request_id(scope)

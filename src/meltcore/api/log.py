@@ -39,10 +39,14 @@ class Log:
     def write(self, event: str, **fields: Any) -> None:
         """Queue one line. A full queue drops it and counts it in `log_lines_dropped`.
 
-        A line of the event "request" also says whose it is and how it has waited, as its terms have it.
+        A line of the event "request" also says whose it is and how it has waited, as its terms have it,
+        and describes its span.
         """
         if event == "request":
-            fields |= current_terms().log_fields()
+            terms = current_terms()
+            fields |= terms.log_fields()
+            if terms.span is not None:
+                terms.span.describe(fields)
         record = {"time": _timestamp(), "event": event} | {key: shorten(value) for key, value in fields.items()}
         if self._form == "json":
             line = msgspec.json.encode(record).decode()

@@ -130,6 +130,15 @@ class Metrics(Collector):
             "Log lines dropped because they were not read",
             stats.total("log_lines_dropped"),
         )
+        dropped = CounterMetricFamily(
+            PREFIX + "trace_spans_dropped", "Spans that no collector has got, by reason", labels=["reason"]
+        )
+        dropped.add_metric(["queue_full"], stats.total("trace_spans_overflowed"))
+        dropped.add_metric(["not_taken"], stats.total("trace_spans_failed"))
+        yield dropped
+        yield CounterMetricFamily(
+            PREFIX + "trace_spans_sent", "Spans that the collector has taken", stats.total("trace_spans_sent")
+        )
 
     @staticmethod
     def _family(family_type: _Family, name: str, help: str, values: Mapping[str, float]) -> Metric:

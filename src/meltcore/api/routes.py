@@ -48,6 +48,7 @@ from meltcore.api.protocol import (
 from meltcore.api.speech_to_speech import SpeechToSpeechEndpoint
 from meltcore.api.status import Status
 from meltcore.api.synthesis import SynthesisEndpoint
+from meltcore.api.tracing import Tracing
 from meltcore.api.transcriptions import TranscriptionsEndpoint
 from meltcore.api.translate import TranslateEndpoint
 from meltcore.api.vision import VisionEndpoint
@@ -69,7 +70,14 @@ _TASK_ENDPOINTS: tuple[type[Endpoint], ...] = (
 )
 
 
-def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: Log, keys: ApiKeys) -> ASGIApp:
+def build_app(
+    models: ModelTable,
+    config: ServerConfig,
+    metrics: Metrics,
+    log: Log,
+    keys: ApiKeys,
+    tracing: Tracing | None = None,
+) -> ASGIApp:
     """Build the ASGI application, behind the gate that checks keys."""
 
     def forwarding(own: ASGIApp | None, limit_bytes: int = config.max_body_bytes) -> ForwardingEndpoint:
@@ -87,7 +95,7 @@ def build_app(models: ModelTable, config: ServerConfig, metrics: Metrics, log: L
     others = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
     app = _build_starlette(_Handlers(models, config, metrics), config, {**others, **completions, **tasks})
     # Starlette's layers would be a fifth of the cost per token.
-    gate = Gate(_Shortcut(app, completions), keys, log)
+    gate = Gate(_Shortcut(app, completions), keys, log, tracing)
     if not config.allowed_origins:
         return gate
     # Outside of the gate: a browser asks for permission without the key.

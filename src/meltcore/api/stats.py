@@ -43,7 +43,10 @@ CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 # Why a request of a class was refused: the queue was full, or its deadline passed while it waited.
 REFUSALS = ("full", "deadline")
 REJECTIONS = ("queue_full", "loading", "restarting", "draining", "failed", "dead")
-_PROCESS_COLUMNS = ("connections_closed", "cpu_s", "log_lines_dropped")
+_PROCESS_COLUMNS = (
+    *("connections_closed", "cpu_s", "log_lines_dropped"),
+    *("trace_spans_sent", "trace_spans_overflowed", "trace_spans_failed"),  # the last two were dropped
+)
 _KEY_COLUMNS = ("requests_s", "tokens_s", "refused")  # the first two, in row 0: when its buckets are full again
 _MODEL_COLUMNS = (
     *("accepted", "finished", "aborted", "failed", "in_flight", "in_flight_peak", "waiting_prompt_tokens"),

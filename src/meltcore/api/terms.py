@@ -14,6 +14,7 @@ from meltcore.errors import RequestError
 if TYPE_CHECKING:
     from meltcore.api.fair_queue import Waiting
     from meltcore.api.keys import ApiKey
+    from meltcore.api.tracing import RequestSpan
 
 
 class RequestTerms:
@@ -22,7 +23,7 @@ class RequestTerms:
     A request may need several models in turn, as speech to speech does; `waits` has one entry for each.
     """
 
-    __slots__ = ("key", "priority_class", "timeout_s", "waits")
+    __slots__ = ("key", "priority_class", "span", "timeout_s", "waits")
 
     def __init__(
         self, key: ApiKey | None = None, priority_class: PriorityClass | None = None, timeout_s: float | None = None
@@ -31,6 +32,7 @@ class RequestTerms:
         self.priority_class = priority_class
         self.timeout_s = timeout_s
         self.waits: list[Waiting] = []
+        self.span: RequestSpan | None = None  # where traces are on
 
     def class_of(self, default: PriorityClass, priority: int | None = None) -> PriorityClass:
         """Return the request's class, not above its key's.

@@ -10,6 +10,8 @@ from typing import Any
 from meltcore.api.forward import ForwardedRequest, ForwardOutcome
 from meltcore.api.http import error_json, header, send_bytes
 from meltcore.api.stats import ModelStats
+from meltcore.api.terms import current_terms
+from meltcore.api.tracing import CONTEXT_HEADERS
 from meltcore.backends.event_stream import EventBuffer
 from meltcore.backends.http_connection import FailureKind, UpstreamConnection, UpstreamError
 from meltcore.backends.http_replica import Replica
@@ -33,7 +35,6 @@ _BUSY = (429, 503)  # an upstream that refuses a request: it has computed nothin
 _FAULTY = (500, 502, 504)
 _JSON_PATHS = ("completions", "embeddings", "translate", "translations", "tokenize", "rerank", "score", "responses")
 _RELAYED_HEADERS = (b"content-type", b"cache-control", b"retry-after", b"content-disposition")
-_PASSED_ON = ((b"traceparent", "traceparent"), (b"tracestate", "tracestate"))
 
 
 class Exchange:
@@ -181,10 +182,13 @@ class Attempt:
         """Send the request and wait for the head of its answer. Raises UpstreamError."""
         request, replica, exchange = self._request, self._replica, self._exchange
         headers = f"X-Request-Id: {request.request_id}\r\n"
-        for name, shown in _PASSED_ON:
-            value = header(request.scope, name)
-            if value is not None:
-                headers += f"{shown}: {value.decode('latin-1')}\r\n"
+        span = current_terms().span
+        if span is not None:
+            headers += "".join(f"{name}: {value}\r\n" for name, value in span.headers.items())
+        else:
+            for name in CONTEXT_HEADERS:
+                if (value := header(request.scope, name)) is not None:
+                    headers += f"{name.decode()}: {value.decode('latin-1')}\r\n"
         data = replica.encode("POST", request.path, body, request.content_type, headers)
         idle = replica.idle_connection()
         if idle is not None:

@@ -26,6 +26,7 @@ from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
 from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.api.tracing import Tracing
 from meltcore.backends.audio_backend import AudioBackend, check_audio_packages
 from meltcore.backends.engine_link import socket_folder
 from meltcore.backends.http_backend import HttpBackend
@@ -106,7 +107,10 @@ class APIServer:
         self._closing: set[asyncio.Task[None]] = set()
         metrics = Metrics(stats, lambda: {backend.names[0]: backend.stats for backend in self._table.backends})
         keys = ApiKeys(config.api_keys, stats)
-        self._http = HttpServer(build_app(self._table, config, metrics, self._log, keys), stats)
+        endpoint = config.otlp_traces_endpoint
+        self._tracing = None if endpoint is None else Tracing(endpoint, stats, self._log)
+        app = build_app(self._table, config, metrics, self._log, keys, self._tracing)
+        self._http = HttpServer(app, stats)
 
     async def run(self) -> None:
         """Serve until the supervisor sends `Exit`."""
@@ -116,6 +120,8 @@ class APIServer:
         for model in list(self._models):
             self._remove_model(model)
         await asyncio.gather(*self._closing)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         await asyncio.to_thread(self._log.close)
 
     def _on_message(self, message: ToAPIServer, descriptors: list[int]) -> None:

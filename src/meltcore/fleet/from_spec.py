@@ -47,6 +47,7 @@ def server_config(spec: FleetSpec) -> ServerConfig:
         drain_timeout_s=timeouts.drain_s,
         allowed_origins=server.allowed_origins,
         log_format=server.log_format,
+        otlp_traces_endpoint=server.otlp_endpoint,
         routes=routes_config(spec),
         api_keys=tuple(key_config(spec, key) for key in spec.keys),
         **optional,

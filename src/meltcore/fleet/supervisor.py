@@ -27,6 +27,7 @@ from meltcore.api.keys import resolve_keys
 from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.stats import ServerStats
+from meltcore.api.tracing import resolve_tracing
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.backends.text_model import find_task
@@ -81,7 +82,7 @@ def serve(
     _check_names(config)
     for foreign in config.foreign:
         check_foreign(foreign)
-    config = resolve_keys(config)
+    config = resolve_tracing(resolve_keys(config))
     placements = [place_replicas(model) for model in config.models]
     use_one_arena()
     listener = bind(config.host, config.port)

@@ -91,6 +91,13 @@ class ServerSection(_Section, frozen=True, kw_only=True):
     ] = None
     allowed_origins: Annotated[tuple[str, ...], Meta(description="Web origins that may send requests (CORS).")] = ()
     log_format: Annotated[Literal["text", "json"], Meta(description="Format of the line per request.")] = "text"
+    otlp_endpoint: Annotated[
+        Url | None,
+        Meta(
+            description="URL that OpenTelemetry traces are sent to, OTLP over HTTP, with its path, such as "
+            "http://127.0.0.1:4318/v1/traces (default: as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT says, else none)."
+        ),
+    ] = None
 
 
 class GpuSection(_Section, frozen=True, kw_only=True):
