@@ -329,7 +329,8 @@ class RoutesConfig:
     translation: tuple[TranslationRule, ...] = ()  # the first that matches decides
     recognition: dict[str, str] = field(default_factory=dict)  # language to model; "*" is every other language
     synthesis: dict[str, str] = field(default_factory=dict)
-    substitute: dict[str, str] = field(default_factory=dict)  # languages that models do not know: what they get instead
+    # Languages that models may not know: what they get instead, the first of these that the model knows.
+    substitute: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # "llm": a language model translates what no rule matches: translate_model, or the first.
     translate_backend: Literal["indictrans2", "llm"] = "indictrans2"
     translate_model: str | None = None

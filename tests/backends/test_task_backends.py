@@ -146,11 +146,13 @@ def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
     ruled = choice(
         synthesis={"hi": "copy", "*": "ai4bharat/IndicF5"},
         recognition={"eng_Latn": "kannada"},
-        substitute={"German": "ta"},
+        substitute={"German": ("or", "ta"), "kn": ("ta",), "en": ("pa",)},
     )
     assert [ruled.synthesizer(name).names[0] for name in ("Hindi", "kn")] == ["copy", "ai4bharat/IndicF5"]
     assert recognizer(ruled, "english") == ("kannada", "english")
-    assert recognizer(ruled, "german") == ("tamil", "ta")
+    assert recognizer(ruled, "german") == ("tamil", "ta")  # the first that a model knows
+    assert recognizer(ruled, "Kannada") == ("kannada", "Kannada")  # a known language stays
+    assert ruled.synthesizer("English").names[0] == "ai4bharat/IndicF5"
     assert recognizer(ruled, "english", "tamil")[0] == "tamil"
     for call, message in [
         (lambda: plain.synthesizer(None, "meltcore/sums"), "meltcore/sums cannot synthesize speech"),
@@ -189,7 +191,11 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
     rules = (TranslationRule("kan_Knda", "*", "meltcore/sums"), TranslationRule("*", "English", names[2]))
     assert chosen("kn", "en", translation=rules)[0] == "meltcore/sums"
     assert chosen("hi", "en", translation=rules)[0] == "indic-en"
-    assert chosen("de", "hi", substitute={"German": "eng_Latn"}) == ("en-indic", "eng_Latn", "hi")
+    both = {"German": ("eng_Latn",), "eng_Latn": ("hi",)}
+    assert chosen("de", "hi", substitute=both) == ("en-indic", "eng_Latn", "hi")
+    assert chosen("en", "hi", substitute=both) == ("en-indic", "en", "hi")
+    assert chosen("en", "English", substitute=both) == ("en-indic", "en", "English")  # whose error says it
+    assert chosen("de", "kn", substitute={"German": ("hi",)}) == ("en-indic", "de", "kn")
     assert chosen("en", "kn", translate_backend="llm")[0] == "meltcore/sums"
     assert chosen("en", "kn", names[1], translate_backend="llm")[0] == "en-indic"
     assert chosen("en", "kn", "meltcore/sums", translate_backend="llm")[0] == "meltcore/sums"

@@ -9,7 +9,7 @@ import pytest
 
 from meltcore.config import KeyConfig
 from meltcore.errors import ConfigError
-from meltcore.fleet.from_spec import server_config
+from meltcore.fleet.from_spec import routes_config, server_config
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
 
 FLEET = """
@@ -33,7 +33,7 @@ languages:
     - {source: eng_Latn, target: "*", model: en-indic}
     - {source: "*", target: "*", model: mt}
   recognition: {kan_Knda: ears, "*": ears}
-  substitute: {kan_Knda: guj_Gujr}
+  substitute: {kan_Knda: guj_Gujr, hin_Deva: [tam_Taml, tel_Telu]}
 keys: [{name: app, env: APP_KEY, priority: standard, requests_per_minute: 60}]
 limits: {max_body: 1MiB, max_queue: 7, tokens_per_minute: 900}
 timeouts: {request_s: 20}
@@ -52,14 +52,14 @@ def test_fleet_is_read_into_typed_sections(tmp_path: Path) -> None:
     assert (spec.resolve("qwen3"), spec.resolve("qwen"), spec.resolve("other")) == ("qwen", "qwen", None)
 
 
-def test_languages_choose_models_in_the_order_of_the_file() -> None:
-    spec = parse_fleet(FLEET)
-    assert spec.translation_model("eng_Latn", "hin_Deva") == "en-indic"
-    assert spec.translation_model("hin_Deva", "eng_Latn") == "indic-indic"
-    assert spec.substitute("kan_Knda") == "guj_Gujr"
-    assert spec.speech_model("recognition", "tam_Taml") == "ears"
-    assert spec.speech_model("synthesis", "tam_Taml") is None
-    assert spec.chat_model() == "qwen"
+def test_languages_reach_the_server_in_the_order_of_the_file() -> None:
+    routes = routes_config(parse_fleet(FLEET))
+    assert [(rule.source, rule.target, rule.model) for rule in routes.translation] == [
+        ("eng_Latn", "*", "en-indic"),
+        ("*", "*", "mt"),
+    ]
+    assert (routes.recognition, routes.synthesis) == ({"kan_Knda": "ears", "*": "ears"}, {})
+    assert routes.substitute == {"kan_Knda": ("guj_Gujr",), "hin_Deva": ("tam_Taml", "tel_Telu")}
 
 
 def test_settings_of_the_server_are_those_of_the_file() -> None:
@@ -207,6 +207,7 @@ models:
             "languages.translation[1]: never applies: languages.translation[0] matches all",
         ),
         (MODELS + "languages: {substitute: {kan_Knda: guj_Gujr, guj_Gujr: hin_Deva}}", "which is itself substituted"),
+        (MODELS + "languages: {substitute: {kan_Knda: []}}", "languages.substitute.kan_Knda: got []; must be"),
         (MODELS + "routes: {translate: {backend: llm}}", "routes.translate.model: missing; backend llm needs"),
         (MODELS + "routes: {translate: {model: mt}}", "routes.translate.model: is for backend llm"),
         (MODELS + "routes: {chat: {model: mt}}", "routes.chat.model: got 'mt', a model of task translation"),

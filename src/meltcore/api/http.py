@@ -80,7 +80,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     length = header(scope, b"content-length")
     if length is not None and int(length) > limit_bytes:
         await discard_body(receive)
-        raise _body_too_large_error(f"{int(length)} bytes", limit_bytes)
+        raise _body_too_large_error(f"{int(length):,} bytes", limit_bytes)
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -91,7 +91,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         size += len(body)
         if size > limit_bytes:
             await discard_body(receive)
-            raise _body_too_large_error(f"more than {limit_bytes} bytes", limit_bytes)
+            raise _body_too_large_error(f"more than {limit_bytes:,} bytes", limit_bytes)
         chunks.append(body)
         if not message.get("more_body", False):
             return b"".join(chunks)
@@ -113,7 +113,9 @@ async def discard_body(receive: Receive) -> None:
 
 def _body_too_large_error(size_text: str, limit_bytes: int) -> RequestError:
     return RequestError(
-        f"the body has {size_text}; the limit is {limit_bytes} bytes (--max-body)", status=413, code="body_too_large"
+        f"the body has {size_text}; the limit is {limit_bytes:,} bytes (--max-body, or limits.max_body of a fleet)",
+        status=413,
+        code="body_too_large",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import NoReturn, TypeGuard, TypeVar
 
 import msgspec
@@ -39,30 +40,48 @@ class ModelChoice:
 
         Raises RequestError (400, 404, 503).
         """
-        request = request._replace(language=self._substitute(request.language))
-        candidates = self._candidates(request.model or _configured(self.config.recognition, request.language))
-        found = [backend for backend in candidates if isinstance(backend, SpeechBackend)]
-        return _of_language(found, request.language) or _refuse(candidates, "transcribe speech"), request
+        choices = []
+        for language in self._meanings(request.language):
+            candidates = self._candidates(request.model or _configured(self.config.recognition, language))
+            found = [backend for backend in candidates if isinstance(backend, SpeechBackend)]
+            backend = _of_language(found, language) or _refuse(candidates, "transcribe speech")
+            if _knows(backend, language):
+                return backend, request._replace(language=language)
+            choices.append(backend)
+        return choices[0], request  # whose error names its languages
 
-    def synthesizer(self, language: str | None, model: str | None = None) -> SynthesisBackend:
-        """Return a model that synthesizes speech. Raises RequestError (400, 404, 503)."""
-        language = self._substitute(language)
-        candidates = self._candidates(model or _configured(self.config.synthesis, language))
-        found = [backend for backend in candidates if isinstance(backend, SynthesisBackend)]
-        backend = _of_language(found, language) or _refuse(candidates, "synthesize speech")
-        if language is not None and code_among(language, backend.languages) is None:
-            known = ", ".join(backend.languages)
-            raise RequestError(f"language {language[:60]!r} is not one of the model's: {known}", param="language")
-        return backend
+    def synthesizer(
+        self, language: str | None, model: str | None = None, *, param: str = "language"
+    ) -> SynthesisBackend:
+        """Return a model that synthesizes speech. param: the field that named the language.
+
+        Raises RequestError (400, 404, 503).
+        """
+        choices = []
+        for meaning in self._meanings(language):
+            candidates = self._candidates(model or _configured(self.config.synthesis, meaning))
+            found = [backend for backend in candidates if isinstance(backend, SynthesisBackend)]
+            backend = _of_language(found, meaning) or _refuse(candidates, "synthesize speech")
+            if meaning is None or _knows(backend, meaning):
+                return backend
+            choices.append(backend)
+        known = ", ".join(choices[0].languages)
+        raise RequestError(f"{param} {(language or '')[:60]!r} is not one of the model's: {known}", param=param)
 
     def translator(self, request: TranslateRequest) -> tuple[TranslationBackend, TranslateRequest]:
         """Return a model that translates, and the request in the languages that it gets.
 
         Raises RequestError (400, 404, 503).
         """
-        source, target = self._substitute(request.src_lang), self._substitute(request.tgt_lang)
-        request = msgspec.structs.replace(request, src_lang=source, tgt_lang=target)
-        return self._translator(request), request
+        first = self._translator(request)
+        if code_among(request.src_lang, [request.tgt_lang]) is not None:
+            return first, request  # no substitute makes two languages out of one
+        for source, target in product(self._meanings(request.src_lang), self._meanings(request.tgt_lang)):
+            meant = msgspec.structs.replace(request, src_lang=source, tgt_lang=target)
+            backend = self._translator(meant)
+            if backend.has_pair(meant):
+                return backend, meant
+        return first, request  # whose error says what it translates
 
     @property
     def translates(self) -> bool:
@@ -101,12 +120,14 @@ class ModelChoice:
     def _candidates(self, model: str | None) -> list[Backend]:
         return self._models.backends if model is None else [self._models.find(model)]
 
-    def _substitute(self, language: _Language) -> _Language:
-        """Return the language that models get for one."""
-        if language is None:
-            return None
-        name = code_among(language, list(self.config.substitute))
-        return language if name is None else self.config.substitute[name]
+    def _meanings(self, language: _Language) -> Sequence[_Language]:
+        """Return a language, and those that models which do not know it get instead."""
+        return [language, *self._substitutes(language)]
+
+    def _substitutes(self, language: str | None) -> Sequence[str]:
+        substitute = self.config.substitute
+        name = None if language is None else code_among(language, list(substitute))
+        return () if name is None else substitute[name]
 
 
 def _configured(models: Mapping[str, str], language: str | None) -> str | None:
@@ -122,12 +143,16 @@ def _matches(known: str, language: str) -> bool:
 def _of_language(found: Sequence[_Backend], language: str | None) -> _Backend | None:
     """Return the first backend that has a language, else the first, ready. None without any."""
     for backend in found:
-        if language is not None and code_among(language, backend.languages) is not None:
+        if _knows(backend, language):
             backend.check_ready()
             return backend
     if found:
         found[0].check_ready()
     return found[0] if found else None
+
+
+def _knows(backend: SpeechBackend | SynthesisBackend, language: str | None) -> bool:
+    return language is not None and code_among(language, backend.languages) is not None
 
 
 def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:

@@ -333,4 +333,4 @@ def _validation_error(text: str) -> RequestError:
         reason += f"; known are {', '.join(_ENUMERATIONS[path])}"
     elif reason.startswith("Invalid enum value"):  # of a message of a chat
         reason += f"; known are {', '.join(get_args(Role))}"
-    return RequestError(f"{param}: {reason}" if param else reason, param=param or None)
+    return RequestError(f"{param or 'the body'}: {reason}", param=param or None)

@@ -40,7 +40,9 @@ class SpeechToSpeechEndpoint(Endpoint):
             raise RequestError("language is required: models do not detect it", param="language")
         recognizer, request = self.choices.recognizer(speech_request({"language": language}, data))
         target = fields.target_language or language
-        synthesizer = self.choices.synthesizer(target)  # before any work: a server without one says so now
+        synthesizer = self.choices.synthesizer(
+            target, param="target_language"
+        )  # before any work: a server without one says so now
         exchange.fields["model"] = self.choices.chat_model(fields.model).names[0]
         is_events, is_json = fields.stream_format == "sse", fields.format == "json"
 

@@ -25,7 +25,12 @@ from meltcore.protocol.translation import Translate, Translated, TranslationOutp
 from meltcore.text.languages import LANGUAGES, Language
 from meltcore.text.translation.document import Document, Sentence, finish, prepare
 from meltcore.text.translation.languages import direction_of, find_language, needed_direction
-from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer, TranslationTokenizer
+from meltcore.text.translation.tokenizer import (
+    SentencePieceTokenizer,
+    SyntheticTokenizer,
+    TranslationTokenizer,
+    check_tags,
+)
 
 _ENDED = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (500, None)}
 
@@ -175,6 +180,7 @@ class Translations:
                 f"{self._names[0]} translates {self.text.direction}; {source.code} to {target.code} is {direction}",
                 param="tgt_lang",
             )
+        check_tags(self.text.tokenizer.tags, source, target)
         return source, target
 
     def _admit(self, sentences: list[Sentence], request_id: str, arrived_s: float, num_chars: int) -> _Job:

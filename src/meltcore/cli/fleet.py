@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.path} exists and is left as it is; name another file") from error
     except OSError as error:
         raise ConfigError(f"{args.path} cannot be written: {error.strerror}") from error
-    substitutes = "; kan_Knda stands for its made-up language guj_Gujr" if args.tiny else ""
+    substitutes = "; kan_Knda stands for made-up languages" if args.tiny else ""
     print(f"written: {args.path}{substitutes}. Next: meltcore plan {args.path}")
     return 0

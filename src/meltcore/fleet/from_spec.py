@@ -73,7 +73,7 @@ def routes_config(spec: FleetSpec) -> RoutesConfig:
         translation=tuple(TranslationRule(rule.source, rule.target, rule.model) for rule in languages.translation),
         recognition=languages.recognition,
         synthesis=languages.synthesis,
-        substitute=languages.substitute,
+        substitute=languages.substitute_lists,
         translate_backend=routes.translate.backend,
         translate_model=routes.translate.model,
         chat_model=routes.chat.model,

@@ -191,11 +191,15 @@ def _check_languages(spec: FleetSpec) -> None:
     for task, models in (("recognition", languages.recognition), ("synthesis", languages.synthesis)):
         for language, name in models.items():
             _require_model(spec, f"languages.{task}.{language}", name, task)  # type: ignore[arg-type]
-    for language, replacement in languages.substitute.items():
-        if replacement in languages.substitute:
-            raise FleetError(
-                f"languages.substitute.{language}", f"got {replacement!r}, which is itself substituted; name its end"
-            )
+    for language, replacements in languages.substitute_lists.items():
+        if not replacements:
+            raise FleetError(f"languages.substitute.{language}", "got []; must be a language or a list of at least one")
+        for replacement in replacements:
+            if replacement in languages.substitute:
+                raise FleetError(
+                    f"languages.substitute.{language}",
+                    f"got {replacement!r}, which is itself substituted; name its end",
+                )
 
 
 def _check_routes(spec: FleetSpec) -> None:

@@ -224,9 +224,14 @@ class LanguagesSection(_Section, frozen=True, kw_only=True):
         dict[Language, Name], Meta(description='Language of text to model; "*" is every other language.')
     ] = {}
     substitute: Annotated[
-        dict[LanguageCode, LanguageCode],
-        Meta(description="Languages that a request may name and the models do not know: the one they get instead."),
+        dict[LanguageCode, LanguageCode | tuple[LanguageCode, ...]],
+        Meta(description="Languages that a model may not know: the one, or the first of a list, that it gets instead."),
     ] = {}
+
+    @property
+    def substitute_lists(self) -> dict[str, tuple[str, ...]]:
+        """`substitute` with a tuple for every language."""
+        return {name: (each,) if isinstance(each, str) else each for name, each in self.substitute.items()}
 
 
 class LimitsSection(_Section, frozen=True, kw_only=True):
@@ -316,28 +321,6 @@ class FleetSpec(_Section, frozen=True, kw_only=True):
         if name in self.models:
             return name
         return next((model for model, section in self.models.items() if name in section.aliases), None)
-
-    def substitute(self, language: str) -> str:
-        """Return the language code that models get for this one."""
-        return self.languages.substitute.get(language, language)
-
-    def translation_model(self, source: str, target: str) -> str | None:
-        """Return the name of the model for a direction of FLORES codes, after substitution, None without one."""
-        codes = self.substitute(source), self.substitute(target)
-        rule = next((rule for rule in self.languages.translation if rule.matches(*codes)), None)
-        return None if rule is None else self.resolve(rule.model)
-
-    def speech_model(self, task: Literal["recognition", "synthesis"], language: str) -> str | None:
-        """Return the name of the model that transcribes or speaks a language, None without one."""
-        models: dict[str, str] = getattr(self.languages, task)
-        name = models.get(self.substitute(language), models.get(ANY_LANGUAGE))
-        return None if name is None else self.resolve(name)
-
-    def chat_model(self) -> str | None:
-        """Return the name of the model behind chat routes without one: as configured, else the first of its task."""
-        if self.routes.chat.model is not None:
-            return self.resolve(self.routes.chat.model)
-        return next((name for name, model in self.models.items() if model.task == "generation"), None)
 
 
 def json_schema() -> dict[str, Any]:

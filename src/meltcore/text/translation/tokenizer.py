@@ -41,6 +41,14 @@ class TranslationTokenizer(Protocol):
         ...
 
 
+def check_tags(tags: frozenset[str], source: Language, target: Language) -> None:
+    """Raise RequestError (400) for a language without a tag."""
+    for param, language in (("src_lang", source), ("tgt_lang", target)):
+        if language.code not in tags:
+            known = ", ".join(sorted(tags))
+            raise RequestError(f"{param} {language.code} is not in this model's vocabulary: {known}", param=param)
+
+
 class SentencePieceTokenizer:
     """The tokenizer of a published checkpoint."""
 
@@ -68,9 +76,7 @@ class SentencePieceTokenizer:
 
         A piece outside the dictionary is the unknown token. Raises RequestError for a language without a tag.
         """
-        for param, language in (("src_lang", source), ("tgt_lang", target)):
-            if language.code not in self.tags:
-                raise RequestError(f"{param} {language.code} is not in this model's vocabulary", param=param)
+        check_tags(self.tags, source, target)
         pieces = self._model.encode(sentence, out_type=str)
         ids = [self._source_ids.get(piece, UNK_ID) for piece in pieces]
         return [self._source_ids[source.code], self._source_ids[target.code], *ids, EOS_ID]
