@@ -158,6 +158,9 @@ class ModelConfig:
         short="-dp",
         limits=_AT_LEAST_ONE,
     )
+    replica_gpus: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of each replica, numbered among visible ones; empty: in their order
     max_queue: int = option(
         16_384, "Requests that may wait; more get status 429.", group=_LIMITS_GROUP, limits={"minimum": 0}
     )

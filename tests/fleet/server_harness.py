@@ -50,14 +50,13 @@ import dataclasses, sys, msgspec
 from pathlib import Path
 from meltcore.errors import MeltcoreError
 from meltcore.fleet.daemon import fleet_options, serve_recorded
-from meltcore.fleet.from_spec import server_config
+from meltcore.fleet.planned import planned_config
 from meltcore.fleet.served_model import RestartPolicy
-from meltcore.protocol.fleet_file import load_fleet
 path = Path(sys.argv[1])
 policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy)
 try:
     options = dataclasses.replace(fleet_options(path), policy=policy)
-    sys.exit(serve_recorded(server_config(load_fleet(path)), "", path, options, engine_command=sys.argv[3:]))
+    sys.exit(serve_recorded(planned_config(path), "", path, options, engine_command=sys.argv[3:]))
 except MeltcoreError as error:
     print(f"meltcore up: {error}", file=sys.stderr)
     sys.exit(2)

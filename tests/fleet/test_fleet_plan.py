@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from meltcore.cli import fleet as fleet_command
 from meltcore.cli import main
 from meltcore.errors import ConfigError
+from meltcore.fleet.context_memory import ASSUMED
 from meltcore.fleet.from_spec import server_config
-from meltcore.fleet.plan import CONTEXT_BYTES, DRIVER_BYTES, GIB, Engine, Gpu, place, plan_fleet, with_plan
+from meltcore.fleet.plan import GIB, Engine, Gpu, place, plan_fleet, with_plan
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
 
+CONTEXT_BYTES, DRIVER_BYTES = ASSUMED.process_bytes("generation"), ASSUMED.driver_bytes
 MODELS = """
 models:
   gemma: {checkpoint: none/here, shapes: google/gemma-3-27b-it, format: q4_0, max_model_len: 4096, max_num_seqs: 4}
@@ -97,7 +99,8 @@ def test_engines_get_the_memory_that_the_plan_gives() -> None:
     assert [model.engine.memory_bytes for model in config.models] == [
         needs.budget_bytes for needs in plan.needs.values()
     ]
-    assert {model.engine.device for model in config.models} == {"cuda:0"}
+    assert {model.replica_gpus for model in config.models} == {((0,),)}
+    assert [model.engine.max_num_seqs for model in config.models] == [4, 4, None]
 
 
 @pytest.mark.parametrize(("vram", "status"), [("141", 0), ("80", 1)])

@@ -73,7 +73,7 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
     qwen, en_indic, _, ears = config.models
     assert qwen.names == ("qwen", "qwen3")
     assert (qwen.engine.model, qwen.engine.memory_bytes) == ("Qwen/Qwen3-30B-A3B-GGUF:Q8_0", 40 * 2**30)
-    assert (qwen.engine.max_model_len, qwen.engine.max_num_seqs, qwen.engine.device) == (8192, 8, "cuda:1")
+    assert (qwen.engine.max_model_len, qwen.engine.max_num_seqs, qwen.replica_gpus) == (8192, 8, ((1,),))
     assert (qwen.max_queue, en_indic.max_queue) == (7, 0)
     assert ears.engine.device == "cpu"
     assert (qwen.priority_class, ears.priority_class) == ("interactive", "standard")

@@ -36,20 +36,21 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.errors import ConfigError
+    from meltcore.fleet.context_memory import find_contexts
+    from meltcore.fleet.machine import read_gpus
     from meltcore.fleet.plan import describe_plan, plan_fleet
     from meltcore.protocol.fleet_file import load_fleet
     from meltcore.report.console import print_page
     from meltcore.report.fleet_plan import plan_page
     from meltcore.report.html import write_page
-    from meltcore.results.fingerprint import take_fingerprint
 
     spec = load_fleet(args.fleet)
-    gpu_bytes = [round(size * 2**30) for size in args.vram or ()] or [
-        gpu.memory_bytes for gpu in take_fingerprint().gpus
-    ]
+    gpus, driver = ((), "") if args.vram else read_gpus()
+    gpu_bytes = [round(size * 2**30) for size in args.vram or ()] or [gpu.total_bytes for gpu in gpus]
     if not gpu_bytes and any(model.device != "cpu" for model in spec.models.values()):
         raise ConfigError("this machine has no NVIDIA GPU; name the memory of one in GiB, as --vram 141")
-    plan, nearest = plan_fleet(spec, gpu_bytes)
+    contexts = find_contexts(gpus[0].name if gpus else None, driver)
+    plan, nearest = plan_fleet(spec, gpu_bytes, contexts=contexts)
     page = plan_page(describe_plan(spec, plan or nearest, source=args.fleet, fits=plan is not None))
     print_page(page, Console())
     if args.html is not None:

@@ -25,16 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal, or start a fleet in the background: then 1 where a model has failed."""
+    """Serve until a signal, or start a fleet in the background: then 1 where a model has failed.
+
+    Raises ConfigError, before anything starts, for a fleet that does not fit.
+    """
     from pathlib import Path
 
     from meltcore.errors import ConfigError
     from meltcore.fleet.daemon import serve_recorded, start
-    from meltcore.fleet.from_spec import server_config
-    from meltcore.protocol.fleet_file import load_fleet
+    from meltcore.fleet.planned import planned_config
 
     path = Path(args.file).absolute()
-    config = server_config(load_fleet(path))
+    config = planned_config(path)
     if args.daemon:
         from meltcore.cli.signals import signals_as_ctrl_c
 

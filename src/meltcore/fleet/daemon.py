@@ -242,13 +242,13 @@ def serve_recorded(
 
 def fleet_options(path: Path) -> FleetOptions:
     """Return the options of the fleet in a fleet.yaml. Raises ConfigError."""
-    from meltcore.fleet.from_spec import server_config
+    from meltcore.fleet.planned import FleetPlanner
     from meltcore.fleet.supervisor import FleetOptions
     from meltcore.protocol.fleet_file import load_fleet
 
     return FleetOptions(
         log_folder=state_dir(),
-        read_config=lambda: server_config(load_fleet(path)),
+        read_config=FleetPlanner(path).config,
         admin_port=load_fleet(path).server.admin_port,
     )
 

@@ -15,6 +15,7 @@ from meltcore.config import (
     TranslationRule,
 )
 from meltcore.errors import ConfigError
+from meltcore.fleet.placement import replica_gpus
 from meltcore.protocol.fleet_spec import FleetSpec, FleetTask, KeySection, ModelSection
 
 _ENGINE_FIELDS = (
@@ -89,6 +90,7 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
         engine=engine_config(model, _engine_checkpoint(name, model, model.checkpoint)),
         served_model_name=(name, *model.aliases),
         data_parallel_size=model.replicas,
+        replica_gpus=() if isinstance(model.device, str) else tuple(replica_gpus(model)),
         max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
         max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
         generation_config=model.generation_config,
@@ -102,8 +104,7 @@ def foreign_config(spec: FleetSpec, name: str) -> ForeignConfig:
     size = model.tensor_parallel_size
     gpus: tuple[tuple[str, ...], ...] = ()
     if not isinstance(model.device, str):
-        numbers = [str(gpu) for gpu in model.device]
-        gpus = tuple(tuple(numbers[first : first + size]) for first in range(0, len(numbers), size))
+        gpus = tuple(tuple(map(str, numbers)) for numbers in replica_gpus(model))
     elif model.device == "cpu" and model.command is not None:
         gpus = ((),) * model.replicas  # an empty CUDA_VISIBLE_DEVICES: none
     return ForeignConfig(
@@ -144,9 +145,9 @@ def _engine_checkpoint(name: str, model: ModelSection, checkpoint: str) -> str:
 
 
 def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
-    """Return the settings of a model's engines. The first GPU stands for all: replicas are placed later."""
+    """Return the settings of a model's engines, which are the same for all replicas: their GPUs are named beside."""
     is_generation = model.task == "generation"
-    device = model.device if isinstance(model.device, str) else f"cuda:{model.device[0]}"
+    device = model.device if isinstance(model.device, str) else "cuda"
     return EngineConfig(
         model=checkpoint,
         device=device,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from meltcore.config import EngineConfig, ModelConfig
 from meltcore.errors import ConfigError
+from meltcore.protocol.fleet_spec import ModelSection
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 MAX_REPLICAS = 64  # on a CPU nothing else keeps a typing error from starting thousands of processes
@@ -29,6 +30,8 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
     replicas.
     """
     engine, replicas, gpus_per_replica = config.engine, config.data_parallel_size, config.engine.tensor_parallel_size
+    if config.replica_gpus:
+        return _on_named_gpus(config)
     if replicas == 1:
         return [Placement(engine, {})]
     option = f"--data-parallel-size {replicas}"
@@ -49,6 +52,32 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
     return [Placement(on_gpus, {_VISIBLE: ",".join(gpus[first : first + gpus_per_replica])}) for first in first_gpus]
 
 
+def _on_named_gpus(config: ModelConfig) -> list[Placement]:
+    """Return the placements of a fleet's model whose GPUs are named. Raises ConfigError for one that is not visible."""
+    gpus, placements = visible_gpus(), []
+    for numbers in config.replica_gpus:
+        missing = [number for number in numbers if number >= len(gpus)]
+        if missing:
+            raise ConfigError(
+                f"models.{config.names[0]}.device: got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0"
+            )
+        environment = {_VISIBLE: ",".join(gpus[number] for number in numbers)}
+        placements.append(Placement(dataclasses.replace(config.engine, device="cuda"), environment))
+    return placements
+
+
+def replica_gpus(model: ModelSection) -> list[tuple[int, ...]]:
+    """Return the GPUs that the file names for each replica, `tensor_parallel_size` each; none: any.
+
+    With fewer GPUs than replicas need, replicas share them in turns.
+    """
+    if isinstance(model.device, str):
+        return [()] * model.replicas
+    ranks = model.tensor_parallel_size
+    groups = [model.device[first : first + ranks] for first in range(0, len(model.device), ranks)]
+    return [groups[replica % len(groups)] for replica in range(model.replicas)]
+
+
 def placed_gpus(placement: Placement) -> frozenset[str]:
     """Return the GPUs of a placed engine, as CUDA_VISIBLE_DEVICES names them; empty for one on a CPU."""
     engine = placement.engine
@@ -64,5 +93,8 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number."""
     visible_devices = os.environ.get(_VISIBLE)
     if visible_devices is not None:
-        return [name for name in visible_devices.split(",") if name]
+        names = [name.strip() for name in visible_devices.split(",")]
+        # CUDA stops reading at an empty entry, a negative number or another word that is no GPU.
+        is_gpu = [name.isdigit() or name.startswith(("GPU-", "MIG-")) for name in names]
+        return names[: is_gpu.index(False)] if False in is_gpu else names
     return [str(gpu_index) for gpu_index in range(len(list(devices.glob(_DEVICE_FILES))))]

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from meltcore.engine.host.memory_needs import EngineNeeds, engine_needs
+from meltcore.engine.host.memory_needs import EngineNeeds, UnknownSizesError, engine_needs
 from meltcore.errors import ConfigError
-from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
+from meltcore.fleet.context_memory import ASSUMED, ContextMemory
+from meltcore.fleet.placement import replica_gpus
+from meltcore.protocol.fleet_spec import FleetSpec, ModelSection, Size
 from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedModel, PlannedPart
 
 GIB = 2**30
-# Of each process on a GPU beside its budget: CUDA context, modules and workspaces of libraries. Not measured.
-CONTEXT_BYTES = 640 * 2**20
-# Of a GPU that the driver keeps. Not measured.
-DRIVER_BYTES = 512 * 2**20
+# Of the process of an engine on a CPU beside its budget: interpreter, torch and their libraries. Not measured.
+HOST_PROCESS_BYTES = 768 * 2**20
 _LEAST_CONTEXT = 2048  # tokens below which a plan does not shorten a context
 _PRIORITIES = ("batch", "standard", "interactive")
 # Share of memory and compute slices of MIG profiles, in eighths and sevenths, and the usual layouts of a GPU.
@@ -28,7 +28,7 @@ MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g
 
 
 class Engine(NamedTuple):
-    """One replica of a model to place. size_bytes: on each of its GPUs, its CUDA context included."""
+    """One replica of a model to place. size_bytes: on each of its GPUs, with the `context_bytes` of its process."""
 
     model: str
     replica: int
@@ -36,11 +36,12 @@ class Engine(NamedTuple):
     gpus: int
     only: tuple[int, ...]  # GPU numbers that the file allows; empty: any
     sleeps: bool
+    context_bytes: int = ASSUMED.process_bytes("generation")
 
     @property
     def awake_bytes(self) -> int:
         """Bytes that it gives up while it sleeps."""
-        return self.size_bytes - CONTEXT_BYTES if self.sleeps else 0
+        return self.size_bytes - self.context_bytes if self.sleeps else 0
 
 
 class Gpu(NamedTuple):
@@ -49,12 +50,13 @@ class Gpu(NamedTuple):
     number: int
     total_bytes: int
     engines: tuple[Engine, ...] = ()
+    driver_bytes: int = ASSUMED.driver_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all engines, of those that sleep the contexts and the largest."""
         resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
-        return DRIVER_BYTES + resident + max((engine.awake_bytes for engine in self.engines), default=0)
+        return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
 
 
 class Plan(NamedTuple):
@@ -67,7 +69,17 @@ class Plan(NamedTuple):
     on_cpu: tuple[str, ...]
     needs: dict[str, EngineNeeds]
     sleeping: tuple[str, ...]
+    contexts: ContextMemory
     changes: tuple[str, ...] = ()
+
+    def replicas(self, model: str) -> tuple[tuple[int, ...], ...]:
+        """Return the GPU numbers of each replica of a model, empty for one on the CPU."""
+        placed: dict[int, list[int]] = {}
+        for gpu in self.gpus:
+            for engine in gpu.engines:
+                if engine.model == model:
+                    placed.setdefault(engine.replica, []).append(gpu.number)
+        return tuple(tuple(sorted(placed[replica])) for replica in sorted(placed))
 
 
 def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | None:
@@ -91,60 +103,85 @@ def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | N
     return tuple(placed)
 
 
-def plan_fleet(spec: FleetSpec, gpu_bytes: Sequence[int]) -> tuple[Plan | None, Plan | None]:
+def plan_fleet(
+    spec: FleetSpec, gpu_bytes: Sequence[int], *, contexts: ContextMemory = ASSUMED, host_bytes: int | None = None
+) -> tuple[Plan | None, Plan | None]:
     """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
 
-    gpu_bytes: bytes of each GPU. Models at a URL take no memory here. Raises ConfigError for a model whose memory
-    cannot be known.
+    gpu_bytes: bytes of each GPU; host_bytes: of host memory for models on the CPU (None: no limit). Models at a URL
+    take no memory here. Raises ConfigError for a model whose memory cannot be known.
     """
     numbers = [gpu.id for gpu in spec.gpus][: len(gpu_bytes)] or list(range(len(gpu_bytes)))
     limits = {gpu.id: gpu.memory for gpu in spec.gpus}
     gpus = [
-        Gpu(number, min(total, limits.get(number) or total)) for number, total in zip(numbers, gpu_bytes, strict=False)
+        Gpu(number, min(total, limits.get(number) or total), (), contexts.driver_bytes)
+        for number, total in zip(numbers, gpu_bytes, strict=False)
     ]
-    plan = _try(spec, gpus)
+    plan = _try(spec, gpus, contexts, host_bytes)
     if plan is not None:
         return plan, None
     for changed, changes in _smaller(spec):
-        plan = _try(changed, gpus)
+        plan = _try(changed, gpus, contexts, host_bytes)
         if plan is not None:
             return None, plan._replace(changes=changes)
     return None, None
 
 
-def _try(spec: FleetSpec, gpus: Sequence[Gpu]) -> Plan | None:
+def _try(spec: FleetSpec, gpus: Sequence[Gpu], contexts: ContextMemory, host_bytes: int | None) -> Plan | None:
     """Return the plan with all models awake, else with sleepable ones asleep, None where neither fits."""
-    needs, on_cpu = {}, []
+    needs = fleet_needs(spec)
+    on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
+    if host_bytes is not None and host_needs(spec, needs) > host_bytes:
+        return None
+    sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
+    for sleeping in dict.fromkeys(((), sleepable)):
+        placed = place(list(_engines(spec, needs, sleeping, contexts)), gpus)
+        if placed is not None:
+            return Plan(placed, on_cpu, needs, sleeping, contexts)
+    return None
+
+
+def fleet_needs(spec: FleetSpec) -> dict[str, EngineNeeds]:
+    """Return the memory of each model with an engine of Meltcore's. Raises ConfigError where it cannot be known."""
+    needs = {}
     for name, model in spec.models.items():
         if model.kind == "engine":
             needs[name] = _named_needs(name, model)
         elif model.kind == "command" and model.memory is None and model.device != "cpu":
             raise ConfigError(f"models.{name}: a plan needs the memory of a command: name `memory`")
-        if model.device == "cpu":
-            on_cpu.append(name)
-    sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
-    for sleeping in dict.fromkeys(((), sleepable)):
-        placed = place(list(_engines(spec, needs, sleeping)), gpus)
-        if placed is not None:
-            return Plan(placed, tuple(on_cpu), needs, sleeping)
-    return None
+    return needs
+
+
+def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> int:
+    """Return the bytes of host memory of all engines on the CPU, with what their processes take themselves."""
+    return sum(
+        model.replicas * (HOST_PROCESS_BYTES + needs[name].budget_bytes)
+        for name, model in spec.models.items()
+        if name in needs and model.device == "cpu"
+    )
 
 
 def _named_needs(name: str, model: ModelSection) -> EngineNeeds:
     try:
         return engine_needs(model, on_cpu=model.device == "cpu")
+    except UnknownSizesError as error:
+        if model.memory is not None:  # the file knows them
+            return EngineNeeds(model.task, int(model.memory), [], model.max_model_len, model.max_num_seqs or 0, "file")
+        raise UnknownSizesError(f"models.{name}: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"models.{name}: {error}") from error
 
 
-def _engines(spec: FleetSpec, needs: dict[str, EngineNeeds], sleeping: Sequence[str]) -> Iterator[Engine]:
+def _engines(
+    spec: FleetSpec, needs: dict[str, EngineNeeds], sleeping: Sequence[str], contexts: ContextMemory
+) -> Iterator[Engine]:
     for name, model in spec.models.items():
         if model.device == "cpu" or model.kind == "url":
             continue
         size = needs[name].budget_bytes if name in needs else int(model.memory or 0)
-        only = model.device if isinstance(model.device, tuple) else ()
-        for replica in range(model.replicas):
-            yield Engine(name, replica, size + CONTEXT_BYTES, model.tensor_parallel_size, only, name in sleeping)
+        context_bytes, ranks = contexts.process_bytes(model.task), model.tensor_parallel_size
+        for replica, only in enumerate(replica_gpus(model)):
+            yield Engine(name, replica, size + context_bytes, ranks, only, name in sleeping, context_bytes)
 
 
 def _smaller(spec: FleetSpec) -> Iterator[tuple[FleetSpec, tuple[str, ...]]]:
@@ -156,7 +193,6 @@ def _smaller(spec: FleetSpec) -> Iterator[tuple[FleetSpec, tuple[str, ...]]]:
         return msgspec.structs.replace(spec, models=dict(models)), tuple(changes)
 
     engines = [name for name, model in models.items() if model.kind == "engine" and model.memory is None]
-    engines = [name for name in engines if models[name].device != "cpu"]
     by_priority = sorted(engines, key=lambda name: _PRIORITIES.index(models[name].priority))
     generation = [name for name in by_priority if models[name].task == "generation"]
     for _ in range(3):  # to an eighth of the sequences, in turns
@@ -176,6 +212,7 @@ def _smaller(spec: FleetSpec) -> Iterator[tuple[FleetSpec, tuple[str, ...]]]:
         shorter = max(_LEAST_CONTEXT, lengths[longest] // 2)
         models[longest] = msgspec.structs.replace(models[longest], max_model_len=shorter)
         yield current()
+    by_priority = [name for name in by_priority if models[name].device != "cpu"]
     for name in by_priority:
         if models[name].residency == "always_on":
             models[name] = msgspec.structs.replace(models[name], residency="sleepable")
@@ -201,28 +238,40 @@ def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
     engines = list(dict.fromkeys(engine._replace(only=(), sleeps=False) for gpu in plan.gpus for engine in gpu.engines))
     found = []
     for layout in MIG_LAYOUTS:
-        slices = [Gpu(index, total_bytes * MIG_PROFILES[name][0] // 8) for index, name in enumerate(layout)]
+        slices = [
+            Gpu(index, total_bytes * MIG_PROFILES[name][0] // 8, (), plan.contexts.driver_bytes)
+            for index, name in enumerate(layout)
+        ]
         is_alone = all(engine.gpus == 1 for engine in engines)
         found.append((" + ".join(layout), is_alone and place(engines, slices) is not None))
     return found
 
 
 def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
-    """Return the fleet with the memory and the GPUs that the plan gives to each model of Meltcore's engines."""
+    """Return the fleet with what the plan gives to each model of Meltcore's engines.
+
+    That are its memory, the GPUs of all replicas one after another, and for generation the context and concurrency.
+    """
     models = dict(spec.models)
     for name, needs in plan.needs.items():
-        numbers = tuple(dict.fromkeys(gpu.number for gpu in plan.gpus for each in gpu.engines if each.model == name))
-        changes: dict[str, object] = {"memory": needs.budget_bytes}
-        if numbers:
-            changes["device"] = numbers
-        models[name] = msgspec.structs.replace(models[name], **changes)
+        model = models[name]
+        changes: dict[str, object] = {"memory": Size(needs.budget_bytes)}
+        if numbers := [number for replica in plan.replicas(name) for number in replica]:
+            changes["device"] = tuple(numbers)
+        if model.task == "generation" and model.memory is None:
+            changes |= {
+                "max_model_len": needs.max_model_len,
+                "max_num_seqs": needs.concurrency,
+                "max_num_batched_tokens": needs.max_num_batched_tokens,
+            }
+        models[name] = msgspec.structs.replace(model, **changes)
     return msgspec.structs.replace(spec, models=models)
 
 
 def describe_plan(spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool) -> FleetPlan:
     """Return the document of a plan, without GPUs and models for None. source: the file; fits: as it is."""
     if plan is None:
-        return FleetPlan(source=source, fits=False, gpus=[], models=[], changes=[], mig=[])
+        return FleetPlan(source=source, fits=False, gpus=[], models=[], changes=[], mig=[], context_note="")
     gpus = [
         PlannedGpu(number=gpu.number, total_bytes=gpu.total_bytes, used_bytes=gpu.used_bytes, parts=list(_parts(gpu)))
         for gpu in plan.gpus
@@ -234,11 +283,12 @@ def describe_plan(spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool
         models=[_describe_model(spec, plan, name) for name in spec.models],
         changes=list(plan.changes),
         mig=mig_layouts(plan, plan.gpus[0].total_bytes) if plan.gpus else [],
+        context_note=plan.contexts.note,
     )
 
 
 def _parts(gpu: Gpu) -> Iterator[PlannedPart]:
-    yield PlannedPart(name="driver", size_bytes=DRIVER_BYTES, note="assumed")
+    yield PlannedPart(name="driver", size_bytes=gpu.driver_bytes)
     awake = max((engine.awake_bytes for engine in gpu.engines), default=0)
     for engine in gpu.engines:
         if not engine.sleeps:
@@ -246,12 +296,14 @@ def _parts(gpu: Gpu) -> Iterator[PlannedPart]:
     asleep = [engine for engine in gpu.engines if engine.sleeps]
     if asleep:
         names = " or ".join(dict.fromkeys(engine.model for engine in asleep))
-        yield PlannedPart(name=names, size_bytes=awake + len(asleep) * CONTEXT_BYTES, note="take turns")
+        yield PlannedPart(
+            name=names, size_bytes=awake + sum(engine.context_bytes for engine in asleep), note="take turns"
+        )
 
 
 def _describe_model(spec: FleetSpec, plan: Plan, name: str) -> PlannedModel:
     needs, model = plan.needs.get(name), spec.models[name]
-    numbers = sorted({gpu.number for gpu in plan.gpus for engine in gpu.engines if engine.model == name})
+    numbers = sorted({number for replica in plan.replicas(name) for number in replica})
     place_text = (
         f"GPU {', '.join(map(str, numbers))}" if numbers else "CPU" if name in plan.on_cpu else "another server"
     )

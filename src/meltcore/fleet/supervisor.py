@@ -214,7 +214,9 @@ class Supervisor:
     async def _start_fleet(self) -> None:
         """Start API servers, and the engines in the order of the models. Models become ready one by one."""
         await self._pool.start()
-        for config, placements in zip(self.config.models, self._placements, strict=True):
+        models = list(zip(self.config.models, self._placements, strict=True))
+        # Those with a budget first, together: one without takes all that is free of its GPU.
+        for config, placements in sorted(models, key=lambda model: model[0].engine.memory_bytes is None):
             await self.add_fleet_model(config, placements)
         for foreign in self.config.foreign:
             self.add_fleet_foreign(foreign)

@@ -7,10 +7,7 @@ from meltcore.report.page import Box, Cell, Column, Figure, Figures, Page, Row, 
 from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedModel
 
 _GIB = 2**30
-_NOTE = (
-    "Budgets are those of the engines' own memory plans. The CUDA context of a process (0.62 GiB) and what the driver "
-    "keeps of a GPU (0.5 GiB) are assumed, not measured."
-)
+_NOTE = "Budgets are those of the engines' own memory plans."
 _MIG_NOTE = (
     "MIG cuts compute and memory bandwidth with the memory, and idle slices are not lent. Sharing with budgets keeps "
     "both whole. Tensor parallelism and MIG exclude each other on one board: a process sees one MIG device, and there "
@@ -23,7 +20,7 @@ def plan_page(plan: FleetPlan) -> Page:
     sections = [Section("Models", [_models(plan)])]
     if plan.gpus:
         pictures = Figures([_picture(gpu) for gpu in plan.gpus], is_full_width=True)
-        sections.insert(0, Section("GPUs", [_gpus(plan), pictures, Text(_NOTE)]))
+        sections.insert(0, Section("GPUs", [_gpus(plan), pictures, Text(f"{_NOTE} {plan.context_note}")]))
         rows = [Row([Cell(layout), Cell("fits" if fits else "does not fit")]) for layout, fits in plan.mig]
         columns = [Column("slices", align="text"), Column("all models", align="text")]
         mig = Table(columns, rows, _MIG_NOTE)

@@ -42,7 +42,8 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan of a fleet. fits: the file fits as it is; changes: those of the nearest plan that fits, which this is.
 
-    mig: each layout of MIG slices of the first GPU, and whether the engines fit into it.
+    mig: each layout of MIG slices of the first GPU, and whether the engines fit into it; context_note: what is known
+    of the memory of CUDA contexts and of the driver.
     """
 
     source: str
@@ -51,3 +52,4 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     models: list[PlannedModel]
     changes: list[str]
     mig: list[tuple[str, bool]]
+    context_note: str

@@ -69,23 +69,32 @@ class EngineNeeds(NamedTuple):
     max_model_len: int | None
     concurrency: int
     source: str
+    max_num_batched_tokens: int | None = None
+
+
+class UnknownSizesError(ConfigError):
+    """Reports a model whose sizes cannot be read here: its checkpoint is missing, unknown or not readable alone."""
 
 
 def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
     """Return the memory of an engine of `model` for its context and concurrency, or for its `memory` if it has one.
 
-    Raises ConfigError for a checkpoint that is not on this machine and names no `shapes`, and for `memory` that is too
-    small for one request.
+    Raises UnknownSizesError for a checkpoint that is not on this machine and names no `shapes`, and ConfigError for
+    `memory` that is too small for one request.
     """
     assert model.checkpoint is not None, "the caller plans engines only"
     name, source = model.checkpoint, "its configuration"
     if model.shapes is not None and not Path(name).expanduser().exists():
         name, source = model.shapes, f"published shapes of {model.shapes}"
     is_dummy = model.load_format == "dummy" or model.shapes is not None
-    recognizer = find_recognizer(name, dummy=is_dummy)
+    try:
+        recognizer = find_recognizer(name, dummy=is_dummy)
+        checkpoint = open_checkpoint(name, files="config") if recognizer is None else None
+    except ConfigError as error:
+        raise UnknownSizesError(str(error)) from error
     if recognizer is not None:
         return _recognition(model, recognizer, on_cpu, source)
-    checkpoint = open_checkpoint(name, files="config")
+    assert checkpoint is not None
     architectures = checkpoint.config.get("architectures") or []
     if TRANSLATION_ARCHITECTURE in architectures:
         return _translation(model, checkpoint, on_cpu, source)
@@ -99,7 +108,7 @@ def _generation(
 ) -> EngineNeeds:
     known = [each for each in architectures if each in DECODER_CONFIGS]
     if not known:
-        raise ConfigError(
+        raise UnknownSizesError(
             f"{checkpoint.name}: config.json names {', '.join(architectures) or 'nothing'}; not a model here"
         )
     config, ranks = DECODER_CONFIGS[known[0]](checkpoint.config), model.tensor_parallel_size
@@ -134,7 +143,7 @@ def _generation(
         return plan.pages >= pages, plan.rows
 
     budget, rows = _budget(model, divide)
-    return EngineNeeds("generation", budget, rows, length, seqs, source)
+    return EngineNeeds("generation", budget, rows, length, seqs, source, batched)
 
 
 def _translation(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
@@ -160,7 +169,9 @@ def _recognition(model: ModelSection, path: Path, on_cpu: bool, source: str) -> 
     import yaml
 
     if not (path / CONFIG_FILE).is_file():
-        raise ConfigError(f"{model.checkpoint}: its sizes are inside {path.name}; name `shapes` to plan without it")
+        raise UnknownSizesError(
+            f"{model.checkpoint}: its sizes are inside {path.name}; name `shapes` to plan without it"
+        )
     config = read_config(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
     element_size = _element_size(model, on_cpu, "float16")
     weight_bytes, max_shape = recognition_weight_bytes(config, element_size), recognition_shape(config)
@@ -242,7 +253,7 @@ def _weight_format(model: ModelSection, checkpoint: Checkpoint) -> WeightFormat:
     if model.format != "auto":
         return model.format
     if checkpoint.config.get("quantization_config"):
-        raise ConfigError(
+        raise UnknownSizesError(
             f"{checkpoint.name}: its weights are quantized; name `memory`, or a `format` and its `shapes`"
         )
     return "dense"

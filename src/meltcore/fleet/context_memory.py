@@ -1,0 +1,77 @@
+"""What processes take of a GPU beside their budgets: CUDA contexts, code of kernels, and memory of the driver.
+
+`context_memory.json` has one row per GPU type and driver, which `benchmarks/context_memory.py` measures. Where there is
+no row the plan assumes values, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+
+import msgspec
+
+from meltcore.protocol.fleet_spec import FleetTask
+
+_MIB = 2**20
+_TABLE = "context_memory.json"
+
+
+class ContextMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on one type of GPU with one driver. gpu, driver: as NVML names them; "" where nothing was measured.
+
+    driver_bytes: what the driver keeps of a GPU without a process; processes: of an engine process of each task, beside
+    its budget; measured: the date.
+    """
+
+    gpu: str = ""
+    driver: str = ""
+    driver_bytes: int
+    processes: Mapping[FleetTask, int]
+    measured: str = ""
+    is_other_driver: bool = False
+
+    def process_bytes(self, task: FleetTask) -> int:
+        """Return the bytes of an engine process of this task beside its budget."""
+        return self.processes[task]
+
+    @property
+    def note(self) -> str:
+        """Where the numbers come from, in a sentence."""
+        sizes = {task: size / _MIB for task, size in self.processes.items()}
+        low, high = min(sizes.values()), max(sizes.values())
+        each = f"{low:.0f} MiB" if round(low) == round(high) else f"{low:.0f} to {high:.0f} MiB"
+        what = (
+            f"Of each process {each} for its CUDA context and kernels, and {self.driver_bytes / _MIB:.0f} MiB of a GPU"
+        )
+        if not self.gpu:
+            return f"{what} for the driver, are assumed, not measured."
+        other = "; this machine has another one" if self.is_other_driver else ""
+        return f"{what} for the driver, were measured on {self.gpu} with driver {self.driver} ({self.measured}){other}."
+
+
+ASSUMED = ContextMemory(
+    driver_bytes=512 * _MIB,
+    processes=dict.fromkeys(("generation", "translation", "recognition", "synthesis"), 640 * _MIB),
+)
+
+
+def context_table() -> tuple[ContextMemory, ...]:
+    """Return the measured rows."""
+    text = (resources.files("meltcore.fleet") / _TABLE).read_bytes()
+    return msgspec.json.decode(text, type=tuple[ContextMemory, ...])
+
+
+def find_contexts(gpu: str | None, driver: str = "") -> ContextMemory:
+    """Return the row of a GPU type and driver, else of the type with another driver, else ASSUMED.
+
+    gpu: as NVML names it; None for a GPU that is pretended, which takes the first row.
+    """
+    rows = context_table()
+    if gpu is None:
+        return rows[0] if rows else ASSUMED
+    same = [row for row in rows if row.gpu == gpu]
+    exact = [row for row in same if row.driver == driver]
+    if exact:
+        return exact[0]
+    return msgspec.structs.replace(same[-1], is_other_driver=True) if same else ASSUMED

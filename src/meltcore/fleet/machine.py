@@ -1,0 +1,96 @@
+"""The memory that a fleet may plan with: of the GPUs that are visible, from NVML, and of the host.
+
+No torch: a plan must not create a CUDA context of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from meltcore.errors import ConfigError
+from meltcore.fleet.placement import visible_gpus
+from meltcore.host_memory import host_available_bytes
+from meltcore.process import call_with_timeout
+
+_DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
+
+
+class VisibleGpu(NamedTuple):
+    """A GPU, numbered among the visible ones. used_bytes: of all processes, and what the driver keeps for itself."""
+
+    number: int
+    name: str
+    total_bytes: int
+    used_bytes: int
+
+
+class Machine(NamedTuple):
+    """What a fleet may use: its GPUs, the driver's version ("" without one), and bytes of host memory."""
+
+    gpus: tuple[VisibleGpu, ...]
+    driver: str
+    host_bytes: int
+
+
+def read_machine() -> Machine:
+    """Return the visible GPUs and the available host memory. Raises ConfigError where NVML does not answer."""
+    gpus, driver = read_gpus()
+    return Machine(gpus, driver, host_available_bytes())
+
+
+def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
+    """Return the visible GPUs and the driver's version; none and "" without a driver.
+
+    Raises ConfigError where NVML fails or hangs, and for a CUDA_VISIBLE_DEVICES that names no GPU of this machine.
+    """
+    names = visible_gpus()
+    if not names:
+        return (), ""
+    try:
+        return call_with_timeout(_DRIVER_TIMEOUT_S, lambda: _query(names))
+    except TimeoutError as error:
+        raise ConfigError(f"the memory of the GPUs cannot be read: NVML gave {error}") from error
+
+
+def _query(names: list[str]) -> tuple[tuple[VisibleGpu, ...], str]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return (), ""  # no driver: engines find no GPU either
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        return tuple(_read(number, name) for number, name in enumerate(names)), driver
+    except pynvml.NVMLError as error:
+        raise ConfigError(f"the memory of the GPUs {', '.join(names)} cannot be read: {error}") from error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read(number: int, name: str) -> VisibleGpu:
+    import pynvml
+
+    handle = _handle(name)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return VisibleGpu(number, _text(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used))
+
+
+def _handle(name: str) -> Any:
+    """Return NVML's handle of a GPU as CUDA_VISIBLE_DEVICES names it: by number, UUID or the start of one."""
+    import pynvml
+
+    name = name.strip()
+    if name.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    if name.startswith("MIG-"):
+        return pynvml.nvmlDeviceGetHandleByUUID(name)
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    matching = [handle for handle in handles if _text(pynvml.nvmlDeviceGetUUID(handle)).startswith(name)]
+    if len(matching) != 1:
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES names {name!r}, which matches {len(matching)} GPUs of this machine")
+    return matching[0]
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,144 @@
+"""The plan that `meltcore up` and a reload follow: each engine gets its GPUs and its budget before any is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from meltcore.config import ServerConfig
+from meltcore.engine.host.memory_needs import UnknownSizesError, engine_needs
+from meltcore.errors import ConfigError
+from meltcore.fleet.context_memory import ContextMemory, find_contexts
+from meltcore.fleet.from_spec import server_config
+from meltcore.fleet.machine import Machine, read_machine
+from meltcore.fleet.placement import replica_gpus
+from meltcore.fleet.plan import Plan, fleet_needs, host_needs, plan_fleet, with_plan
+from meltcore.protocol.fleet_file import load_fleet
+from meltcore.protocol.fleet_spec import FleetSpec
+
+_GIB = 2**30
+
+
+class FleetPlanner:
+    """Plans a fleet.yaml again and again for the memory that the machine had when the fleet was started."""
+
+    def __init__(self, path: Path, machine: Machine | None = None) -> None:
+        """`machine`: what the fleet may use; None reads it. Raises ConfigError where NVML does not answer."""
+        self._path = path
+        self._machine = machine if machine is not None else read_machine()
+
+    def config(self, report: Callable[[str], None] = lambda _line: None) -> ServerConfig:
+        """Return the settings of the planned fleet. `report` gets a line for each model that is not in the plan.
+
+        Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
+        """
+        return server_config(planned_spec(load_fleet(self._path), self._machine, report))
+
+
+def planned_config(path: Path) -> ServerConfig:
+    """Return the settings of a planned fleet for this machine as it is. Raises ConfigError as FleetPlanner does."""
+    return FleetPlanner(path).config(lambda line: print(f"meltcore: {line}", file=sys.stderr, flush=True))
+
+
+def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None] = lambda _line: None) -> FleetSpec:
+    """Return the fleet with the GPUs and the budget of each engine.
+
+    A model whose sizes are unknown is left as it is: it loads last and takes what is left, or fails with its error.
+    Raises ConfigError for GPUs that are not there, and where the others do not fit.
+    """
+    spec = _on_this_machine(spec, machine)
+    unknown = dict(_unknown(spec))
+    for name, reason in unknown.items():
+        report(f"models.{name} is not in the plan: {reason}")
+    known = msgspec.structs.replace(
+        spec, models={name: model for name, model in spec.models.items() if name not in unknown}
+    )
+    contexts = find_contexts(machine.gpus[0].name, machine.driver) if machine.gpus else find_contexts("")
+    gpu_bytes = _free_bytes(machine, contexts)
+    if spec.gpus:
+        gpu_bytes = [gpu_bytes[gpu.id] for gpu in spec.gpus]
+    plan, nearest = plan_fleet(known, gpu_bytes, contexts=contexts, host_bytes=machine.host_bytes)
+    if plan is None:
+        raise ConfigError(_does_not_fit(known, nearest, gpu_bytes, machine))
+    planned = with_plan(known, plan)
+    return msgspec.structs.replace(
+        spec, models={name: planned.models.get(name, spec.models[name]) for name in spec.models}
+    )
+
+
+def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
+    """Check the GPUs that a file names; on a machine without any, models that may be anywhere go to the CPU."""
+    count = len(machine.gpus)
+    visible = f"{count} {'is' if count == 1 else 'are'} visible"
+    for index, gpu in enumerate(spec.gpus):
+        if gpu.id >= count:
+            raise ConfigError(f"gpus[{index}].id: got {gpu.id}; {visible}, numbered from 0")
+    models = dict(spec.models)
+    for name, model in models.items():
+        if model.kind == "url" or model.device == "cpu":
+            continue
+        missing = [] if isinstance(model.device, str) else [number for number in model.device if number >= count]
+        if missing:
+            raise ConfigError(f"models.{name}.device: got GPU {missing[0]}; {visible}, numbered from 0")
+        if count == 0 and model.kind == "engine":
+            if model.tensor_parallel_size > 1:
+                raise ConfigError(
+                    f"models.{name}.tensor_parallel_size: got {model.tensor_parallel_size}; this machine has no GPU"
+                )
+            models[name] = msgspec.structs.replace(model, device="cpu", residency="always_on")
+    return msgspec.structs.replace(spec, models=models)
+
+
+def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
+    """Return the models that name no `memory` and whose sizes cannot be read here, with the reason."""
+    found = []
+    for name, model in spec.models.items():
+        if model.memory is None and model.kind == "engine":
+            try:
+                engine_needs(model, on_cpu=model.device == "cpu")
+            except UnknownSizesError as error:
+                found.append((name, str(error)))
+            except ConfigError as error:
+                raise ConfigError(f"models.{name}: {error}") from error
+        elif model.memory is None and model.kind == "command" and model.device != "cpu":
+            found.append((name, "a command takes memory that only its `memory` tells"))
+    return found
+
+
+def _free_bytes(machine: Machine, contexts: ContextMemory) -> list[int]:
+    """Return the bytes of each GPU without those that other processes use. The plan counts the driver's itself."""
+    return [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in machine.gpus]
+
+
+def _does_not_fit(spec: FleetSpec, nearest: Plan | None, gpu_bytes: Sequence[int], machine: Machine) -> str:
+    """Return the error of a fleet that does not fit: what it needs, what there is, and the changes that would fit."""
+    needs = fleet_needs(spec)
+    on_gpus = [
+        f"{name} {size / _GIB:.2f} GiB"
+        for name, model in spec.models.items()
+        if model.device != "cpu" and model.kind != "url"
+        for size in [needs[name].budget_bytes if name in needs else int(model.memory or 0)]
+        for _ in replica_gpus(model)
+    ]
+    there = ", ".join(
+        f"GPU {gpu.number} {size / _GIB:.2f} GiB"
+        + (f" (others use {(gpu.total_bytes - size) / _GIB:.2f} GiB more)" if size < gpu.total_bytes else "")
+        for gpu, size in zip(machine.gpus, gpu_bytes, strict=False)
+    )
+    parts = []
+    if on_gpus:
+        parts.append(f"on GPUs it needs {', '.join(on_gpus)}, and there is {there}")
+    host_bytes = host_needs(spec, needs)
+    if host_bytes > machine.host_bytes or not parts:
+        parts.append(
+            f"its models on the CPU need {host_bytes / _GIB:.2f} GiB of host memory, "
+            f"and {machine.host_bytes / _GIB:.2f} GiB are available"
+        )
+    if nearest is None:
+        advice = "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."
+    else:
+        advice = f"The nearest plan that fits: {'; '.join(nearest.changes)}"
+    return f"the fleet does not fit: {'; '.join(parts)}. {advice}"

@@ -1,0 +1,163 @@
+"""What `up` starts: each engine on its GPUs with its budget, and nothing where the fleet does not fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pynvml
+import pytest
+
+from meltcore.config import EngineConfig, ModelConfig
+from meltcore.errors import ConfigError
+from meltcore.fleet.from_spec import server_config
+from meltcore.fleet.machine import Machine, VisibleGpu, read_gpus
+from meltcore.fleet.placement import place_replicas, placed_gpus
+from meltcore.fleet.plan import GIB
+from meltcore.fleet.planned import FleetPlanner, planned_spec
+from meltcore.protocol.fleet_file import parse_fleet
+
+QWEN = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max_num_seqs: 4"
+
+
+def machine(*gib: float, used_gib: float = 0.5, host_gib: float = 64) -> Machine:
+    gpus = (VisibleGpu(at, "NVIDIA H200", int(size * GIB), int(used_gib * GIB)) for at, size in enumerate(gib))
+    return Machine(tuple(gpus), "570.1", int(host_gib * GIB))
+
+
+def planned(text: str, there: Machine) -> Any:
+    return server_config(planned_spec(parse_fleet(text), there))
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpus"),
+    [
+        ("device: [0, 1], replicas: 2", [["4"], ["GPU-5"]]),
+        ("device: [3, 1], replicas: 2", [["7"], ["GPU-5"]]),
+        ("device: [0, 1, 2, 3], replicas: 2, tensor_parallel_size: 2", [["4", "GPU-5"], ["6", "7"]]),
+        ("device: [1, 3], tensor_parallel_size: 2", [["GPU-5", "7"]]),
+        ("device: [2], replicas: 2", [["6"], ["6"]]),  # they share it
+        ("replicas: 4", [["4"], ["GPU-5"], ["6"], ["7"]]),
+    ],
+)
+def test_replicas_get_the_gpus_of_the_file(fields: str, gpus: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6,7")
+    (model,) = planned(f"models: {{a: {{{QWEN}, {fields}}}}}", machine(40, 40, 40, 40)).models
+    placements = place_replicas(model)
+    assert [each.environment["CUDA_VISIBLE_DEVICES"].split(",") for each in placements] == gpus
+    assert [placed_gpus(each) for each in placements] == [frozenset(names) for names in gpus]
+    assert {each.engine.device for each in placements} == {"cuda"}
+    assert model.engine.memory_bytes is not None
+
+
+def test_gpu_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match=r"models\.a\.device: got GPU 1; 1 is visible, numbered from 0"):
+        planned(f"models: {{a: {{{QWEN}, device: [0, 1], replicas: 2}}}}", machine(40))
+    with pytest.raises(ConfigError, match=r"gpus\[0\]\.id: got 2; 1 is visible"):
+        planned(f"gpus: [{{id: 2}}]\nmodels: {{a: {{{QWEN}}}}}", machine(40))
+    model = ModelConfig(engine=EngineConfig(model="m"), served_model_name=("a",), replica_gpus=((1,),))
+    with pytest.raises(ConfigError, match=r"models\.a\.device: got GPU 1; 1 are visible"):
+        place_replicas(model)
+
+
+def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -> None:
+    text = f"models: {{a: {{{QWEN}, max_num_seqs: 512}}, b: {{checkpoint: x, url: 'http://h'}}}}"
+    text = text.replace("max_num_seqs: 4, ", "").replace("checkpoint: x, ", "")
+    with pytest.raises(ConfigError) as error:
+        planned(text, machine(24, used_gib=4))
+    assert "on GPUs it needs a 2" in str(error.value)
+    assert "GPU 0 20.50 GiB (others use 3.50 GiB more)" in str(error.value)
+    assert "The nearest plan that fits: models.a.max_num_seqs: " in str(error.value)
+    with pytest.raises(ConfigError, match=r"No plan fits, .*: remove a model or add a GPU"):
+        planned("models: {a: {checkpoint: meltcore/sums, memory: 90GiB}}", machine(80))
+    file = tmp_path / "fleet.yaml"
+    file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 4000GiB}}")
+    state = tmp_path / "state"
+    command = [sys.executable, "-m", "meltcore.cli.main", "up", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=_environment(state), check=False)
+    assert done.returncode == 2
+    assert "its models on the CPU need 4000.75 GiB of host memory" in done.stderr
+    assert done.stdout == ""
+    assert not state.exists()
+
+
+def _environment(state: Path) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "XDG_STATE_HOME": str(state), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_without_a_gpu_models_get_budgets_of_host_memory() -> None:
+    text = "models: {a: {checkpoint: meltcore/sums, max_num_seqs: 8}, b: {checkpoint: meltcore/sums, replicas: 2}}"
+    config = planned(text, machine(host_gib=8))
+    assert [model.engine.device for model in config.models] == ["cpu", "cpu"]
+    assert all(0 < (model.engine.memory_bytes or 0) < GIB for model in config.models)
+    with pytest.raises(ConfigError, match=r"models on the CPU need 2\.\d+ GiB of host memory, and 1\.50 GiB are avail"):
+        planned(text, machine(host_gib=1.5))
+    with pytest.raises(ConfigError, match=r"models\.a\.tensor_parallel_size: got 2; this machine has no GPU"):
+        planned("models: {a: {checkpoint: meltcore/sums, tensor_parallel_size: 2}}", machine())
+
+
+def test_model_of_unknown_size_is_left_to_its_engine() -> None:
+    lines: list[str] = []
+    spec = parse_fleet("models: {gone: {checkpoint: /none}, a: {checkpoint: meltcore/sums}}")
+    config = server_config(planned_spec(spec, machine(24), lines.append))
+    assert lines == [line for line in lines if line.startswith("models.gone is not in the plan: /none")]
+    assert len(lines) == 1
+    assert [model.engine.memory_bytes is None for model in config.models] == [True, False]
+
+
+def test_reload_plans_for_the_memory_of_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 1GiB}}")
+    planner = FleetPlanner(file, machine(host_gib=4))
+    first = planner.config()
+    assert planner.config() == first
+    file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 5GiB}}")
+    with pytest.raises(ConfigError, match="the fleet does not fit"):
+        planner.config()
+
+
+class _Memory(NamedTuple):
+    total: int
+    used: int
+
+
+def test_gpus_are_read_as_cuda_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "570.1",
+        "nvmlDeviceGetCount": lambda: 3,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: b"NVIDIA H200" if handle else "NVIDIA L4",
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}a",
+        "nvmlDeviceGetMemoryInfo": lambda handle: _Memory((handle + 1) * GIB, 2**20),
+    }.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-0")
+    gpus, driver = read_gpus()
+    assert driver == "570.1"
+    assert [(gpu.number, gpu.name, gpu.total_bytes // GIB) for gpu in gpus] == [
+        (0, "NVIDIA H200", 3),
+        (1, "NVIDIA L4", 1),
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-")
+    with pytest.raises(ConfigError, match="'GPU-', which matches 3 GPUs"):
+        read_gpus()
+    for nothing in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert read_gpus() == ((), "")
+
+
+def test_planned_settings_survive_the_way_to_a_daemon() -> None:
+    import msgspec
+
+    from meltcore.config import ServerConfig
+
+    config = planned(f"models: {{a: {{{QWEN}, device: [0, 1], replicas: 2}}}}", machine(40, 40))
+    assert msgspec.json.decode(json.dumps(msgspec.to_builtins(config)), type=ServerConfig) == config
