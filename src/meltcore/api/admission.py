@@ -48,6 +48,10 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._unit = unit
 
+    def has_room(self, waiting_units: float, units: float) -> bool:
+        """Return whether `units` more fit, whatever their class."""
+        return not waiting_units or waiting_units + units <= self._max_units
+
     def check(self, load: Load, *, requests: int, replicas: int, units: float, share: float = 0.0) -> None:
         """Raise RequestError (429) when `requests` more, with `units` in all, do not fit.
 

@@ -135,12 +135,46 @@ class IdleTrim:
         asyncio.get_running_loop().call_later(IDLE_CHECK_S, self._check)
 
 
+class _JoinedWrites:
+    """A transport that writes the head of a response together with the body that follows.
+
+    uvicorn writes them one after the other: two system calls, and two segments for the client to wake up for.
+    """
+
+    __slots__ = ("_head", "_transport", "abort", "get_extra_info", "is_closing", "pause_reading", "resume_reading")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+        self.abort, self.is_closing = transport.abort, transport.is_closing
+        self.get_extra_info = transport.get_extra_info
+        self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
+
+    def write(self, data: bytes) -> None:
+        """Write bytes, after the head that was kept. A head other than 100 Continue is kept."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
+            self._head = data
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Write what is kept, and close."""
+        if self._head:
+            self.write(b"")
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol, which the application finds in its scope.
 
     The application can drop the connection of a client that does not read, and learn of a lost connection without a
-    task that waits for it. The protocol bounds the size of a request's head and the time to send a request, which
-    uvicorn does not.
+    task that waits for it. Of a stream it can write chunks without a task. The protocol bounds the size of a request's
+    head and the time to send a request, which uvicorn does not.
     """
 
     def __init__(self, config: uvicorn.Config, state: Any, stats: ServerStats) -> None:
@@ -148,11 +182,25 @@ class _Protocol(HttpToolsProtocol):
         self._stats = stats
         self._lost = False
         self._on_lost: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None  # called once when `write_chunk` may be called again
         self._received_s = self.loop.time()
         self._receiving = self._in_head = False  # a request has begun to arrive; its headers are not complete
         self._waiting_since_s: float | None = self._received_s  # for the rest of a request, or the first one
         self._head_bytes = 0
         self._timed_out = False
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(_JoinedWrites(transport))  # type: ignore[arg-type]
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Write bytes of the body of a response that has begun without a length; returns whether more may follow."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not self.flow.write_paused
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.on_writable is not None:
+            self.on_writable()
 
     def is_late(self, now_s: float) -> bool:
         """Returns whether the client takes too long to send its first request or the rest of one."""

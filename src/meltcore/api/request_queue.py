@@ -53,6 +53,7 @@ class RequestQueue:
         self.task = task
         self._stats = stats
         self._admission = admission
+        self._slots = slots
         self._room_per_replica = room_of(slots)
         self._fair = FairQueue(stats, shares)
         self._shares = {name: share / sum(shares) for name, share in zip(CLASSES, shares, strict=True)}
@@ -73,8 +74,14 @@ class RequestQueue:
         stats, waiting.task = self._stats, self.task
         with stats.shared.locked():  # the limits are those of all API servers together
             in_flight, replicas = round(stats.total("in_flight")), len(stats.live_replicas())
-            self._check(waiting, in_flight, replicas)
             held = stats.total("queue_requests")
+            # Nearly every request of a server that keeps up: it waits for nothing, so no bound is near.
+            if (
+                held
+                or in_flight + waiting.requests > self._slots * replicas
+                or not self._admission.has_room(self._waiting_units(), waiting.units)
+            ):
+                self._check(waiting, in_flight, replicas)
             accept()
             if held or in_flight >= self._room_per_replica * replicas:
                 self._fair.push(waiting)

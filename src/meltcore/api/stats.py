@@ -14,7 +14,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, get_args
 
 import msgspec
@@ -84,14 +83,18 @@ class SharedStats:
         cells = memoryview(mmap.mmap(self.fd, size)).cast("d")
         self.rows = [cells[row * len(names) : (row + 1) * len(names)] for row in range(num_rows)]
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold a lock for a decision on all rows together. The kernel releases the lock of a process that dies."""
+    def locked(self) -> SharedStats:
+        """Hold a lock for a decision on all rows together, in a `with` statement. It does not nest.
+
+        The kernel releases the lock of a process that dies.
+        """
+        return self
+
+    def __enter__(self) -> None:
         fcntl.lockf(self.fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self.fd, fcntl.LOCK_UN)
+
+    def __exit__(self, *_error: object) -> None:
+        fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
 class Histogram:
@@ -153,8 +156,10 @@ class _Columns:
 
     def total(self, name: str) -> float:
         """Return the sum over all processes."""
-        column = self._column[name]
-        return sum(row[column] for row in self.shared.rows)
+        column, total = self._column[name], 0.0
+        for row in self.shared.rows:  # sum() of a generator takes three times as long
+            total += row[column]
+        return total
 
 
 class ServerStats(_Columns):
@@ -294,10 +299,11 @@ class ModelStats(_Columns):
 
     def live_replicas(self) -> list[int]:
         """Return the replicas that new requests may be sent to."""
+        row, unconnected = self.shared.rows[0], self._unconnected
         return [
             replica
-            for replica in range(self.replicas)
-            if self._closed(replica) == _OPEN and replica not in self._unconnected
+            for replica, column in enumerate(self._closed_at)
+            if row[column] == _OPEN and replica not in unconnected
         ]
 
     def assign(self, replica: int, tokens: int) -> None:

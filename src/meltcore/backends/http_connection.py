@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import httptools
@@ -40,6 +41,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._unread_bytes = 0
         self._is_paused = False
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], None] | None = None  # of the rest of a body
         self._error: UpstreamError | None = None
         self._head_bytes = 0
         self._keeps_alive = False
@@ -81,20 +83,43 @@ class UpstreamConnection(asyncio.Protocol):
             if self.is_complete:
                 return b""
             await self._wait()
-        chunks = self._chunks
-        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        chunks.clear()
-        self._unread_bytes = 0
+        data = self._take()
+        self.resume()
+        return data
+
+    async def relay(self, sink: Callable[[bytes], None]) -> None:
+        """Give the rest of the body to `sink`, each read as it comes: no task wakes for it. Raises UpstreamError.
+
+        `sink` may call `pause`; then `resume` must follow.
+        """
+        self._sink = sink
+        try:
+            self.resume()
+            if self._chunks:
+                sink(self._take())
+            while not self.is_complete:
+                await self._wait()
+        finally:
+            self._sink = None
+
+    def pause(self) -> None:
+        """Read no more of the body until `resume`. What has been read still comes."""
+        if not self._is_paused and self.is_open:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on after `pause`."""
         if self._is_paused:
             self._is_paused = False
             self.last_byte_s = self._loop.time()  # the upstream could not send until now
-            self._transport.resume_reading()
-        return data
+            if self.is_open:
+                self._transport.resume_reading()
 
     @property
     def is_waiting_for_upstream(self) -> bool:
         """Whether the next byte is the upstream's to send: the client has taken all that came."""
-        return not self.is_complete and not self._chunks
+        return not self.is_complete and not self._chunks and not self._is_paused
 
     @property
     def is_reusable(self) -> bool:
@@ -144,9 +169,14 @@ class UpstreamConnection(asyncio.Protocol):
         if self.status == 0 and self._head_bytes > MAX_HEAD_BYTES:
             self.fail("malformed", f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
             return
-        if self._unread_bytes > MAX_UNREAD_BYTES and not self._is_paused and not self.is_complete:
-            self._is_paused = True
-            self._transport.pause_reading()
+        if self._sink is not None:
+            if self._chunks:
+                self._sink(self._take())
+            if self.is_complete:
+                self._wake()
+            return
+        if self._unread_bytes > MAX_UNREAD_BYTES and not self.is_complete:
+            self.pause()
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -190,6 +220,13 @@ class UpstreamConnection(asyncio.Protocol):
         """End the answer."""
         self.is_complete = self.status != 0
         self._keeps_alive = self._parser.should_keep_alive()  # the parser forgets it after this call
+
+    def _take(self) -> bytes:
+        chunks = self._chunks
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self._unread_bytes = 0
+        return data
 
     async def _wait(self) -> None:
         if self._error is not None:
