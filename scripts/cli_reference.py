@@ -23,11 +23,11 @@ def page() -> str:
     """The text of docs/cli.md."""
     os.environ["COLUMNS"] = "100"  # argparse wraps help to the terminal's width
     os.environ["NO_COLOR"] = "1"
-    from meltcore.cli.main import COMMANDS, command_parser
+    from meltcore.cli.main import COMMANDS, Command, command_parser
 
     parts = [HEAD]
     for name in COMMANDS:
-        help_text = command_parser(name, importlib.import_module(f"meltcore.cli.{name}")).format_help()
+        help_text = command_parser(name, importlib.import_module(Command.module(name))).format_help()
         lines = "\n".join(line.rstrip() for line in help_text.rstrip().splitlines())
         parts.append(f"## {name}\n\n```text\n{lines}\n```\n")
     return "\n".join(parts)

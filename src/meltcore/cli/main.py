@@ -28,7 +28,7 @@ class Command(NamedTuple):
     @staticmethod
     def module(name: str) -> str:
         """Return the name of the module of the command `name`."""
-        return f"meltcore.cli.{name}"
+        return f"meltcore.cli.{name.replace('-', '_')}"
 
 
 _SERVE, _MEASURE, _TUNE, _GPUS, _RESULTS = (
@@ -55,6 +55,7 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(_MEASURE, "Check a server's answers, API and speed, and score it."),
     "tune": Command(_TUNE, "Find a server's limits and best settings by restarting it."),
     "compare": Command(_TUNE, "Judge a change by fresh starts of both servers, or compare two runs."),
+    "compare-backends": Command(_TUNE, "Measure the same work on ours, vLLM, SGLang, llama.cpp, TensorRT-LLM."),
     "baseline": Command(_TUNE, "Save fresh starts of a server to compare against."),
     "profile": Command(_TUNE, "Find when a GPU was idle, and why, from a profiler's trace."),
     "bench": Command(_GPUS, "Measure the GPU score: the rate that this GPU sustains.", needs_engine=True),

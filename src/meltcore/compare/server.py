@@ -31,10 +31,14 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """A command template: arguments with placeholders, and variables added to our environment."""
+    """A command template: arguments with placeholders, and variables added to our environment.
+
+    `inherits`: False where `environment` is the whole one, whose names results do not show.
+    """
 
     template: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    inherits: bool = True
 
     def argv(self, port: int, args: Sequence[str] = ()) -> list[str]:
         """Return the arguments to start, with `port` and `args` in place of the placeholders."""
@@ -50,7 +54,7 @@ class ServerCommand:
             shlex.quote(argument) if PORT not in argument and argument != ARGS else argument
             for argument in clean_arguments(self.template)
         ]
-        return " ".join([*(f"{name}=..." for name in self.environment), *parts])
+        return " ".join([*(f"{name}=..." for name in self.environment if self.inherits), *parts])
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,16 @@ def run_server(
     report: Callable[[str], None],
     args: Sequence[str] = (),
     limit_s: float = START_LIMIT_S,
+    port: int | None = None,
 ) -> Iterator[RunningServer]:
-    """Start the server on a free port, wait until it is ready, and end it with all its processes after the block.
+    """Start the server, wait until it is ready, and end it with all its processes after the block.
 
-    `report` takes lines for the user. Raises ProcessError where the server is not ready within `limit_s`.
+    `report` takes lines for the user. `port`: None for a free one. Raises ProcessError where the server is not ready
+    within `limit_s`.
     """
-    port = free_port()
+    port = free_port() if port is None else port
     url = f"http://127.0.0.1:{port}"
-    environment = {**os.environ, **command.environment}
+    environment = {**(os.environ if command.inherits else {}), **command.environment}
     start_s = time.monotonic()
     with ServerProcess(command.argv(port, args), log_path, report=report, environment=environment) as process:
         process.wait_healthy(url, limit_s)

@@ -10,6 +10,7 @@ import msgspec
 
 from meltcore.errors import ConfigError
 from meltcore.report.certificate import CERTIFICATE_PAGE
+from meltcore.results.backends import BackendComparison
 from meltcore.results.card import CARD_FILE, CARD_PAGE, Card, EvidenceType
 from meltcore.results.certificate import CERTIFICATE_FILE, Certificate
 from meltcore.results.comparison import COMPARISON_FILE, ComparisonResult
@@ -23,8 +24,10 @@ from meltcore.results.snapshot import Snapshot
 from meltcore.results.starts import StartSet
 from meltcore.results.tuning import TUNING_FILE, Tuning
 
-Content = Snapshot | Certificate | RunResult | Tuning | Profile | ComparisonResult | Card
-DOCUMENT_TYPES = (Snapshot, Certificate, RunResult, ScoredRun, Tuning, Profile, ComparisonResult, Card)
+Content = Snapshot | Certificate | RunResult | Tuning | Profile | ComparisonResult | BackendComparison | Card
+DOCUMENT_TYPES = (
+    *(Snapshot, Certificate, RunResult, ScoredRun, Tuning, Profile, ComparisonResult, BackendComparison, Card),
+)
 SNAPSHOT_FILE = "snapshot.json"  # of `meltcore snapshot --json`, which makes no run folder
 _VERSION_1_COMPARISON_FILE = "judgement.json"
 # The documents of run folders, and the page beside each.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.errors import ConfigError
+from meltcore.report.backends import backends_page
 from meltcore.report.card import card_page
 from meltcore.report.certificate import certificate_page
 from meltcore.report.charts_export import export_page
@@ -18,6 +19,7 @@ from meltcore.report.profile import profile_page
 from meltcore.report.run import run_page
 from meltcore.report.score import score_page
 from meltcore.report.tuning import tuning_page
+from meltcore.results.backends import BackendComparison
 from meltcore.results.card import Card
 from meltcore.results.certificate import Certificate
 from meltcore.results.comparison import ComparisonResult
@@ -34,6 +36,7 @@ _PAGE_BUILDERS: dict[type, Callable[[Any], Page]] = {
     Tuning: tuning_page,
     Profile: profile_page,
     ComparisonResult: comparison_page,
+    BackendComparison: backends_page,
     Card: card_page,
 }
 
