@@ -297,9 +297,10 @@ def measure_memory(rate: float, minutes: float) -> list[Row]:
     async def run(url: str, direct_url: str, pids: list[int]) -> list[float]:
         direct, through, samples = Client(direct_url), Client(url), []
         await wait_ready(through, json.dumps(BODY).encode())
-        for _ in range(round(minutes)):
+        for minute in range(round(minutes)):
             await paired(direct, through, rate, 60.0)
             samples.append(memory_mb(pids))
+            print(f"minute {minute + 1}: {samples[-1]:.2f} MB", flush=True)
         return samples
 
     with servers("--ttft-ms", "0", "--itl-ms", "0", "--tokens", str(TOKENS)) as (direct, through, pids):

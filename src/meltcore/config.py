@@ -246,6 +246,10 @@ class ForeignConfig:
     upstream_model: str | None = None  # its name there; None: the first of `served_model_name`
     api_key_variable: str | None = None  # environment variable with the key that the upstream wants
     paths: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")  # that are forwarded
+    # A replica is sent a quarter more requests than max_num_seqs (None: max_connections). Others wait in our queue.
+    max_queue: int = 16_384  # requests that may wait
+    max_queue_tokens: int = 16_777_216  # their prompt tokens, at 4 bytes of a JSON body each
+    priority_class: PriorityClass = "standard"  # of requests that name none
     health_path: str | None = None  # None: /health, or /v1/models where there is none
     health_interval_s: float = 5.0
     start_timeout_s: float = 1800.0  # of `command`, from its start to its first answer
@@ -298,6 +302,8 @@ _FOREIGN_LEAST: dict[str, float] = {
     "memory_bytes": 1,
     "max_model_len": 1,
     "max_num_seqs": 1,
+    "max_queue": 0,
+    "max_queue_tokens": 1,
     "health_interval_s": 0.05,
     "start_timeout_s": 0.05,
     "stop_timeout_s": 0,

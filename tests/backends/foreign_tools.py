@@ -6,7 +6,7 @@ import asyncio
 import io
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from meltcore.api.routes import build_app
 from meltcore.api.stats import ServerStats
 from meltcore.api.tracing import Tracing
 from meltcore.backends.http_backend import HttpBackend
-from meltcore.config import ForeignConfig, ServerConfig
+from meltcore.config import ForeignConfig, KeyConfig, ServerConfig
 
 WAIT_S = 10.0
 SSE = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -139,7 +139,10 @@ def sends(*parts: bytes, then: str = "keep") -> Behavior:
 class Served:
     """The HTTP API with one foreign model, and a client."""
 
-    def __init__(self, backend: HttpBackend, url: str, session: aiohttp.ClientSession, stats: ServerStats) -> None:
+    def __init__(
+        self, backend: HttpBackend, url: str, session: aiohttp.ClientSession, stats: ServerStats, log: io.StringIO
+    ) -> None:
+        self.log = log
         self.backend = backend
         self.url = url
         self.session = session
@@ -164,6 +167,11 @@ class Served:
     async def ask(self, path: str = CHAT, **fields: Any) -> tuple[int, bytes]:
         async with self.post(path, **fields) as response:
             return response.status, await response.read()
+
+    async def log_lines(self, count: int) -> list[Any]:
+        """The lines of the log, once there are `count`."""
+        await wait_for(lambda: self.log.getvalue().count("\n") >= count)
+        return [msgspec.json.decode(line) for line in self.log.getvalue().splitlines()]
 
     async def broken_stream(self) -> bytes:
         """The body, chunks and all, of a stream that ends without its last chunk."""
@@ -193,7 +201,11 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    *upstreams: Upstream | str, timeout_s: float = 60.0, tracing: Tracing | None = None, **settings: Any
+    *upstreams: Upstream | str,
+    timeout_s: float = 60.0,
+    tracing: Tracing | None = None,
+    api_keys: Sequence[KeyConfig] = (),
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """The API over upstreams, which are started here unless they are addresses, on a socket of its own."""
     for upstream in upstreams:
@@ -202,12 +214,12 @@ async def served(
     urls = tuple(each if isinstance(each, str) else each.url for each in upstreams)
     foreign = ForeignConfig(served_model_name=("m",), urls=urls, **({"health_interval_s": 0.05} | settings))
     config = ServerConfig(models=(), foreign=(foreign,), request_timeout_s=timeout_s)
-    stats = ServerStats([len(urls)])
-    log = Log("json", stats, io.StringIO())
+    stats, lines = ServerStats([len(urls)], keys=len(api_keys)), io.StringIO()
+    log = Log("json", stats, lines)
     backend = HttpBackend(foreign, stats.models[0], request_timeout_s=timeout_s)
     backend.health.set("ready", "ready")
     backend.start()
-    keys, metrics = ApiKeys((), stats), Metrics(stats, dict)
+    keys, metrics = ApiKeys(api_keys, stats), Metrics(stats, dict)
     http = HttpServer(build_app(ModelTable([backend]), config, metrics, log, keys, tracing), stats)
     serving = asyncio.create_task(http.serve())
 
@@ -223,7 +235,7 @@ async def served(
         )
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(WAIT_S)) as session:
-            yield Served(backend, url, session, stats)
+            yield Served(backend, url, session, stats, lines)
     finally:
         accepting.cancel()
         listener.close()

@@ -156,7 +156,7 @@ models:
             "models: {a: {url: 'http://h', replicas: 2}}",
             "models.a.replicas: got 2; a model with a url has no such setting",
         ),
-        ("models: {a: {url: 'http://h', max_num_seqs: 2}}", "models.a.max_num_seqs: got 2; a model with a url"),
+        ("models: {a: {url: 'http://h', replicas: 2}}", "models.a.replicas: got 2; a model with a url"),
         ("models: {a: {command: 'x {port}', dtype: float16}}", "models.a.dtype: got 'float16'; a model with a command"),
         ("models: {a: {command: 'x'}}", "models.a.command: got 'x'; must pass {port}"),
         ("models: {a: {command: vllm}}", "models.a.command: the template vllm needs the model's checkpoint"),

@@ -37,6 +37,7 @@ class _Fields(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
     user: str | None = None
+    priority: Any = None
 
 
 _decode_fields = msgspec.json.Decoder(_Fields).decode
@@ -55,6 +56,7 @@ class ForwardedRequest:
     content_type: str
     model: str  # the name that the client used
     is_streamed: bool
+    priority: int = 0  # vLLM's field
     first_byte_s: float | None = None  # time.monotonic(), of the body of the answer
 
     @property
@@ -64,11 +66,16 @@ class ForwardedRequest:
 
 
 class ForwardOutcome(msgspec.Struct):
-    """How a request ended, for the log. error: the code of an error of ours; the upstream's have none."""
+    """How a request ended, for the log. error: the code of an error of ours; the upstream's have none.
+
+    prompt_tokens, completion_tokens: as the upstream counts them, else its events; None where neither tells.
+    """
 
     status: int
     replica: int | None
     error: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 @runtime_checkable
@@ -155,11 +162,12 @@ class ForwardingEndpoint:
             content_type=content_type,
             model=fields.model or "",
             is_streamed=bool(fields.stream),
+            priority=fields.priority if isinstance(fields.priority, int) else 0,
         )
         outcome = await backend.forward(request)
         if request.first_byte_s is not None:
             exchange.fields["ttft_s"] = round(request.first_byte_s - exchange.arrived_s, 6)
-        exchange.fields |= {"status": outcome.status, "replica": outcome.replica, "error": outcome.error}
+        exchange.fields |= msgspec.structs.asdict(outcome)
 
 
 class _Exchange:

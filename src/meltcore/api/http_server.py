@@ -141,14 +141,11 @@ class _JoinedWrites:
     uvicorn writes them one after the other: two system calls, and two segments for the client to wake up for.
     """
 
-    __slots__ = ("_head", "_transport", "abort", "get_extra_info", "is_closing", "pause_reading", "resume_reading")
+    __slots__ = ("_head", "_transport")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._head = b""
-        self.abort, self.is_closing = transport.abort, transport.is_closing
-        self.get_extra_info = transport.get_extra_info
-        self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
 
     def write(self, data: bytes) -> None:
         """Write bytes, after the head that was kept. A head other than 100 Continue is kept."""

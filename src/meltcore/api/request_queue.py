@@ -22,6 +22,8 @@ from meltcore.errors import RequestError
 TURN_CHECK_S = 0.005
 MAX_STARTS = 64  # per iteration of the event loop: they take milliseconds
 LOOKAHEAD = 4  # a fourth of an engine's slots more than it runs is sent to it
+# An answer's length as a queue expects it, and how much one answer changes that.
+EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT = 128.0, 0.02
 EQUAL_SHARES = tuple(1 for _ in CLASSES)
 # The engines see the class too: one that can start overtakes what was sent ahead. The queue has decided how much
 # of each class they get, so this starves none.

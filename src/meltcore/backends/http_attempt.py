@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from contextlib import suppress
 from typing import Any
 
+from meltcore.api.fair_queue import Waiting
 from meltcore.api.forward import ForwardedRequest, ForwardOutcome
 from meltcore.api.http import error_json, header, send_bytes
 from meltcore.api.stats import ModelStats
@@ -37,10 +40,42 @@ _JSON_PATHS = ("completions", "embeddings", "translate", "translations", "tokeni
 _RELAYED_HEADERS = (b"content-type", b"cache-control", b"retry-after", b"content-disposition")
 
 
+_USAGE_MARK = b'"usage"'
+_USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
+_MAX_USAGE_BYTES = 4096
+_EVENTS_WITHOUT_TOKENS = 3  # of a stream: the role, the finish reason, and [DONE]
+
+
+_decode_first = json.JSONDecoder().raw_decode  # other bytes follow
+
+
+def read_usage(data: bytes) -> tuple[int | None, int | None]:
+    """Return the prompt and output tokens of the last `usage` in an answer; None for what it does not say."""
+    position = data.rfind(_USAGE_MARK)
+    while position >= 0:
+        if found := _USAGE.match(data, position):
+            text = data[found.end() : found.end() + _MAX_USAGE_BYTES].decode(errors="replace")
+            try:
+                usage, _ = _decode_first(text)
+            except ValueError:
+                return None, None
+            return _count(usage, "prompt_tokens", "input_tokens"), _count(usage, "completion_tokens", "output_tokens")
+        position = data.rfind(_USAGE_MARK, 0, position)
+    return None, None
+
+
+def _count(usage: dict[str, Any], *names: str) -> int | None:
+    values = (usage.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value >= 0), None)
+
+
 class Exchange:
     """One request on its way: what its time limits and its client's disconnection have to end."""
 
-    __slots__ = ("_connecting", "client", "connection", "deadline_s", "error", "is_gone", "is_sending")
+    __slots__ = (
+        *("_connecting", "_turn", "client", "connection", "deadline_s", "error", "is_gone", "is_overdue", "is_sending"),
+        *("timer", "waiting"),
+    )
 
     def __init__(self, client: Any, deadline_s: float) -> None:
         self.client = client
@@ -49,7 +84,31 @@ class Exchange:
         self.is_gone = False  # the client
         self.is_sending = False  # inside `await send(...)`: the client is not reading
         self.error: RequestError | None = None  # that ended the request from outside
+        self.is_overdue = False
+        self.waiting: Waiting | None = None  # from its admission on
+        self.timer: asyncio.TimerHandle | None = None  # of a limit that the request's client has set
         self._connecting: asyncio.Task[UpstreamConnection] | None = None
+        self._turn: asyncio.Future[None] | None = None
+
+    def start(self) -> None:
+        """Note that the queue has let the request through."""
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
+
+    async def wait_turn(self) -> None:
+        """Wait until the queue lets the request through, or its end."""
+        if not (self.is_gone or self.is_overdue or self.error is not None):
+            self._turn = asyncio.get_running_loop().create_future()
+            await self._turn
+
+    def watch(self, limit_s: float | None) -> None:
+        """End the request after a limit shorter than that of all. None: it has ended."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if limit_s is not None:
+            loop, message = asyncio.get_running_loop(), "the answer took too long"
+            self.timer = loop.call_later(max(0.0, limit_s), self.end, "deadline", message)
 
     async def connect(self, replica: Replica) -> UpstreamConnection:
         """Open a connection, unless the client disconnects meanwhile. Raises UpstreamError."""
@@ -72,6 +131,8 @@ class Exchange:
 
     def end(self, kind: FailureKind, message: str) -> None:
         """End the request now, at the upstream too."""
+        self.is_overdue = kind == "deadline"
+        self.start()
         if self._connecting is not None:
             self._connecting.cancel()
         if self.connection is not None:
@@ -127,6 +188,8 @@ class Attempt:
         self._limit_s = limit_s
         self._events = EventBuffer() if request.is_streamed else None
         self._is_judged = False  # the breaker knows how it went
+        self._usage = b""  # what came last with the upstream's count of tokens
+        self._num_events = 0
 
     async def run(self, body: bytes, *, may_retry: bool) -> ForwardOutcome | None:
         """Send the request and relay the answer; None where the replica is busy and another one may be tried.
@@ -148,17 +211,20 @@ class Attempt:
         self._observe_first_byte()
         outcome = ForwardOutcome(status, self._replica.index)
         if is_whole:
+            self._usage = first
             await self._send_whole(connection, first)
         else:
+            if self._events is not None:
+                self._note_events(first)
             broken = await self._relay(connection, first)
             if broken is not None:
-                return broken
+                return self._counted(broken)
         if status in _FAULTY:
             self._fail()
         elif status not in _BUSY:
             self._is_judged = True
             breaker.succeed()
-        return outcome
+        return self._counted(outcome)
 
     def close(self) -> None:
         """Keep the connection for another request, or drop it."""
@@ -171,7 +237,7 @@ class Attempt:
     def describe(self, error: UpstreamError) -> str:
         """Return the error for the client, which does not see the upstream's address."""
         if error.kind == "deadline":
-            return f"the answer took longer than {self._limit_s:g} s (--request-timeout)"
+            return current_terms().overdue(self._limit_s).message
         return f"{self._server} failed: {error}"
 
     def _fail(self) -> None:
@@ -282,9 +348,11 @@ class Attempt:
         exchange, client = self._exchange, self._exchange.client
 
         def pass_on(data: bytes) -> None:
-            if (whole := events.add(data)) and not client.write_chunk(whole):
-                exchange.is_sending = True
-                connection.pause()
+            if whole := events.add(data):
+                self._note_events(whole)
+                if not client.write_chunk(whole):
+                    exchange.is_sending = True
+                    connection.pause()
 
         def read_on() -> None:
             exchange.is_sending = False
@@ -297,6 +365,18 @@ class Attempt:
             client.on_writable = None
         if not events.is_whole:
             raise UpstreamError("closed", "its stream ended within an event", had_bytes=True)
+
+    def _note_events(self, data: bytes) -> None:
+        self._num_events += data.count(b"data: ")
+        if _USAGE_MARK in data:  # nearly always the last one; with null in the others
+            self._usage = data
+
+    def _counted(self, outcome: ForwardOutcome) -> ForwardOutcome:
+        """Add the tokens that the upstream reports, or one for each event with a token."""
+        outcome.prompt_tokens, outcome.completion_tokens = read_usage(self._usage)
+        if outcome.completion_tokens is None and self._num_events:
+            outcome.completion_tokens = max(0, self._num_events - _EVENTS_WITHOUT_TOKENS)
+        return outcome
 
     async def _break_off(self, error: UpstreamError) -> ForwardOutcome:
         """End an answer that has begun: with an error event where it is a stream, and without its last chunk.

@@ -14,11 +14,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from meltcore.api.admission import Admission
 from meltcore.api.backend import Health
+from meltcore.api.fair_queue import Waiting
 from meltcore.api.forward import ForwardedRequest, ForwardOutcome
 from meltcore.api.generation import Generation
 from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meltcore.api.request_queue import EQUAL_SHARES, EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT, RequestQueue
 from meltcore.api.stats import ModelStats
+from meltcore.api.terms import RequestTerms, current_terms
 from meltcore.backends.http_attempt import STATUS_OF, Attempt, Exchange
 from meltcore.backends.http_connection import FailureKind, UpstreamError
 from meltcore.backends.http_replica import Replica
@@ -36,6 +40,13 @@ _TASKS = {
     "/v1/translate": "translation",
     "/v1/audio/transcriptions": "transcription",
     "/v1/audio/speech": "synthesis",
+}
+# Of a request that waits nothing is tokenized here. Four bytes are a token of English text.
+BYTES_PER_TOKEN = 4
+_TASKS = {
+    "/v1/audio/transcriptions": "recognition",
+    "/v1/audio/speech": "synthesis",
+    "/v1/translate": "translation",
 }
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -67,7 +78,14 @@ class ForeignHealth(Health):
 class HttpBackend:
     """The servers of one foreign model, as one API server process uses them."""
 
-    def __init__(self, config: ForeignConfig, stats: ModelStats, *, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: ForeignConfig,
+        stats: ModelStats,
+        *,
+        request_timeout_s: float,
+        class_shares: tuple[int, ...] = EQUAL_SHARES,
+    ) -> None:
         """Create the backend of servers whose `urls` are known. Raises ConfigError where the API key is missing."""
         key = upstream_api_key(config)
         self.config = config
@@ -78,6 +96,15 @@ class HttpBackend:
         self.health: Health = ForeignHealth(self.names[0], stats, self.replicas)
         self._limit_s = request_timeout_s
         self._exchanges: set[Exchange] = set()
+        slots = config.max_num_seqs or config.max_connections
+        self._queue = RequestQueue(
+            next((task for path, task in _TASKS.items() if path in config.paths), "generation"),
+            stats,
+            Admission(max_queue=config.max_queue, max_units=config.max_queue_tokens, max_num_seqs=slots),
+            slots=slots,
+            shares=class_shares,
+        )
+        self._output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer, on average
         self._turn = 0
         self._are_several = len(self.replicas) > 1
         self._created = int(time.time())
@@ -132,17 +159,18 @@ class HttpBackend:
     async def forward(self, request: ForwardedRequest) -> ForwardOutcome:
         """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
         self.check_ready()
-        body, stats = self._upstream_body(request), self.stats
+        body, stats, terms = self._upstream_body(request), self.stats, current_terms()
         client = request.scope["meltcore.connection"]
-        loop = asyncio.get_running_loop()
-        exchange = Exchange(client, loop.time() + self._limit_s - (time.monotonic() - request.arrived_s))
-        self._exchanges.add(exchange)
-        stats.add("accepted")
-        stats.set_in_flight(len(self._exchanges))
+        limit_s = terms.limit_s(self._limit_s)
+        left_s = limit_s - (time.monotonic() - request.arrived_s)
+        exchange = Exchange(client, asyncio.get_running_loop().time() + left_s)
+        waiting = self._admit(exchange, request, terms)
+        if limit_s < self._limit_s:
+            exchange.watch(left_s)
         client.set_disconnect_callback(exchange.disconnect)
-        ended = "failed"
+        ended, outcome = "failed", None
         try:
-            outcome = await self._try_replicas(request, exchange, body)
+            outcome = await self._serve(request, exchange, body, limit_s)
             ended = "finished" if outcome.error is None else "aborted" if outcome.status == 499 else "failed"
             return outcome
         except RequestError as error:
@@ -150,13 +178,71 @@ class HttpBackend:
             raise
         finally:
             client.set_disconnect_callback(None)
+            exchange.watch(None)
             self._exchanges.discard(exchange)
             stats.add(ended)
             stats.set("in_flight", len(self._exchanges))
             if ended == "finished":
                 stats.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - request.arrived_s)
+            self._on_end(waiting, outcome, terms)
+            exchange.waiting = None  # it refers to the exchange: a cycle would stay until the next collection
 
-    async def _try_replicas(self, request: ForwardedRequest, exchange: Exchange, body: bytes) -> ForwardOutcome:
+    def _admit(self, exchange: Exchange, request: ForwardedRequest, terms: RequestTerms) -> Waiting:
+        """Admit a request to the queue, which may let it through immediately. Raises RequestError (429)."""
+
+        def accept() -> None:
+            self._exchanges.add(exchange)
+            self.stats.add("accepted")
+            self.stats.set_in_flight(len(self._exchanges))
+
+        tokens = 0.0 if request.content_type.startswith("multipart/") else len(request.body) / BYTES_PER_TOKEN
+        waiting = exchange.waiting = Waiting(
+            terms.class_of(self.config.priority_class, request.priority),
+            exchange.start,
+            units=tokens,
+            cost=tokens + self._output_tokens,
+            priority=request.priority,
+        )
+        self._queue.admit(waiting, accept)
+        return waiting
+
+    def _on_end(self, waiting: Waiting, outcome: ForwardOutcome | None, terms: RequestTerms) -> None:
+        """Make room for the next request, and count the tokens."""
+        if waiting.is_held:
+            self._queue.leave(waiting)
+            return
+        cost = waiting.units
+        if outcome is not None:
+            prompt_tokens, output_tokens = outcome.prompt_tokens, outcome.completion_tokens
+            cost = waiting.units if prompt_tokens is None else prompt_tokens
+            self.stats.add("prompt_tokens", prompt_tokens or 0)
+            if output_tokens is not None:
+                cost += output_tokens
+                self.stats.add("generation_tokens", output_tokens)
+                self._output_tokens += (output_tokens - self._output_tokens) * OUTPUT_TOKENS_WEIGHT
+            terms.charge(round(cost))
+        self._queue.ended(waiting, cost)
+
+    async def _serve(
+        self, request: ForwardedRequest, exchange: Exchange, body: bytes, limit_s: float
+    ) -> ForwardOutcome:
+        """Wait for the request's turn, then send it on."""
+        waiting = exchange.waiting
+        assert waiting is not None
+        if waiting.is_held:
+            await exchange.wait_turn()
+            if waiting.is_held:  # its end came before its turn
+                if exchange.is_gone:
+                    return ForwardOutcome(499, None, "client_closed")
+                if exchange.error is not None:
+                    raise exchange.error
+                self.stats.add(f"refused_deadline/{waiting.priority_class}")
+                raise current_terms().overdue(self._limit_s)
+        return await self._try_replicas(request, exchange, body, limit_s)
+
+    async def _try_replicas(
+        self, request: ForwardedRequest, exchange: Exchange, body: bytes, limit_s: float
+    ) -> ForwardOutcome:
         tried: set[int] = set()
         while True:
             replica = self._choose(tried)
@@ -171,7 +257,7 @@ class HttpBackend:
                 replica,
                 stats=self.stats,
                 server=f"the server of {self.names[0]}" + (f" (replica {replica.index})" if self._are_several else ""),
-                limit_s=self._limit_s,
+                limit_s=limit_s,
             )
             try:
                 outcome = await attempt.run(body, may_retry=may_retry)

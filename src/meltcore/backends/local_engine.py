@@ -15,7 +15,13 @@ from meltcore.api.protocol import (
     TokenizeRequest,
     TranslateRequest,
 )
-from meltcore.api.request_queue import ENGINE_PRIORITY, EQUAL_SHARES, RequestQueue
+from meltcore.api.request_queue import (
+    ENGINE_PRIORITY,
+    EQUAL_SHARES,
+    EXPECTED_OUTPUT_TOKENS,
+    OUTPUT_TOKENS_WEIGHT,
+    RequestQueue,
+)
 from meltcore.api.sampling import is_echo_only, sampling_params
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.api.task_backends import TranslatedTexts
@@ -31,10 +37,6 @@ from meltcore.protocol.translation import TranslationOutputs, TranslationReady
 
 if TYPE_CHECKING:
     from meltcore.backends.translations import Translations, TranslationText
-
-
-# An answer's length as the queue expects it, and how much one answer changes that.
-EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT = 128.0, 0.02
 
 
 class ServedModel(NamedTuple):

@@ -178,7 +178,12 @@ class APIServer:
 
     def _add_foreign(self, message: AddForeign, stats: ModelStats) -> None:
         try:
-            backend = HttpBackend(message.config, stats, request_timeout_s=self._config.request_timeout_s)
+            backend = HttpBackend(
+                message.config,
+                stats,
+                request_timeout_s=self._config.request_timeout_s,
+                class_shares=self._config.class_shares,
+            )
         except MeltcoreError as error:  # the environment lacks a key, as the supervisor has found before
             self._channel.send(ModelFailed(message.model, str(error)))
             return

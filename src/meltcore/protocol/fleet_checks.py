@@ -24,7 +24,6 @@ _PROCESS_ONLY = (
         "environment",
         "python",
         "max_model_len",
-        "max_num_seqs",
         "memory",
         "tensor_parallel_size",
         "device",
