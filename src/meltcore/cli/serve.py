@@ -18,8 +18,9 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, and the options of EngineConfig, ModelConfig and ServerConfig."""
+    from meltcore.cli.start_options import add_daemon_options
     from meltcore.config import EngineConfig, ModelConfig, ServerConfig
-    from meltcore.options import add_options, not_empty, number
+    from meltcore.options import add_options, not_empty
 
     parser.add_argument(
         "model",
@@ -31,34 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for config in (EngineConfig, ModelConfig, ServerConfig):
         add_options(parser, config)
-    background = parser.add_argument_group("background")
-    background.add_argument("--daemon", action="store_true", help="Start, wait until ready, and leave it running.")
-    background.add_argument("--log", metavar="FILE", help="Output of a --daemon (default: a new file, printed).")
-    background.add_argument(
-        "--start-timeout",
-        type=number(float, exclusive_minimum=0),
-        metavar="S",
-        help="Time for a --daemon to become ready, else it is ended (default: no limit).",
-    )
+    add_daemon_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal, or start a server in the background."""
+    from meltcore.cli.start_options import start_daemon
     from meltcore.config import EngineConfig, ModelConfig, ServerConfig
     from meltcore.options import from_options
 
     model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args))
     config = from_options(ServerConfig, args, models=(model,))
-    if args.daemon:
-        from meltcore.cli.signals import signals_as_ctrl_c
-        from meltcore.fleet.daemon import start
-
-        with signals_as_ctrl_c():  # or a half-started server would be left, in a session of its own
-            return start(config, log=args.log, limit_s=args.start_timeout)
-    if args.log is not None or args.start_timeout is not None:
-        from meltcore.errors import ConfigError
-
-        raise ConfigError("--log and --start-timeout are for a server in the background: add --daemon")
+    if (status := start_daemon(args, config)) is not None:
+        return status
     from meltcore.fleet.supervisor import serve
 
     return serve(config)

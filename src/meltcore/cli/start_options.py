@@ -1,14 +1,50 @@
-"""Options of the verbs that start servers: how each start is loaded and how long the server may take."""
+"""Options of the verbs that start servers: in the background or not, how each start is loaded, its time limit."""
 
 import argparse
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from meltcore.compare.starts import OnStart, PlannedStart, StartOptions
+    from meltcore.config import ServerConfig
     from meltcore.results.schema import RunResult
+
+
+def add_daemon_options(parser: argparse.ArgumentParser) -> None:
+    """Add --daemon, --log and --start-timeout, which `start_daemon` reads."""
+    from meltcore.options import number
+
+    group = parser.add_argument_group("background")
+    group.add_argument("--daemon", action="store_true", help="Start, wait until ready, and leave it running.")
+    group.add_argument("--log", metavar="FILE", help="Output of a --daemon (default: a new file, printed).")
+    group.add_argument(
+        "--start-timeout",
+        type=number(float, exclusive_minimum=0),
+        metavar="S",
+        help="Time for a --daemon to become ready, else it is ended (default: no limit).",
+    )
+
+
+def start_daemon(args: argparse.Namespace, config: "ServerConfig", fleet: "Path | None" = None) -> int | None:
+    """Start a server in the background where --daemon asks for it; returns its exit status, None without --daemon.
+
+    fleet: the path of its fleet.yaml, None for a server of one model. Raises ConfigError for options that need
+    --daemon.
+    """
+    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.errors import ConfigError
+    from meltcore.fleet.daemon import start
+
+    if args.daemon:
+        with signals_as_ctrl_c():  # or a half-started server would be left, in a session of its own
+            return start(config, log=args.log, limit_s=args.start_timeout, fleet=fleet)
+    if args.log is not None or args.start_timeout is not None:
+        raise ConfigError("--log and --start-timeout are for a server in the background: add --daemon")
+    return None
 
 
 def add_start_options(parser: argparse.ArgumentParser, concurrency: str = "1,32") -> None:

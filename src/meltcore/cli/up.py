@@ -11,17 +11,10 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the file and the options of a fleet in the background."""
-    from meltcore.options import number
+    from meltcore.cli.start_options import add_daemon_options
 
     parser.add_argument("file", nargs="?", default="fleet.yaml", metavar="FILE", help="default: fleet.yaml")
-    parser.add_argument("--daemon", action="store_true", help="Start, wait until each model is ready or has failed.")
-    parser.add_argument("--log", metavar="FILE", help="Output of a --daemon (default: a new file, printed).")
-    parser.add_argument(
-        "--start-timeout",
-        type=number(float, exclusive_minimum=0),
-        metavar="S",
-        help="Time for a --daemon to become ready, else it is ended (default: no limit).",
-    )
+    add_daemon_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,17 +24,12 @@ def run(args: argparse.Namespace) -> int:
     """
     from pathlib import Path
 
-    from meltcore.errors import ConfigError
-    from meltcore.fleet.daemon import serve_recorded, start
+    from meltcore.cli.start_options import start_daemon
+    from meltcore.fleet.daemon import serve_recorded
     from meltcore.fleet.planned import planned_config
 
     path = Path(args.file).absolute()
     config = planned_config(path)
-    if args.daemon:
-        from meltcore.cli.signals import signals_as_ctrl_c
-
-        with signals_as_ctrl_c():  # or a half-started fleet would be left, in a session of its own
-            return start(config, log=args.log, limit_s=args.start_timeout, fleet=path)
-    if args.log is not None or args.start_timeout is not None:
-        raise ConfigError("--log and --start-timeout are for a fleet in the background: add --daemon")
+    if (status := start_daemon(args, config, path)) is not None:
+        return status
     return serve_recorded(config, "", path)
