@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-demo: $(STAMP)  ## Serve the bundled model, check it, load it with 10 to 10,000 concurrent requests, translate, transcribe, report.
+demo: $(STAMP)  ## Serve the bundled models as one fleet, open every route, load it with 10 to 10,000 connections, report.
 	$(BIN)/meltcore demo
 
 test: $(STAMP)  ## Run every test (about 12 minutes on two idle cores).
@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# Dependency groups need pip 25.1 or later.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt --group test --group lint -e '.[audio,av,engine,otel,translate]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group test --group lint -e '.[audio,av,clients,engine,otel,translate]'
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)

@@ -4,18 +4,28 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+sys.path.append(str(Path(__file__).parents[1] / "evals"))
+
+from fake_openai import FakeServer
+
 from meltcore import problems
-from meltcore.demo import run as demo_run
+from meltcore.demo import clients
+from meltcore.demo import fleet as demo_fleet
+from meltcore.demo.clients import open_routes
 from meltcore.demo.config import DemoConfig
-from meltcore.demo.run import DemoServer, print_outcome, run_demo
+from meltcore.demo.fleet import FleetServer, write_fleet
+from meltcore.demo.run import print_outcome, run_demo
+from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.load.config import LoadConfig
 from meltcore.process import ProcessError
+from meltcore.protocol.fleet_file import load_fleet
 from meltcore.results.runfolder import read_result
 
 FAKE = Path(__file__).parent.parent / "evals" / "fake_openai.py"
@@ -35,18 +45,18 @@ def answers_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _restore_server_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_run, "SERVER_COMMAND", demo_run.SERVER_COMMAND)
+    monkeypatch.setattr(demo_fleet, "SERVER_COMMAND", demo_fleet.SERVER_COMMAND)
 
 
 def fake_server(*options: str) -> tuple[str, ...]:
     """Replace our server by the fake one; return its command."""
-    demo_run.SERVER_COMMAND = (sys.executable, str(FAKE), *options)
-    return demo_run.SERVER_COMMAND
+    demo_fleet.SERVER_COMMAND = (sys.executable, str(FAKE), *options)
+    return demo_fleet.SERVER_COMMAND
 
 
 def demo_config(out: Path, answers: Path, fault: str = "none") -> DemoConfig:
     fake_server("--fault", fault, "--answers", str(answers))
-    return DemoConfig(levels=(LEVEL,), out=str(out), translator="none", synthesizer="none", recognizer="none")
+    return DemoConfig(levels=(LEVEL,), out=str(out), tasks=("generation",), clients=False)
 
 
 def run(config: DemoConfig) -> tuple[int, dict[str, object]]:
@@ -98,7 +108,7 @@ def test_failed_start_shows_the_servers_log(tmp_path: Path, answers_file: Path) 
 @pytest.mark.parametrize(("fault", "what"), [("silent", "print its address"), ("never-ready", "become ready")])
 def test_wait_for_a_server_has_a_limit_and_ends_it(tmp_path: Path, fault: str, what: str) -> None:
     fake_server("--fault", fault)
-    server = DemoServer(["m"], tmp_path / "log", report=lambda text: None)
+    server = FleetServer(tmp_path / "fleet.yaml", tmp_path / "log", report=lambda text: None)
     with server, pytest.raises(ProcessError, match=what):
         server.wait_ready(listen_limit_s=1.5, ready_limit_s=0.5)
     assert not server.running
@@ -107,7 +117,7 @@ def test_wait_for_a_server_has_a_limit_and_ends_it(tmp_path: Path, fault: str, w
 def test_server_that_ignores_sigterm_is_killed_and_reported(tmp_path: Path) -> None:
     lines: list[str] = []
     fake_server("--fault", "deaf")
-    with DemoServer(["m"], tmp_path / "log", report=lines.append) as server:
+    with FleetServer(tmp_path / "fleet.yaml", tmp_path / "log", report=lines.append) as server:
         server.wait_ready()
         assert server.stop(limit_s=0.5) == -signal.SIGKILL
     assert "killing it" in lines[0]
@@ -119,9 +129,10 @@ def test_interrupted_demo_ends_its_server_and_leaves_a_partial_run(
 ) -> None:
     command = fake_server("--fault", "slow", "--answers", str(answers_file))
     script = (
-        "import sys; from meltcore.demo import run; from meltcore.cli import main\n"
-        f"run.SERVER_COMMAND = {command!r}\n"
-        f"sys.exit(main.main(['demo', '--levels', '{LEVEL}', '--out', {str(tmp_path)!r}]))\n"
+        "import sys; from meltcore.demo import fleet; from meltcore.cli import main\n"
+        f"fleet.SERVER_COMMAND = {command!r}\n"
+        f"options = ['--levels', '{LEVEL}', '--out', {str(tmp_path)!r}, '--no-clients', '--tasks', 'generation']\n"
+        "sys.exit(main.main(['demo', *options]))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
@@ -171,3 +182,46 @@ def _answers(address: str) -> bool:
     except ApiError:
         return False
     return True
+
+
+def test_model_that_fails_to_start_is_named(tmp_path: Path) -> None:
+    fake_server("--fault", "failed-model")
+    server = FleetServer(tmp_path / "fleet.yaml", tmp_path / "log", report=lambda text: None)
+    with server, pytest.raises(MeltcoreError, match=r"fake did not start: .*no memory"):
+        server.wait_ready()
+    assert not server.running
+
+
+def test_fleet_of_some_tasks_is_a_valid_file(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    write_fleet(path, ("generation", "recognition"))
+    spec = load_fleet(path)
+    assert (list(spec.models), spec.server.port) == (["sums", "tones"], 0)
+    assert (spec.languages.translation, spec.languages.recognition, spec.languages.synthesis) == (
+        (),
+        {"*": "tones"},
+        {},
+    )
+
+
+@pytest.mark.parametrize(("fault", "is_right"), [("none", True), ("wrong-answers", False)])
+def test_routes_need_the_right_answer(tmp_path: Path, fault: str, is_right: bool) -> None:
+    """The scripted server has two routes: what it lacks fails, and so does a wrong answer."""
+    server = FakeServer(fault, {"What is 7 * 8?": 56})
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        checks = {check.name: check for check in open_routes(server.address, {"generation": "fake"}, tmp_path)}
+    finally:
+        server.shutdown()
+        server.server_close()
+    for name in ("openai: chat.completions.create", "openai: chat.completions.create, streamed"):
+        assert (checks[name].status == "PASS") is is_right, checks[name]
+    for name in ("dwani: chat.direct", "HTTP: /v1/chat", "every route of /openapi.json was opened"):
+        assert checks[name].status == "FAIL"
+    assert not any("speech" in name or "transcri" in name for name in checks), "there is no model for these"
+
+
+def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "PACKAGES", ("openai", "no_such_package"))
+    with pytest.raises(ConfigError, match=r"no_such_package is not installed: .*--no-clients"):
+        run_demo(DemoConfig(), Console(quiet=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from base64 import b64decode
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,17 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("load", "rep
 from sample_results import sample_run
 from task_server import SPEECH, serve_tasks
 
-from meltcore.demo.config import DemoConfig, bundled_or_none
+from meltcore.demo.config import DemoConfig, parse_tasks
 from meltcore.demo.tasks import TaskStep, run_step, speak, task_steps
 from meltcore.demo.verdict import judge
-from meltcore.errors import MeltcoreError
+from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.load.clips import encode_wav
 from meltcore.report.render import render
 from meltcore.results.schema import CheckResult, Evaluation, LevelResult, Sample, Task
 
 CHECKS = [CheckResult(name="health", status="PASS")]
 UNLOADED = Evaluation(total=200, correct=200, failed=0, ci_low=0.0, ci_high=1.0)
-STEPS: dict[Task, TaskStep] = {step.task: step for step in task_steps(DemoConfig(synthesizer="none"))}
+STEPS: dict[Task, TaskStep] = {step.task: step for step in task_steps(DemoConfig()) if step.task != "synthesis"}
 
 
 def run(task: Task, folder: Path, num_wrong: int = 0) -> tuple[LevelResult, list[Sample]]:
@@ -36,26 +35,34 @@ def run(task: Task, folder: Path, num_wrong: int = 0) -> tuple[LevelResult, list
     problems = step.make_problems(7)
     known = {problem.audio_wav or problem.given: problem.answer for problem in problems[: len(problems) - num_wrong]}
     with serve_tasks(answers=known) as server:
-        return run_step(step, problems, server.url, folder, folder / "requests.jsonl", lambda progress: None)
+        return run_step(
+            step, problems, server.url, "scripted", folder, folder / "requests.jsonl", lambda progress: None
+        )
 
 
 def test_recognizer_reads_back_what_was_spoken(tmp_path: Path) -> None:
-    [synthesis] = [step for step in task_steps(DemoConfig(synthesizer="model")) if step.task == "synthesis"]
+    [synthesis] = [step for step in task_steps(DemoConfig()) if step.task == "synthesis"]
     texts = synthesis.make_problems(7)
     with serve_tasks() as server:
         level, samples = run_step(
-            synthesis, texts, server.url, tmp_path, tmp_path / "requests.jsonl", lambda progress: None
+            synthesis, texts, server.url, "scripted", tmp_path, tmp_path / "requests.jsonl", lambda progress: None
         )
-        spoken = speak(server.url, texts)
+        spoken = speak(server.url, "scripted", texts)
         assert server.received[-1]["input"] == texts[7].given
         assert (level.failed, level.accuracy, samples, len(spoken)) == (0, None, [], 8)
         read_back, _ = run_step(
-            STEPS["recognition"], spoken, server.url, tmp_path, tmp_path / "requests.jsonl", lambda progress: None
+            STEPS["recognition"],
+            spoken,
+            server.url,
+            "scripted",
+            tmp_path,
+            tmp_path / "requests.jsonl",
+            lambda progress: None,
         )
         assert (read_back.failed, read_back.concurrency, read_back.peak_in_flight) == (0, 8, 8)
         server.behavior["status"] = 429
         with pytest.raises(MeltcoreError, match="the queue is full"):
-            speak(server.url, texts)
+            speak(server.url, "scripted", texts)
     verdict, reasons = judge(CHECKS, UNLOADED, [level], [])
     assert (verdict, reasons) == ("OK", [])
     assert {each.audio_wav for each in spoken} == {encode_wav(np.frombuffer(SPEECH, dtype="<i2"), 24_000)}
@@ -84,12 +91,13 @@ def test_step_below_95_percent_fails_the_demo(tmp_path: Path) -> None:
     assert reasons == ["recognition, concurrency 16: accuracy is 62.50 %; the limit is 75 %"]
 
 
-def test_none_leaves_a_step_out() -> None:
-    config = DemoConfig(translator="none", synthesizer="none")
-    assert [step.task for step in task_steps(config)] == ["recognition"]
-    assert task_steps(replace(config, recognizer="none")) == []
-    assert bundled_or_none("meltcore/tones") == "meltcore/tones"
-    assert bundled_or_none("meltcore/nothing") == "none"
+def test_tasks_choose_steps() -> None:
+    assert [step.task for step in task_steps(DemoConfig(tasks=("generation", "recognition")))] == ["recognition"]
+    assert task_steps(DemoConfig(tasks=("generation",))) == []
+    with pytest.raises(ConfigError, match="tasks must hold generation; got recognition"):
+        DemoConfig(tasks=("recognition",))
+    with pytest.raises(ConfigError, match="--tasks: 'vision' is not one of generation, "):
+        parse_tasks("generation,vision")
 
 
 def test_page_plays_clips_beside_their_transcripts() -> None:

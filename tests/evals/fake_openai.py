@@ -33,6 +33,7 @@ FAULTS = (
     "crashes",  # ends immediately with a line on stderr
     "silent",  # never prints its address
     "never-ready",  # /health stays 503
+    "failed-model",  # a model of the fleet has failed
     "deaf",  # ignores SIGTERM
     "no-usage",  # answers carry no usage
     "thinks-aloud",  # answers begin with a thinking block
@@ -94,7 +95,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/health":
-            self._json(503 if self.server.fault == "never-ready" else 200, {})
+            failed = (
+                {"status": "degraded", "models": {_MODEL: "no memory"}} if self.server.fault == "failed-model" else {}
+            )
+            self._json(503 if self.server.fault == "never-ready" else 200, failed)
+        elif self.path == "/v1/status":
+            status = "failed" if self.server.fault == "failed-model" else "ready"
+            self._json(200, {"models": [{"name": _MODEL, "status": status}]})
         elif self.path == "/v1/models" and self.server.fault != "no-listing":
             entry = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "test", "weights": "real"}
             self._json(200, {"object": "list", "data": [entry]})

@@ -14,18 +14,24 @@ from meltcore.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DirectChatRequest,
+    IndicChatRequest,
+    SpeechBatchRequest,
+    SpeechToSpeechFields,
     SynthesisFields,
+    TalkRequest,
     TokenizeRequest,
     TranslateRequest,
 )
 from meltcore.api.stats import CLASSES
+from meltcore.api.vision import PATHS as VISION_PATHS
 
 PATHS = ("/docs", "/openapi.json")
 _JSON, _AUDIO, _FORM = "application/json", "audio/*", "multipart/form-data"
 
 
 class _Operation(NamedTuple):
-    """One route. body: the struct of its request, or the fields of its form."""
+    """One route. body: the struct of its request, or the fields of its form. answer: "" where it is always a 501."""
 
     method: str
     path: str
@@ -45,9 +51,36 @@ _OPERATIONS = (
         "Transcribe a recording",
         ("file", "model", "language", "response_format", "timestamp_granularities[]", "decoder", "stream", "user"),
     ),
+    _Operation("post", "/v1/indic_chat", "Answer a prompt in a language", IndicChatRequest),
+    _Operation("post", "/v1/chat_direct", "Answer a prompt", DirectChatRequest),
+    _Operation("post", "/v1/chat", "Answer a text", TalkRequest),
+    _Operation(
+        "post",
+        "/v1/speech_to_speech",
+        "Answer a spoken question with speech",
+        ("file", *SpeechToSpeechFields.__struct_fields__),
+        _AUDIO,
+    ),
+    _Operation("post", "/v1/transcribe", "Transcribe a recording (?language=)", ("file", "language")),
+    _Operation("post", "/transcribe_batch", "Transcribe up to 64 recordings (?language=)", ("files", "language")),
+    _Operation(
+        "post",
+        "/v1/audio/speech_batch",
+        "Speak up to 64 texts, as a zip archive",
+        SpeechBatchRequest,
+        "application/zip",
+    ),
+    *(
+        _Operation("post", path, "Refused: images and PDF files need a vision model", answer="")
+        for path in VISION_PATHS
+        if not path.endswith("/")
+    ),
     _Operation("post", "/tokenize", "Return the token ids of a text or of a chat", TokenizeRequest),
     _Operation("post", "/detokenize", "Return the text of token ids", DetokenizeRequest),
     _Operation("get", "/v1/models", "List the models that are ready"),
+    _Operation("get", "/v1/models/{name}", "Describe a model"),
+    _Operation("get", "/v1/status", "Tell what each model and GPU does now"),
+    _Operation("get", "/v1/health", "Tell whether the server can answer requests, in dwani.ai's form"),
     _Operation("get", "/health", "Tell whether the server can answer requests"),
     _Operation("get", "/metrics", "Return Prometheus text", answer="text/plain"),
 )
@@ -82,10 +115,9 @@ def _header_key() -> dict[str, str]:
 
 
 def _described(operation: _Operation) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "summary": operation.summary,
-        "responses": {"200": {"description": "The answer", "content": {operation.answer: {}}}, "default": _ERROR},
-    }
+    answer = {"200": {"description": "The answer", "content": {operation.answer: {}}}} if operation.answer else {}
+    refusal = {} if operation.answer else {"501": _ERROR}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": {**answer, **refusal, "default": _ERROR}}
     if operation.body is None:
         return described
     described["responses"] |= {"429": _REFUSED, "503": _REFUSED}
@@ -94,7 +126,7 @@ def _described(operation: _Operation) -> dict[str, Any]:
     ]
     if isinstance(operation.body, tuple):
         fields = {name: {"type": "string"} for name in operation.body}
-        content = {_FORM: {"schema": {"type": "object", "properties": fields, "required": ["file"]}}}
+        content = {_FORM: {"schema": {"type": "object", "properties": fields, "required": [operation.body[0]]}}}
     else:
         content = {_JSON: {"schema": {"$ref": f"#/components/schemas/{operation.body.__name__}"}}}
     described["requestBody"] = {"required": True, "content": content}

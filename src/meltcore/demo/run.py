@@ -1,14 +1,11 @@
-"""Run the demo: start our server, check it, ask held-out problems, load it at each level, stop it, report."""
+"""Run the demo: start the fleet, open its routes, ask problems of each task, load it at each level, stop it, report."""
 
 from __future__ import annotations
 
-import re
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,14 +15,15 @@ from rich.markup import escape
 from rich.progress import Progress as Bars
 from rich.progress import TaskID
 
-from meltcore.demo.config import DemoConfig
+from meltcore.demo.clients import check_installed, open_routes
+from meltcore.demo.config import GENERATION, DemoConfig
+from meltcore.demo.fleet import FILE_NAME, LOG_NAME, FleetServer, models_by_task, write_fleet
 from meltcore.demo.tasks import Problem, TaskStep, run_step, speak, task_steps
 from meltcore.demo.verdict import judge, passed
 from meltcore.errors import MeltcoreError
 from meltcore.evals.api import Api
 from meltcore.evals.conformance import run_checks
 from meltcore.evals.run import evaluate
-from meltcore.evals.server_process import ServerProcess
 from meltcore.load.config import LoadConfig
 from meltcore.load.runner import Progress, run_levels
 from meltcore.report.console import print_table
@@ -38,32 +36,10 @@ from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import CheckResult, Evaluation, Fingerprint, LevelResult, RunResult, Sample, Verdict
 from meltcore.results.served_model import model_facts, model_notes
 
-SERVER_COMMAND = (sys.executable, "-m", "meltcore.cli.main")
-SERVER_LOG = "server.log"
-LISTEN_LIMIT_S = 60.0
-READY_LIMIT_S = 180.0
 MIN_REQUESTS = 200  # so that a level's accuracy compares with that of the 200 unloaded problems
 SHORT_PROBLEMS_FROM = 1_000  # concurrency from which problems are short: the level tests requests, not tokens
 EXIT_PASSED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 _EXIT_WAIT_S = 2.0
-_BANNER = re.compile(r"^meltcore: listening on (http://\S+)", re.MULTILINE)
-
-
-class DemoServer(ServerProcess):
-    """A `meltcore serve` on a port that the system chooses. A context manager: the server has ended after the block."""
-
-    def __init__(self, arguments: Sequence[str], log_path: Path, *, report: Callable[[str], None]) -> None:
-        super().__init__([*SERVER_COMMAND, "serve", *arguments, "--port", "0"], log_path, report=report)
-
-    def wait_ready(self, *, listen_limit_s: float = LISTEN_LIMIT_S, ready_limit_s: float = READY_LIMIT_S) -> str:
-        """Return the address once /health answers 200. Raises ProcessError past the limits or where it ends first."""
-        address = self.wait_for(self._address, listen_limit_s, "print its address")
-        self.wait_healthy(address, ready_limit_s)
-        return address
-
-    def _address(self) -> str | None:
-        match = _BANNER.search(self.log)
-        return match[1] if match else None
 
 
 @dataclass
@@ -71,6 +47,7 @@ class _Measurements:
     """The measurements so far. All of them go into the result, even if the run fails."""
 
     fingerprint: Fingerprint
+    models: dict[str, str] = field(default_factory=dict)  # by task
     facts: dict[str, Any] = field(default_factory=dict)
     checks: list[CheckResult] = field(default_factory=list)
     evaluation: Evaluation | None = None
@@ -86,41 +63,33 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     An interruption or a failing server leaves a partial result that says so. Raises ProcessError where the server never
     became ready; its log stays in the run folder.
     """
+    if config.clients:
+        check_installed()
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     folder = RunFolder.create(config.out, "demo")
     measurements = _Measurements(take_fingerprint(config.arguments, config.seed))
+    fleet = folder.path / FILE_NAME
+    write_fleet(fleet, config.tasks)
+    ended_by: tuple[Verdict, str] | None = None
 
     def report(text: str) -> None:
         console.print(text, style="yellow", highlight=False)
 
-    def serve(model: str, log_name: str, measure: Callable[[DemoServer, str], None]) -> tuple[Verdict, str] | None:
-        """Measure a server of `model`; return what ended it early, None where nothing did."""
-        with DemoServer([model], folder.path / log_name, report=report) as server:
-            try:
-                with console.status(f"starting a server with {model}"):
-                    address = server.wait_ready()
-                console.print(f"serving {model} at {address}", highlight=False)
-                measure(server, address)
-            except KeyboardInterrupt:
-                return "PARTIAL", "interrupted"
-            except MeltcoreError as error:
-                if not measurements.checks:
-                    raise  # nothing was measured, so the error is all there is to report
-                return "SERVER_DIED" if server.ended_within(_EXIT_WAIT_S) else "FAILED", str(error)
-            with console.status("stopping the server"):
-                server.stop()
-        return None
-
-    ended_by = serve(
-        config.model,
-        SERVER_LOG,
-        lambda server, address: _measure(config, console, server, Api(address), folder, measurements),
-    )
-    for step in task_steps(config):
-        if ended_by is None:
-            ended_by = serve(
-                step.model, step.log_name, partial(_measure_step, config, console, folder, measurements, step)
-            )
+    with FleetServer(fleet, folder.path / LOG_NAME, report=report) as server:
+        try:
+            with console.status("starting the fleet"):
+                address = server.wait_ready()
+            measurements.models = models_by_task(Api(address))
+            console.print(f"serving {', '.join(measurements.models.values())} at {address}", highlight=False)
+            _measure(config, console, server, Api(address), folder, measurements)
+        except KeyboardInterrupt:
+            ended_by = "PARTIAL", "interrupted"
+        except MeltcoreError as error:
+            if not measurements.checks:
+                raise  # nothing was measured, so the error is all there is to report
+            ended_by = ("SERVER_DIED" if server.ended_within(_EXIT_WAIT_S) else "FAILED"), str(error)
+        with console.status("stopping the fleet"):
+            server.stop()
     result = _result(config, measurements, ended_by, started, time.monotonic() - clock)
     save_run(folder, result)
     return folder, result
@@ -149,23 +118,20 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
 
 
 def _measure(
-    config: DemoConfig, console: Console, server: DemoServer, api: Api, folder: RunFolder, measurements: _Measurements
+    config: DemoConfig, console: Console, server: FleetServer, api: Api, folder: RunFolder, measurements: _Measurements
 ) -> None:
-    """Run checks, held-out problems and levels, and record each finding in `measured` immediately.
+    """Run checks, problems of each task and levels, and record each finding in `measurements` immediately.
 
     Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ends by itself.
     """
-    model = api.resolve_model()[0]
+    model = measurements.models[GENERATION]
     measurements.facts = model_facts(api.get("/v1/models").json(), model)
-    measurements.checks = run_checks(api, model)
-    num_passed = sum(check.status == "PASS" for check in measurements.checks)
-    console.print(f"{num_passed} of {len(measurements.checks)} API checks passed", highlight=False)
-    for check in measurements.checks:
-        if check.status == "FAIL":
-            print_check(console, check)
+    _check(config, console, api, measurements)
     with answer_progress(console) as on_answer:
         measurements.evaluation = evaluate(api, model, on_progress=on_answer)
     console.print(evaluation_line(measurements.evaluation), highlight=False)
+    for step in task_steps(config):
+        _measure_step(config, console, folder, measurements, step, server, api.address)
     for concurrency in config.levels:
         level = _run_level(api.address, model, concurrency, config.seed, folder.requests_path, console)
         measurements.levels.append(level)
@@ -175,20 +141,35 @@ def _measure(
             raise MeltcoreError(f"the server ended at {format_load(level)}; its last lines:\n{server.log_tail()}")
 
 
+def _check(config: DemoConfig, console: Console, api: Api, measurements: _Measurements) -> None:
+    """Check the API with requests of our own, then open every route with the clients that users have."""
+    checks = measurements.checks = run_checks(api, measurements.models[GENERATION])
+    with TemporaryDirectory(prefix="meltcore-demo-") as uploads, console.status("opening the routes") as status:
+        if config.clients:
+            checks += open_routes(
+                api.address, measurements.models, Path(uploads), lambda check: status.update(escape(check.name))
+            )
+    num_passed = sum(check.status == "PASS" for check in checks)
+    console.print(f"{num_passed} of {len(checks)} API checks passed", highlight=False)
+    for check in checks:
+        if check.status == "FAIL":
+            print_check(console, check)
+
+
 def _measure_step(
     config: DemoConfig,
     console: Console,
     folder: RunFolder,
     measurements: _Measurements,
     step: TaskStep,
-    server: DemoServer,
+    server: FleetServer,
     address: str,
 ) -> None:
     """Run a step after chat. Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ended."""
     problems = step.make_problems(config.seed)
     _load_step(step, problems, console, folder, measurements, server, address)
     if step.task == "synthesis":
-        measurements.spoken = speak(address, problems)
+        measurements.spoken = speak(address, measurements.models[step.task], problems)
     if step.task == "recognition" and measurements.spoken:
         _load_step(step, measurements.spoken, console, folder, measurements, server, address)
         measurements.read_back = measurements.levels[-1]
@@ -200,20 +181,23 @@ def _load_step(
     console: Console,
     folder: RunFolder,
     measurements: _Measurements,
-    server: DemoServer,
+    server: FleetServer,
     address: str,
 ) -> None:
+    model = measurements.models[step.task]
     with TemporaryDirectory(prefix="meltcore-demo-") as inputs, progress_bar(console) as bars:
         task = bars.add_task(step.task, total=len(problems), note="")
-        level, samples = run_step(
-            step, problems, address, Path(inputs), folder.requests_path, lambda progress: _show(bars, task, progress)
-        )
+
+        def on_progress(progress: Progress) -> None:
+            _show(bars, task, progress)
+
+        level, samples = run_step(step, problems, address, model, Path(inputs), folder.requests_path, on_progress)
     measurements.levels.append(level)
     measurements.samples += samples
     if level.verdict == "PARTIAL":
         raise KeyboardInterrupt
     if level.failed and server.ended_within(_EXIT_WAIT_S):
-        raise MeltcoreError(f"the server of {step.task} ended; its last lines:\n{server.log_tail()}")
+        raise MeltcoreError(f"the server ended at {step.task}; its last lines:\n{server.log_tail()}")
 
 
 def _run_level(
@@ -267,11 +251,9 @@ def _result(
             measurements.checks, measurements.evaluation, measurements.levels, config.levels, measurements.read_back
         )
     settings = {
-        "model": config.model,
+        "model": measurements.models.get(GENERATION),
         **measurements.facts,
-        "translator": config.translator,
-        "synthesizer": config.synthesizer,
-        "recognizer": config.recognizer,
+        "models": measurements.models,
         "levels": list(config.levels),
         "workloads": {f"{concurrency:,}": _workload(concurrency) for concurrency in config.levels},
         "sampling": "greedy, streamed",

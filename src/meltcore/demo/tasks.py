@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meltcore.demo.config import NO_MODEL, DemoConfig
+from meltcore.demo.config import DemoConfig
 from meltcore.errors import MeltcoreError
 from meltcore.evals.api import Api
 from meltcore.load.clips import SAMPLE_RATE, encode_wav
@@ -43,49 +43,45 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskStep:
-    """A server of one model, and the problems that it gets `concurrency` at a time, where there are as many.
+    """A task, and the problems that it gets `concurrency` at a time, where there are as many.
 
     `write(folder, problems)` writes the problems and returns the workload of the load generator.
     """
 
     task: Task
-    model: str
     concurrency: int
     make_problems: Callable[[int], list[Problem]]
     write: Callable[[Path, Sequence[Problem]], str]
 
-    @property
-    def log_name(self) -> str:
-        """Return the name of the server's log in the run folder."""
-        return f"server-{self.task}.log"
-
 
 def task_steps(config: DemoConfig) -> list[TaskStep]:
-    """Return the steps for which `config` names a model."""
+    """Return the steps of the tasks of `config`. What synthesis speaks is read back by recognition."""
     steps = [
-        TaskStep("translation", config.translator, 32, _phrases, _write_texts),
-        TaskStep("synthesis", config.synthesizer, 4, _texts, _write_spoken_texts),
-        TaskStep("recognition", config.recognizer, 16, _clips, _write_clips),
+        TaskStep("translation", 32, phrases, _write_texts),
+        TaskStep("synthesis", 4, _texts, _write_spoken_texts),
+        TaskStep("recognition", 16, clips, _write_clips),
     ]
-    return [step for step in steps if step.model != NO_MODEL]
+    return [step for step in steps if step.task in config.tasks]
 
 
 def run_step(
     step: TaskStep,
     problems: Sequence[Problem],
     address: str,
+    model: str,
     folder: Path,
     records_path: Path,
     on_progress: OnProgress,
 ) -> tuple[LevelResult, list[Sample]]:
-    """Load the server at `address` with `problems`, written to `folder`; return some answers with text too."""
+    """Load `model` at `address` with `problems`, written to `folder`; return some answers with text too."""
     samples: list[Sample] = []
     concurrency = min(step.concurrency, len(problems))
     config = LoadConfig(
         url=address,
+        model=model,
         concurrency=(concurrency,),
         num_prompts=(len(problems),),
-        num_warmups=concurrency,
+        num_warmups=_num_warmups(step, concurrency),
         workload=step.write(folder, problems),
         keep_text=True,
         records_path=records_path,
@@ -95,7 +91,9 @@ def run_step(
         del level
         answered = sorted((record for record in records if record.failure is None), key=lambda record: record.index)
         for record in answered[: NUM_SAMPLES if step.task != "synthesis" else 0]:
-            problem = problems[(concurrency + record.index) % len(problems)]  # warm-ups have sent the first
+            problem = problems[
+                (_num_warmups(step, concurrency) + record.index) % len(problems)
+            ]  # warm-ups have sent the first
             samples.append(
                 Sample(
                     task=step.task,
@@ -110,11 +108,15 @@ def run_step(
     return level, samples
 
 
-def speak(address: str, problems: Sequence[Problem]) -> list[Problem]:
+def _num_warmups(step: TaskStep, concurrency: int) -> int:
+    return 0 if step.task == "synthesis" else concurrency  # the routes have warmed it up, and it is slow
+
+
+def speak(address: str, model: str, problems: Sequence[Problem]) -> list[Problem]:
     """Return the speech of the texts, to be read back by a recognizer. Raises MeltcoreError without speech."""
     api, spoken = Api(address), []
     for problem in problems:
-        response = api.post(SPEECH_PATH, {"input": problem.given, "response_format": "pcm"})
+        response = api.post(SPEECH_PATH, {"model": model, "input": problem.given, "response_format": "pcm"})
         if response.status != 200:
             raise MeltcoreError(f"no speech of {problem.given!r}: status {response.status}, {response.body[:200]!r}")
         samples = np.frombuffer(response.body, dtype="<i2")
@@ -129,14 +131,17 @@ def _texts(seed: int) -> list[Problem]:
     return [Problem(text, text) for text in texts]
 
 
-def _phrases(seed: int) -> list[Problem]:
-    return [Problem(each.source, each.target) for each in generate_phrases("heldout", num_phrases=200, seed=seed)]
+def phrases(seed: int, num_phrases: int = 200) -> list[Problem]:
+    """Return held-out sentences with their translations."""
+    found = generate_phrases("heldout", num_phrases=num_phrases, seed=seed)
+    return [Problem(each.source, each.target) for each in found]
 
 
-def _clips(seed: int) -> list[Problem]:
+def clips(seed: int, num_clips: int = 48) -> list[Problem]:
+    """Return held-out clips with their transcripts."""
     rng = random.Random(f"demo/{seed}")  # noqa: S311 - must repeat for a seed
     problems = []
-    for index in range(48):
+    for index in range(num_clips):
         clip = tone_clip(rng, "heldout", rng.uniform(*CLIP_S))
         samples = np.asarray(render(clip, SAMPLE_RATE, seed=index) * 32767, dtype=np.int16)
         text = clip.text(RECOGNIZED_LANGUAGE)

@@ -1,0 +1,82 @@
+"""The fleet of the demo: its file, which is that of `meltcore fleet init --tiny`, and `meltcore up` on it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meltcore.demo.config import GENERATION
+from meltcore.errors import MeltcoreError
+from meltcore.evals.api import Api, ApiError
+from meltcore.evals.server_process import ServerProcess
+from meltcore.process import ProcessError, run
+
+COMMAND = SERVER_COMMAND = (sys.executable, "-m", "meltcore.cli.main")
+FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
+INIT_LIMIT_S = 60.0
+LISTEN_LIMIT_S = 60.0
+READY_LIMIT_S = 180.0
+_BANNER = re.compile(r"^meltcore: listening on (http://\S+)", re.MULTILINE)
+_TASK_WORDS = {"transcription": "recognition"}  # the word of a model card, and that of fleet.yaml
+_BY_LANGUAGE: dict[str, Any] = {"translation": [], "recognition": {}, "synthesis": {}}
+
+
+def write_fleet(path: Path, tasks: Collection[str]) -> None:
+    """Write the fleet of the bundled models of `tasks`, on a port that the system chooses. Raises ProcessError."""
+    done = run([*COMMAND, "fleet", "init", "--tiny", str(path)], limit_s=INIT_LIMIT_S)
+    if done.returncode != 0:
+        raise ProcessError(f"meltcore fleet init ended with {done.returncode}: {done.stderr.decode().strip()}")
+    fleet = yaml.safe_load(path.read_text(encoding="utf-8"))
+    fleet["server"]["port"] = 0
+    models = fleet["models"]
+    fleet["models"] = {name: each for name, each in models.items() if each.get("task", GENERATION) in tasks}
+    fleet["languages"] |= {task: none for task, none in _BY_LANGUAGE.items() if task not in tasks}
+    path.write_text(yaml.safe_dump(fleet, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+class FleetServer(ServerProcess):
+    """A `meltcore up` on a fleet.yaml. A context manager: all its processes have ended after the block."""
+
+    def __init__(self, fleet: Path, log_path: Path, *, report: Callable[[str], None]) -> None:
+        super().__init__([*SERVER_COMMAND, "up", str(fleet)], log_path, report=report)
+
+    def wait_ready(self, *, listen_limit_s: float = LISTEN_LIMIT_S, ready_limit_s: float = READY_LIMIT_S) -> str:
+        """Return the address once all models are ready.
+
+        Raises ProcessError past the limits and where the process ends first, MeltcoreError where a model has failed.
+        """
+        address = self.wait_for(self._address, listen_limit_s, "print its address")
+        self.wait_healthy(address, ready_limit_s)
+        self.wait_for(lambda: _all_ready(Api(address)) or None, ready_limit_s, "have all models ready")
+        return address
+
+    def _address(self) -> str | None:
+        match = _BANNER.search(self.log)
+        return match[1] if match else None
+
+
+def models_by_task(api: Api) -> dict[str, str]:
+    """Return the name of the first model of each task. Raises ApiError."""
+    found: dict[str, str] = {}
+    for card in api.get("/v1/models").json()["data"]:
+        word = card.get("task") or GENERATION
+        found.setdefault(_TASK_WORDS.get(word, word), card["id"])
+    return found
+
+
+def _all_ready(api: Api) -> bool:
+    try:
+        models: list[Mapping[str, Any]] = api.get("/v1/status").json()["models"]
+    except ApiError:
+        return False  # the caller looks at the process
+    failed = [model["name"] for model in models if model["status"] == "failed"]
+    if failed:
+        reasons = api.get("/health").body.decode(errors="replace")
+        raise MeltcoreError(f"{', '.join(failed)} did not start: {json.dumps(reasons)}")
+    return all(model["status"] == "ready" for model in models)
