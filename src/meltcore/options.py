@@ -32,6 +32,8 @@ from dataclasses import field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from meltcore.errors import ConfigError
+
 _Config = TypeVar("_Config")
 _METADATA = "option"
 _UNIT_SUFFIX = re.compile(r"_(s|ms|bytes)$")
@@ -105,6 +107,21 @@ def from_options(config: type[_Config], args: argparse.Namespace, **overrides: A
     field_names = {entry.name for entry in fields(config)}  # type: ignore[arg-type]
     parsed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
     return config(**{name: value for name, value in parsed.items() if name in field_names} | overrides)
+
+
+def check_unused(args: argparse.Namespace, config: type, reason: str, *allowed: str) -> None:
+    """Raise ConfigError for the first option of `config` that was given another value than its default.
+
+    `reason` says why it has no meaning; `allowed` are fields that have one.
+    """
+    for entry in fields(config):
+        settings = entry.metadata.get(_METADATA)
+        value = getattr(args, entry.name, None)
+        if settings is None or entry.name in allowed or value is None:
+            continue
+        if (tuple(value) if isinstance(value, list) else value) != settings["default"]:
+            flag = settings["flag"] or "--" + _UNIT_SUFFIX.sub("", entry.name).replace("_", "-")
+            raise ConfigError(f"{flag} {reason}")
 
 
 def number(

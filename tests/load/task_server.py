@@ -27,6 +27,14 @@ class TaskServer(ThreadingHTTPServer):
         self.behavior: dict[str, Any] = {}
         self.received: list[dict[str, Any]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self._lock = threading.Lock()
+        self.num_posts = 0
+
+    def refuses(self) -> bool:
+        """Whether this request gets a 429: those whose numbers are in `refuse`."""
+        with self._lock:
+            self.num_posts += 1
+            return self.num_posts in self.behavior.get("refuse", ())
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -37,13 +45,15 @@ class _Handler(BaseHTTPRequestHandler):
         """Stay silent."""
 
     def do_GET(self) -> None:
-        self._reply(json.dumps({"data": [{"id": "scripted"}]}).encode())
+        self._reply(json.dumps({"data": self.server.behavior.get("models", [{"id": "scripted"}])}).encode())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         behavior = self.server.behavior
         time.sleep(behavior.get("delay_s", 0.0))
-        if behavior.get("status"):
+        if self.server.refuses():
+            self._reply(b'{"error": {"message": "the queue is full"}}', 429, {"retry-after": behavior["retry_after"]})
+        elif behavior.get("status"):
             self._reply(b'{"error": {"message": "the queue is full"}}', status=behavior["status"])
         elif behavior.get("drop"):
             self.close_connection = True
@@ -51,6 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._transcribe(body)
         elif self.path == "/v1/translate":
             self._translate(json.loads(body))
+        elif self.path == "/v1/completions":
+            self._complete(json.loads(body))
         else:
             self._speak(json.loads(body))
 
@@ -77,6 +89,14 @@ class _Handler(BaseHTTPRequestHandler):
         text = behavior.get("answers", {}).get(request["file"], behavior.get("text", "hello"))
         self._reply(json.dumps({"text": text}).encode())
 
+    def _complete(self, request: dict[str, Any]) -> None:
+        self.server.received.append(request)
+        usage = {"prompt_tokens": len(request["prompt"]), "completion_tokens": 2}
+        choices = [{"index": 0, "text": "a"}, {"index": 0, "text": "b", "finish_reason": "length"}]
+        events = [{"choices": [choice], "usage": usage} for choice in choices]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        self._reply("".join([*lines, "data: [DONE]\n\n"]).encode(), headers={"content-type": "text/event-stream"})
+
     def _speak(self, request: dict[str, Any]) -> None:
         self.server.received.append(request)
         behavior = self.server.behavior
@@ -97,10 +117,11 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(behavior.get("part_s", 0.0))
         self.wfile.write(b"0\r\n\r\n")
 
-    def _reply(self, body: bytes, status: int = 200) -> None:
+    def _reply(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
+        common = {"content-type": "application/json", "content-length": str(len(body))}
+        for name, value in (common | (headers or {})).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 

@@ -207,7 +207,8 @@ class _Handlers:
     async def models(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
         self._models.check_ready()
         ready = (backend for backend in self._models.backends if backend.health.status == "ready")
-        return {"object": "list", "data": [backend.model_card(name) for backend in ready for name in backend.names]}
+        cards = [backend.model_card(name) | {"root": backend.names[0]} for backend in ready for name in backend.names]
+        return {"object": "list", "data": cards}
 
     async def model(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
         name = scope["path_params"]["name"]

@@ -219,6 +219,7 @@ class LocalEngine(EngineBackend):
             "owned_by": "meltcore",
             "task": "generation",
             "max_model_len": model.engine.max_model_len,
+            "vocab_size": model.engine.vocab_size,
             "weights": model.engine.weights,
             "tokenizer": "synthetic" if model.text.tokenizer.is_synthetic else "real",
             "device": model.engine.device,

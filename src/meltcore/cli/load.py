@@ -19,6 +19,8 @@ EXAMPLES = """\
   meltcore load http://127.0.0.1:8000 --request-rate 5,10,20 --arrivals poisson --goodput ttft:2000,tpot:100
   meltcore load http://127.0.0.1:8000 --workload random:in=128-1024,out=128 --num-prompts 500
   meltcore load http://127.0.0.1:8000 --concurrency 1,32 --monitor
+  meltcore load http://127.0.0.1:8000 --fleet --levels 10,100,400   every model of a fleet, alone and mixed
+  meltcore load http://127.0.0.1:8000 --fleet --parts interference --interference mixed
   meltcore load https://api.example.com --model NAME --api-key KEY --workload prompts.jsonl
 
 workloads:
@@ -39,10 +41,14 @@ GPU_FILE = "gpus.jsonl"  # in the run folder: every sample of --monitor
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     from meltcore.load.config import LoadConfig
+    from meltcore.load.fleet_config import FleetLoadConfig
     from meltcore.options import add_options, number
 
     parser.add_argument("url", metavar="URL", help="Address of the server, with or without /v1.")
     add_options(parser, LoadConfig)
+    group = parser.add_argument_group("Fleet")
+    group.add_argument("--fleet", action="store_true", help="Load all models of the server, each by its task.")
+    add_options(parser, FleetLoadConfig)
     parser.set_defaults(concurrency=None)  # to tell a given 10 from the default
     parser.add_argument(
         "--timeout",
@@ -73,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.results.formatting import result_warnings
     from meltcore.results.runfolder import RunFolder
 
+    if args.fleet:
+        from meltcore.cli.load_fleet import run_fleet
+
+        return run_fleet(args)
     config = _load_config(args)
     if args.gpu is not None and not args.monitor:
         raise ConfigError("--gpu selects the GPUs that --monitor records: add --monitor")
@@ -133,9 +143,11 @@ def _load_config(args: argparse.Namespace) -> "LoadConfig":
     """Return the settings of the command line. Raises ConfigError for invalid or contradictory options."""
     from meltcore.errors import ConfigError
     from meltcore.load.config import LoadConfig, Timeouts
+    from meltcore.load.fleet_config import FleetLoadConfig
     from meltcore.load.workloads import check_workload
-    from meltcore.options import from_options
+    from meltcore.options import check_unused, from_options
 
+    check_unused(args, FleetLoadConfig, "is for --fleet")
     if args.concurrency is None:
         args.concurrency = LoadConfig.concurrency
     elif args.request_rate:

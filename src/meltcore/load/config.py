@@ -222,11 +222,15 @@ class Level:
     """Describes one level of load.
 
     A closed loop has `concurrency` connections. An open loop has `rate` arrivals per second and a concurrency of 0.
+    With `duration_s` a closed loop sends for so long, at least one request per connection. With `retry_refused` it
+    obeys the Retry-After of a 429 or 503 and sends the request again.
     """
 
     concurrency: int
     rate: float | None
     num_requests: int
+    duration_s: float | None = None
+    retry_refused: bool = False
 
     @property
     def name(self) -> str:

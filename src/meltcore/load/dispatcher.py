@@ -14,11 +14,14 @@ from meltcore.load.workload import EncodedRequest
 
 TIMEOUT_CHECK_S = 0.25
 HEALTH_TIMEOUT_S = 2.0
+MIN_RETRY_S = 0.05  # after a refusal with Retry-After: 0, which thousands of connections would answer in a busy loop
 
 # All that a dead server causes; one of them alone may be a broken connection.
 CONNECTION_FAILURES = frozenset({"connect refused", "connection reset", "connection closed"})
 
 OnDone = Callable[[HttpConnection | None], None]
+# Called with the connection where that is reusable, the request's index, its intended start and the seconds to wait.
+OnRefused = Callable[[HttpConnection | None, int, float, float], None]
 
 
 class MakeResponse(Protocol):
@@ -53,6 +56,8 @@ class Dispatcher:
         self._consecutive_failures = 0
         self._first_failure_s = 0.0
         self.server_died_s: float | None = None
+        self._refusals: dict[int, int] = {}  # by index, of requests that will be sent again
+        self.on_refused: OnRefused | None = None  # None: a refusal is a failure like others
 
     @property
     def in_flight(self) -> int:
@@ -74,6 +79,7 @@ class Dispatcher:
         record = RequestRecord(
             index=index, intended_s=intended_s, ended_s=time.monotonic(), failure=reason, detail=detail
         )
+        record.refusals = self._refusals.pop(index, 0)
         self._count_failure(record)
         self._on_record(record)
 
@@ -118,6 +124,9 @@ class Dispatcher:
     def _finish(self, response: BaseResponse) -> None:
         connection, request, on_done = self._active_requests.pop(response)
         record = response.record
+        if self._sends_again(connection, response):
+            return
+        record.refusals = self._refusals.pop(record.index, 0)
         if record.failure is None:
             if request.grade is not None:
                 record.correct = request.grade(response.content)
@@ -131,6 +140,23 @@ class Dispatcher:
         else:
             connection.close()  # the rest of a broken answer must not reach the next request
             on_done(None)
+
+    def _sends_again(self, connection: HttpConnection, response: BaseResponse) -> bool:
+        """Hand a refused request back to be sent again, where its total time limit lets it wait for so long."""
+        record, wait_s = response.record, response.retry_after_s
+        is_whole = record.failure == f"http {record.status}"  # not one that was cut off or aborted
+        if self.on_refused is None or wait_s is None or not is_whole:
+            return False
+        if time.monotonic() + wait_s - record.intended_s > self._timeouts.total_s:
+            return False
+        self._consecutive_failures = 0
+        self._refusals[record.index] = self._refusals.get(record.index, 0) + 1
+        if not connection.is_reusable:
+            connection.close()
+        self.on_refused(
+            connection if connection.is_reusable else None, record.index, record.intended_s, max(wait_s, MIN_RETRY_S)
+        )
+        return True
 
     def _count_failure(self, record: RequestRecord) -> None:
         if record.failure not in CONNECTION_FAILURES:

@@ -7,6 +7,7 @@ loop, requests start at times drawn beforehand, whether or not the server keeps 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -40,17 +41,24 @@ def arrival_offsets(rate: float, num_requests: int, arrivals: ArrivalProcess, se
 
 
 class RequestLoop(ABC):
-    """Sends the requests `indexes` of a level and sets `finished` when each of them has its record."""
+    """Sends the requests of a level and sets `finished` when each of them has its record."""
 
     def __init__(
-        self, dispatcher: Dispatcher, builder: Builder, indexes: Sequence[int], connect_timeout_s: float
+        self,
+        dispatcher: Dispatcher,
+        builder: Builder,
+        connect_timeout_s: float,
+        *,
+        retry_refused: bool,
     ) -> None:
         self._dispatcher = dispatcher
+        if retry_refused:
+            dispatcher.on_refused = self._send_later
         self._builder = builder
         self._connect_timeout_s = connect_timeout_s
-        self._num_remaining = len(indexes)
         self._connections: set[HttpConnection] = set()
         self._connecting: dict[int, tuple[asyncio.Task[None], float]] = {}  # by index, with the intended start
+        self._refused: dict[int, tuple[asyncio.TimerHandle, float]] = {}  # likewise, until they are sent again
         self.finished = asyncio.Event()
 
     @property
@@ -74,7 +82,14 @@ class RequestLoop(ABC):
         """Stop sending, and return the indexes of the requests that were never started."""
 
     def stop(self, *, fail_remaining: str | None = None) -> None:
-        """Stop sending. With `fail_remaining`, each unsent request gets a record with this failure reason."""
+        """Stop sending. With `fail_remaining`, each unsent request gets a record with this failure reason.
+
+        Refused requests that wait to be sent again get one in any case: they have been sent before.
+        """
+        for index, (timer, intended_s) in self._refused.items():
+            timer.cancel()
+            self._dispatcher.fail_unsent(index, intended_s, fail_remaining or "interrupted", "refused, not sent again")
+        self._refused.clear()
         unsent = [(index, intended_s) for index, (_, intended_s) in self._connecting.items()]
         for task, _ in self._connecting.values():
             task.cancel()
@@ -91,6 +106,23 @@ class RequestLoop(ABC):
 
     def _send(self, connection: HttpConnection, index: int, intended_s: float) -> None:
         self._dispatcher.send(connection, self._builder.build(index), intended_s, self._on_done)
+
+    def _send_later(self, connection: HttpConnection | None, index: int, intended_s: float, wait_s: float) -> None:
+        """Send a refused request again once the server wants it."""
+        since_s = time.monotonic()
+
+        def send_again() -> None:
+            del self._refused[index]
+            if connection is None:
+                self._connect_and_send(index, intended_s)
+            elif connection.is_open and time.monotonic() - since_s < MAX_IDLE_S:
+                self._send(connection, index, intended_s)
+            else:
+                connection.close()
+                self._connections.discard(connection)
+                self._connect_and_send(index, intended_s)
+
+        self._refused[index] = (asyncio.get_running_loop().call_later(wait_s, send_again), intended_s)
 
     def _connect_and_send(self, index: int, intended_s: float) -> None:
         self._connecting[index] = (asyncio.ensure_future(self._connect(index, intended_s)), intended_s)
@@ -109,7 +141,10 @@ class RequestLoop(ABC):
 
 
 class ClosedLoop(RequestLoop):
-    """Sends requests over `num_connections` connections, each of which carries one request at a time."""
+    """Sends requests over `num_connections` connections, each of which carries one request at a time.
+
+    With `duration_s`, no connection sends another request when so long has passed since the release.
+    """
 
     def __init__(
         self,
@@ -119,9 +154,13 @@ class ClosedLoop(RequestLoop):
         connect_timeout_s: float,
         *,
         num_connections: int,
+        duration_s: float | None = None,
+        retry_refused: bool = False,
     ) -> None:
-        super().__init__(dispatcher, builder, indexes, connect_timeout_s)
-        self._num_connections = num_connections
+        super().__init__(dispatcher, builder, connect_timeout_s, retry_refused=retry_refused)
+        self._num_connections = self._num_open = num_connections
+        self._duration_s = math.inf if duration_s is None else duration_s
+        self._ends_s = math.inf
         self._indexes = iter(indexes)
         self._first_requests: list[tuple[HttpConnection | HttpRequestError, EncodedRequest]] = []
         self._stopped = False
@@ -144,6 +183,7 @@ class ClosedLoop(RequestLoop):
 
     def release(self, at_s: float) -> None:
         """Send all first requests in one burst: no answer is read before the last of them is written."""
+        self._ends_s = at_s + self._duration_s
         first_requests, self._first_requests = self._first_requests, []
         unconnected_requests = []
         send, on_done = self._dispatcher.send, self._on_done
@@ -158,18 +198,16 @@ class ClosedLoop(RequestLoop):
 
     def _stop(self) -> list[int]:
         self._stopped = True
-        return list(self._indexes)
+        return [] if self._duration_s < math.inf else list(self._indexes)
 
     def _on_done(self, connection: HttpConnection | None) -> None:
-        self._num_remaining -= 1
-        if self._num_remaining == 0:
-            self.finished.set()
-        if self._stopped:
-            return
-        index = next(self._indexes, None)
-        if index is None:
-            return
         now_s = time.monotonic()
+        index = None if self._stopped or now_s >= self._ends_s else next(self._indexes, None)
+        if index is None:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self.finished.set()
+            return
         if connection is not None:
             self._send(connection, index, now_s)
         else:
@@ -187,8 +225,10 @@ class OpenLoop(RequestLoop):
         connect_timeout_s: float,
         *,
         offsets_s: np.ndarray,
+        retry_refused: bool = False,
     ) -> None:
-        super().__init__(dispatcher, builder, indexes, connect_timeout_s)
+        super().__init__(dispatcher, builder, connect_timeout_s, retry_refused=retry_refused)
+        self._num_remaining = len(indexes)
         self._schedule = list(zip(indexes, offsets_s.tolist(), strict=True))
         self._num_started = 0  # position in the schedule
         self._idle_connections: list[tuple[HttpConnection, float]] = []

@@ -55,6 +55,7 @@ class RequestRecord(msgspec.Struct, array_like=True):
     event_times: bytes = b""
     event_tokens: bytes = b""
     work: TaskWork | None = None
+    refusals: int = 0  # answers 429 or 503 with Retry-After before this one, each obeyed
 
     @property
     def content(self) -> str:
@@ -168,6 +169,8 @@ class RecordFile:
             "detail": record.detail,
             "correct": record.correct,
         }
+        if record.refusals:
+            line["refusals"] = record.refusals
         if record.work is not None:
             line |= msgspec.structs.asdict(record.work)
         if self._with_event_times:

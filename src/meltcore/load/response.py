@@ -12,6 +12,7 @@ from meltcore.load.record import RequestRecord
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 MAX_DETAIL_CHARS = 300
+REFUSALS = (429, 503)  # of which a server may say when to come again
 
 
 class _ErrorText(msgspec.Struct):
@@ -33,7 +34,7 @@ class BaseResponse:
     A status other than 200, and a content type that does not begin with one of CONTENT_TYPES, are failures.
     """
 
-    __slots__ = ("_error_body", "_on_done", "now_s", "record")
+    __slots__ = ("_error_body", "_on_done", "now_s", "record", "retry_after_s")
 
     CONTENT_TYPES: tuple[str, ...] = ()
     WRONG_TYPE_FAILURE = ""
@@ -43,6 +44,7 @@ class BaseResponse:
         self.now_s = 0.0
         self._on_done: Callable[[Any], None] | None = on_done
         self._error_body = ""
+        self.retry_after_s: float | None = None  # of a refusal that says when to come again
 
     @property
     def content(self) -> str:
@@ -57,6 +59,8 @@ class BaseResponse:
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         """Store the status, and fail a response of another content type."""
         self.record.status = status
+        if status in REFUSALS:
+            self.retry_after_s = _seconds(headers.get("retry-after", ""))
         if status == 200 and not headers.get("content-type", "").lower().startswith(self.CONTENT_TYPES):
             self._finish(self.WRONG_TYPE_FAILURE, f"content-type is {headers.get('content-type', 'absent')}")
 
@@ -93,6 +97,11 @@ class BaseResponse:
 
     def _complete_record(self) -> None:
         """Add what was measured of the answer to the record."""
+
+
+def _seconds(retry_after: str) -> float | None:
+    """Return the seconds of a Retry-After field; None for a missing one and for a date, which no engine sends."""
+    return float(retry_after) if retry_after.isdecimal() else None
 
 
 def error_message(body: str) -> str:

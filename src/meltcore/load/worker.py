@@ -111,7 +111,7 @@ class LocalWorker:
 
     async def run(self, release_at_s: float) -> WorkerResult:
         """Send the first requests at `release_at_s` (monotonic), and return when every request has its record."""
-        with _gc_disabled():
+        with gc_disabled():
             wait_s = release_at_s - time.monotonic()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
@@ -161,14 +161,29 @@ class LocalWorker:
         connect_timeout_s = config.timeouts.connect_s
         if level.rate is None:
             num_connections = len(range(settings.worker_idx, level.num_connections, settings.num_workers))
-            return ClosedLoop(self._dispatcher, builder, indexes, connect_timeout_s, num_connections=num_connections)
+            return ClosedLoop(
+                self._dispatcher,
+                builder,
+                indexes,
+                connect_timeout_s,
+                num_connections=num_connections,
+                duration_s=level.duration_s,
+                retry_refused=level.retry_refused,
+            )
         offsets_s = arrival_offsets(level.rate, level.num_requests, config.arrivals, config.seed)
         worker_offsets_s = offsets_s[settings.worker_idx :: settings.num_workers]
-        return OpenLoop(self._dispatcher, builder, indexes, connect_timeout_s, offsets_s=worker_offsets_s)
+        return OpenLoop(
+            self._dispatcher,
+            builder,
+            indexes,
+            connect_timeout_s,
+            offsets_s=worker_offsets_s,
+            retry_refused=level.retry_refused,
+        )
 
 
 @contextmanager
-def _gc_disabled() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable garbage collection inside the block: with 10,000 open streams it stops the client for tens of ms."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -16,6 +16,7 @@ from meltcore.results.certificate import CERTIFICATE_FILE, Certificate
 from meltcore.results.comparison import COMPARISON_FILE, ComparisonResult
 from meltcore.results.convert import RENAMES, document_type, to_current
 from meltcore.results.files import REQUESTS_FILE, parse_json, read_document, write_atomic
+from meltcore.results.fleet_load import FleetLoad
 from meltcore.results.gaps import GAPS_FILE, GAPS_PAGE, Profile
 from meltcore.results.runfolder import REPORT_FILE, RESULT_FILE
 from meltcore.results.schema import Fingerprint, RunResult
@@ -24,9 +25,12 @@ from meltcore.results.snapshot import Snapshot
 from meltcore.results.starts import StartSet
 from meltcore.results.tuning import TUNING_FILE, Tuning
 
-Content = Snapshot | Certificate | RunResult | Tuning | Profile | ComparisonResult | BackendComparison | Card
+Content = (
+    Snapshot | Certificate | RunResult | Tuning | Profile | ComparisonResult | BackendComparison | Card | FleetLoad
+)
 DOCUMENT_TYPES = (
     *(Snapshot, Certificate, RunResult, ScoredRun, Tuning, Profile, ComparisonResult, BackendComparison, Card),
+    FleetLoad,
 )
 SNAPSHOT_FILE = "snapshot.json"  # of `meltcore snapshot --json`, which makes no run folder
 _VERSION_1_COMPARISON_FILE = "judgement.json"

@@ -13,6 +13,7 @@ from meltcore.report.certificate import certificate_page
 from meltcore.report.charts_export import export_page
 from meltcore.report.comparison import comparison_page
 from meltcore.report.documents import PAGE_FILES, Document
+from meltcore.report.fleet_load import fleet_load_page
 from meltcore.report.html import render_html, write_page
 from meltcore.report.page import Page
 from meltcore.report.profile import profile_page
@@ -23,6 +24,7 @@ from meltcore.results.backends import BackendComparison
 from meltcore.results.card import Card
 from meltcore.results.certificate import Certificate
 from meltcore.results.comparison import ComparisonResult
+from meltcore.results.fleet_load import FleetLoad
 from meltcore.results.gaps import Profile
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import RunResult
@@ -38,6 +40,7 @@ _PAGE_BUILDERS: dict[type, Callable[[Any], Page]] = {
     ComparisonResult: comparison_page,
     BackendComparison: backends_page,
     Card: card_page,
+    FleetLoad: fleet_load_page,
 }
 
 
@@ -46,7 +49,7 @@ def render(content: object) -> str:
     return render_html(_PAGE_BUILDERS[type(content)](content))
 
 
-def save_run(folder: RunFolder, result: RunResult) -> None:
+def save_run(folder: RunFolder, result: RunResult | FleetLoad) -> None:
     """Write `result.json` and `report.html` of a run to its folder."""
     folder.write_result(result)
     write_page(folder.report_path, _PAGE_BUILDERS[type(result)](result))

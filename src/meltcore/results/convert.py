@@ -202,7 +202,7 @@ _VERSION_1_TYPES: tuple[tuple[str, frozenset[str]], ...] = (
     ("snapshot", frozenset({VERSION_KEY, "topology"})),
     ("run", frozenset({VERSION_KEY, "command"})),
 )
-_NEWER_TYPES = frozenset({"backend-comparison"})  # never written in version 1
+_NEWER_TYPES = frozenset({"backend-comparison", "fleet-load"})  # never written in version 1
 
 
 def document_type(content: object) -> str | None:

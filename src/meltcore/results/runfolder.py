@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meltcore.errors import ConfigError
 from meltcore.results.files import REQUESTS_FILE, read_document, write_document
+from meltcore.results.fleet_load import FleetLoad
 from meltcore.results.schema import RunResult
 from meltcore.results.score import ScoredRun
 
@@ -67,7 +68,7 @@ class RunFolder:
         """The path of `report.html`."""
         return self.path / REPORT_FILE
 
-    def write_result(self, result: RunResult) -> Path:
+    def write_result(self, result: RunResult | FleetLoad) -> Path:
         """Write `result` to `result_path`, in place of an earlier one, and return that path.
 
         Raises OSError where it cannot be written.

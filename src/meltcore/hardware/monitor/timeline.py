@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from meltcore.hardware.monitor.recording import Recording
+from meltcore.hardware.monitor.recording import Recording, read_recording
 from meltcore.hardware.nvml.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.hardware.nvml.reader import Sample
+from meltcore.results.fleet_load import FleetLoad, GpuUse
 from meltcore.results.schema import GpuTimeline, LevelResult
 
 # NVML's utilization is left out: see metrics.UTILIZATION_NOTE.
@@ -60,3 +62,22 @@ def mean_sm_activity(samples: Sequence[Sample], from_s: float, to_s: float) -> f
     values = [sample.values.get("sm_active_percent", UNKNOWN) for sample in samples if from_s <= sample.t_s <= to_s]
     readable_values = [value for value in values if not isinstance(value, str)]
     return float(np.mean(readable_values)) / 100 if readable_values else None
+
+
+def attach_gpu_means(result: FleetLoad, path: Path) -> None:
+    """Set the means of each level of a load on a fleet, over the time in which its requests were sent."""
+    recording = read_recording(path)
+    for level in result.levels:
+        start_s, end_s = level.released_s, level.released_s + min(level.send_s, level.duration_s)
+        for gpu, info in enumerate(recording.start.gpus):
+            means = {}
+            for key in PLOTTED:
+                values = [sample.values.get(key, UNKNOWN) for sample in recording.of(gpu, start_s, end_s)]
+                readable = [value for value in values if not isinstance(value, str)]
+                if readable:
+                    means[key] = round(float(np.mean(readable)), 2)
+            level.gpus.append(GpuUse(gpu=info.label, name=info.name, means=means))
+    result.gpu_note = "GPUs: means over the time in which a level sends, read from NVML on this machine."
+    if recording.end is None or recording.end.missed:
+        missed = "was cut short" if recording.end is None else f"missed {recording.end.missed:,} intervals"
+        result.gpu_note += f" The recording {missed}."

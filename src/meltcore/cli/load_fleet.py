@@ -1,0 +1,140 @@
+"""`meltcore load --fleet`: loads all models of a server, alone, mixed and in pairs, and judges their health."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from meltcore.load.fleet_config import FleetLoadConfig
+    from meltcore.load.fleet_streams import OnFleetProgress
+    from meltcore.results.fleet_load import FleetLevel, FleetLoad
+    from meltcore.results.runfolder import RunFolder
+
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+LEVELS_FILE = "levels.jsonl"  # in the run folder: each level once it is over, which survives a kill
+GPU_FILE = "gpus.jsonl"
+# Options of LoadConfig that a load on a fleet has too.
+_SHARED = ("processes", "seed", "api_key")
+
+
+def run_fleet(args: argparse.Namespace) -> int:
+    """Measure the fleet, save and print the result, and return the exit status, as `meltcore load` has it."""
+    import msgspec
+    from rich.console import Console
+
+    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.report.console import print_page
+    from meltcore.report.fleet_load import fleet_load_page
+    from meltcore.report.render import save_run
+    from meltcore.results.runfolder import RunFolder
+
+    config = _config(args)
+    console = Console(stderr=args.json)
+    with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "load-fleet") as folder:
+        result = _measure(args, config, folder, console)
+    try:
+        save_run(folder, result)
+    finally:
+        if args.json:
+            sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+        else:
+            print_page(fleet_load_page(result), console)
+    console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
+    if result.verdict == "PARTIAL":
+        return EXIT_INTERRUPTED
+    return 0 if result.verdict in ("OK", "CLIENT_BOUND", "NO_TEXT") else EXIT_FAILED
+
+
+def _config(args: argparse.Namespace) -> "FleetLoadConfig":
+    """Return the settings of the command line. Raises ConfigError for options of a load on one model."""
+    from meltcore.errors import ConfigError
+    from meltcore.load.config import LoadConfig, Timeouts
+    from meltcore.load.fleet_config import FleetLoadConfig
+    from meltcore.options import check_unused, from_options
+
+    check_unused(args, LoadConfig, "is for a load on one model, without --fleet", *_SHARED)
+    if args.gpu is not None and not args.monitor:
+        raise ConfigError("--gpu selects the GPUs that --monitor records: add --monitor")
+    timeouts = Timeouts() if args.timeout is None else Timeouts(total_s=args.timeout)
+    return from_options(FleetLoadConfig, args, timeouts=timeouts)
+
+
+def _measure(
+    args: argparse.Namespace, config: "FleetLoadConfig", folder: "RunFolder", console: "Console"
+) -> "FleetLoad":
+    """Run the load while the GPUs are recorded: with --monitor, or where the server is on this machine and has some."""
+    import msgspec
+
+    from meltcore.hardware.monitor.timeline import attach_gpu_means
+    from meltcore.load.fleet_run import measure_fleet
+
+    levels_path = folder.path / LEVELS_FILE
+
+    def on_level(level: "FleetLevel") -> None:
+        with levels_path.open("ab") as file:
+            file.write(msgspec.json.encode(level) + b"\n")
+        lost, refused = (sum(getattr(stream, name) for stream in level.streams) for name in ("lost", "refused"))
+        requests = sum(stream.level.requests for stream in level.streams)
+        console.print(
+            f"{level.label}: {requests:,} requests in {level.duration_s:.1f} s, {lost:,} lost, {refused:,} refused "
+            f"at first, {level.peak_in_flight:,} in flight",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    recording_path = folder.path / GPU_FILE
+    with _recorded(args, config.url, recording_path) as is_recorded, _progress(console) as on_progress:
+        result = measure_fleet(
+            config, sys.argv[1:], records_path=folder.requests_path, on_progress=on_progress, on_level=on_level
+        )
+    if is_recorded:
+        attach_gpu_means(result, recording_path)
+    return result
+
+
+@contextmanager
+def _recorded(args: argparse.Namespace, url: str, path: "Path") -> Iterator[bool]:
+    """Record the GPUs during the block; yields whether they are. Raises NoDriverError where --monitor asks for them."""
+    from meltcore.errors import MeltcoreError
+    from meltcore.hardware.monitor.sampler import Monitor, SamplerSettings
+    from meltcore.hardware.nvml.driver import NoDriverError
+    from meltcore.load.connection import parse_target
+
+    monitor = None
+    if args.monitor or parse_target(url).host in ("localhost", "127.0.0.1", "::1"):
+        try:
+            monitor = Monitor(SamplerSettings(path=str(path), gpus=args.gpu))
+        except MeltcoreError as error:
+            path.unlink(missing_ok=True)
+            if args.monitor or not isinstance(error, NoDriverError):
+                raise
+    if monitor is None:
+        yield False
+        return
+    with monitor:
+        yield True
+        monitor.stop()
+
+
+@contextmanager
+def _progress(console: "Console") -> "Iterator[OnFleetProgress]":
+    """Show a line that is replaced while a level runs; nothing where the output is no terminal."""
+    from meltcore.load.fleet_streams import FleetProgress
+
+    with console.status("") as status:
+
+        def show(progress: FleetProgress) -> None:
+            failed = f", {progress.failed:,} failed" if progress.failed else ""
+            status.update(
+                f"{progress.label}: {progress.done:,} answered, {progress.in_flight:,} in flight{failed}, "
+                f"{progress.elapsed_s:.0f} s"
+            )
+
+        yield show
