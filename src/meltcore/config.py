@@ -180,6 +180,7 @@ class ModelConfig:
     max_queue_audio_s: float = option(
         86_400.0, "Seconds of audio to transcribe that may wait.", group=_LIMITS_GROUP, limits=_AT_LEAST_ONE
     )
+    sleepable: bool = False  # its memory may be given to other models while they have requests
     priority_class: PriorityClass = option(
         "standard", "Class of requests that name none in the header X-Priority-Class.", group=_LIMITS_GROUP
     )
@@ -243,6 +244,7 @@ class ForeignConfig:
     environment: dict[str, str] = field(default_factory=dict)  # variables added for `command`
     max_model_len: int | None = None  # tokens of prompt and output, for templates and model cards
     max_num_seqs: int | None = None  # requests that a replica runs concurrently, for templates
+    sleepable: bool = False  # as in ModelConfig; of `command`: its process is ended, and started again
     upstream_model: str | None = None  # its name there; None: the first of `served_model_name`
     api_key_variable: str | None = None  # environment variable with the key that the upstream wants
     paths: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")  # that are forwarded
@@ -378,12 +380,27 @@ class RoutesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResidencyConfig:
+    """Holds when sleepable models wake and sleep. Times in seconds."""
+
+    minimum_s: float = 5.0  # that a model stays awake
+    turn_s: float = 20.0  # that a busy one stays while requests of its own class wait for another
+    swaps_per_minute: int = 6
+    keep: Literal["host", "disk"] = "host"  # where weights are meanwhile
+    wake_timeout_s: float = 120.0  # for an engine's answer, when it is put to sleep or woken
+    start_timeout_s: float = 600.0  # of an engine that is started in its turn
+    # Bytes for models that take turns, by device; empty: those of the largest.
+    room_bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Holds the settings of a server: its models, its address, and the limits of its requests."""
 
     models: tuple[ModelConfig, ...]
     foreign: tuple[ForeignConfig, ...] = ()  # after `models` in statistics
     routes: RoutesConfig = RoutesConfig()
+    residency: ResidencyConfig = ResidencyConfig()
     host: str = option(
         "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines.", group=_HTTP_GROUP, type=not_empty
     )

@@ -28,6 +28,8 @@ from meltcore.protocol.generation import (
 )
 from meltcore.protocol.shell import (
     AbortRequests,
+    Asleep,
+    Awake,
     EngineFailed,
     ForgetClient,
     Loading,
@@ -35,6 +37,8 @@ from meltcore.protocol.shell import (
     Profile,
     ProfileDone,
     Shutdown,
+    Sleep,
+    Wake,
 )
 from meltcore.protocol.sockets import socket_address
 
@@ -99,6 +103,7 @@ class ScriptedEngine:
             sender.connect(socket_address(Path(options.directory), "from-engine", client_index))
             self.poller.register(receiver, zmq.POLLIN)
         self.client_of: dict[str, int] = {}
+        self.is_asleep = False
         self.decode = msgspec.msgpack.Decoder(list[ToEngine]).decode
 
     def send(self, message: FromEngine, client_index: int = 0) -> None:
@@ -122,6 +127,7 @@ class ScriptedEngine:
             return 3
         length = self.config.max_model_len or MAX_MODEL_LEN
         memory = [MemoryRow("weights", 0, "none"), MemoryRow("KV pages", 2**20)]
+        self.take_memory()
         limits = (length, self.max_num_seqs, VOCAB_SIZE, 64, 64)
         self.send(GenerationReady("CPU", "float32", "dummy", memory, 0.0, *limits, ["float32"], "float32", "none"))
         while self.receive():
@@ -146,6 +152,7 @@ class ScriptedEngine:
 
     def handle(self, message: ToEngine, client_index: int) -> bool:
         if isinstance(message, AddRequest):
+            assert not self.is_asleep, "a request for an engine that sleeps"
             self.waiting.append(message)
             self.client_of[message.request_id] = client_index
         elif isinstance(message, AbortRequests):
@@ -156,7 +163,45 @@ class ScriptedEngine:
             self.abort(orphans)
         elif isinstance(message, Profile):
             self.send(ProfileDone(message.directory or message.profiler), client_index)
+        elif isinstance(message, Sleep):
+            self.send(self.sleep(message), client_index)
+        elif isinstance(message, Wake):
+            self.send(self.wake(), client_index)
         return not isinstance(message, Shutdown)
+
+    def take_memory(self) -> None:
+        """Note the memory in the folder of all engines of a device; it must be that of one."""
+        if self.options.device_folder:
+            folder = Path(self.options.device_folder)
+            holders = [path.name for path in folder.glob("[0-9]*") if Path("/proc", path.name).exists()]
+            if holders:
+                (folder / "overcommitted").write_text(f"{os.getpid()} beside {holders}")
+            (folder / str(os.getpid())).touch()
+
+    def free_memory(self) -> None:
+        if self.options.device_folder:
+            (Path(self.options.device_folder) / str(os.getpid())).unlink()
+
+    def sleep(self, message: Sleep) -> Asleep:
+        if self.options.no_sleep or self.running or self.waiting:
+            return Asleep(0, 0.0, error="scripted engine without a sleep mode" if self.options.no_sleep else "busy")
+        self.free_memory()
+        self.is_asleep = True
+        return Asleep(2**20, 0.0, 4096 if message.keep == "host" else 0)
+
+    def wake(self) -> Awake:
+        assert self.is_asleep
+        faults = Path(self.config.model) / "wake_faults"  # one line for each wake that goes wrong
+        lines = faults.read_text().splitlines() if faults.exists() else []
+        if lines:
+            faults.write_text("\n".join(lines[1:]))
+            if lines[0] == "die":
+                os._exit(9)
+            return Awake(0.0, 0, lines[0])
+        time.sleep(self.options.wake_s)
+        self.take_memory()
+        self.is_asleep = False
+        return Awake(0.0, 2**20)
 
     def abort(self, request_ids: list[str]) -> None:
         ended = [request_id for request_id in request_ids if self.running.pop(request_id, None)]
@@ -209,6 +254,9 @@ def main() -> int:
     parser.add_argument("--die-at-step", type=int, default=0)
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--silent-steps", type=int, default=0, help="steps without any output at the start")
+    parser.add_argument("--device-folder", default="", help="of engines that take turns: a file for each awake one")
+    parser.add_argument("--no-sleep", action="store_true")
+    parser.add_argument("--wake-s", type=float, default=0.0)
     parser.add_argument("directory")
     parser.add_argument("client_count", type=int)
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig
-from meltcore.fleet.served_model import RestartPolicy
+from meltcore.fleet.replica import RestartPolicy
 
 MODEL = "scripted"
 WAIT_S = 20.0
@@ -34,7 +34,7 @@ _SERVE = """
 import sys, msgspec
 from meltcore.config import ServerConfig
 from meltcore.errors import MeltcoreError
-from meltcore.fleet.served_model import RestartPolicy
+from meltcore.fleet.replica import RestartPolicy
 from meltcore.fleet.supervisor import FleetOptions, serve
 config = msgspec.json.decode(sys.argv[1], type=ServerConfig)
 policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy | None)
@@ -51,7 +51,7 @@ from pathlib import Path
 from meltcore.errors import MeltcoreError
 from meltcore.fleet.daemon import fleet_options, serve_recorded
 from meltcore.fleet.planned import planned_config
-from meltcore.fleet.served_model import RestartPolicy
+from meltcore.fleet.replica import RestartPolicy
 path = Path(sys.argv[1])
 policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy)
 try:

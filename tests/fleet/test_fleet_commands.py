@@ -16,7 +16,7 @@ from server_harness import RunningServer, fleet_command, make_model, running, wa
 
 from meltcore.cli.main import main
 from meltcore.fleet.logs import LogFile, print_logs
-from meltcore.fleet.served_model import RestartPolicy
+from meltcore.fleet.replica import RestartPolicy
 from meltcore.models.checkpoint import BUNDLED_MODEL
 
 COMPLETIONS = "/v1/completions"

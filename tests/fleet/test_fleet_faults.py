@@ -17,7 +17,7 @@ from server_harness import Answer, RunningServer, make_model, running, serve_com
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.readiness import PROBE_ID, probe_error, probe_request
-from meltcore.fleet.served_model import RestartPolicy
+from meltcore.fleet.replica import RestartPolicy
 from meltcore.fleet.start_gate import StartGate
 from meltcore.protocol.batch import BatchStats
 from meltcore.protocol.generation import EngineStats, GenerationReady, SequenceOutput, StepOutputs

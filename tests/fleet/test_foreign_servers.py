@@ -14,7 +14,7 @@ import openai
 from server_harness import RunningServer, running, scripted_server, serve_command, wait_until
 
 from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, ServerConfig
-from meltcore.fleet.served_model import RestartPolicy
+from meltcore.fleet.replica import RestartPolicy
 from meltcore.process import group_members
 
 SOURCE = str(Path(__file__).parents[2] / "src")

@@ -172,7 +172,6 @@ models:
             "models: {a: {checkpoint: x}, b: {checkpoint: y, aliases: [c, A]}}",
             "models.b.aliases[1]: 'A' is also models.a; every name and alias must differ, not by case alone",
         ),
-        ("models: {a: {checkpoint: x, device: cpu, residency: sleepable}}", "models.a.residency: got 'sleepable' with"),
         (
             "models: {a: {checkpoint: x, device: [0, 0]}}",
             "models.a.device: got [0, 0]; name one GPU or more, each once",

@@ -15,8 +15,10 @@ from meltcore.errors import RequestError
 from meltcore.protocol.shell import ProfileDone
 
 # Of a model. "restarting": its engines have died or are replaced; "failed": they are not started again by themselves;
-# "dead": the server goes down with the model.
-ModelStatus = Literal["loading", "ready", "restarting", "draining", "failed", "dead"]
+# "dead": the server goes down with the model. "sleeping", "waking": its memory is given to others; requests wait.
+ModelStatus = Literal["loading", "ready", "sleeping", "waking", "restarting", "draining", "failed", "dead"]
+# In which requests are accepted.
+SERVING: frozenset[ModelStatus] = frozenset(("ready", "sleeping", "waking"))
 
 # A replica with open requests that finishes no step for so long is stuck. The longest step, on a slow CPU, is shorter.
 STUCK_AFTER_S = 120.0
@@ -71,7 +73,7 @@ class Health:
 
     def problem(self) -> str | None:
         """Return the reason why the model cannot be served now; None when it can."""
-        if self.status != "ready":
+        if self.status not in SERVING:
             return self.reason
         for replica in self._stats.live_replicas():
             age_s = time.monotonic() - self._stats.last_message_s(replica)
@@ -104,7 +106,7 @@ class ModelTable:
     def check_ready(self) -> None:
         """Raise RequestError (503) while no model can serve."""
         for backend in self.backends:
-            if backend.health.status == "ready":
+            if backend.health.status in SERVING:
                 return
         self._first().check_ready()
 
@@ -113,7 +115,7 @@ class ModelTable:
         return self._by_name.get(name)
 
     def find(self, name: str | None) -> Backend:
-        """Return the backend of the model `name` (None: the first), which is ready.
+        """Return the backend of the model `name` (None: the first), which is ready or sleeps.
 
         Raises RequestError: 404 with the known names where there is no such model, 503 while it cannot serve.
         """

@@ -29,7 +29,7 @@ class Waiting:
 
     __slots__ = (
         *("admitted_s", "charge", "cost", "is_held", "order_s", "priority_class", "requests", "start", "task", "units"),
-        "wait_s",
+        *("held_by", "wait_s"),
     )
 
     def __init__(
@@ -58,6 +58,7 @@ class Waiting:
         self.is_held = False
         self.wait_s = 0.0  # in the queue, once it is started
         self.task = ""  # of the model whose queue it is in
+        self.held_by: ModelStats | None = None  # of the model for which it waits, until it is started
         self.charge = 0.0  # what its class has paid for it
 
 

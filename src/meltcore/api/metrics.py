@@ -10,7 +10,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from meltcore.api.stats import CLASSES, HISTOGRAMS, QUEUE_WAIT, REFUSALS, REJECTIONS, ModelStats, ServerStats
+from meltcore.api.stats import (
+    CLASSES,
+    HISTOGRAMS,
+    QUEUE_WAIT,
+    REFUSALS,
+    REJECTIONS,
+    SLEEP_STATES,
+    ModelStats,
+    ServerStats,
+)
 from meltcore.protocol.generation import EngineStats
 
 PREFIX = "meltcore:"
@@ -170,7 +179,22 @@ class Metrics(Collector):
             _add(replica_requests, label, {str(replica): model.open_requests(replica) for replica in num_live})
             _add(replica_tokens, label, {str(replica): model.open_tokens(replica) for replica in num_live})
         yield from (request_success, requests_rejected, replica_requests, replica_tokens)
+        yield from self._sleep()
         yield from self._queues()
+
+    def _sleep(self) -> Iterator[Metric]:
+        """Yield which models sleep, in vLLM's form: 1 for the state that a model is in."""
+        state = GaugeMetricFamily(
+            PREFIX + "engine_sleep_state", "Whether the engines sleep, and how", labels=["model_name", "sleep_state"]
+        )
+        for label, model in self._models.items():
+            level = model.total("sleep_level")
+            _add(state, label, {name: float(level == index) for index, name in enumerate(SLEEP_STATES)})
+        yield state
+        for name, help in (("wakes", "Times that the model was woken"), ("wake_seconds", "Time that waking took")):
+            column = "wake_s" if name == "wake_seconds" else name
+            values = {label: model.total(column) for label, model in self._models.items()}
+            yield self._family(CounterMetricFamily, name, help, values)
 
     def _queues(self) -> Iterator[Metric]:
         """Yield what waits in front of the engines, by class."""

@@ -8,13 +8,14 @@ freed slot finds its next request there. Several processes share the engines' ro
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 
 from meltcore.api.admission import Admission, DrainRate, Load
 from meltcore.api.fair_queue import FairQueue, Waiting
 from meltcore.api.stats import CLASSES, ModelStats
-from meltcore.api.terms import current_terms
+from meltcore.api.terms import asleep_error, current_terms
 from meltcore.config import PriorityClass
 from meltcore.errors import RequestError
 
@@ -71,11 +72,13 @@ class RequestQueue:
     def admit(self, waiting: Waiting, accept: Callable[[], None]) -> None:
         """Start a request, now or at its turn. `accept` counts it as in flight; it is called before.
 
-        Raises RequestError (429), in which case neither is called.
+        Raises RequestError (429; 503 for a model that sleeps), in which case neither is called.
         """
         stats, waiting.task = self._stats, self.task
         with stats.shared.locked():  # the limits are those of all API servers together
             in_flight, replicas = round(stats.total("in_flight")), len(stats.live_replicas())
+            if not replicas and stats.is_asleep:
+                self._check_sleep(waiting)
             held = stats.total("queue_requests")
             # Nearly every request of a server that keeps up: it waits for nothing, so no bound is near.
             if (
@@ -87,6 +90,7 @@ class RequestQueue:
             accept()
             if held or in_flight >= self._room_per_replica * replicas:
                 self._fair.push(waiting)
+                waiting.held_by = stats
                 stats.add("queue_requests", waiting.requests)
                 self._fair.beat(time.monotonic())
             else:
@@ -143,7 +147,21 @@ class RequestQueue:
             )
             if self._rate.is_due(now_s):
                 self._rate.record(now_s, ended)
+            if stats.is_asleep:
+                stats.set("wanted_s", now_s)
+                raise asleep_error(stats, f"the model sleeps, and {error.message}") from error
             raise
+
+    def _check_sleep(self, waiting: Waiting) -> None:
+        """Refuse a request whose deadline passes before the model can be awake. The supervisor wakes it for others."""
+        stats, now_s = self._stats, time.monotonic()
+        limit_s, wake_s = current_terms().limit_s(math.inf), stats.wake_at_s() - now_s
+        if wake_s > limit_s:
+            stats.set("wanted_s", now_s)
+            stats.add("rejected_sleeping")
+            stats.add(f"refused_deadline/{waiting.priority_class}")
+            message = f"the model sleeps and cannot serve for {wake_s:.1f} s; X-Request-Timeout is {limit_s:g} s"
+            raise asleep_error(stats, message)
 
     def _start_next(self) -> None:
         """Start the requests whose turn it is and for which there is room."""
@@ -158,6 +176,7 @@ class RequestQueue:
             while room > 0 and len(started) < MAX_STARTS and (waiting := self._fair.pop(now_s)) is not None:
                 stats.add("queue_requests", -waiting.requests)
                 room -= waiting.requests
+                waiting.held_by = None
                 started.append(waiting)
                 waiting.start()
         for waiting in started:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meltcore import __version__
-from meltcore.api.backend import ModelTable
+from meltcore.api.backend import SERVING, Backend, ModelTable
 from meltcore.api.batches import SpeechBatchEndpoint, TranscribeBatchEndpoint
 from meltcore.api.completions import CompletionsEndpoint
 from meltcore.api.dwani_chat import DwaniChatEndpoint
@@ -172,7 +172,10 @@ class _Handlers:
         self._status = Status(models, config.routes)
 
     async def health(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
-        """Answer "ready", or "degraded" where a model or a replica cannot serve; 503 where no model can."""
+        """Answer "ready", or "degraded" where a model or a replica cannot serve; 503 where no model can.
+
+        A model that sleeps can: its requests wait.
+        """
         backends = self._models.backends
         problems = {backend.names[0]: backend.health.problem() for backend in backends}
         reasons = {name: problem for name, problem in problems.items() if problem is not None}
@@ -181,13 +184,17 @@ class _Handlers:
             if len(reasons) > 1:
                 message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             raise RequestError(message, status=503, code="not_ready")
-        replicas = sum(backend.stats.replicas for backend in backends)
-        num_live = sum(len(backend.stats.live_replicas()) for backend in backends)
+        sleeping = [backend for backend in backends if backend.health.status in ("sleeping", "waking")]
+        awake = [backend for backend in backends if backend not in sleeping]
+        replicas = sum(backend.stats.replicas for backend in awake)
+        num_live = sum(len(backend.stats.live_replicas()) for backend in awake)
         answer: dict[str, Any] = {"status": "ready" if num_live == replicas and not reasons else "degraded"}
         if replicas > 1:
             answer["replicas"] = f"{num_live} of {replicas}"
         if reasons:
             answer["models"] = reasons
+        if sleeping:
+            answer["sleeping"] = [backend.names[0] for backend in sleeping]
         return answer
 
     async def dwani_health(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
@@ -206,13 +213,13 @@ class _Handlers:
 
     async def models(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
         self._models.check_ready()
-        ready = (backend for backend in self._models.backends if backend.health.status == "ready")
-        cards = [backend.model_card(name) | {"root": backend.names[0]} for backend in ready for name in backend.names]
+        ready = (backend for backend in self._models.backends if backend.health.status in SERVING)
+        cards = [_model_card(backend, name) | {"root": backend.names[0]} for backend in ready for name in backend.names]
         return {"object": "list", "data": cards}
 
     async def model(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
         name = scope["path_params"]["name"]
-        return self._models.find(name).model_card(name)
+        return _model_card(self._models.find(name), name)
 
     async def tokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         request = decode_request(await self._body(scope, receive), TokenizeRequest)
@@ -243,6 +250,12 @@ class _Handlers:
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         return await read_body(scope, receive, self._config.max_body_bytes)
+
+
+def _model_card(backend: Backend, name: str) -> dict[str, Any]:
+    """Return a model's card; of one that sleeps, with its status."""
+    status = backend.health.status
+    return backend.model_card(name) | ({} if status == "ready" else {"status": status})
 
 
 async def _server_error(_request: Request, error: Exception) -> Response:

@@ -41,7 +41,9 @@ QUEUE_WAIT = (
 CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 # Why a request of a class was refused: the queue was full, or its deadline passed while it waited.
 REFUSALS = ("full", "deadline")
-REJECTIONS = ("queue_full", "loading", "restarting", "draining", "failed", "dead")
+# By `sleep_level`, the weights are on the device, in host memory, or nowhere.
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+REJECTIONS = ("queue_full", "loading", "restarting", "draining", "sleeping", "failed", "dead")
 _PROCESS_COLUMNS = (
     *("connections_closed", "cpu_s", "log_lines_dropped"),
     *("trace_spans_sent", "trace_spans_overflowed", "trace_spans_failed"),  # the last two were dropped
@@ -52,6 +54,9 @@ _MODEL_COLUMNS = (
     *("success_stop", "success_length", "prompt_tokens", "generation_tokens"),
     *(f"rejected_{reason}" for reason in REJECTIONS),
     *("queue_requests", "queue_virtual", "queue_alive_s"),  # the last two: see FairQueue
+    # Of a model that sleeps: how deep, as vLLM counts (in the supervisor's row, as all but the last one), how often it
+    # woke and for how long in all, the time before which it cannot wake, and the last request that could not wait.
+    *("sleep_level", "wakes", "wake_s", "wake_at_s", "wanted_s"),
     *(f"queue_{name}/{each}" for each in CLASSES for name in ("requests", "units", "head_s", "finish")),
     *(f"refused_{reason}/{each}" for each in CLASSES for reason in REFUSALS),
 )
@@ -61,7 +66,7 @@ _REPLICA_COLUMNS = ("requests", "tokens", "last_message_s", "closed")
 _ENGINE_COLUMNS = ("engine_at_s", *EngineStats.__struct_fields__)
 # Doubles: whole numbers are exact up to 2^53, and an aligned store is never seen half done.
 _CELL_BYTES = 8
-_OPEN, _DRAINING, _DEAD = 0.0, 1.0, 2.0  # a replica that is not open gets no requests
+_OPEN, _DRAINING, _DEAD, _ASLEEP = 0.0, 1.0, 2.0, 3.0  # a replica that is not open gets no requests
 
 
 class SharedStats:
@@ -342,6 +347,20 @@ class ModelStats(_Columns):
     def mark_replica_ready(self, replica: int) -> None:
         """Give a replica requests. For the supervisor."""
         self._close(replica, _OPEN)
+
+    def mark_replica_asleep(self, replica: int) -> None:
+        """Give a replica no more requests: they wait until it is open again. For the supervisor."""
+        self._close(replica, _ASLEEP)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether requests wait because every replica that could work on them sleeps, or is falling asleep."""
+        states = [self._closed(replica) for replica in range(self.replicas)]
+        return _ASLEEP in states and _OPEN not in states
+
+    def wake_at_s(self) -> float:
+        """Return the monotonic time before which the model cannot be awake, as far as is known."""
+        return self.max_value("wake_at_s")
 
     def is_dead(self, replica: int) -> bool:
         """Return whether no engine process works for a replica; one that drains is not dead."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -14,7 +15,11 @@ from meltcore.errors import RequestError
 if TYPE_CHECKING:
     from meltcore.api.fair_queue import Waiting
     from meltcore.api.keys import ApiKey
+    from meltcore.api.stats import ModelStats
     from meltcore.api.tracing import RequestSpan
+
+
+MODEL_ASLEEP = "model_asleep"
 
 
 class RequestTerms:
@@ -49,15 +54,18 @@ class RequestTerms:
         return server_limit_s if self.timeout_s is None else min(self.timeout_s, server_limit_s)
 
     def overdue(self, server_limit_s: float) -> RequestError:
-        """Return the error of a request whose time is over."""
+        """Return the error of a request whose time is over: 504, or 503 where it has waited for a model that sleeps."""
         limit_s = self.limit_s(server_limit_s)
+        holding = [waiting.held_by for waiting in self.waits if waiting.held_by is not None]
+        if holding and holding[0].is_asleep:
+            return asleep_error(holding[0], f"the model sleeps and could not be woken within {limit_s:g} s")
         source = "--request-timeout" if limit_s == server_limit_s else "X-Request-Timeout"
         message = f"the answer took longer than {limit_s:g} s ({source})"
         return RequestError(message, status=504, code="request_timeout")
 
     @asynccontextmanager
     async def timeout(self, server_limit_s: float) -> AsyncIterator[None]:
-        """Limit the time of what is awaited within. Raises RequestError (504)."""
+        """Limit the time of what is awaited within. Raises RequestError (503, 504), as `overdue` returns it."""
         try:
             async with asyncio.timeout(self.limit_s(server_limit_s)):
                 yield
@@ -77,6 +85,12 @@ class RequestTerms:
             fields["class"] = self.waits[0].priority_class
             fields["queue_wait_s"] = round(sum(waiting.wait_s for waiting in self.waits), 6)
         return fields
+
+
+def asleep_error(stats: ModelStats, message: str) -> RequestError:
+    """Return the error (503) of a request for a model that sleeps and cannot serve it in time."""
+    retry_s = max(1.0, stats.wake_at_s() - time.monotonic())
+    return RequestError(message, status=503, code=MODEL_ASLEEP, retry_after_s=retry_s)
 
 
 _TERMS: ContextVar[RequestTerms | None] = ContextVar("terms", default=None)

@@ -16,7 +16,7 @@ from meltcore.api.generation import Generation
 from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.api.request_queue import ENGINE_PRIORITY, EQUAL_SHARES, RequestQueue
 from meltcore.api.stats import ModelStats, ServerStats
-from meltcore.api.terms import RequestTerms, current_terms
+from meltcore.api.terms import MODEL_ASLEEP, RequestTerms, current_terms
 from meltcore.audio.pool import AudioWorkers
 from meltcore.backends.engine_backend import EngineBackend
 from meltcore.config import ModelConfig
@@ -94,8 +94,9 @@ class AudioBackend(EngineBackend):
                 "stop", prompt_tokens=0, arrived_s=arrived_s, first_token_s=None, now_s=time.monotonic(), times=None
             )
         except RequestError as error:
-            outcome = "failed" if error.status >= 500 and error.status != 504 else "aborted"
-            if error.status == 504 and place.waiting.is_held:
+            is_overdue = error.status == 504 or error.code == MODEL_ASLEEP
+            outcome = "failed" if error.status >= 500 and not is_overdue else "aborted"
+            if is_overdue and place.waiting.is_held:
                 self.stats.add(f"refused_deadline/{place.waiting.priority_class}")
             raise
         finally:

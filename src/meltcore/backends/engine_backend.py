@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from meltcore.api.backend import Health
+from meltcore.api.backend import SERVING, Health
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.backends.engine_link import EngineLink
 from meltcore.config import ModelConfig, Profiler
@@ -56,8 +56,8 @@ class EngineBackend(ABC):
     def replica_ended(self, replica: int, message: str) -> None:
         """Fail every open request of a replica whose engine has died or was stopped, and close its sockets."""
         self.stats.set_connected(replica, False)
-        # With the last one also those end that wait for a turn.
-        ended = replica if self.stats.live_replicas() else None
+        # With the last one also those end that wait for a turn, unless they wait for a model that sleeps.
+        ended = replica if self.stats.live_replicas() or self.stats.is_asleep else None
         self.end_all(RequestError(message, status=500, code="engine_dead"), "failed", ended)
         for profiled_replica, waiter in self._profiles:
             if profiled_replica == replica and not waiter.done():
@@ -95,19 +95,19 @@ class EngineBackend(ABC):
             link.send(message)
 
     def _live_replicas(self) -> list[int]:
-        """Return the replicas for a new request. Raises RequestError (503) where there is none.
+        """Return the replicas for a new request; none while the model sleeps. Raises RequestError (503) without any.
 
         The last one may have died a moment ago: the supervisor's message is on its way.
         """
         live = self.stats.live_replicas()
-        if not live:
+        if not live and not self.stats.is_asleep:
             self.check_ready()
             raise RequestError(ENGINE_DEAD, status=503, code="not_ready")
         return live
 
     def _when_ready(self, model: _Model | None) -> _Model:
         """Return the loaded model. Raises RequestError (503) while it cannot serve."""
-        if model is None or self.health.status != "ready":
+        if model is None or self.health.status not in SERVING:
             self.stats.add(f"rejected_{self.health.status}")
             raise RequestError(self.health.reason, status=503, code="not_ready")
         return model

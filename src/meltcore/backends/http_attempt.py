@@ -74,7 +74,7 @@ class Exchange:
 
     __slots__ = (
         *("_connecting", "_turn", "client", "connection", "deadline_s", "error", "is_gone", "is_overdue", "is_sending"),
-        *("timer", "waiting"),
+        *("replica", "timer", "waiting"),
     )
 
     def __init__(self, client: Any, deadline_s: float) -> None:
@@ -83,6 +83,7 @@ class Exchange:
         self.connection: UpstreamConnection | None = None
         self.is_gone = False  # the client
         self.is_sending = False  # inside `await send(...)`: the client is not reading
+        self.replica: int | None = None  # that it is sent to
         self.error: RequestError | None = None  # that ended the request from outside
         self.is_overdue = False
         self.waiting: Waiting | None = None  # from its admission on

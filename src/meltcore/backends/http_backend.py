@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from meltcore.api.admission import Admission
-from meltcore.api.backend import Health
+from meltcore.api.backend import SERVING, Health
 from meltcore.api.fair_queue import Waiting
 from meltcore.api.forward import ForwardedRequest, ForwardOutcome
 from meltcore.api.generation import Generation
@@ -30,6 +30,8 @@ from meltcore.config import ForeignConfig, Profiler
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.shell import ProfileDone
 
+WAKE_CHECK_S = 0.02  # of requests that have waited for sleeping servers
+WAKING_CHECK_S = 0.1  # of the health of a server that is being started for them
 SWEEP_S = 1.0  # between two looks at the time limits, or a fifth of the shortest limit
 # Before the first byte for the client. After a time limit the upstream may still be computing: to repeat the request
 # would double the load of servers that are too slow already.
@@ -61,8 +63,10 @@ class ForeignHealth(Health):
 
     def problem(self) -> str | None:
         """Return the reason why the model cannot be served now; None when it can."""
-        if self.status != "ready":
+        if self.status not in SERVING:
             return self.reason
+        if self._stats.is_asleep:
+            return None
         now_s = asyncio.get_running_loop().time()
         live = self._stats.live_replicas()
         reasons = [
@@ -109,33 +113,43 @@ class HttpBackend:
         self._are_several = len(self.replicas) > 1
         self._created = int(time.time())
         self._tasks: list[asyncio.Task[None]] = []
+        self._watches: list[asyncio.Task[None]] = []  # of the replicas' health
 
     # --- life cycle
 
     def start(self) -> None:
         """Start to watch the replicas and the time limits."""
-        self._tasks = [asyncio.create_task(self._watch_health(replica)) for replica in self.replicas]
-        self._tasks.append(asyncio.create_task(self._watch_limits()))
+        self._tasks = [asyncio.create_task(self._watch_limits())]
+        self.check_health()
+
+    def check_health(self) -> None:
+        """Ask each replica now, and regularly from then on."""
+        for watch in self._watches:
+            watch.cancel()
+        self._watches = [asyncio.create_task(self._watch_health(replica)) for replica in self.replicas]
 
     def close(self) -> None:
         """Stop to watch, and close the idle connections."""
-        for task in self._tasks:
+        for task in (*self._tasks, *self._watches):
             task.cancel()
         for replica in self.replicas:
             replica.close()
 
-    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"]) -> None:  # noqa: ARG002 - counted later
-        """End every open request with an error."""
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted later
+        """End every open request, or every one of `replica`, with an error."""
         for exchange in list(self._exchanges):
-            exchange.error = error
-            exchange.end("aborted", error.message)
+            if replica is None or exchange.replica == replica:
+                exchange.error = error
+                exchange.end("aborted", error.message)
 
     async def _watch_health(self, replica: Replica) -> None:
         while True:
             await replica.check_health()
             # Until the first answer more often: a server that starts is used as soon as it can be.
             interval_s = self.config.health_interval_s
-            await asyncio.sleep(interval_s if replica.state == "up" else min(1.0, interval_s))
+            if replica.state != "up":
+                interval_s = min(WAKING_CHECK_S if self.health.status == "waking" else 1.0, interval_s)
+            await asyncio.sleep(interval_s)
 
     async def _watch_limits(self) -> None:
         config, loop = self.config, asyncio.get_running_loop()
@@ -238,7 +252,16 @@ class HttpBackend:
                     raise exchange.error
                 self.stats.add(f"refused_deadline/{waiting.priority_class}")
                 raise current_terms().overdue(self._limit_s)
+            await self._wait_usable(exchange)
         return await self._try_replicas(request, exchange, body, limit_s)
+
+    async def _wait_usable(self, exchange: Exchange) -> None:
+        """Wait until this process, too, has seen that a server answers which has just been started."""
+        deadline_s = asyncio.get_running_loop().time() + self.config.connect_timeout_s
+        while not self._usable(set()) and asyncio.get_running_loop().time() < deadline_s:
+            if exchange.is_gone or exchange.error is not None or self.health.status not in SERVING:
+                return
+            await asyncio.sleep(WAKE_CHECK_S)
 
     async def _try_replicas(
         self, request: ForwardedRequest, exchange: Exchange, body: bytes, limit_s: float
@@ -247,6 +270,7 @@ class HttpBackend:
         while True:
             replica = self._choose(tried)
             tried.add(replica.index)
+            exchange.replica = replica.index
             may_retry = len(tried) <= self.config.retries and bool(self._usable(tried))
             self.stats.assign(replica.index, 0)
             replica.num_open += 1

@@ -46,6 +46,8 @@ COMMANDS: dict[str, Command] = {
     "ps": Command(_SERVE, "List the engines of a fleet.", needs_engine=True),
     "logs": Command(_SERVE, "Print or follow the logs of a fleet's engines.", needs_engine=True),
     "restart": Command(_SERVE, "Replace the engines of a fleet one after another.", needs_engine=True),
+    "sleep": Command(_SERVE, "Put a sleepable model of a fleet to sleep.", needs_engine=True),
+    "wake": Command(_SERVE, "Wake a model of a fleet before its turn.", needs_engine=True),
     "reload": Command(_SERVE, "Let a fleet follow its changed fleet.yaml.", needs_engine=True),
     "fleet": Command(_SERVE, "Write a fleet.yaml: models that share GPUs behind one address."),
     "plan": Command(_SERVE, "Say which models of a fleet fit on which GPU.", needs_engine=True),

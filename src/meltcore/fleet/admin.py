@@ -1,4 +1,4 @@
-"""The admin side of a fleet: ps, metrics, reload and restart over HTTP, at a unix socket and, if asked for, a port.
+"""The admin side of a fleet: ps, metrics, reload, restart, sleep and wake over HTTP, at a unix socket or a port.
 
 The socket is in the folder of the server's sockets, which only its user may enter. The port listens on 127.0.0.1 alone.
 A web page cannot use it: browsers send the header `origin`, with which every request is refused.
@@ -51,6 +51,8 @@ class AdminServer:
                 Route("/metrics", self._metrics_page, methods=["GET"]),
                 Route("/reload", self._reload, methods=["POST"]),
                 Route("/restart", self._restart, methods=["POST"]),
+                Route("/sleep", self._sleep, methods=["POST"]),
+                Route("/wake_up", self._wake_up, methods=["POST"]),
             ]
         )
         settings: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none"}
@@ -85,6 +87,14 @@ class AdminServer:
     async def _restart(self, request: Request) -> Response:
         name = request.query_params.get("model")
         return _refusal(request) or await _answer(lambda: self._operations.restart(name))
+
+    async def _sleep(self, request: Request) -> Response:
+        name = request.query_params.get("model", "")
+        return _refusal(request) or await _answer(lambda: self._operations.sleep(name))
+
+    async def _wake_up(self, request: Request) -> Response:
+        name = request.query_params.get("model", "")
+        return _refusal(request) or await _answer(lambda: self._operations.wake(name))
 
 
 def _refusal(request: Request) -> Response | None:

@@ -26,6 +26,7 @@ from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
 from meltcore.api.stats import ModelStats, ServerStats
+from meltcore.api.terms import MODEL_ASLEEP, asleep_error
 from meltcore.api.tracing import Tracing
 from meltcore.backends.audio_backend import AudioBackend, check_audio_packages
 from meltcore.backends.engine_link import socket_folder
@@ -143,8 +144,13 @@ class APIServer:
         backend = model.backend
         if isinstance(message, StatusChanged):
             backend.health.set(message.status, message.reason)
+            if isinstance(backend, HttpBackend):
+                backend.check_health()
         elif isinstance(message, EndRequests):
-            backend.end_all(RequestError(message.message, status=message.status, code=message.code), "aborted")
+            error = RequestError(message.message, status=message.status, code=message.code)
+            if message.code == MODEL_ASLEEP:
+                error = asleep_error(backend.stats, message.message)
+            backend.end_all(error, "aborted", message.replica)
         elif isinstance(message, RemoveModel):
             self._remove_model(message.model)
         elif isinstance(backend, HttpBackend):

@@ -84,12 +84,13 @@ class AddConnection(msgspec.Struct, tag="connection", frozen=True):
 
 
 class EndRequests(msgspec.Struct, tag="end", frozen=True):
-    """End every open request of a model with an error."""
+    """End every open request of a model, or of one of its replicas, with an error."""
 
     model: int
     message: str
     status: int
     code: str
+    replica: int | None = None
 
 
 class ReplicaStarted(msgspec.Struct, tag="replica_started", frozen=True):

@@ -168,7 +168,7 @@ def _is_ready(record: DaemonRecord) -> bool:
             rows = _rows(record)
         except ConfigError:  # not up yet
             return False
-        return bool(rows) and all(row["status"] in ("ready", "failed") for row in rows)
+        return bool(rows) and all(row["status"] in ("ready", "sleeping", "failed") for row in rows)
     parts = urlsplit(record.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
     try:

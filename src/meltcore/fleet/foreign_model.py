@@ -21,11 +21,12 @@ from meltcore.backends.foreign_process import ForeignProcess, free_port
 from meltcore.backends.http_backend import upstream_api_key
 from meltcore.config import EngineConfig, ForeignConfig
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
-from meltcore.fleet.channel import AddForeign, StatusChanged
+from meltcore.fleet.channel import AddForeign, EndRequests, StatusChanged
 from meltcore.fleet.placement import Placement
-from meltcore.fleet.served_model import POLL_S, ServerParts, log_path
+from meltcore.fleet.replica import ServerParts
+from meltcore.fleet.served_model import POLL_S, log_path
 
-ServerState = Literal["waiting", "loading", "ready", "draining", "pausing", "failed"]
+ServerState = Literal["waiting", "loading", "ready", "draining", "sleeping", "pausing", "failed"]
 
 
 class ForeignServer:
@@ -65,6 +66,10 @@ class ForeignModel:
         self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
         self._parts = parts
         self._draining = False
+        self.may_run = asyncio.Event()  # cleared while the model sleeps: no process is started
+        self.changing = asyncio.Lock()  # of one who puts it to sleep, wakes it or replaces its processes
+        if not config.sleepable or parts.policy is None:
+            self.may_run.set()
         self.servers: list[ForeignServer] = []
         urls = config.urls
         if not urls:
@@ -90,7 +95,7 @@ class ForeignModel:
         errors = [error for future in started if future.done() and (error := future.exception()) is not None]
         if errors and (self._parts.policy is None or len(errors) == len(started)):
             raise errors[0]
-        self._update_status()
+        self.update_status()
 
     async def load_or_fail(self) -> None:
         """Do as `load`, and leave the model in the server as failed when it cannot serve."""
@@ -111,6 +116,7 @@ class ForeignModel:
         """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
         while True:
             failure: MeltcoreError
+            await self.may_run.wait()
             try:
                 load_s = await self._start(server)
             except MeltcoreError as error:
@@ -154,7 +160,7 @@ class ForeignModel:
         if not server.started.done():
             server.started.set_result(load_s)
         self._parts.log.write("engine_ready", model=self.name, replica=server.index, load_s=round(load_s, 3))
-        self._update_status()
+        self.update_status()
 
     # --- ending
 
@@ -173,7 +179,7 @@ class ForeignModel:
         what = "has ended" if was_serving else "could not start"
         plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
         self._parts.report(f"{subject} {what}: {reason}; {plan}")
-        self._update_status()
+        self.update_status()
         return pause_s
 
     def drain(self, reason: str) -> None:
@@ -202,25 +208,93 @@ class ForeignModel:
     async def replace_engines(self, drain_limit_s: float) -> None:
         """Replace one process after another, each once its requests have ended. Raises MeltcoreError if one fails.
 
-        API servers send no requests to a replica that is drained: its state in the statistics says so.
+        API servers send no requests to a replica that is drained: its state in the statistics says so. A model that
+        sleeps has no process to replace.
         """
+        async with self.changing:
+            if self.may_run.is_set():
+                await self._replace_processes(drain_limit_s)
+
+    async def _replace_processes(self, drain_limit_s: float) -> None:
         for server in self.servers:
             server.state = "draining"
             self.stats.drain_replica(server.index)
             deadline_s = time.monotonic() + drain_limit_s
             while self.stats.open_requests(server.index) and time.monotonic() < deadline_s:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
-            if server.task is not None:
-                server.task.cancel()
-                await asyncio.gather(server.task, return_exceptions=True)
-            if server.process is not None:
-                await server.process.stop()
+            await self._end_process(server)
             self.stats.mark_replica_dead(server.index)
             server.begin()
             server.restarts += 1
             self.all_ended.clear()
             server.task = asyncio.create_task(self._keep(server))
             await server.started
+
+    # --- sleeping: a process is ended, and started again
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model is loaded for the first time."""
+        return self.status == "loading"
+
+    def begin_sleep(self) -> None:
+        """Let requests wait from now on, and start no process."""
+        self.may_run.clear()
+        for server in self.servers:
+            if server.state != "failed":
+                self.stats.mark_replica_asleep(server.index)
+        self.update_status()
+
+    async def end_servers(self) -> None:
+        """End all processes; they are started again once the model may run."""
+        for server in self.servers:
+            if server.state == "failed":
+                continue
+            await self._end_process(server)
+            deaths_s = server.deaths_s
+            server.begin()
+            server.state, server.deaths_s = "sleeping", deaths_s
+            server.restarts += 1
+            if not self._draining:
+                server.task = asyncio.create_task(self._keep(server))
+
+    def begin_wake(self) -> None:
+        """Let processes be started."""
+        self.set_status("waking", f"{self.name} is being woken")
+        self.may_run.set()
+
+    def end_wake(self, took_s: float) -> None:
+        """Count a wake."""
+        self.stats.set("sleep_level", 0)
+        self.stats.add("wakes")
+        self.stats.add("wake_s", took_s)
+        self.update_status()
+
+    def fail_start(self, replica: int, reason: str) -> None:
+        """End a process that takes too long to start; it is started again like one that has ended."""
+        process = self.servers[replica].process
+        if process is not None:
+            self._parts.report(f"the server of {self.name}: {reason}")
+            process.kill()
+
+    async def fail_loading(self, reason: str) -> None:
+        """Give up a model that takes too long to load for the first time."""
+        if self.loading is not None:
+            self.loading.cancel()
+            await asyncio.gather(self.loading, return_exceptions=True)
+        await self._stop_servers()
+        self.fail(reason)
+
+    def broadcast(self, message: EndRequests) -> None:
+        """Send a message about the model to all API servers."""
+        self._parts.pool.broadcast(message)
+
+    async def _end_process(self, server: ForeignServer) -> None:
+        if server.task is not None:
+            server.task.cancel()
+            await asyncio.gather(server.task, return_exceptions=True)
+        if server.process is not None:
+            await server.process.stop()
 
     # --- state
 
@@ -230,12 +304,16 @@ class ForeignModel:
             self.status, self.reason = status, reason
             self._parts.pool.broadcast(StatusChanged(self.number, status, reason))
 
-    def _update_status(self) -> None:
+    def update_status(self) -> None:
+        """Derive the status from the processes."""
         if self._draining:
             return
         states = [server.state for server in self.servers]
         reason = next((server.reason.splitlines()[0] for server in self.servers if server.reason), "")
-        if not states or "ready" in states or "draining" in states:
+        if not self.may_run.is_set():
+            if self.status != "loading" and set(states) != {"failed"}:
+                self.set_status("sleeping", f"{self.name} sleeps; requests wait until it is woken")
+        elif not states or "ready" in states or "draining" in states:
             self.set_status("ready", "ready")
         elif "loading" in states or "waiting" in states or "pausing" in states:
             if reason:

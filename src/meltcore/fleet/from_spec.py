@@ -10,6 +10,7 @@ from meltcore.config import (
     ForeignConfig,
     KeyConfig,
     ModelConfig,
+    ResidencyConfig,
     RoutesConfig,
     ServerConfig,
     TranslationRule,
@@ -50,6 +51,13 @@ def server_config(spec: FleetSpec) -> ServerConfig:
         log_format=server.log_format,
         otlp_traces_endpoint=server.otlp_endpoint,
         routes=routes_config(spec),
+        residency=ResidencyConfig(
+            minimum_s=spec.residency.minimum_s,
+            turn_s=spec.residency.turn_s,
+            swaps_per_minute=spec.residency.swaps_per_minute,
+            keep=spec.residency.keep,
+            start_timeout_s=timeouts.start_s,
+        ),
         api_keys=tuple(key_config(spec, key) for key in spec.keys),
         **optional,
     )
@@ -95,6 +103,7 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
         max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
         generation_config=model.generation_config,
         priority_class=model.priority,
+        sleepable=model.residency == "sleepable",
     )
 
 
@@ -120,6 +129,7 @@ def foreign_config(spec: FleetSpec, name: str) -> ForeignConfig:
         environment=model.environment,
         max_model_len=model.max_model_len,
         max_num_seqs=model.max_num_seqs,
+        sleepable=model.residency == "sleepable" and model.command is not None,
         upstream_model=model.upstream_model,
         api_key_variable=model.upstream_key_env,
         paths=_FOREIGN_PATHS[model.task],

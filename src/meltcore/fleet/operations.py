@@ -15,7 +15,8 @@ from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.placement import place_replicas
-from meltcore.fleet.served_model import POLL_S, Replica, ServedModel
+from meltcore.fleet.replica import Replica
+from meltcore.fleet.served_model import POLL_S, ServedModel
 
 if TYPE_CHECKING:
     from meltcore.fleet.supervisor import Supervisor
@@ -34,7 +35,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     status: str  # of the model, as /health has it
     reason: str  # why the model cannot serve; "": it can
     pid: int | None
-    memory_bytes: int  # as the engine planned it; 0 before it is loaded
+    memory_bytes: int  # as the engine planned it; 0 before it is loaded; what it holds while it sleeps
     restarts: int
     open_requests: int
     port: int
@@ -70,15 +71,30 @@ class FleetOperations:
         Raises ConfigError for an unknown name, and when an engine does not come back: the rest is left as it is.
         """
         async with self._lock:
-            models = list(self._supervisor.models.values())
-            if name is not None:
-                models = [model for model in models if name in model.config.names]
-                if not models:
-                    known = ", ".join(model.name for model in self._supervisor.models.values())
-                    raise ConfigError(f"there is no model {name!r} in the fleet; it has {known}")
+            models = list(self._supervisor.models.values()) if name is None else [self._find(name)]
             for model in models:
                 await self._restart(model)
             return [model.name for model in models]
+
+    async def sleep(self, name: str) -> str:
+        """Put a sleepable model to sleep until a request wakes it; returns its name. Raises ConfigError."""
+        model = self._find(name)
+        await self._supervisor.turns.sleep(model)
+        return model.name
+
+    async def wake(self, name: str) -> str:
+        """Wake a model before its turn; returns its name. Raises ConfigError where it does not wake."""
+        model = self._find(name)
+        await self._supervisor.turns.wake(model)
+        return model.name
+
+    def _find(self, name: str) -> Model:
+        models = self._supervisor.models.values()
+        for model in models:
+            if name in model.config.names and model.status != "draining":
+                return model
+        known = ", ".join(model.name for model in models)
+        raise ConfigError(f"there is no model {name!r} in the fleet; it has {known}")
 
     async def _restart(self, model: Model) -> None:
         try:
@@ -197,7 +213,9 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
         status=model.status,
         reason="" if model.status == "ready" else model.reason,
         pid=model.engines[replica.index].pid,
-        memory_bytes=_memory_bytes(limits.memory if limits is not None else ()),
+        memory_bytes=replica.resident_bytes
+        if replica.state == "sleeping"
+        else _memory_bytes(limits.memory if limits is not None else ()),
         restarts=replica.restarts,
         open_requests=round(model.stats.open_requests(replica.index)),
         port=port,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from meltcore.errors import ConfigError
 from meltcore.fleet.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import Machine, read_machine
-from meltcore.fleet.placement import replica_gpus
+from meltcore.fleet.placement import replica_gpus, visible_gpus
 from meltcore.fleet.plan import Plan, fleet_needs, host_needs, plan_fleet, with_plan
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.protocol.fleet_spec import FleetSpec
@@ -35,7 +36,10 @@ class FleetPlanner:
 
         Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
         """
-        return server_config(planned_spec(load_fleet(self._path), self._machine, report))
+        spec, plan = _plan(load_fleet(self._path), self._machine, report)
+        config = server_config(spec)
+        residency = dataclasses.replace(config.residency, room_bytes=_room(spec, plan))
+        return dataclasses.replace(config, residency=residency)
 
 
 def planned_config(path: Path) -> ServerConfig:
@@ -49,6 +53,10 @@ def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None
     A model whose sizes are unknown is left as it is: it loads last and takes what is left, or fails with its error.
     Raises ConfigError for GPUs that are not there, and where the others do not fit.
     """
+    return _plan(spec, machine, report)[0]
+
+
+def _plan(spec: FleetSpec, machine: Machine, report: Callable[[str], None]) -> tuple[FleetSpec, Plan]:
     spec = _on_this_machine(spec, machine)
     unknown = dict(_unknown(spec))
     for name, reason in unknown.items():
@@ -64,9 +72,20 @@ def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None
     if plan is None:
         raise ConfigError(_does_not_fit(known, nearest, gpu_bytes, machine))
     planned = with_plan(known, plan)
-    return msgspec.structs.replace(
-        spec, models={name: planned.models.get(name, spec.models[name]) for name in spec.models}
-    )
+    models = {name: planned.models.get(name, spec.models[name]) for name in spec.models}
+    return msgspec.structs.replace(spec, models=models), plan
+
+
+def _room(spec: FleetSpec, plan: Plan) -> dict[str, int]:
+    """Return the bytes of each GPU, by its name, that sleepable models share: all but contexts and other models."""
+    room = {}
+    for gpu, name in zip(plan.gpus, [visible_gpus()[gpu.number] for gpu in plan.gpus], strict=True):
+        resident = sum(
+            engine.context_bytes if spec.models[engine.model].residency == "sleepable" else engine.size_bytes
+            for engine in gpu.engines
+        )
+        room[name] = gpu.total_bytes - gpu.driver_bytes - resident
+    return room
 
 
 def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:

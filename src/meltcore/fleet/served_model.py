@@ -10,35 +10,31 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from meltcore.api.backend import ModelStatus
-from meltcore.api.log import Log
 from meltcore.api.stats import ModelStats
 from meltcore.backends.engine_link import socket_folder
 from meltcore.backends.engine_process import LocalEngineProcess, common_limits
 from meltcore.config import ModelConfig, Task
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
-from meltcore.fleet.channel import AddModel, OpenModel, ReplicaEnded, ReplicaStarted, StatusChanged
+from meltcore.fleet.channel import AddModel, EndRequests, OpenModel, ReplicaEnded, ReplicaStarted, StatusChanged
 from meltcore.fleet.logs import log_name
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.readiness import probe_error, probe_request
-from meltcore.fleet.start_gate import StartGate
-from meltcore.fleet.worker_pool import WorkerPool
+from meltcore.fleet.replica import Replica, ServerParts
 from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
 from meltcore.protocol.generation import GenerationReady, StepOutputs
-from meltcore.protocol.shell import Loading
+from meltcore.protocol.shell import Asleep, Awake, Loading
 from meltcore.protocol.synthesis import SynthesisOutputs
 from meltcore.protocol.transcription import TranscriptionOutputs
 from meltcore.protocol.translation import TranslationOutputs
 
-ReplicaState = Literal["waiting", "loading", "ready", "draining", "pausing", "failed", "stopped"]
 ENGINE_DEAD = "the engine has died"
 SERVER_ENDS = "the engine has died; the server is going down"
 ENGINE_RESTARTS = "the engine has died and is started again; the request can be sent again"
@@ -46,65 +42,6 @@ ENGINE_FAILED = "the engine has died and is not started again"
 REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
 REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"
 POLL_S = 0.02  # while draining
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestartPolicy:
-    """When an engine that has died is started again: after a pause, which doubles with each death in `window_s`."""
-
-    first_pause_s: float = 1.0
-    max_pause_s: float = 60.0
-    max_deaths: int = 5  # within `window_s`; then it stays down
-    window_s: float = 600.0
-    probe_limit_s: float = 120.0  # for the answer to the readiness request
-
-    def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
-        """Return the pause after deaths at these times; None when they are too many."""
-        num_recent = sum(now_s - death_s < self.window_s for death_s in deaths_s)
-        if num_recent >= self.max_deaths:
-            return None
-        doublings = max(0, num_recent - 1)
-        return min(self.max_pause_s, self.first_pause_s * float(2**doublings))
-
-
-@dataclass(eq=False)
-class Replica:
-    """One replica of a model, whose engine process may be replaced."""
-
-    index: int
-    placement: Placement
-    log: Path | None
-    state: ReplicaState = "waiting"
-    reason: str = ""
-    restarts: int = 0
-    deaths_s: list[float] = field(default_factory=list)  # monotonic
-    limits: ServedReady | None = None
-    started: asyncio.Future[ServedReady] | None = None  # the first outcome of a start
-    task: asyncio.Task[None] | None = None
-    probe: asyncio.Future[str] | None = None
-    sockets: Path | None = None  # of its engine
-
-    def begin(self) -> None:
-        """Begin a new life: nothing has come of it yet."""
-        self.state, self.reason, self.deaths_s = "waiting", "", []
-        self.started = asyncio.get_running_loop().create_future()
-        self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerParts:
-    """What the models of a server share. `policy`: None for `meltcore serve`, which starts no engine again."""
-
-    pool: WorkerPool
-    gate: StartGate
-    log: Log
-    report: Callable[[str], None]  # prints a line
-    engine_command: Sequence[str]
-    sockets: Path
-    client_count: int
-    next_engine: Callable[[], int]  # numbers engine processes, whose sockets are in a folder of that number
-    policy: RestartPolicy | None = None
-    log_folder: Path | None = None  # with a file per engine; None: our standard error
 
 
 class ServedModel:
@@ -130,6 +67,10 @@ class ServedModel:
         self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
         self._parts = parts
         self._draining = False
+        self.may_run = asyncio.Event()  # cleared while the model sleeps: no engine is started
+        self.changing = asyncio.Lock()  # of one who puts it to sleep, wakes it or replaces its engines
+        if not config.sleepable or parts.policy is None:
+            self.may_run.set()
         self.replicas = [
             Replica(
                 index,
@@ -196,6 +137,7 @@ class ServedModel:
     async def _keep(self, replica: Replica) -> None:
         """Start the engine of a replica, and start it again each time that it dies, as the policy has it."""
         while True:
+            await self.may_run.wait()
             try:
                 limits = await self._start(replica)
             except MeltcoreError as error:
@@ -283,15 +225,19 @@ class ServedModel:
     def _after_end(self, replica: Replica, reason: str, is_final: bool) -> float | None:
         """Fail the requests of an engine that has ended; returns the pause until the next start, None for no start."""
         policy, now_s = self._parts.policy, time.monotonic()
-        was_serving = replica.state in ("ready", "draining")
+        was_serving = replica.state in ("ready", "draining", "sleeping")
+        is_asleep, replica.is_asleep = not self.may_run.is_set(), False
         num_failed = round(self.stats.open_requests(replica.index))
-        self.stats.mark_replica_dead(replica.index)
         replica.reason = reason
         replica.deaths_s.append(now_s)
         pause_s = None
         if policy is not None and not is_final and not self._draining:
             pause_s = policy.pause_s(replica.deaths_s, now_s)
         replica.state = "failed" if pause_s is None else "pausing"
+        if is_asleep and pause_s is not None:  # the requests that wait for it wait on
+            replica.state, pause_s = "sleeping", 0.0
+        else:
+            self.stats.mark_replica_dead(replica.index)
         self._end_requests(replica, self._death_message(pause_s))
         self.update_status(pause_s)
         subject = self.describe(replica.index, "the engine")
@@ -309,6 +255,8 @@ class ServedModel:
             self._parts.report(f"{subject} could not start: {reason}")
         if policy is not None and not self._draining:
             plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
+            if is_asleep and pause_s is not None:
+                plan = "it is started again when it is wanted"
             self._parts.report(f"{subject}: {plan}")
         return pause_s
 
@@ -335,6 +283,75 @@ class ServedModel:
         self._draining = True
         await self._stop_engines()
 
+    # --- sleeping
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model is loaded for the first time."""
+        return self.limits is None and self.status != "failed"
+
+    def begin_sleep(self) -> None:
+        """Let requests wait from now on, and start no engine."""
+        self.may_run.clear()
+        for replica in self.replicas:
+            if replica.state != "failed":
+                self.stats.mark_replica_asleep(replica.index)
+        self.update_status()
+
+    def begin_wake(self) -> None:
+        """Let engines be started; those that sleep are woken by the caller."""
+        self.set_status("waking", f"{self.name} is being woken")
+        self.may_run.set()
+
+    def end_wake(self, took_s: float) -> None:
+        """Count a wake."""
+        self.stats.set("sleep_level", 0)
+        self.stats.add("wakes")
+        self.stats.add("wake_s", took_s)
+        self.update_status()
+
+    async def end_engine(self, replica: Replica) -> None:
+        """End the process of a replica; it is started again once the model may run."""
+        deaths_s = replica.deaths_s
+        await self._end_process(replica)
+        replica.begin()
+        replica.state, replica.deaths_s, replica.is_asleep, replica.resident_bytes = "sleeping", deaths_s, False, 0
+        replica.restarts += 1
+        if not self._draining:
+            self.stats.mark_replica_asleep(replica.index)
+            replica.task = asyncio.create_task(self._keep(replica))
+
+    def fail_start(self, replica: int, reason: str) -> None:
+        """End an engine that takes too long to start; it is started again like one that has died."""
+        self.engines[replica].fail(reason)
+
+    async def fail_loading(self, reason: str) -> None:
+        """Give up a model that takes too long to load for the first time."""
+        if self.loading is not None:
+            self.loading.cancel()
+            await asyncio.gather(self.loading, return_exceptions=True)
+        await self._stop_engines()
+        self.fail(reason)
+
+    def broadcast(self, message: EndRequests) -> None:
+        """Send a message about the model to all API servers."""
+        self._parts.pool.broadcast(message)
+
+    def log(self, event: str, replica: Replica, **fields: Any) -> None:
+        """Write a line about an engine to the server's log."""
+        self._parts.log.write(event, model=self.name, replica=replica.index, **fields)
+
+    def report(self, text: str) -> None:
+        """Print a line."""
+        self._parts.report(text)
+
+    async def _end_process(self, replica: Replica) -> None:
+        if replica.task is not None:
+            replica.task.cancel()
+            await asyncio.gather(replica.task, return_exceptions=True)
+        self._end_requests(replica, REPLICA_REPLACED)
+        await self.engines[replica.index].stop()
+
     async def _stop_engines(self) -> None:
         tasks = [replica.task for replica in self.replicas if replica.task is not None]
         for task in tasks:
@@ -351,8 +368,17 @@ class ServedModel:
         """Replace one engine after another, each once its requests have ended. Raises MeltcoreError if one fails.
 
         Requests that take longer than `drain_limit_s` are ended with an error. While no other replica serves, new ones
-        are refused with 503.
+        are refused with 503. A model that sleeps stays asleep: its engines are started when it is wanted.
         """
+        async with self.changing:
+            if self.may_run.is_set():
+                await self._replace_engines(drain_limit_s)
+                return
+            for replica in self.replicas:
+                await self.end_engine(replica)
+            self.update_status()
+
+    async def _replace_engines(self, drain_limit_s: float) -> None:
         for replica in self.replicas:
             if replica.state == "ready":
                 replica.state = "draining"
@@ -361,12 +387,8 @@ class ServedModel:
                 deadline_s = time.monotonic() + drain_limit_s
                 while self.stats.open_requests(replica.index) and time.monotonic() < deadline_s and replica.task:
                     await asyncio.wait({replica.task}, timeout=POLL_S)
-            if replica.task is not None:
-                replica.task.cancel()
-                await asyncio.gather(replica.task, return_exceptions=True)
             self.stats.mark_replica_dead(replica.index)
-            self._end_requests(replica, REPLICA_REPLACED)
-            await self.engines[replica.index].stop()
+            await self._end_process(replica)
             replica.begin()
             replica.restarts += 1
             self.all_ended.clear()
@@ -395,8 +417,12 @@ class ServedModel:
                 self.set_status("dead", f"{self._dead_text()} ({reason})")
         elif all(replica.state == "failed" for replica in self.replicas):
             self.set_status("failed", self._failure_text(reason))
+        elif self.limits is not None and not self.may_run.is_set():
+            self.set_status("sleeping", f"{self.name} sleeps; requests wait until it is woken")
         elif self.limits is None and not reason:
             self.set_status("loading", self.reason)
+        elif not reason and self.status == "waking":
+            return
         elif not reason:
             self.set_status("restarting", f"{self.name} is being restarted")
         else:
@@ -441,6 +467,9 @@ class ServedModel:
                 error = probe_error(message)
                 if error is not None:
                     replica.probe.set_result(error)
+        elif isinstance(message, Asleep | Awake):
+            if replica.answer is not None and not replica.answer.done():
+                replica.answer.set_result(message)
         elif isinstance(message, Loading) and replica.index == 0:  # all load the same; together, they would alternate
             progress_note = f" ({message.fraction:.0%})" if message.fraction else ""  # unknown for many stages
             if self.status == "loading":

@@ -41,8 +41,10 @@ from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.logs import log_folder
 from meltcore.fleet.operations import FleetOperations
 from meltcore.fleet.placement import Placement, place_replicas
-from meltcore.fleet.served_model import POLL_S, RestartPolicy, ServedModel, ServerParts
+from meltcore.fleet.replica import RestartPolicy, ServerParts
+from meltcore.fleet.served_model import POLL_S, ServedModel
 from meltcore.fleet.start_gate import StartGate
+from meltcore.fleet.turns import Turns
 from meltcore.fleet.worker_pool import WorkerPool, worker_count
 from meltcore.host_memory import use_one_arena
 from meltcore.protocol.shell import ForgetClient
@@ -158,6 +160,7 @@ class Supervisor:
         )
         self._numbers = itertools.count()
         self._watches: dict[int, asyncio.Task[None]] = {}
+        self.turns = Turns(config.residency, config.drain_timeout_s)
         self._stop = asyncio.Event()
         self._stopped_s: float | None = None  # when the first signal came
 
@@ -176,6 +179,7 @@ class Supervisor:
         finally:
             if admin is not None:
                 await admin.stop()
+            await self.turns.stop()
             for watch in self._watches.values():
                 watch.cancel()
             await asyncio.gather(*(model.stop() for model in self.models.values()))
@@ -220,10 +224,12 @@ class Supervisor:
             await self.add_fleet_model(config, placements)
         for foreign in self.config.foreign:
             self.add_fleet_foreign(foreign)
+        self.turns.start()
 
     def add_fleet_foreign(self, config: ForeignConfig) -> ForeignModel:
         """Add a model of other servers and begin to start them; `loading` of the result is done when they answer."""
         model = self._add_foreign(config)
+        self.turns.add(model)
         model.loading = asyncio.create_task(model.load_or_fail())
         return model
 
@@ -251,6 +257,7 @@ class Supervisor:
             model.fail(str(error))
         else:
             model = self._add_model(config, task, placements)
+            self.turns.add(model)
             model.loading = asyncio.create_task(self._load_model(model))
         return model
 
@@ -258,6 +265,7 @@ class Supervisor:
         """Remove a model whose engines have ended."""
         if (watch := self._watches.pop(model.number, None)) is not None:
             watch.cancel()
+        self.turns.remove(model)
         self._pool.remove_model(model.number)
         self._stats.remove_model(model.number)
         del self.models[model.number]

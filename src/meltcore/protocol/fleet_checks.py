@@ -146,8 +146,6 @@ def _check_command(model: ModelSection, command: str, path: str) -> None:
 def _check_device(spec: FleetSpec, model: ModelSection, path: str) -> None:
     device, ranks = model.device, model.tensor_parallel_size
     if device == "cpu":
-        if model.residency == "sleepable":
-            raise FleetError(f"{path}.residency", "got 'sleepable' with device cpu; only GPU memory can be given up")
         return
     fleet_gpus = [gpu.id for gpu in spec.gpus]
     if isinstance(device, str):

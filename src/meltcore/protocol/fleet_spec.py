@@ -180,7 +180,7 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     ] = "auto"
     residency: Annotated[
         Literal["always_on", "sleepable"],
-        Meta(description="sleepable: its memory may be given to others while it has no requests."),
+        Meta(description="sleepable: its memory may be given to others in turns; see `residency` of the file."),
     ] = "always_on"
     priority: Annotated[Priority, Meta(description="Class of its requests against those of other models.")] = "standard"
     max_queue: Annotated[
@@ -270,10 +270,25 @@ class TimeoutsSection(_Section, frozen=True, kw_only=True):
 
     request_s: Annotated[PositiveSeconds, Meta(description="A request, from arrival to the last byte.")] = 600.0
     drain_s: Annotated[
-        Annotated[float, Meta(ge=0)], Meta(description="Open requests, when a model or the server stops.")
+        Annotated[float, Meta(ge=0)],
+        Meta(description="Open requests, when a model or the server stops, or a model falls asleep."),
     ] = 30.0
     start_s: Annotated[PositiveSeconds, Meta(description="A model, from its start to its first answer.")] = 600.0
     connect_s: Annotated[PositiveSeconds, Meta(description="A connection to a `url` or `command`.")] = 5.0
+
+
+class ResidencySection(_Section, frozen=True, kw_only=True):
+    """When sleepable models that share memory take turns. Requests for a sleeping model wait."""
+
+    minimum_s: Annotated[float, Meta(ge=0, description="Time that a woken model stays awake.")] = 5.0
+    turn_s: Annotated[
+        float, Meta(ge=0, description="Time that a busy model stays while requests of its class wait for another.")
+    ] = 20.0
+    swaps_per_minute: Annotated[PositiveInt, Meta(description="Times per minute that models are put to sleep.")] = 6
+    keep: Annotated[
+        Literal["host", "disk"],
+        Meta(description="Where weights are meanwhile: in pinned host memory, or only in the checkpoint."),
+    ] = "host"
 
 
 class TranslateRoute(_Section, frozen=True, kw_only=True):
@@ -314,6 +329,7 @@ class FleetSpec(_Section, frozen=True, kw_only=True):
     keys: Annotated[tuple[KeySection, ...], Meta(description="API keys (default: none is asked for).")] = ()
     limits: Annotated[LimitsSection, Meta(description="Limits of requests.")] = LimitsSection()
     timeouts: Annotated[TimeoutsSection, Meta(description="Time limits in seconds.")] = TimeoutsSection()
+    residency: Annotated[ResidencySection, Meta(description="When sleepable models take turns.")] = ResidencySection()
     routes: Annotated[RoutesSection, Meta(description="Models behind routes without a model's name.")] = RoutesSection()
 
     def resolve(self, name: str) -> str | None:

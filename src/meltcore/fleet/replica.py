@@ -1,0 +1,80 @@
+"""One replica of a model and its engine's life, what the models of a server share, and when engines are restarted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from meltcore.api.log import Log
+from meltcore.fleet.placement import Placement
+from meltcore.fleet.start_gate import StartGate
+from meltcore.fleet.worker_pool import WorkerPool
+from meltcore.protocol.engines import ServedReady
+from meltcore.protocol.shell import Asleep, Awake
+
+ReplicaState = Literal["waiting", "loading", "ready", "draining", "sleeping", "pausing", "failed", "stopped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """When an engine that has died is started again: after a pause, which doubles with each death in `window_s`."""
+
+    first_pause_s: float = 1.0
+    max_pause_s: float = 60.0
+    max_deaths: int = 5  # within `window_s`; then it stays down
+    window_s: float = 600.0
+    probe_limit_s: float = 120.0  # for the answer to the readiness request
+
+    def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
+        """Return the pause after deaths at these times; None when they are too many."""
+        num_recent = sum(now_s - death_s < self.window_s for death_s in deaths_s)
+        if num_recent >= self.max_deaths:
+            return None
+        doublings = max(0, num_recent - 1)
+        return min(self.max_pause_s, self.first_pause_s * float(2**doublings))
+
+
+@dataclass(eq=False)
+class Replica:
+    """One replica of a model, whose engine process may be replaced."""
+
+    index: int
+    placement: Placement
+    log: Path | None
+    state: ReplicaState = "waiting"
+    reason: str = ""
+    restarts: int = 0
+    deaths_s: list[float] = field(default_factory=list)  # monotonic
+    limits: ServedReady | None = None
+    started: asyncio.Future[ServedReady] | None = None  # the first outcome of a start
+    task: asyncio.Task[None] | None = None
+    probe: asyncio.Future[str] | None = None
+    sockets: Path | None = None  # of its engine
+    is_asleep: bool = False  # its engine sleeps, and can be woken
+    resident_bytes: int = 0  # that it holds while it sleeps
+    answer: asyncio.Future[Asleep | Awake] | None = None  # of an engine that was asked to sleep or wake
+
+    def begin(self) -> None:
+        """Begin a new life: nothing has come of it yet."""
+        self.state, self.reason, self.deaths_s = "waiting", "", []
+        self.started = asyncio.get_running_loop().create_future()
+        self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerParts:
+    """What the models of a server share. `policy`: None for `meltcore serve`, which starts no engine again."""
+
+    pool: WorkerPool
+    gate: StartGate
+    log: Log
+    report: Callable[[str], None]  # prints a line
+    engine_command: Sequence[str]
+    sockets: Path
+    client_count: int
+    next_engine: Callable[[], int]  # numbers engine processes, whose sockets are in a folder of that number
+    policy: RestartPolicy | None = None
+    log_folder: Path | None = None  # with a file per engine; None: our standard error
