@@ -236,18 +236,31 @@ def write_data(path: Path, tensors: list[StoredTensor], buffer_bytes: int = BUFF
         file.write(bytes(-file.tell() % GGUF_DEFAULT_ALIGNMENT))
 
 
+def leave_out(path: Path, tensors: list[StoredTensor]) -> None:
+    """Give the file its size with a hole in place of the tensors."""
+    end = path.stat().st_size
+    for tensor in tensors:
+        end += -end % GGUF_DEFAULT_ALIGNMENT + tensor.num_bytes
+    with path.open("r+b") as file:
+        file.truncate(end + -end % GGUF_DEFAULT_ALIGNMENT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="Hub id with a bundled configuration, or a folder with config.json.")
     parser.add_argument("type", choices=FILE_TYPES)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--sparse", action="store_true", help="Leave the weights out: --load-format dummy reads none.")
     parser.add_argument("--head", choices=HEAD_TYPES, help="Format of the head (a tied one: of the embedding).")
     args = parser.parse_args()
     started_s = time.perf_counter()
     config = text_config(args.model)
     sizes, tensors = layout(config, args.type, args.head)
     write_header(new_writer(args.out, config, sizes, args.type), tensors)
-    write_data(args.out, tensors)
+    if args.sparse:
+        leave_out(args.out, tensors)
+    else:
+        write_data(args.out, tensors)
     seconds, size_gb = time.perf_counter() - started_s, args.out.stat().st_size / 1e9
     print(f"{args.out}: {size_gb:.2f} GB in {seconds:.1f} s, {size_gb / seconds:.2f} GB/s")
 

@@ -96,8 +96,8 @@ class EngineConfig:
     )
     memory_bytes: int | None = option(
         None,
-        "Memory that an engine may take of each GPU, or of the host on a CPU, like 40GiB: weights, caches and a "
-        "reserve of 8 % (default: all that is free; CPU: the weights and a quarter of the available host memory).",
+        "Memory that an engine may take of each GPU, or of the host on a CPU, like 40GiB: weights, caches and "
+        "workspace; a GPU enforces it (default: all that is free; CPU: the weights and a quarter of available memory).",
         group=_ENGINE_GROUP,
     )
     enforce_eager: bool = option(False, "Launch every kernel by itself, without CUDA graphs.", group=_ENGINE_GROUP)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from meltcore.config import EngineConfig
+from meltcore.engine.core.kv_cache import PageLayout
+from meltcore.engine.core.memory_plan import MemoryPlan
 from meltcore.engine.host.memory_needs import engine_needs
+from meltcore.engine.worker import loading
 from meltcore.errors import ConfigError
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.kv_cache_specs import group_layers
+from meltcore.models.loader import build_meta_model
+from meltcore.models.model import Model
 from meltcore.protocol.fleet_spec import ModelSection, Size
 
 GEMMA = {"checkpoint": "not/here", "shapes": "google/gemma-3-27b-it", "format": "q4_0", "max_num_seqs": 8}
@@ -26,6 +41,55 @@ def test_rows_add_up_to_the_budget_of_each_task(task: str) -> None:
     assert needs.task == task
     assert 0 <= needs.budget_bytes - sum(row.size_bytes for row in needs.rows) < 2**20 + 0.08 * needs.budget_bytes
     assert needs.budget_bytes > needs.rows[0].size_bytes > 0
+
+
+@functools.cache
+def meta_model(name: str) -> Model:
+    return build_meta_model(open_checkpoint(name, files="config"), torch.bfloat16, torch.device("meta"))
+
+
+def engine_plan(name: str, memory_bytes: int, limits: dict[str, Any]) -> MemoryPlan:
+    """The plan that an engine on a GPU makes of the model that it builds."""
+    config = EngineConfig(model=name, memory_bytes=memory_bytes, **limits)
+    length = limits["max_model_len"]
+    with mock.patch.object(loading, "byte_budget", lambda config, *_: config.memory_bytes):
+        return loading._plan(config, meta_model(name), torch.device("cuda"), length, torch.bfloat16)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(["Qwen/Qwen3-0.6B", "google/gemma-3-1b-it", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-30B-A3B"]),
+    length=st.integers(256, 16_384),
+    seqs=st.integers(1, 80),
+    batched=st.sampled_from([None, 256, 4096]),
+    enforce_eager=st.booleans(),
+)
+def test_engine_accepts_the_budget_that_is_planned_for_it(
+    name: str, length: int, seqs: int, batched: int | None, enforce_eager: bool
+) -> None:
+    limits: dict[str, Any] = {"max_model_len": length, "max_num_seqs": seqs, "enforce_eager": enforce_eager}
+    model = ModelSection(checkpoint="not/here", shapes=name, max_num_batched_tokens=batched, **limits)
+    needs = engine_needs(model)
+    assert needs.max_num_batched_tokens is not None
+    limits["max_num_batched_tokens"] = needs.max_num_batched_tokens
+    plan = engine_plan(name, needs.budget_bytes, limits)
+    layout = PageLayout.of(group_layers(meta_model(name).kv_cache_specs()))
+    assert plan.pages >= layout.pages_together(seqs, length, needs.max_num_batched_tokens)
+    assert plan.max_num_seqs == seqs
+    assert [(row.name, row.size_bytes) for row in plan.rows] == [(row.name, row.size_bytes) for row in needs.rows]
+    assert sum(row.size_bytes for row in plan.rows) <= needs.budget_bytes
+    assert plan.workspace is not None
+    assert (plan.workspace.graphs == 0) == enforce_eager
+    for more in ({"max_model_len": length + 512}, {"max_num_seqs": seqs + 1}):
+        assert engine_needs(msgspec.structs.replace(model, **more)).budget_bytes >= needs.budget_bytes
+
+
+def test_budget_without_a_number_of_sequences_has_no_more_than_its_fraction_holds() -> None:
+    few = engine_plan("Qwen/Qwen3-0.6B", 6 * 2**30, {"max_model_len": 4096, "max_num_batched_tokens": 8192})
+    many = engine_plan("Qwen/Qwen3-0.6B", 80 * 2**30, {"max_model_len": 4096, "max_num_batched_tokens": 8192})
+    assert 16 <= few.max_num_seqs < many.max_num_seqs == 1024
+    assert few.workspace is not None
+    assert few.workspace.total_bytes < 0.5 * 6 * 2**30
 
 
 def test_one_mebibyte_less_is_not_enough() -> None:

@@ -67,7 +67,7 @@ def test_sleepable_models_take_turns_only_where_all_do_not_fit() -> None:
     plan, nearest = plan_fleet(spec, [80 * GIB])
     assert plan is not None
     assert (plan.sleeping, nearest) == ((), None)
-    plan, _ = plan_fleet(spec, [41 * GIB])
+    plan, _ = plan_fleet(spec, [34 * GIB])
     assert plan is not None
     assert plan.sleeping == ("qwen", "mt")
 
@@ -103,7 +103,7 @@ def test_engines_get_the_memory_that_the_plan_gives() -> None:
     assert [model.engine.max_num_seqs for model in config.models] == [4, 4, None]
 
 
-@pytest.mark.parametrize(("vram", "status"), [("141", 0), ("80", 1)])
+@pytest.mark.parametrize(("vram", "status"), [("96", 0), ("80", 1)])
 def test_written_fleet_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], vram: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,8 @@ from random_gguf import layout, new_writer, text_config, write_header
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from meltcore.engine.core.graph_sizes import capture_sizes
 from meltcore.engine.distributed.group_runner import GroupRunner
-from meltcore.engine.worker.cuda_graphs import capture_sizes
 from meltcore.engine.worker.model_runner import ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
 from meltcore.kernels.comm.symmetric_memory import SymmetricMemory

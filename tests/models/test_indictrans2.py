@@ -52,7 +52,7 @@ def forced_logits(model: IndicTrans2, sources: list[list[int]], prefix: list[int
     lengths = torch.tensor([len(source) for source in sources])
     token_ids = torch.tensor([source + [5] * (longest - len(source)) for source in sources])
     encoded = model.encode(token_ids, lengths)
-    cross_kv = torch.stack(model.cross_keys_values(encoded)).contiguous()
+    cross_kv = torch.stack([*model.cross_keys_values(encoded)]).contiguous()
     decoder, size = model.config.decoder, model.config.hidden_size
     self_kv = torch.zeros(decoder.num_layers, 2, rows, decoder.num_heads, len(prefix), 1, size // decoder.num_heads)
     logits = []

@@ -97,7 +97,7 @@ def logits_after(model: IndicTrans2, sources: list[list[int]], prefix: list[int]
     shape = decoder.num_layers, 2, rows, decoder.num_heads, len(prefix), 1, size // decoder.num_heads
     self_kv, logits = torch.zeros(shape, dtype=model.dtype, device=device), []
     with torch.inference_mode():
-        cross_kv = torch.stack(model.cross_keys_values(model.encode(token_ids, lengths))).contiguous()
+        cross_kv = torch.stack([*model.cross_keys_values(model.encode(token_ids, lengths))]).contiguous()
         for position, token in enumerate(prefix):
             step = DecodeStep(
                 token_ids=torch.full((rows, 1), token, device=device),

@@ -37,13 +37,14 @@ def main() -> int:
     ranks = StartedRanks(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
     # These import torch, which takes seconds, while the other ranks do the same.
     from meltcore.engine.core.engine import GenerationEngine
+    from meltcore.engine.host.budget import build_within_budget
     from meltcore.engine.host.shell import serve
     from meltcore.protocol.generation import ToEngine
 
     def build(progress: Callable[[str, float], None]) -> GenerationEngine:
         return GenerationEngine(config, progress=progress, ranks=ranks)
 
-    return serve(build, ToEngine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    return serve(build_within_budget(config, build), ToEngine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
 
 
 _Task = Literal["recognition", "synthesis", "translation"]
@@ -63,6 +64,7 @@ def _batch_task(config: EngineConfig) -> _Task | None:
 
 
 def _serve_task(config: EngineConfig, task: _Task) -> int:
+    from meltcore.engine.host.budget import build_within_budget
     from meltcore.engine.host.shell import BuildEngine, serve
 
     build: BuildEngine
@@ -71,17 +73,20 @@ def _serve_task(config: EngineConfig, task: _Task) -> int:
         from meltcore.engine.batch.recognition import recognition_engine
         from meltcore.protocol.transcription import ToEngine as ToRecognition
 
-        build, to_engine = partial(recognition_engine, config), ToRecognition
+        build = build_within_budget(config, partial(recognition_engine, config))
+        to_engine = ToRecognition
     elif task == "synthesis":
         from meltcore.engine.batch.synthesis import synthesis_engine
         from meltcore.protocol.synthesis import ToEngine as ToSynthesis
 
-        build, to_engine = partial(synthesis_engine, config), ToSynthesis
+        build = build_within_budget(config, partial(synthesis_engine, config))
+        to_engine = ToSynthesis
     else:
         from meltcore.engine.batch.translation import translation_engine
         from meltcore.protocol.translation import ToEngine as ToTranslation
 
-        build, to_engine = partial(translation_engine, config), ToTranslation
+        build = build_within_budget(config, partial(translation_engine, config))
+        to_engine = ToTranslation
     return serve(build, to_engine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
 
 

@@ -52,7 +52,7 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 ASSUMED = ContextMemory(
     driver_bytes=512 * _MIB,
-    processes=dict.fromkeys(("generation", "translation", "recognition", "synthesis"), 640 * _MIB),
+    processes=dict.fromkeys(("generation", "translation", "recognition", "synthesis"), 576 * _MIB),
 )
 
 

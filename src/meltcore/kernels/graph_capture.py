@@ -51,6 +51,9 @@ class GraphCache(Generic[_Kept]):
         if key not in self._kept:
             if len(self._kept) >= self._limit:
                 self._kept.popitem(last=False)
+            if torch.cuda.is_available() and torch.cuda.get_per_process_memory_fraction() < 1.0:
+                # An engine with a budget holds all of it in torch's cache, which a capture cannot take or free.
+                torch.cuda.empty_cache()
             self._kept[key] = make(self._capturer)
         self._kept.move_to_end(key)
         return self._kept[key]

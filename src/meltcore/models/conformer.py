@@ -12,11 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meltcore.models.task_configs import ConformerConfig
+from meltcore.models.task_configs import MAX_SUBSAMPLING_ELEMENTS, ConformerConfig
 
 _SUBSAMPLING_KERNEL, _SUBSAMPLING_STRIDE = 3, 2
-# Elements of one layer of the subsampling: what is larger is computed in parts. 2 GiB in float32.
-_MAX_SUBSAMPLING_ELEMENTS = 2**29
 
 
 class Subsampling(nn.Module):
@@ -26,6 +24,7 @@ class Subsampling(nn.Module):
         super().__init__()
         channels, mels = config.subsampling_channels, config.num_mels
         self._channels = channels
+        self.max_elements = MAX_SUBSAMPLING_ELEMENTS
         layers: list[nn.Module] = []
         for stage in range(round(math.log2(config.subsampling_factor))):
             is_depthwise = stage > 0 and config.subsampling == "dw_striding"
@@ -52,7 +51,7 @@ class Subsampling(nn.Module):
         features: [clips, frames, num_mels], frames: [clips] int64.
         """
         clip_elements = self._channels * features.shape[1] * features.shape[2] // _SUBSAMPLING_STRIDE**2
-        rows = max(1, _MAX_SUBSAMPLING_ELEMENTS // max(1, clip_elements))
+        rows = max(1, self.max_elements // max(1, clip_elements))
         parts = [
             self._subsample(features[start : start + rows], frames[start : start + rows])
             for start in range(0, len(features), rows)

@@ -8,7 +8,7 @@ embeddings and share the decoder's with the head. Paper: https://arxiv.org/abs/2
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -259,9 +259,13 @@ class IndicTrans2(nn.Module):
         encoded: torch.Tensor = self.encoder_norm(hidden)
         return encoded
 
-    def cross_keys_values(self, encoded: torch.Tensor) -> list[torch.Tensor]:
-        """Return each decoder layer's keys and values of the sources: [2, rows, heads, positions, head_dim]."""
-        return [layer.cross_attn.keys_and_values(encoded) for layer in self.decoder_layers]  # type: ignore[union-attr, operator]
+    def cross_keys_values(self, encoded: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield each decoder layer's keys and values of the sources: [2, rows, heads, positions, head_dim].
+
+        One at a time: all together they would take as much memory as the rest of the encoder.
+        """
+        for layer in self.decoder_layers:
+            yield layer.cross_attn.keys_and_values(encoded)  # type: ignore[union-attr, operator]
 
     def decode(self, step: DecodeStep, self_kv: torch.Tensor, cross_kv: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens [rows, beams, decoder vocab_size].

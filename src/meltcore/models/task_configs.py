@@ -5,6 +5,7 @@ This module does not import torch, since plans of memory read configurations too
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,10 +14,13 @@ from meltcore.models.config_fields import Fields
 
 TRANSLATION_ACTIVATIONS = ("gelu", "relu")
 _TRANSLATION, _SYNTHESIS = "IndicTrans2", "IndicF5"
-# Beams and new tokens per sentence of a translation, and the longest step and number of CUDA graphs of synthesis: more
-# frames keep a GPU busy for longer than their launches take.
+# Beams and new tokens per sentence of a translation.
 NUM_BEAMS, MAX_NEW_TOKENS = 5, 256
-MAX_GRAPH_FRAMES, MAX_GRAPHS = 4096, 8
+# The longest step of synthesis that is a CUDA graph, in frames, and the number of graphs: more frames keep a GPU busy
+# for longer than their launches take. And those of an engine with a budget in bytes.
+SYNTHESIS_GRAPHS, BUDGET_SYNTHESIS_GRAPHS = (4096, 8), (2048, 4)
+# Elements of one layer of a recognizer's subsampling: what is larger is computed in parts. 256 MiB in 16 bits.
+MAX_SUBSAMPLING_ELEMENTS = 2**27
 POSITION_GROUPS = 16  # of the convolution over positions of IndicF5
 
 
@@ -235,3 +239,10 @@ class IndicConformerConfig:
     def frame_s(self) -> float:
         """The duration of an encoder frame in seconds."""
         return self.features.hop * self.encoder.subsampling_factor / self.features.sample_rate
+
+
+def graph_rows(slots: int) -> list[int]:
+    """Return the numbers of sentences that steps are padded to, ascending up to `slots`: four in each factor of two."""
+    sizes = {1, 2, *(math.ceil(2 ** (exponent / 4)) for exponent in range(8, 4 * slots.bit_length()))}
+    rounded = {size if size <= 8 else -(-size // 8) * 8 for size in sizes}
+    return [*sorted(size for size in rounded if size < slots), slots]

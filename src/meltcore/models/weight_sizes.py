@@ -25,10 +25,8 @@ MatrixKind = Literal["linear", "expert", "embedding", "head", "gate", "router", 
 _BLOCK_BYTES = {"q4_0": 18 / 32, "q8_0": 34 / 32}
 _Q6_K_BYTES = 210 / 256
 _SCALE_BYTES = 4  # of FP8: float32 per output channel
-_SLICE_VALUES, _SLICE_TILE_ROWS = (
-    2**26,
-    128,
-)  # of the slice of a weight that a step dequantizes, kernels/quant/ggml_linear.py
+# Of the slice of a weight that a step dequantizes, kernels/quant/ggml_linear.py.
+_SLICE_VALUES, _SLICE_TILE_ROWS = 2**26, 256
 _SYNTHESIS_STEPS = 32 + 16 + 8  # whose modulations are kept instead of their weights, tasks/synthesis.py
 
 
@@ -127,14 +125,17 @@ def _experts(config: DecoderConfig) -> int:
     return config.experts.num_experts + config.experts.shared_expert
 
 
-def largest_slice(config: DecoderConfig, ranks: int = 1) -> int:
-    """Return an upper bound of the values of a block-quantized weight that a step dequantizes together."""
-    kinds = ("linear", "embedding", "head", "gate")
-    return max(
-        min(matrix.values, _SLICE_VALUES + _SLICE_TILE_ROWS * matrix.columns)
-        for matrix in decoder_matrices(config, ranks)
-        if matrix.kind in kinds
-    )
+def largest_slice(
+    config: DecoderConfig, ranks: int = 1, kinds: Sequence[MatrixKind] = ("linear", "embedding", "head", "gate")
+) -> int:
+    """Return the values of a block-quantized weight of these kinds that a step dequantizes together at most."""
+    return max(_slice_values(matrix) for matrix in decoder_matrices(config, ranks) if matrix.kind in kinds)
+
+
+def _slice_values(matrix: Matrix) -> int:
+    slices = -(-matrix.values // _SLICE_VALUES)
+    rows = -(-matrix.rows // (slices * _SLICE_TILE_ROWS)) * _SLICE_TILE_ROWS
+    return min(matrix.rows, rows) * matrix.columns
 
 
 def decoder_cache_specs(config: DecoderConfig, ranks: int = 1) -> Sequence[KVCacheSpec]:

@@ -6,7 +6,6 @@ for the number of running sources, padded, and it is launched before the host re
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -22,6 +21,7 @@ from meltcore.errors import ConfigError, RequestError
 from meltcore.kernels.graph_capture import GraphCapturer
 from meltcore.kernels.launch import use_triton
 from meltcore.models.indictrans2 import EOS_ID, IndicTrans2
+from meltcore.models.task_configs import graph_rows
 from meltcore.tasks.beam_state import BeamOptions, BeamState
 
 # Tokens, with padding, that are encoded together at most: they bound the encoder's activations.
@@ -69,11 +69,13 @@ class BeamSearch:
         max_source: int,
         overlap: bool | None = None,
         graphs: bool | None = None,
+        encoder_tokens: int | None = None,
     ) -> None:
         """Allocate the state of `slots` sources of at most `max_source` tokens.
 
         overlap: read the results of a step while the next one runs; graphs: replay CUDA graphs, each captured at its
-        first use or by `capture`. Both default to whether the device is a GPU.
+        first use or by `capture`. Both default to whether the device is a GPU. encoder_tokens: tokens, with padding,
+        that are encoded together at most, or one source.
 
         Raises ConfigError for more tokens than the model has positions.
         """
@@ -86,6 +88,7 @@ class BeamSearch:
                 raise ConfigError(f"{limit} tokens are more than the model's {name}, {most}")
         self.model, self.options = model, options
         self.max_source, self.num_slots = max_source, slots
+        self._encoder_tokens = encoder_tokens or _ENCODER_TOKENS[model.device.type]
         self.state = BeamState(model, options, slots=slots, max_source=max_source)
         self._is_gpu = model.device.type == "cuda"
         self._overlaps = self._is_gpu if overlap is None else overlap
@@ -148,7 +151,7 @@ class BeamSearch:
         sentences = []
         # Short ones first: sources that are encoded together have about one length.
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-        max_tokens = _ENCODER_TOKENS[self.model.device.type]
+        max_tokens = self._encoder_tokens
         while order:
             count = max(1, min(len(order), max_tokens // len(sources[order[-1]])))
             part, order = order[-count:], order[:-count]
@@ -282,10 +285,3 @@ class BeamSearch:
     def _host(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros in host memory, from which a GPU copies without a wait."""
         return torch.zeros(shape, dtype=dtype, pin_memory=self._is_gpu)
-
-
-def graph_rows(slots: int) -> list[int]:
-    """Return the numbers of sentences that steps are padded to, ascending up to `slots`: four in each factor of two."""
-    sizes = {1, 2, *(math.ceil(2 ** (exponent / 4)) for exponent in range(8, 4 * slots.bit_length()))}
-    rounded = {size if size <= 8 else -(-size // 8) * 8 for size in sizes}
-    return [*sorted(size for size in rounded if size < slots), slots]

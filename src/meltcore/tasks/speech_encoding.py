@@ -8,9 +8,6 @@ from meltcore.kernels.graph_capture import GraphCache, GraphCapturer
 from meltcore.models.indicconformer import IndicConformer
 
 _INT16_RANGE = 32_768
-# Clips of a graph at most; more keep a GPU busy for longer than their launches take. And graphs that are kept.
-_MAX_CLIPS, _MAX_GRAPHS = 4, 32
-
 _Graph = tuple[torch.Tensor, torch.Tensor, torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -27,13 +24,17 @@ def encode_samples(
 class EncoderGraphs:
     """`encode_samples` of few clips as CUDA graphs, by the shape of the batch."""
 
-    def __init__(self, model: IndicConformer) -> None:
-        self._model = model
-        self._cache: GraphCache[_Graph] = GraphCache(_MAX_GRAPHS)
+    def __init__(self, model: IndicConformer, limit: int = 32, max_clips: int = 4) -> None:
+        """Keep `limit` graphs of at most `max_clips` clips.
+
+        More clips keep a GPU busy for longer than their launches take.
+        """
+        self._model, self._max_clips = model, max_clips
+        self._cache: GraphCache[_Graph] = GraphCache(limit)
 
     def encode(self, samples: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode as `encode_samples` does. The next batch of the same shape overwrites the result."""
-        if len(samples) > _MAX_CLIPS:
+        if len(samples) > self._max_clips:
             return encode_samples(self._model, samples, lengths)
 
         def make(capturer: GraphCapturer) -> _Graph:

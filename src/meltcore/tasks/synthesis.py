@@ -20,7 +20,7 @@ from torch.nn import functional
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.indicf5 import FILLER, IndicF5
 from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
-from meltcore.models.task_configs import IndicF5Config
+from meltcore.models.task_configs import SYNTHESIS_GRAPHS, IndicF5Config
 from meltcore.tasks.synthesis_graphs import StepGraphs, StepInputs, step_velocity
 
 # Accepted numbers of steps; the first is the default.
@@ -80,14 +80,17 @@ class _Batch:
 class SpeechSampler:
     """Computes utterances in batches of bounded size."""
 
-    def __init__(self, model: IndicF5, max_batch_frames: int) -> None:
-        """Use a prepared model. max_batch_frames: of a batch with its padding; a longer utterance is alone."""
+    def __init__(self, model: IndicF5, max_batch_frames: int, graph_limits: tuple[int, int] = SYNTHESIS_GRAPHS) -> None:
+        """Use a prepared model.
+
+        max_batch_frames: of a batch with its padding; a longer utterance is alone. graph_limits: of StepGraphs.
+        """
         self.model = model
         self._max_frames = max_batch_frames
         self._waiting: dict[str, Utterance] = {}
         self._batches: list[_Batch] = []
         self._launched: deque[torch.cuda.Event] = deque()
-        self._graphs = StepGraphs(model) if model.device.type == "cuda" else None
+        self._graphs = StepGraphs(model, graph_limits) if model.device.type == "cuda" else None
 
     @property
     def is_idle(self) -> bool:

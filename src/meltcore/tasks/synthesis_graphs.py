@@ -8,7 +8,7 @@ import torch
 
 from meltcore.kernels.graph_capture import GraphCache, GraphCapturer
 from meltcore.models.indicf5 import IndicF5
-from meltcore.models.task_configs import MAX_GRAPH_FRAMES, MAX_GRAPHS
+from meltcore.models.task_configs import SYNTHESIS_GRAPHS
 
 
 class StepInputs(NamedTuple):
@@ -38,14 +38,16 @@ class StepGraphs:
     Frames are not rounded up: without padding, attention needs no mask, and 32 replays pay for one capture.
     """
 
-    def __init__(self, model: IndicF5) -> None:
+    def __init__(self, model: IndicF5, limits: tuple[int, int] = SYNTHESIS_GRAPHS) -> None:
+        """limits: frames of the longest step that is a graph, and graphs that are kept."""
         self._model = model
-        self._cache: GraphCache[_Graph] = GraphCache(MAX_GRAPHS)
+        self._max_frames, max_graphs = limits
+        self._cache: GraphCache[_Graph] = GraphCache(max_graphs)
 
     def velocity(self, inputs: StepInputs) -> torch.Tensor:
         """Compute as `step_velocity` does. The next step of the same shape overwrites the result."""
         rows, frames, _ = inputs.noisy.shape
-        if rows * frames > MAX_GRAPH_FRAMES:
+        if rows * frames > self._max_frames:
             return step_velocity(self._model, inputs)
 
         def make(capturer: GraphCapturer) -> _Graph:

@@ -20,8 +20,6 @@ from meltcore.tasks.ctc import Emissions
 WINDOW_FRAMES = 4
 # Iterations between two looks at the device for whether all clips have ended.
 _GPU_ITERATIONS = 8
-# Graphs that are kept, one per number of clips and frames.
-_MAX_GRAPHS = 16
 
 
 class _State(NamedTuple):
@@ -114,9 +112,10 @@ class _Loop:
 class TransducerGraphs:
     """Loops whose iterations are CUDA graphs, by the shape of the batch."""
 
-    def __init__(self, model: IndicConformer) -> None:
+    def __init__(self, model: IndicConformer, limit: int = 16) -> None:
+        """Keep `limit` graphs, one per number of clips and frames."""
         self._model = model
-        self._cache: GraphCache[tuple[_Loop, torch.cuda.CUDAGraph]] = GraphCache(_MAX_GRAPHS)
+        self._cache: GraphCache[tuple[_Loop, torch.cuda.CUDAGraph]] = GraphCache(limit)
 
     def get(
         self, encoded: torch.Tensor, frames: torch.Tensor, languages: torch.Tensor, start: int

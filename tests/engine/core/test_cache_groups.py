@@ -289,3 +289,21 @@ def test_refusal_names_the_longest_context_that_fits() -> None:
     assert plan_of_gemma(memory, max_model_len=longest).pages >= PageLayout.of(GEMMA).max_pages(longest, 8192)
     smaller_chunks = plan_of_gemma(memory, max_model_len=longest, max_num_batched_tokens=1024)
     assert smaller_chunks.page_bytes == GEMMA.page_bytes(64, 2)
+
+
+def test_sequences_that_run_together_share_the_chunk_of_a_step() -> None:
+    """With the pages of `pages_together` all are admitted and none is preempted, whatever their chunks."""
+    layout, seqs, length, chunk = PageLayout((PageGroup(0, 1, None), PageGroup(1, 5, 256))), 6, 2048, 512
+    pages = layout.pages_together(seqs, length, chunk)
+    assert pages < 0.8 * seqs * layout.max_pages(length, chunk)
+    scheduler = scheduler_of(layout, pages, max_num_seqs=seqs, max_num_batched_tokens=chunk, max_model_len=length)
+    for index in range(seqs):
+        scheduler.add(request_of([1] * (length - 40 - 17 * index), index, max_tokens=32))
+    most_running = 0
+    while scheduler.has_work:
+        scheduled = scheduler.schedule()
+        assert scheduled
+        most_running = max(most_running, len(scheduler.running))
+        scheduler.update(scheduled, [1] * sum(each.samples for each in scheduled))
+    assert (most_running, scheduler.preemptions) == (seqs, 0)
+    assert scheduler.pool.used == 0

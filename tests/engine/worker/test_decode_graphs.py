@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from meltcore.engine.core.batch import NewPages, Step
+from meltcore.engine.core.graph_sizes import capture_sizes
 from meltcore.engine.worker import cuda_graphs as graphs_file
 from meltcore.engine.worker import transfer as transfer_file
-from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, DecodeGraphs, DecodeOutput, capture_sizes
+from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, DecodeGraphs, DecodeOutput
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 256, 1000, 1024, 5000])

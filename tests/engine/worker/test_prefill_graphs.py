@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from meltcore.engine.core.batch import Batch, NewPages, build_batch
+from meltcore.engine.core.graph_sizes import PREFILL_ONLY
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
@@ -22,7 +23,6 @@ from meltcore.engine.worker.prefill_graphs import (
     EMPTY_BATCH,
     MIN_FREE_BYTES,
     ON_DEVICE,
-    PREFILL_ONLY,
     GraphBucket,
     PaddedInputs,
     PrefillGraphs,

@@ -48,6 +48,8 @@ class BatchTask(Protocol[_AcceptedRequest, Result]):
     def cost(self, request: _AcceptedRequest) -> int:
         """Return the positions of a request, at least 1. Raises RequestError for one that cannot be served."""
 
+    outside_bytes: int  # of a budget that its CUDA graphs take outside of torch's allocator; 0 without one
+
     def start(self, requests: Sequence[_AcceptedRequest], shape: int) -> None:
         """Begin these requests, padded to `shape`, beside those that run. Their messages are not kept by the engine."""
 
@@ -124,6 +126,11 @@ class BatchEngine(Generic[Request, Result]):
     def has_work(self) -> bool:
         """Whether `step` has something to compute or to report."""
         return bool(self._running or self._ended or len(self._queue))
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of its budget that it does not allocate by torch."""
+        return self.task.outside_bytes
 
     def ready(self) -> BatchReady:
         """Return the message that says that the engine can serve."""

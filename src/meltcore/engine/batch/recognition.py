@@ -11,8 +11,16 @@ import torch
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine, check_options
-from meltcore.engine.batch.memory_plans import MAX_CLIP_S, MAX_RECOGNITION_COST, plan_recognition, recognition_shape
-from meltcore.engine.host.device import byte_budget, choose_device, describe_device
+from meltcore.engine.batch.memory_plans import (
+    BUDGET_RECOGNITION_GRAPHS,
+    MAX_CLIP_S,
+    MAX_RECOGNITION_COST,
+    RECOGNITION_GRAPHS,
+    graph_node_bytes,
+    plan_recognition,
+    recognition_shape,
+)
+from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import find_recognizer, has_assets
 from meltcore.models.indicconformer import IndicConformer, RecognizerFiles
@@ -65,6 +73,7 @@ class RecognitionTask:
         self._languages = {language: index for index, language in enumerate(model_config.languages)}
         max_shape = recognition_shape(model_config)
         weight_bytes = sum(values.nbytes for values in self.model.parameters())
+        is_exact = has_budget(config, device)
         self.max_cost, self.memory = plan_recognition(
             model_config,
             weight_bytes=weight_bytes,
@@ -72,12 +81,17 @@ class RecognitionTask:
             memory_bytes=byte_budget(config, device, weight_bytes),
             max_shape=max_shape,
             limit=MAX_RECOGNITION_COST[device.type],
+            graphs=BUDGET_RECOGNITION_GRAPHS if is_exact else None,
         )
+        graphs = BUDGET_RECOGNITION_GRAPHS if is_exact else RECOGNITION_GRAPHS
+        self.model.encoder.pre_encode.max_elements = graphs.subsampling
+        num_graphs = graphs.encoder + graphs.transducer
+        self.outside_bytes = graph_node_bytes(num_graphs, model_config.encoder.num_layers) if is_exact else 0
         self.model.prepare(max_shape)
         self._batches: list[_Batch] = []
         is_cuda = device.type == "cuda"
-        self._encoder_graphs = EncoderGraphs(self.model) if is_cuda else None
-        self._rnnt_graphs = TransducerGraphs(self.model) if is_cuda else None
+        self._encoder_graphs = EncoderGraphs(self.model, graphs.encoder, graphs.clips) if is_cuda else None
+        self._rnnt_graphs = TransducerGraphs(self.model, graphs.transducer) if is_cuda else None
         self._device = device
         self._load_s = time.monotonic() - start_s
 

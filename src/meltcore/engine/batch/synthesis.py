@@ -22,14 +22,16 @@ from meltcore.engine.batch.engine import BatchEngine, check_options
 from meltcore.engine.batch.memory_plans import (
     MAX_BATCH_FRAMES,
     MAX_SYNTHESIS_COST,
+    graph_node_bytes,
     max_speech_s,
     plan_synthesis,
     synthesis_shape,
 )
-from meltcore.engine.host.device import byte_budget, choose_device, describe_device
+from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import SYNTHESIS_ARCHITECTURE, open_task_checkpoint
 from meltcore.models.loader import task_dtype
+from meltcore.models.task_configs import BUDGET_SYNTHESIS_GRAPHS, SYNTHESIS_GRAPHS
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesize, Synthesized
 from meltcore.tasks.speech_audio import MIN_REFERENCE_S, Samples, SpeechJoiner, prepare_reference
@@ -116,8 +118,12 @@ class SynthesisTask:
             max_shape=self.max_shape,
             limits=(MAX_BATCH_FRAMES[self._device.type], MAX_SYNTHESIS_COST[self._device.type]),
             has_graphs=self._device.type == "cuda",
+            is_exact=has_budget(config, self._device),
         )
-        self._sampler = SpeechSampler(self.model, max_batch_frames)
+        is_exact = has_budget(config, self._device)
+        graph_limits = BUDGET_SYNTHESIS_GRAPHS if is_exact else SYNTHESIS_GRAPHS
+        self.outside_bytes = graph_node_bytes(graph_limits[1], self.model.config.num_layers) if is_exact else 0
+        self._sampler = SpeechSampler(self.model, max_batch_frames, graph_limits)
         self._voices = self._load_voices(config, checkpoint.folder if not is_dummy else None)
         self._plans: dict[str, tuple[_Speaker, list[Chunk]]] = {}  # of requests that wait
         self._running: dict[str, _Speech] = {}

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine, check_options
-from meltcore.engine.batch.memory_plans import MAX_SLOTS, plan_slots
+from meltcore.engine.batch.memory_plans import (
+    BUDGET_ENCODER_TOKENS,
+    MAX_SLOTS,
+    graph_node_bytes,
+    plan_slots,
+    translation_workspace,
+)
 from meltcore.engine.batch.waiting import shape_buckets
-from meltcore.engine.host.device import byte_budget, choose_device, describe_device
+from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import TRANSLATION_ARCHITECTURE, open_task_checkpoint
 from meltcore.models.loader import task_dtype
+from meltcore.models.task_configs import graph_rows
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
@@ -57,8 +65,10 @@ class TranslationTask:
         self.max_source = sizes.max_source_positions
         weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
         slot_bytes = BeamSearch.slot_bytes(self.model, self.options, self.max_source)
+        is_exact, memory_bytes = has_budget(config, self._device), byte_budget(config, self._device, weight_bytes)
+        workspace = partial(translation_workspace, sizes, self.model.dtype.itemsize, num_beams=self.options.num_beams)
         self.slots = plan_slots(
-            weight_bytes, slot_bytes, byte_budget(config, self._device, weight_bytes), MAX_SLOTS[self._device.type]
+            weight_bytes, slot_bytes, memory_bytes, MAX_SLOTS[self._device.type], workspace if is_exact else None
         )
         self.memory = [
             MemoryRow("weights", weight_bytes),
@@ -69,7 +79,16 @@ class TranslationTask:
                 f"{self.options.max_new_tokens}",
             ),
         ]
-        self._search = BeamSearch(self.model, self.options, slots=self.slots, max_source=self.max_source)
+        self.outside_bytes = graph_node_bytes(len(graph_rows(self.slots)), sizes.decoder.num_layers) if is_exact else 0
+        if is_exact:
+            self.memory.append(MemoryRow("workspace", workspace(self.slots), "of the encoder, graphs and libraries"))
+        self._search = BeamSearch(
+            self.model,
+            self.options,
+            slots=self.slots,
+            max_source=self.max_source,
+            encoder_tokens=BUDGET_ENCODER_TOKENS if is_exact else None,
+        )
         self._search.capture(progress)
         # A sentence holds its slot for as long as it runs, whatever its length: all cost the same.
         positions = self.max_source + self.options.num_beams * self.options.max_new_tokens

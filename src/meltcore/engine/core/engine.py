@@ -19,7 +19,7 @@ from meltcore.engine.core.scheduler import Scheduler
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
-from meltcore.engine.host.device import choose_device, describe_device
+from meltcore.engine.host.device import choose_device, describe_device, has_budget
 from meltcore.engine.worker.loading import batched_tokens, check_shards, load
 from meltcore.engine.worker.model_runner import LaunchedStep, ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
@@ -115,6 +115,7 @@ class GenerationEngine:
         plan = loaded.plan if ranks is None else ranks.common_plan(loaded.plan)
         self.max_model_len, self.max_num_seqs = loaded.max_model_len, plan.max_num_seqs
         self.memory = plan.rows if ranks is None else [_on_each_rank(row) for row in plan.rows]
+        self.outside_bytes = 0 if plan.workspace is None else plan.workspace.nodes
         has_states = plan.recurrent_slots > 0
         plan = plan._replace(
             pages=plan.pages if pages is None else pages,
@@ -297,8 +298,13 @@ class GenerationEngine:
         compile_kernels(self.runner, limits, CompileOrder(0, self.config.tensor_parallel_size))
         warm_up(self.runner, limits)
         if not self.config.enforce_eager:
+            has_prefill_graphs = "no-prefill-graphs" not in self.config.debug
+            if has_budget(self.config, device):
+                torch.cuda.empty_cache()  # gaps of the warm-up belong to the graphs
+                self.runner.capture_graphs(progress, prefill=has_prefill_graphs, capture_all=True)
+                return
             free_bytes = torch.cuda.mem_get_info(device)[0]
-            self.runner.capture_graphs(progress, prefill="no-prefill-graphs" not in self.config.debug)
+            self.runner.capture_graphs(progress, prefill=has_prefill_graphs)
             graph_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
             self.memory.append(MemoryRow("CUDA graphs", graph_bytes, "out of the reserve"))
 

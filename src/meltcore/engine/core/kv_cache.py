@@ -89,6 +89,19 @@ class PageLayout(NamedTuple):
         """Return the maximum number of pages of a sequence of `tokens`, computed in chunks of at most `chunk`."""
         return sum(group.pages * group.max_columns(tokens, chunk) for group in self.groups)
 
+    def pages_together(self, seqs: int, tokens: int, chunk: int) -> int:
+        """Return the pages with which `seqs` sequences of `tokens` run together, in steps of at most `chunk` tokens.
+
+        A step's chunk belongs to all of them together: the others hold what their windows reach, with the page that
+        they fill.
+        """
+        pages = 0
+        for group in self.groups:
+            most = group.max_columns(tokens, chunk)
+            decoding = group.max_columns(tokens, PAGE_SIZE)
+            pages += group.pages * min(seqs * most, max(most, seqs * decoding + pages_for(chunk) + 1))
+        return pages
+
     def missing_pages(self, tokens: int, hit_columns: int, chunk: int) -> int:
         """Return how many more pages a sequence may allocate after a prefix-cache hit of `hit_columns`.
 

@@ -5,21 +5,23 @@ No torch: a planner can call this without a GPU. The engine asserts at its start
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
+from meltcore.engine.core.workspace import MAX_LOGIT_ROWS, PENALTY_BYTES, Workspace, plan_workspace
 from meltcore.errors import ConfigError
 from meltcore.models.kv_cache_specs import KVCacheGroups
+from meltcore.models.step_sizes import StepShape
 from meltcore.protocol.shell import MemoryRow
 
-# For activations, workspaces and fragmentation: what a step needs beside weights and caches.
+# For activations, workspaces and fragmentation: what a step needs beside weights and caches, of an engine that takes
+# what is free. One with a budget in bytes on a GPU computes it (workspace.py).
 RESERVE_FRACTION = 0.08
 # At most this fraction of the reserve holds token counts of sequences with penalties, 1 % of all memory. Qwen3 takes
 # 0.7 MiB per sequence: 1,024 sequences on 80 GB, and 78 on 6 GB, where 78 sequences have pages for 480 tokens each
 # (Qwen3-0.6B).
 PENALTY_FRACTION = 0.125
-# Per slot and token of the vocabulary: a count in int32, and whether the prompt holds it.
-PENALTY_BYTES = 5
 # At most this fraction of the reserve holds logits of sequences that are not greedy, which are sampled in blocks.
 LOGITS_FRACTION = 0.25
 LOGIT_BYTES = 6  # in 16 bits as the model computes them, and in float32 for penalties
@@ -27,6 +29,8 @@ LOGIT_BYTES = 6  # in 16 bits as the model computes them, and in float32 for pen
 # a sequence of a few thousand tokens takes about as much in pages (Qwen3.5-35B-A3B: 62 MiB, and 20 KiB per token).
 RECURRENT_FRACTION = 0.5
 TABLE_ENTRY_BYTES = 8  # page numbers are int64
+# Sequences of an engine with a budget that names no number, at least.
+DEFAULT_SEQS = 16
 # Snapshots to keep when their fraction allows it, though fewer sequences run: they may be turns of conversations.
 CONVERSATIONS = 64
 
@@ -35,7 +39,7 @@ class ModelShape(NamedTuple):
     """The sizes of a model that the plan needs; on a tensor-parallel rank, of its shards and the whole vocabulary.
 
     element_size, cache_element_size: bytes of the model's type and of the KV cache's; scratch_bytes: of the slice of a
-    quantized weight that a step dequantizes.
+    quantized weight that a step dequantizes; step: for a plan with a budget.
     """
 
     weight_bytes: int
@@ -44,12 +48,14 @@ class ModelShape(NamedTuple):
     element_size: int
     cache_element_size: int
     scratch_bytes: int = 0
+    step: StepShape | None = None
 
 
 class MemoryPlan(NamedTuple):
     """How many pages, recurrent-state slots and penalty slots to allocate, and for how many running sequences.
 
-    logit_rows: how many sequences are sampled from their logits in one block; rows: the table for the user.
+    logit_rows: how many sequences are sampled from their logits in one block; rows: the table for the user; workspace:
+    None where it is a fraction of the memory.
     """
 
     pages: int
@@ -60,6 +66,7 @@ class MemoryPlan(NamedTuple):
     page_bytes: int
     slot_bytes: int
     rows: list[MemoryRow]
+    workspace: Workspace | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -101,8 +108,12 @@ def plan_memory(
     max_num_batched_tokens: int,
     may_run_fewer: bool,
     snapshots: bool = True,
+    has_graphs: bool | None = None,
 ) -> MemoryPlan:
     """Divide `memory_bytes` without weights and reserve. Raises ConfigError when no full sequence fits.
+
+    has_graphs: for a budget on a GPU, whose reserve is computed from the model's `step` with or without CUDA graphs;
+    None: the reserve is a fraction.
 
     max_num_batched_tokens: a sliding group keeps its window and as many tokens while a prompt is prefilled.
     may_run_fewer: `max_num_seqs` is a default, lowered when the recurrent states would exceed their fraction.
@@ -117,6 +128,24 @@ def plan_memory(
     table_entries = layout.column_pages * layout.table_rows(max_num_seqs) * pages_for(max_model_len)
     tables = table_entries * TABLE_ENTRY_BYTES if layout.column_pages > 1 else 0
     reserve = int(memory_bytes * RESERVE_FRACTION)
+    penalty_slots = max(1, min(max_num_seqs, int(reserve * PENALTY_FRACTION) // (PENALTY_BYTES * model.vocab_size)))
+    logit_rows = max(1, int(reserve * LOGITS_FRACTION) // (LOGIT_BYTES * model.vocab_size))
+    workspace = None
+    if has_graphs is not None:
+        needed = partial(
+            _workspace,
+            model,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            penalty_slots=penalty_slots,
+            has_graphs=has_graphs,
+        )
+        if may_run_fewer:  # a default, whose logits and graphs must not take more than the fraction
+            while max_num_seqs > DEFAULT_SEQS and needed(max_num_seqs).total_bytes > reserve:
+                max_num_seqs //= 2
+        workspace, tables = needed(max_num_seqs), table_entries * TABLE_ENTRY_BYTES
+        logit_rows, reserve = min(max_num_seqs, MAX_LOGIT_ROWS), workspace.total_bytes
+        model = model._replace(scratch_bytes=0)  # part of the workspace
     budget = _Budget(memory_bytes, model.weight_bytes, reserve, tables, model.scratch_bytes, page_bytes, slot_bytes)
 
     slots = 0
@@ -133,23 +162,69 @@ def plan_memory(
         max_fitting_len = layout.max_sequence_tokens(fitting_pages, max_model_len, max_num_batched_tokens)
         raise ConfigError(_memory_error(budget, needed_pages, max_fitting_len, slots, max_num_seqs, max_model_len))
     pages = min(needed_pages * max_num_seqs, fitting_pages)
-    penalty_bytes = PENALTY_BYTES * model.vocab_size
-    penalty_slots = max(1, min(max_num_seqs, int(budget.reserve * PENALTY_FRACTION) // penalty_bytes))
-    logit_rows = max(1, int(budget.reserve * LOGITS_FRACTION) // (LOGIT_BYTES * model.vocab_size))
-    penalty_note = f"penalties of {penalty_slots:,} sequences ({_size(penalty_slots * penalty_bytes)})"
+    penalty_slots = min(penalty_slots, max_num_seqs)
+    rows = _rows(model, budget, pages, slots, penalty_slots, max_num_seqs, layout)
+    if workspace is not None:
+        rows.append(_rest(memory_bytes, rows))
+    return MemoryPlan(pages, slots, penalty_slots, logit_rows, max_num_seqs, page_bytes, slot_bytes, rows, workspace)
+
+
+def _rows(
+    model: ModelShape,
+    budget: _Budget,
+    pages: int,
+    slots: int,
+    penalty_slots: int,
+    max_num_seqs: int,
+    layout: PageLayout,
+) -> list[MemoryRow]:
+    """Return the table for the user."""
+    penalty_size = _size(penalty_slots * PENALTY_BYTES * model.vocab_size)
+    penalty_note = f"penalties of {penalty_slots:,} sequences ({penalty_size})"
     rows = [
         MemoryRow("weights", model.weight_bytes),
-        MemoryRow("KV pages", pages * page_bytes, f"{pages:,} pages of {PAGE_SIZE} tokens{_layers_note(model.caches)}"),
+        MemoryRow(
+            "KV pages", pages * budget.page, f"{pages:,} pages of {PAGE_SIZE} tokens{_layers_note(model.caches)}"
+        ),
         MemoryRow("reserve", budget.reserve, f"activations, workspaces, {penalty_note}"),
     ]
     if slots:
-        note = f"{slots:,} slots of {_size(slot_bytes)}: {max_num_seqs:,} to run, the rest for snapshots"
+        note = f"{slots:,} slots of {_size(budget.slot)}: {max_num_seqs:,} to run, the rest for snapshots"
         rows.insert(1, MemoryRow("recurrent states", budget.states(slots), note))
-    if tables:
-        rows.insert(-1, MemoryRow("page tables", tables, f"{layout.column_pages} of {max_num_seqs:,} sequences"))
-    if model.scratch_bytes:
-        rows.insert(-1, MemoryRow("scratch", model.scratch_bytes, "of weights that a step dequantizes"))
-    return MemoryPlan(pages, slots, penalty_slots, logit_rows, max_num_seqs, page_bytes, slot_bytes, rows)
+    if budget.tables:
+        rows.insert(-1, MemoryRow("page tables", budget.tables, f"{layout.column_pages} of {max_num_seqs:,} sequences"))
+    if budget.scratch:
+        rows.insert(-1, MemoryRow("scratch", budget.scratch, "of weights that a step dequantizes"))
+    return rows
+
+
+def _workspace(
+    model: ModelShape,
+    seqs: int,
+    *,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    penalty_slots: int,
+    has_graphs: bool,
+) -> Workspace:
+    """Return the workspace of an engine of `seqs` sequences."""
+    assert model.step is not None, "the caller knows the sizes of a step"
+    return plan_workspace(
+        model.step,
+        vocab_size=model.vocab_size,
+        element_size=model.element_size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        penalty_slots=min(seqs, penalty_slots),
+        logit_rows=min(seqs, MAX_LOGIT_ROWS),
+        has_graphs=has_graphs,
+    )
+
+
+def _rest(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
+    """Return the row of what no other part needs. An engine with a budget holds it from its start all the same."""
+    return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
 
 
 def _snapshots(max_num_seqs: int, max_slots: int) -> int:

@@ -47,14 +47,14 @@ class GroupRunner(ModelRunner):
         self._ranks = ranks  # None on other ranks, and while this rank launches without collectives
         self._failure: BaseException | None = None  # of sampling in the step being launched
 
-    def capture_graphs(self, progress: Progress, *, prefill: bool) -> None:
+    def capture_graphs(self, progress: Progress, *, prefill: bool, capture_all: bool = False) -> None:
         """Capture graphs on all ranks."""
         if self._ranks is None:
-            super().capture_graphs(progress, prefill=prefill)
+            super().capture_graphs(progress, prefill=prefill, capture_all=capture_all)
             return
         self._ranks.capture_graphs()
         with self._ranks.attribute_failures():
-            super().capture_graphs(progress, prefill=prefill)
+            super().capture_graphs(progress, prefill=prefill, capture_all=capture_all)
 
     def launch(self, scheduled: list[Chunk]) -> LaunchedStep:
         """Start a step on all ranks."""

@@ -36,7 +36,8 @@ from meltcore.engine.distributed.rank_messages import (
     to_rank_decoder,
 )
 from meltcore.engine.distributed.ranks import join_group, set_collective_timeout, step_counters
-from meltcore.engine.host.device import choose_device
+from meltcore.engine.host.budget import limit_memory
+from meltcore.engine.host.device import choose_device, has_budget
 from meltcore.engine.worker.loading import load
 from meltcore.engine.worker.sampler import Sampler
 from meltcore.engine.worker.warm_up import CompileOrder, compile_kernels
@@ -79,6 +80,7 @@ class RankProcess:
     def _build(self, group: TensorParallelGroup) -> GroupRunner:
         config = self._config
         device = choose_device(config.device, num_ranks=config.tensor_parallel_size, rank=self._rank)
+        limit_memory(config, device)
         force_implementation("reference" if "reference-kernels" in config.debug else None)
         set_uniform_routing("uniform-routing" in config.debug, config.seed)
         self._send(RankStage(self._rank, "started"))
@@ -108,7 +110,8 @@ class RankProcess:
             compile_kernels(runner, message.limits, CompileOrder(self._rank, self._config.tensor_parallel_size))
         elif isinstance(message, CaptureGraphs):
             prefill = "no-prefill-graphs" not in self._config.debug
-            runner.capture_graphs(lambda _stage, _fraction: None, prefill=prefill)
+            capture_all = has_budget(self._config, runner.device)
+            runner.capture_graphs(lambda _stage, _fraction: None, prefill=prefill, capture_all=capture_all)
         return not isinstance(message, LeaveGroup)
 
     def _count_progress(self, _stage: str, _fraction: float) -> None:

@@ -58,6 +58,11 @@ def describe_device(device: torch.device, num_ranks: int) -> str:
     return f"{num_ranks} x {name}" if num_ranks > 1 else name
 
 
+def has_budget(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether an engine has a budget in bytes on a GPU that others share: its plan is exact then."""
+    return config.memory_bytes is not None and device.type == "cuda"
+
+
 def byte_budget(config: EngineConfig, device: torch.device, allocated_bytes: int) -> int:
     """Return the bytes of device memory that an engine, or one rank, may take: --memory, else what is free now.
 

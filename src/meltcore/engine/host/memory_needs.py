@@ -6,10 +6,12 @@ It calls the functions that divide memory in the engines, and searches for the s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meltcore.engine.batch.memory_plans import (
+    BUDGET_RECOGNITION_GRAPHS,
     MAX_BATCH_FRAMES,
     MAX_RECOGNITION_COST,
     MAX_SLOTS,
@@ -19,6 +21,7 @@ from meltcore.engine.batch.memory_plans import (
     plan_synthesis,
     recognition_shape,
     synthesis_shape,
+    translation_workspace,
 )
 from meltcore.engine.core.kv_cache import PageLayout
 from meltcore.engine.core.memory_plan import ModelShape, plan_memory
@@ -30,11 +33,11 @@ from meltcore.models.checkpoint import (
     find_recognizer,
     open_checkpoint,
 )
-from meltcore.models.config_fields import Fields
 from meltcore.models.decoder_families import DECODER_CONFIGS
 from meltcore.models.gguf_file import GGUFModel
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.nemo_config import CONFIG_FILE, read_config
+from meltcore.models.step_sizes import decoder_step
 from meltcore.models.task_configs import MAX_NEW_TOKENS, NUM_BEAMS, IndicF5Config, IndicTrans2Config
 from meltcore.models.weight_sizes import (
     WeightFormat,
@@ -51,7 +54,9 @@ from meltcore.protocol.shell import MemoryRow
 _STEP_BYTES = 2**20  # budgets are whole MiB
 _LARGEST_BYTES = 2**44
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_GPU_BATCHED_TOKENS, _CPU_BATCHED_TOKENS = 8192, 2048  # as engine/host/device.py chooses them
+# Tokens per step where the file names no number. Steps of models that share a GPU are short, so that others get their
+# turn; a sliding window keeps as many tokens more of each step.
+_BATCHED_TOKENS, _SLIDING_BATCHED_TOKENS = 2048, 1024
 # Concurrency to plan for where the file names none: sequences, sentences and clips or texts.
 _DEFAULT_CONCURRENCY: dict[FleetTask, int] = {"generation": 16, "translation": 64, "recognition": 16, "synthesis": 4}
 _CLIP_S = 30  # of a clip to plan for
@@ -112,7 +117,8 @@ def _generation(
             f"{checkpoint.name}: config.json names {', '.join(architectures) or 'nothing'}; not a model here"
         )
     config, ranks = DECODER_CONFIGS[known[0]](checkpoint.config), model.tensor_parallel_size
-    element_size = _element_size(model, on_cpu, str(Fields(checkpoint.text_config).optional("dtype", "bfloat16")))
+    stored = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
+    element_size = _element_size(model, on_cpu, str(stored))
     is_packed = checkpoint.gguf is not None or model.format in ("q4_0", "q8_0")
     if checkpoint.gguf is not None and model.quantization == "none":
         weight_bytes = _gguf_bytes(checkpoint.gguf, element_size) // ranks
@@ -124,11 +130,13 @@ def _generation(
     caches = group_layers(decoder_cache_specs(config, ranks))
     cache_size = 1 if model.kv_cache_dtype == "fp8" else element_size
     scratch = largest_slice(config, ranks) * element_size if is_packed else 0
-    shape = ModelShape(weight_bytes, config.vocab_size, caches, element_size, cache_size, scratch)
+    step = decoder_step(config, element_size, is_packed=is_packed, ranks=ranks)
+    shape = ModelShape(weight_bytes, config.vocab_size, caches, element_size, cache_size, scratch, step)
     length = min(model.max_model_len or config.max_context, config.max_context)
     seqs = model.max_num_seqs or _DEFAULT_CONCURRENCY["generation"]
-    batched = model.max_num_batched_tokens or (_CPU_BATCHED_TOKENS if on_cpu else _GPU_BATCHED_TOKENS)
-    pages = PageLayout.of(caches).max_pages(length, batched) * seqs
+    layout = PageLayout.of(caches)
+    batched = model.max_num_batched_tokens or _batched_tokens(layout, on_cpu)
+    pages = layout.pages_together(seqs, length, batched)
 
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
         plan = plan_memory(
@@ -139,11 +147,16 @@ def _generation(
             max_num_batched_tokens=batched,
             may_run_fewer=False,
             snapshots=model.enable_prefix_caching,
+            has_graphs=None if on_cpu else not model.enforce_eager,
         )
         return plan.pages >= pages, plan.rows
 
     budget, rows = _budget(model, divide)
     return EngineNeeds("generation", budget, rows, length, seqs, source, batched)
+
+
+def _batched_tokens(layout: PageLayout, on_cpu: bool) -> int:
+    return _SLIDING_BATCHED_TOKENS if layout.sliding and not on_cpu else _BATCHED_TOKENS
 
 
 def _translation(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
@@ -154,11 +167,14 @@ def _translation(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, sour
         element_size, num_beams=NUM_BEAMS, max_new_tokens=tokens, max_source=config.max_source_positions
     )
     limit = MAX_SLOTS["cpu" if on_cpu else "cuda"]
+    workspace = partial(translation_workspace, config, element_size, num_beams=NUM_BEAMS)
     sentences = min(model.max_num_seqs or _DEFAULT_CONCURRENCY["translation"], limit)
 
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
-        slots = plan_slots(weight_bytes, slot, memory_bytes, limit)
+        slots = plan_slots(weight_bytes, slot, memory_bytes, limit, None if on_cpu else workspace)
         rows = [MemoryRow("weights", weight_bytes), MemoryRow("slots", (slots + 1) * slot, f"of {slots} sentences")]
+        if not on_cpu:
+            rows.append(MemoryRow("workspace", workspace(slots), "of the encoder, graphs and libraries"))
         return slots >= sentences, [*rows, _rest(memory_bytes, rows)]
 
     budget, rows = _budget(model, divide)
@@ -181,7 +197,8 @@ def _recognition(model: ModelSection, path: Path, on_cpu: bool, source: str) -> 
 
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
         sizes: dict[str, Any] = {"weight_bytes": weight_bytes, "element_size": element_size, "max_shape": max_shape}
-        cost, rows = plan_recognition(config, memory_bytes=memory_bytes, limit=limit, **sizes)
+        graphs = None if on_cpu else BUDGET_RECOGNITION_GRAPHS
+        cost, rows = plan_recognition(config, memory_bytes=memory_bytes, limit=limit, graphs=graphs, **sizes)
         return cost >= frames, [*rows, _rest(memory_bytes, rows)]
 
     budget, rows = _budget(model, divide)
@@ -207,7 +224,7 @@ def _synthesis(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
         sizes: dict[str, Any] = {"weight_bytes": weight_bytes, "element_size": element_size, "max_shape": max_shape}
         batch, cost, rows = plan_synthesis(
-            config, memory_bytes=memory_bytes, limits=limits, has_graphs=not on_cpu, **sizes
+            config, memory_bytes=memory_bytes, limits=limits, has_graphs=not on_cpu, is_exact=not on_cpu, **sizes
         )
         return batch >= frames and cost >= frames, [*rows, _rest(memory_bytes, rows)]
 
@@ -216,7 +233,7 @@ def _synthesis(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source
 
 
 def _rest(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    return MemoryRow("reserve", memory_bytes - sum(row.size_bytes for row in rows), "workspaces of libraries")
+    return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
 
 
 def _budget(model: ModelSection, divide: Callable[[int], tuple[bool, list[MemoryRow]]]) -> tuple[int, list[MemoryRow]]:

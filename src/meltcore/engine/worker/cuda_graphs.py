@@ -47,13 +47,6 @@ class DecodeOutput(NamedTuple):
     host_token_ids: torch.Tensor
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture, ascending up to `max_num_seqs`; closer where padding would cost more."""
-    sizes = [1, 2, 4, 8, 10, 12, 16, 24, 32, 48, *range(64, 128, 8), *range(128, 256, 16), *range(256, 512, 32)]
-    sizes += [*range(512, 1024, 64), *range(1024, max_num_seqs, 256)]
-    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
-
-
 class DecodeGraphs:
     """The graphs of pure decode steps."""
 

@@ -8,7 +8,7 @@ import torch
 
 from meltcore.config import EngineConfig
 from meltcore.engine.core.memory_plan import MemoryPlan, ModelShape, plan_memory
-from meltcore.engine.host.device import byte_budget, default_batched_tokens
+from meltcore.engine.host.device import byte_budget, default_batched_tokens, has_budget
 from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.layers.tensor_parallel import TensorParallelGroup
@@ -26,6 +26,7 @@ from meltcore.models.loader import (
 from meltcore.models.model import Model
 from meltcore.models.quantization import require_fp8, scratch_bytes
 from meltcore.models.rope import apply_overrides, scaling_for
+from meltcore.models.step_sizes import decoder_step
 
 
 class LoadedModel(NamedTuple):
@@ -89,6 +90,12 @@ def _plan(
         model.dtype.itemsize,
         cache_dtype.itemsize,
         scratch_bytes(model, device),
+        decoder_step(
+            model.config,
+            model.dtype.itemsize,
+            is_packed=scratch_bytes(model, device) > 0,
+            ranks=config.tensor_parallel_size,
+        ),
     )
     return plan_memory(
         shape,
@@ -98,6 +105,7 @@ def _plan(
         max_num_batched_tokens=batched_tokens(config, device),
         may_run_fewer=config.max_num_seqs is None,
         snapshots=config.enable_prefix_caching,
+        has_graphs=not config.enforce_eager if has_budget(config, device) else None,
     )
 
 

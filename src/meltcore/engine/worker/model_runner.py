@@ -18,11 +18,12 @@ from meltcore.engine.core.batch import (
     scored_positions,
     take_new_pages,
 )
+from meltcore.engine.core.graph_sizes import MAX_GRAPH_TOKENS, capture_sizes
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.worker.caches import RecurrentStateCache, allocate_caches
-from meltcore.engine.worker.cuda_graphs import DecodeGraphs, DecodeOutput, capture_sizes
+from meltcore.engine.worker.cuda_graphs import DecodeGraphs, DecodeOutput
 from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets
 from meltcore.engine.worker.sampler import Sampler, SampleResult, select_logprobs
 from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_together, to_host
@@ -104,7 +105,7 @@ class ModelRunnerConfig(NamedTuple):
 class ModelRunner:
     """Holds the caches, and a row per running sequence: its pages, its recurrent-state slot and its newest token."""
 
-    max_graph_tokens = 8192  # of prompts: the device computes longer steps more slowly than the host launches them
+    max_graph_tokens = MAX_GRAPH_TOKENS
 
     def __init__(self, model: Model, sampler: Sampler, config: ModelRunnerConfig, cache_dtype: torch.dtype) -> None:
         self.model = model
@@ -150,26 +151,29 @@ class ModelRunner:
         # By address: sub-groups share their tensors.
         return sum({tensor.data_ptr(): tensor.nbytes for pair in self.caches for tensor in pair}.values())
 
-    def capture_graphs(self, progress: Progress, *, prefill: bool) -> None:
-        """Capture CUDA graphs for decode steps, and for short steps with prompts if `prefill`."""
+    def capture_graphs(self, progress: Progress, *, prefill: bool, capture_all: bool = False) -> None:
+        """Capture CUDA graphs for decode steps, and for short steps with prompts if `prefill`.
+
+        capture_all: none is captured later, so that the memory of graphs does not grow.
+        """
         shape = self._config.max_num_seqs, self.model.local_vocab_size
         self._logits = torch.empty(shape, dtype=self.model.dtype, device=self.device)
         graphs = self._make_decode_graphs()
         graphs.capture(progress)
         self._decode_graphs = graphs
         if prefill:
-            self._capture_prefill_graphs(progress)
+            self._capture_prefill_graphs(progress, capture_all)
 
     def _make_decode_graphs(self) -> DecodeGraphs:
         sizes = capture_sizes(self._config.max_num_seqs)
         return DecodeGraphs(self._decode_step, sizes, self._last_token, self._page_table)
 
-    def _capture_prefill_graphs(self, progress: Progress) -> None:
+    def _capture_prefill_graphs(self, progress: Progress, capture_all: bool) -> None:
         max_tokens = self.max_graph_tokens if _memory_bytes(self.device) >= _LARGE_BYTES else self.max_graph_tokens // 8
         buckets = graph_buckets(self._config.max_num_seqs, min(max_tokens, self._config.max_num_batched_tokens))
         if buckets:
             graphs = PrefillGraphs(self._padded_step, buckets, self._page_table)
-            graphs.capture(progress)
+            graphs.capture(progress, capture_all=capture_all)
             self._prefill_graphs = graphs
 
     def without_collectives(self) -> AbstractContextManager[None]:

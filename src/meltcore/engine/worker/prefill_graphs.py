@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from meltcore.engine.core.batch import Batch, NewPages, RecurrentBatch
+from meltcore.engine.core.graph_sizes import CAPTURED_DECODES, bucket_shapes, max_prefills
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
 from meltcore.engine.worker.transfer import StagingBuffer, aligned
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES
@@ -29,17 +30,6 @@ from meltcore.models.loader import Progress
 # Instead of a token id that the host does not know yet: the newest token of the row.
 ON_DEVICE = -1
 
-# Prompt tokens of buckets without and with decodes, and the numbers of decodes; closer together where padding costs
-# more. Beyond 8,192 an H200 takes longer to compute a step than the host to launch it, unless ranks share a model.
-PREFILL_ONLY = (
-    *(64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072),
-    *(3584, 4096, 4608, 5120, 5632, 6144, 7168, 8192, 10240, 12288, 16384),
-)
-MIXED = (128, 256, 512, 768, 1024, 2048, 4096, 6144, 8192, 12288, 16384)
-DECODES = (16, 64, 128, 256, 512)
-# Buckets of up to this many decodes are captured before serving, since benchmarks often run so few sequences. A bucket
-# captured at its first use costs the host two launches of the step: 0.1 s each with routed experts on four ranks.
-CAPTURED_DECODES = 64
 # A graph captured while serving takes some MiB out of the reserve. Steps need the rest of it.
 MIN_FREE_BYTES = 2**27
 
@@ -53,7 +43,7 @@ class GraphBucket(NamedTuple):
     @property
     def max_prefills(self) -> int:
         """The maximum number of chunks of more than one token. With shorter chunks, tokens stay unused."""
-        return max(4, self.tokens // 64)
+        return max_prefills(self.tokens)
 
     @property
     def sequences(self) -> int:
@@ -83,12 +73,7 @@ class GraphBucket(NamedTuple):
 
 def graph_buckets(max_num_seqs: int, max_tokens: int) -> list[GraphBucket]:
     """Return buckets of up to `max_tokens` prompt tokens and `max_num_seqs` decodes, ascending by all tokens."""
-    counts = [count for count in DECODES if count < max_num_seqs]
-    if max_num_seqs <= DECODES[-1]:
-        counts.append(max_num_seqs)
-    buckets = [GraphBucket(0, tokens) for tokens in PREFILL_ONLY]
-    buckets += [GraphBucket(count, tokens) for count in counts for tokens in MIXED]
-    return sorted((bucket for bucket in buckets if bucket.tokens <= max_tokens), key=sum)
+    return [GraphBucket(*shape) for shape in bucket_shapes(max_num_seqs, max_tokens)]
 
 
 class PaddedInputs(NamedTuple):
@@ -237,12 +222,15 @@ class PrefillGraphs:
         self._memory_left = True
 
     @torch.inference_mode()
-    def capture(self, progress: Progress) -> None:
+    def capture(self, progress: Progress, *, capture_all: bool = False) -> None:
         """Capture buckets of few decodes, the largest first, so that the smaller ones fit into its memory.
 
-        The others are captured at their first use.
+        The others are captured at their first use, or now with capture_all.
         """
-        first_buckets = [bucket for bucket in reversed(self._buckets) if bucket.num_decodes <= CAPTURED_DECODES]
+        self._memory_left = not capture_all
+        first_buckets = [
+            bucket for bucket in reversed(self._buckets) if capture_all or bucket.num_decodes <= CAPTURED_DECODES
+        ]
         for index, bucket in enumerate(first_buckets):
             padding = torch.zeros(entries_of(bucket), dtype=torch.int64)
             pad(EMPTY_BATCH, bucket, PaddedInputs.views(padding, bucket))

@@ -1,0 +1,39 @@
+"""The sizes of steps that are captured as CUDA graphs. No torch: a plan counts graphs without a GPU."""
+
+from __future__ import annotations
+
+# Prompt tokens of the largest graph: the device computes longer steps more slowly than the host launches them.
+MAX_GRAPH_TOKENS = 8192
+# Prompt tokens of buckets without and with decodes, and the numbers of decodes; closer together where padding costs
+# more. Beyond 8,192 an H200 takes longer to compute a step than the host to launch it, unless ranks share a model.
+PREFILL_ONLY = (
+    *(64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072),
+    *(3584, 4096, 4608, 5120, 5632, 6144, 7168, 8192, 10240, 12288, 16384),
+)
+MIXED = (128, 256, 512, 768, 1024, 2048, 4096, 6144, 8192, 12288, 16384)
+DECODES = (16, 64, 128, 256, 512)
+# Buckets of up to this many decodes are captured before serving, since benchmarks often run so few sequences. A bucket
+# captured at its first use costs the host two launches of the step: 0.1 s each with routed experts on four ranks.
+CAPTURED_DECODES = 64
+
+
+def max_prefills(tokens: int) -> int:
+    """Return the maximum number of chunks of more than one token in a bucket of this many prompt tokens."""
+    return max(4, tokens // 64)
+
+
+def bucket_shapes(max_num_seqs: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Return (decodes, prompt tokens) of buckets up to `max_tokens` and `max_num_seqs`, ascending by all tokens."""
+    counts = [count for count in DECODES if count < max_num_seqs]
+    if max_num_seqs <= DECODES[-1]:
+        counts.append(max_num_seqs)
+    shapes = [(0, tokens) for tokens in PREFILL_ONLY]
+    shapes += [(count, tokens) for count in counts for tokens in MIXED]
+    return sorted((shape for shape in shapes if shape[1] <= max_tokens), key=sum)
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to capture, ascending up to `max_num_seqs`; closer where padding would cost more."""
+    sizes = [1, 2, 4, 8, 10, 12, 16, 24, 32, 48, *range(64, 128, 8), *range(128, 256, 16), *range(256, 512, 32)]
+    sizes += [*range(512, 1024, 64), *range(1024, max_num_seqs, 256)]
+    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
