@@ -32,6 +32,7 @@ SCRIPTED = f"{sys.executable} -m meltcore.testing.scripted_server --port {{port}
 SETTINGS = EqualSettings(
     max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=4096, api_server_count=2, load_format="dummy"
 )
+MEMORY = 141_000_000_000
 ONE_SERVER: tuple[SetUp, ...] = ("sessions", "batching")
 
 
@@ -140,7 +141,7 @@ def test_set_ups_of_several_gpus(tmp_path: Path) -> None:
     names = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
     options = {name: BackendOptions(python=str(tmp_path / "python")) for name in names}
     options["llama.cpp"] = BackendOptions(python=str(tmp_path / "python"), checkpoint="m.gguf")
-    plan = BackendsPlan(model="org/m", backends=names, options=options, gpus=("0", "2"))
+    plan = BackendsPlan(model="org/m", backends=names, options=options, gpus=("0", "2"), gpu_memory_bytes=MEMORY)
 
     def flags(name: str, start: str) -> tuple[str, ...]:
         run = planned(plan, name, start)
@@ -156,8 +157,12 @@ def test_set_ups_of_several_gpus(tmp_path: Path) -> None:
         assert planned(plan, name, "data-parallel").reason == "it has no data parallelism of its own"
     fleet = planned(plan, "vllm", "load-balanced").fleet(8123, 60.0, 2)
     model = fleet["models"]["m"]
-    assert (model["device"], model["replicas"], fleet["server"]["port"]) == ([0, 2], 2, 8123)
-    assert f"--port '{PORT}'" in model["command"] or f"--port {PORT}" in model["command"]
+    assert (model["replicas"], fleet["server"]["port"]) == (2, 8123)
+    assert model["memory"] > MEMORY / 2, "each on a GPU of its own"
+    assert f"--port '{PORT}'" in model["command"]
+    (tmp_path / "fleet.yaml").write_text(json.dumps(fleet))
+    assert main(["plan", str(tmp_path / "fleet.yaml"), "--vram", "141,141"]) == 0
+    assert main(["plan", str(tmp_path / "fleet.yaml"), "--vram", "141"]) == 1
 
 
 def test_two_servers_share_one_gpu_and_its_memory(tmp_path: Path) -> None:
@@ -165,14 +170,19 @@ def test_two_servers_share_one_gpu_and_its_memory(tmp_path: Path) -> None:
     program(tmp_path, "vllm")
     options = {"vllm": BackendOptions(python=python)}
     plan = BackendsPlan(
-        model="org/m", backends=("meltcore", "vllm"), options=options, gpus=("0",), gpu_memory_bytes=1000
+        model="org/m", backends=("meltcore", "vllm"), options=options, gpus=("0",), gpu_memory_bytes=MEMORY
     )
     ours, theirs = planned(plan, "meltcore", "load-balanced"), planned(plan, "vllm", "load-balanced")
     assert ours.command is not None
     assert theirs.command is not None
-    assert ours.command.template[-2:] == ("--memory", "450")
+    assert ours.command.template[-2:] == ("--memory", str(MEMORY * 45 // 100))
     assert theirs.command.template[-2:] == ("--gpu-memory-utilization", "0.45")
-    assert "device" not in ours.fleet(1, 1.0, None)["models"]["m"], "both on the GPU that both see"
+    shared = ours.fleet(8000, 60.0, None)
+    assert (shared["models"]["m"]["memory"], theirs.fleet(1, 1.0, None)["models"]["m"]["memory"]) == (
+        MEMORY * 45 // 100,
+    ) * 2
+    (tmp_path / "fleet.yaml").write_text(json.dumps(shared))
+    assert main(["plan", str(tmp_path / "fleet.yaml"), "--vram", "141"]) == 0, "a fleet plans the memory of commands"
     alone = planned(plan, "vllm", "single").command
     assert alone is not None
     assert "--gpu-memory-utilization" not in alone.template

@@ -133,7 +133,7 @@ class BackendsPlan:
             variables=self._variables(name, options),
             lacks=self._lacking(name, options),
             replicas=self.num_replicas if kind in ("data-parallel", "load-balanced") else 1,
-            gpus=self.gpus,
+            memory_bytes=self._memory_bytes(),
         )
 
     @property
@@ -168,11 +168,16 @@ class BackendsPlan:
         if kind == "split":
             values["tensor_parallel_size"] = len(self.gpus)
         if kind == "load-balanced" and len(self.gpus) == 1:
-            fraction = MEMORY_FRACTION / self.num_replicas
-            values["memory_fraction"] = f"{fraction:.2f}"
-            if self.gpu_memory_bytes is not None:
-                values["memory_bytes"] = int(fraction * self.gpu_memory_bytes)
+            values["memory_fraction"] = f"{MEMORY_FRACTION / self.num_replicas:.2f}"
+            if (memory_bytes := self._memory_bytes()) is not None:
+                values["memory_bytes"] = memory_bytes
         return values
+
+    def _memory_bytes(self) -> int | None:
+        """Return what one of several servers may take of its GPU; None without a GPU."""
+        if not self.gpus or self.gpu_memory_bytes is None:
+            return None
+        return int(MEMORY_FRACTION * self.gpu_memory_bytes * len(self.gpus) / self.num_replicas)
 
     def _command(
         self, name: str, checkpoint: str, values: Mapping[str, Any], options: BackendOptions
@@ -208,7 +213,8 @@ class BackendsPlan:
 class PlannedRun:
     """One start to make, or why it is not made (`reason`). `url`: a server that runs already is loaded instead.
 
-    `variables`: those that the command gets beside the inherited ones. `gpus`: those of the comparison.
+    `variables`: those that the command gets beside the inherited ones. `memory_bytes`: what one of several servers may
+    take of its GPU.
     """
 
     backend: str
@@ -219,17 +225,17 @@ class PlannedRun:
     variables: dict[str, str] = field(default_factory=dict)
     lacks: Sequence[str] = ()
     replicas: int = 1
-    gpus: tuple[str, ...] = ()
     url: str = ""
+    memory_bytes: int | None = None
 
     def fleet(self, port: int, start_limit_s: float, api_server_count: int | None) -> dict[str, Any]:
-        """Return the fleet.yaml of several such servers behind one address on `port`."""
+        """Return the fleet.yaml of several such servers behind `port`; its plan places them by memory."""
         assert self.command is not None
         words = [_escaped(word).replace("{{port}}", PORT) for word in self.command.template]
         model: dict[str, Any] = {"command": shlex.join(words), "replicas": self.replicas}
         model["environment"] = self.variables
-        if len(self.gpus) == self.replicas:
-            model["device"] = [int(gpu) if gpu.isdecimal() else gpu for gpu in self.gpus]
+        if self.memory_bytes is not None:
+            model["memory"] = self.memory_bytes
         server = {"port": port, **({} if api_server_count is None else {"api_server_count": api_server_count})}
         timeouts = {"start_s": start_limit_s, "request_s": 1800.0}
         return {"version": 1, "server": server, "models": {MODEL_NAME: model}, "timeouts": timeouts}

@@ -95,7 +95,7 @@ def _set_up_section(comparison: BackendComparison, set_up: SetUp) -> Section:
     runs = [run for run in comparison.runs if run.start == START_OF[set_up]]
     levels = comparison.levels_of(set_up)
     measured = [run for run in runs if any(run.level(level) for level in levels)]
-    blocks: list[Block] = [_rate_table(runs, levels)] if measured and levels else []
+    blocks: list[Block] = [_rate_table(measured, levels)] if measured and levels else []
     first = next(each for each in comparison.set_ups if START_OF[each] == START_OF[set_up])
     missing = [f"{run.backend}: {run.reason or 'too many requests failed'}" for run in runs if run not in measured]
     missing += [f"{run.backend}, in part: {run.reason}" for run in measured if run.reason]
