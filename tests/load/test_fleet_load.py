@@ -256,6 +256,26 @@ def test_health_counts_what_is_lost_and_holds_p95_against_limits() -> None:
     assert "p95 of ttft 101 ms" in render_html(fleet_load_page(slow))
 
 
+def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "name: x\nstreams:\n- {name: busy, model: mt, concurrency: 4, alone_s: 0.1, min_throughput_ratio: 0.01}\n"
+        "- {name: speech, task: recognition, rate: 20, max_p95_ratio: {e2e: 2}}\n"
+    )
+    with serve_tasks(models=CARDS, delay_s=0.01) as server:
+        settings: dict[str, Any] = {"parts": ("interference",), "interference": str(path), "interference_s": 0.5}
+        result = measure_fleet(config(server.url, **settings), [])
+    assert result.experiment is not None
+    assert (result.levels, result.interference) == ([], [])
+    busy, speech = result.experiment.alone
+    assert 0.1 <= busy.level.duration_s < 0.5 <= result.experiment.together[0].level.duration_s
+    assert [load.level.requests for load in (speech, result.experiment.together[1])] == [10, 10]
+    statuses = {gate.name: gate.status for gate in result.experiment.gates}
+    assert statuses["busy (mt): throughput"] == "PASS"
+    assert statuses["speech (ears): p95 of end to end"] == "NOT RUN"
+    assert "Interference: x" in render_html(fleet_load_page(result))
+
+
 def test_options_of_the_other_kind_of_load_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", "http://127.0.0.1:1", "--fleet", "--concurrency", "5"]) == 2
     assert "--concurrency is for a load on one model" in capsys.readouterr().err

@@ -35,6 +35,7 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     workload: str | None = None
     concurrency: Annotated[int, Meta(ge=1)] | None = None
     rate: Annotated[float, Meta(gt=0)] | None = None
+    alone_s: Annotated[float, Meta(gt=0)] | None = None  # time alone, where not the experiment's
     max_p95_ratio: dict[str, _Ratio] = {}
     min_throughput_ratio: _Ratio | None = None
 

@@ -228,8 +228,9 @@ class _FleetRun:
     async def _run_experiment(self, spec: ExperimentSpec) -> None:
         streams, send_s = self.plan.experiment_streams, self._config.interference_s
         alone: list[StreamLoad] = []
-        for stream in streams:
-            level = await self._level("interference", f"{spec.name}: {stream.name} alone", [stream], send_s)
+        for stream, each in zip(streams, spec.streams, strict=True):
+            label = f"{spec.name}: {stream.name} alone"
+            level = await self._level("interference", label, [stream], each.alone_s or send_s)
             alone += level.streams if level is not None else []
         level = await self._level("interference", f"{spec.name}: together", streams, send_s)
         if level is not None:
