@@ -23,7 +23,7 @@ from meltcore.demo.config import DemoConfig
 from meltcore.demo.fleet import FleetServer, write_fleet
 from meltcore.demo.run import print_outcome, run_demo
 from meltcore.errors import ConfigError, MeltcoreError
-from meltcore.load.config import LoadConfig
+from meltcore.load.fleet_streams import NUM_PROBLEMS
 from meltcore.process import ProcessError
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.results.runfolder import read_result
@@ -34,10 +34,8 @@ LEVEL = 12
 
 @pytest.fixture(scope="module")
 def answers_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Question and value of every problem that a demo at LEVEL asks, warm-up included."""
-    config = LoadConfig(url="http://x", concurrency=(LEVEL,), num_prompts=(200,), seed=LEVEL)
-    count = 200 + config.num_warmups_for(config.levels[0])
-    asked = problems.evaluation_set() + problems.generate("heldout", kind="mixed", num_problems=count, seed=LEVEL)
+    """Question and value of every problem that a demo asks."""
+    asked = problems.evaluation_set() + problems.generate("heldout", kind="short", num_problems=NUM_PROBLEMS, seed=0)
     path = tmp_path_factory.mktemp("answers") / "answers.json"
     path.write_text(json.dumps({problem.question: problem.value for problem in asked}))
     return path
@@ -56,7 +54,7 @@ def fake_server(*options: str) -> tuple[str, ...]:
 
 def demo_config(out: Path, answers: Path, fault: str = "none") -> DemoConfig:
     fake_server("--fault", fault, "--answers", str(answers))
-    return DemoConfig(levels=(LEVEL,), out=str(out), tasks=("generation",), clients=False)
+    return DemoConfig(levels=(LEVEL,), level_s=0.5, out=str(out), tasks=("generation",), clients=False)
 
 
 def run(config: DemoConfig) -> tuple[int, dict[str, object]]:
@@ -72,15 +70,16 @@ def test_demo_passes_with_whole_and_right_answers(tmp_path: Path, answers_file: 
     code, result = run(demo_config(tmp_path, answers_file))
     assert code == 0
     assert result["accuracy"] == 1.0
-    [level] = result["levels"]
-    assert (level["concurrency"], level["requests"], level["succeeded"], level["failed"]) == (LEVEL, 200, 200, 0)
-    assert level["peak_in_flight"] == LEVEL
-    assert level["accuracy"] == 1.0
-    assert level["output_tokens_per_s"] > 0
+    [level] = result["mixed"]
+    assert (level["connections"], level["peak_in_flight"]) == (LEVEL, LEVEL)
+    [load] = [stream["level"] for stream in level["streams"]]
+    assert load["requests"] == load["succeeded"] >= LEVEL
+    assert load["accuracy"] == 1.0
+    assert load["output_tokens_per_s"] > 0
     assert result["settings"]["weights"] == "real"
     [folder] = tmp_path.iterdir()
     assert folder.name.endswith("-demo")
-    assert len((folder / "requests.jsonl").read_text().splitlines()) >= 200
+    assert len((folder / "requests.jsonl").read_text().splitlines()) >= load["requests"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_demo_passes_with_whole_and_right_answers(tmp_path: Path, answers_file: 
         ("wrong-answers", "FAILED", "unloaded accuracy is 0 %"),
         ("streams-wrong", "FAILED", "more than one point from the unloaded 100 %"),
         ("bare-errors", "FAILED", "API check failed"),
-        ("dies", "SERVER_DIED", f"the server ended at concurrency {LEVEL}"),
+        ("dies", "SERVER_DIED", f"the server ended at mixed, {LEVEL} connections"),
     ],
 )
 def test_demo_fails_with_the_reason(tmp_path: Path, answers_file: Path, fault: str, verdict: str, reason: str) -> None:

@@ -103,7 +103,14 @@ class _Handler(BaseHTTPRequestHandler):
             status = "failed" if self.server.fault == "failed-model" else "ready"
             self._json(200, {"models": [{"name": _MODEL, "status": status}]})
         elif self.path == "/v1/models" and self.server.fault != "no-listing":
-            entry = {"id": _MODEL, "object": "model", "created": 0, "owned_by": "test", "weights": "real"}
+            entry = {
+                "id": _MODEL,
+                "object": "model",
+                "created": 0,
+                "owned_by": "test",
+                "weights": "real",
+                "device": "CPU",
+            }
             self._json(200, {"object": "list", "data": [entry]})
         else:
             self._error(BadRequestError(f"no path {self.path}", status=404))

@@ -21,8 +21,8 @@ from meltcore.load.fleet_run import measure_fleet
 from meltcore.report.fleet_load import fleet_load_page
 from meltcore.report.html import render_html
 from meltcore.results.fingerprint import take_fingerprint
-from meltcore.results.fleet_load import FleetLevel, FleetLoad, LoadedModel, StreamLoad
-from meltcore.results.schema import Distribution, LevelResult
+from meltcore.results.fleet_load import FleetLoad, LoadedModel
+from meltcore.results.schema import Distribution, FleetLevel, LevelResult, StreamLoad
 
 SIZES = Sizes(input_len=IntRange(128, 1024), output_len=IntRange(128, 128), clip_s=IntRange(5, 15))
 CARDS = [

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meltcore.load.fleet_config import FleetLoadConfig
-    from meltcore.load.fleet_streams import OnFleetProgress
-    from meltcore.results.fleet_load import FleetLevel, FleetLoad
+    from meltcore.results.fleet_load import FleetLoad
     from meltcore.results.runfolder import RunFolder
+    from meltcore.results.schema import FleetLevel
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 LEVELS_FILE = "levels.jsonl"  # in the run folder: each level once it is over, which survives a kill
@@ -73,24 +73,17 @@ def _measure(
 
     from meltcore.hardware.monitor.timeline import attach_gpu_means
     from meltcore.load.fleet_run import measure_fleet
+    from meltcore.load.fleet_streams import level_line, level_status
 
     levels_path = folder.path / LEVELS_FILE
 
     def on_level(level: "FleetLevel") -> None:
         with levels_path.open("ab") as file:
             file.write(msgspec.json.encode(level) + b"\n")
-        lost, refused = (sum(getattr(stream, name) for stream in level.streams) for name in ("lost", "refused"))
-        requests = sum(stream.level.requests for stream in level.streams)
-        console.print(
-            f"{level.label}: {requests:,} requests in {level.duration_s:.1f} s, {lost:,} lost, {refused:,} refused "
-            f"at first, {level.peak_in_flight:,} in flight",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.print(level_line(level), markup=False, highlight=False, soft_wrap=True)
 
     recording_path = folder.path / GPU_FILE
-    with _recorded(args, config.url, recording_path) as is_recorded, _progress(console) as on_progress:
+    with _recorded(args, config.url, recording_path) as is_recorded, level_status(console) as on_progress:
         result = measure_fleet(
             config, sys.argv[1:], records_path=folder.requests_path, on_progress=on_progress, on_level=on_level
         )
@@ -121,20 +114,3 @@ def _recorded(args: argparse.Namespace, url: str, path: "Path") -> Iterator[bool
     with monitor:
         yield True
         monitor.stop()
-
-
-@contextmanager
-def _progress(console: "Console") -> "Iterator[OnFleetProgress]":
-    """Show a line that is replaced while a level runs; nothing where the output is no terminal."""
-    from meltcore.load.fleet_streams import FleetProgress
-
-    with console.status("") as status:
-
-        def show(progress: FleetProgress) -> None:
-            failed = f", {progress.failed:,} failed" if progress.failed else ""
-            status.update(
-                f"{progress.label}: {progress.done:,} answered, {progress.in_flight:,} in flight{failed}, "
-                f"{progress.elapsed_s:.0f} s"
-            )
-
-        yield show

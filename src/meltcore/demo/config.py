@@ -9,6 +9,8 @@ from meltcore.options import option
 
 DEFAULT_LEVELS = (10, 100, 400, 1_000, 10_000)
 GENERATION = "generation"
+# Of the connections of a level. On a CPU, speech costs about 400 times as much as a short answer.
+MIX = {GENERATION: 80.0, "translation": 12.0, "recognition": 7.5, "synthesis": 0.5}
 TASKS = (GENERATION, "translation", "synthesis", "recognition")
 
 
@@ -31,6 +33,12 @@ class DemoConfig:
         f"Tasks whose bundled models are served, with {GENERATION} (default: all: {', '.join(TASKS)}).",
         type=parse_tasks,
         metavar="TASK,...",
+    )
+    level_s: float = option(
+        3.0,
+        "Time for which the connections of a level send, at least one request each.",
+        flag="--level-duration",
+        limits={"exclusive_minimum": 0},
     )
     clients: bool = option(True, "Do not open the routes with the packages openai and dwani.")
     out: str = option("runs", "Parent of the run folder.", metavar="DIR")

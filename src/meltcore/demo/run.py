@@ -16,28 +16,38 @@ from rich.progress import Progress as Bars
 from rich.progress import TaskID
 
 from meltcore.demo.clients import check_installed, open_routes
-from meltcore.demo.config import GENERATION, DemoConfig
+from meltcore.demo.config import GENERATION, MIX, DemoConfig
 from meltcore.demo.fleet import FILE_NAME, LOG_NAME, FleetServer, models_by_task, write_fleet
-from meltcore.demo.tasks import Problem, TaskStep, run_step, speak, task_steps
+from meltcore.demo.tasks import Problem, TaskStep, run_step, speak, spoken_texts, task_steps
 from meltcore.demo.verdict import judge, passed
 from meltcore.errors import MeltcoreError
 from meltcore.evals.api import Api
 from meltcore.evals.conformance import run_checks
 from meltcore.evals.run import evaluate
-from meltcore.load.config import LoadConfig
-from meltcore.load.runner import Progress, run_levels
+from meltcore.load.fleet_config import FleetLoadConfig
+from meltcore.load.fleet_run import measure_fleet
+from meltcore.load.fleet_streams import level_line, level_status
+from meltcore.load.runner import Progress
 from meltcore.report.console import print_table
+from meltcore.report.fleet_levels import mixed_tables
 from meltcore.report.render import save_run
-from meltcore.report.run import levels_tables
+from meltcore.report.run import all_levels, levels_tables
 from meltcore.results.fingerprint import take_fingerprint
-from meltcore.results.formatting import evaluation_line, format_duration, format_load, format_percent
+from meltcore.results.formatting import evaluation_line, format_duration, format_percent
 from meltcore.results.progress import answer_progress, print_check, progress_bar
 from meltcore.results.runfolder import RunFolder
-from meltcore.results.schema import CheckResult, Evaluation, Fingerprint, LevelResult, RunResult, Sample, Verdict
+from meltcore.results.schema import (
+    CheckResult,
+    Evaluation,
+    Fingerprint,
+    FleetLevel,
+    LevelResult,
+    RunResult,
+    Sample,
+    Verdict,
+)
 from meltcore.results.served_model import model_facts, model_notes
 
-MIN_REQUESTS = 200  # so that a level's accuracy compares with that of the 200 unloaded problems
-SHORT_PROBLEMS_FROM = 1_000  # concurrency from which problems are short: the level tests requests, not tokens
 EXIT_PASSED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 _EXIT_WAIT_S = 2.0
 
@@ -53,7 +63,7 @@ class _Measurements:
     evaluation: Evaluation | None = None
     levels: list[LevelResult] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    spoken: list[Problem] = field(default_factory=list)
+    mixed: list[FleetLevel] = field(default_factory=list)
     read_back: LevelResult | None = None
 
 
@@ -97,12 +107,12 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
 
 def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int:
     """Print the table, the verdict with every reason, and the path of the report; return the exit code."""
-    for table in levels_tables(result.levels):
+    for table in [*levels_tables(result.levels), *mixed_tables(result.mixed)]:
         print_table(table, console)
     for reason in result.reasons:
         console.print(f"[red]{result.verdict}[/]: {escape(reason)}", highlight=False, soft_wrap=True)
     if passed(result.verdict):
-        num_requests = sum(level.requests for level in result.levels)
+        num_requests = sum(level.requests for level in all_levels(result))
         console.print(
             f"[green]passed[/]: all {num_requests:,} requests got their complete answer, "
             f"{format_percent(result.accuracy)} right unloaded, in {format_duration(result.duration_s)}",
@@ -132,13 +142,7 @@ def _measure(
     console.print(evaluation_line(measurements.evaluation), highlight=False)
     for step in task_steps(config):
         _measure_step(config, console, folder, measurements, step, server, api.address)
-    for concurrency in config.levels:
-        level = _run_level(api.address, model, concurrency, config.seed, folder.requests_path, console)
-        measurements.levels.append(level)
-        if level.verdict == "PARTIAL":  # the load generator handled the Ctrl-C to end the level in order
-            raise KeyboardInterrupt
-        if level.failed and server.ended_within(_EXIT_WAIT_S):
-            raise MeltcoreError(f"the server ended at {format_load(level)}; its last lines:\n{server.log_tail()}")
+    _run_ladder(config, console, folder, measurements, server, api.address)
 
 
 def _check(config: DemoConfig, console: Console, api: Api, measurements: _Measurements) -> None:
@@ -166,12 +170,12 @@ def _measure_step(
     address: str,
 ) -> None:
     """Run a step after chat. Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ended."""
-    problems = step.make_problems(config.seed)
-    _load_step(step, problems, console, folder, measurements, server, address)
-    if step.task == "synthesis":
-        measurements.spoken = speak(address, measurements.models[step.task], problems)
-    if step.task == "recognition" and measurements.spoken:
-        _load_step(step, measurements.spoken, console, folder, measurements, server, address)
+    _load_step(step, step.make_problems(config.seed), console, folder, measurements, server, address)
+    synthesizer = measurements.models.get("synthesis")
+    if step.task == "recognition" and synthesizer is not None:
+        with console.status("speaking texts, which the recognizer reads back"):
+            spoken = speak(address, synthesizer, spoken_texts(config.seed))
+        _load_step(step, spoken, console, folder, measurements, server, address)
         measurements.read_back = measurements.levels[-1]
 
 
@@ -200,28 +204,41 @@ def _load_step(
         raise MeltcoreError(f"the server ended at {step.task}; its last lines:\n{server.log_tail()}")
 
 
-def _run_level(
-    address: str, model: str, concurrency: int, seed: int, records_path: Path, console: Console
-) -> LevelResult:
-    """Run one level of held-out problems, all released together, with a progress bar."""
-    num_requests = max(MIN_REQUESTS, concurrency)
-    config = LoadConfig(
+def _run_ladder(
+    config: DemoConfig,
+    console: Console,
+    folder: RunFolder,
+    measurements: _Measurements,
+    server: FleetServer,
+    address: str,
+) -> None:
+    """Load all models together at each level. Raises KeyboardInterrupt when interrupted, MeltcoreError without server.
+
+    A request that is refused with Retry-After is sent again when the server wants it.
+    """
+    load = FleetLoadConfig(
         url=address,
-        model=model,
-        concurrency=(concurrency,),
-        num_prompts=(num_requests,),
-        workload=_workload(concurrency),
-        seed=seed + concurrency,  # different problems at each level
-        records_path=records_path,
+        parts=("mixed",),
+        levels=config.levels,
+        mix=MIX,
+        models=tuple(measurements.models.values()),
+        level_s=config.level_s,
+        seed=config.seed,
     )
-    with progress_bar(console) as bars:
-        task = bars.add_task(f"concurrency {concurrency:,}", total=num_requests, note="")
-        [level] = run_levels(config, lambda progress: _show(bars, task, progress))
-    return level
 
+    def on_level(level: FleetLevel) -> None:
+        measurements.mixed.append(level)
+        console.print(level_line(level), markup=False, highlight=False, soft_wrap=True)
 
-def _workload(concurrency: int) -> str:
-    return "problems:short" if concurrency >= SHORT_PROBLEMS_FROM else "problems:mixed"
+    with level_status(console) as on_progress:
+        result = measure_fleet(
+            load, config.arguments, records_path=folder.requests_path, on_progress=on_progress, on_level=on_level
+        )
+    if result.status == "partial" and not server.ended_within(_EXIT_WAIT_S):
+        raise KeyboardInterrupt  # the load generator handled it to end the level in order
+    if result.status == "partial":
+        label = measurements.mixed[-1].label if measurements.mixed else "the first level"
+        raise MeltcoreError(f"the server ended at {label}; its last lines:\n{server.log_tail()}")
 
 
 def _show(bars: Bars, task: TaskID, progress: Progress) -> None:
@@ -248,25 +265,26 @@ def _result(
         raise AssertionError("a complete run has asked the held-out problems")
     else:
         verdict, reasons = judge(
-            measurements.checks, measurements.evaluation, measurements.levels, config.levels, measurements.read_back
+            measurements.checks,
+            measurements.evaluation,
+            measurements.levels,
+            measurements.mixed,
+            config.levels,
+            measurements.read_back,
         )
     settings = {
         "model": measurements.models.get(GENERATION),
         **measurements.facts,
         "models": measurements.models,
         "levels": list(config.levels),
-        "workloads": {f"{concurrency:,}": _workload(concurrency) for concurrency in config.levels},
+        "level_s": config.level_s,
+        "mix": {task: share for task, share in MIX.items() if task in measurements.models},
         "sampling": "greedy, streamed",
     }
     notes = [
         f"Server and load generator shared the {measurements.fingerprint.cores} cores of one machine "
         "and slowed each other."
     ]
-    if len({_workload(concurrency) for concurrency in config.levels}) > 1:
-        notes.append(
-            f"Levels of {SHORT_PROBLEMS_FROM:,} and more ask short problems. Those below ask mixed ones, some with "
-            f"pages of facts, which cost far more per request."
-        )
     return RunResult(
         command="demo",
         status="complete" if ended_by is None else "partial",
@@ -278,6 +296,7 @@ def _result(
         evaluation=measurements.evaluation,
         checks=measurements.checks,
         levels=measurements.levels,
+        mixed=measurements.mixed,
         samples=measurements.samples,
         verdict=verdict,
         reasons=reasons,

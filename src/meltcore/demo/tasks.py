@@ -55,10 +55,9 @@ class TaskStep:
 
 
 def task_steps(config: DemoConfig) -> list[TaskStep]:
-    """Return the steps of the tasks of `config`. What synthesis speaks is read back by recognition."""
+    """Return the steps of the tasks of `config`. Synthesis has none: what it speaks is read back by recognition."""
     steps = [
         TaskStep("translation", 32, phrases, _write_texts),
-        TaskStep("synthesis", 4, _texts, _write_spoken_texts),
         TaskStep("recognition", 16, clips, _write_clips),
     ]
     return [step for step in steps if step.task in config.tasks]
@@ -81,7 +80,7 @@ def run_step(
         model=model,
         concurrency=(concurrency,),
         num_prompts=(len(problems),),
-        num_warmups=_num_warmups(step, concurrency),
+        num_warmups=concurrency,
         workload=step.write(folder, problems),
         keep_text=True,
         records_path=records_path,
@@ -90,10 +89,8 @@ def run_step(
     def on_level(level: LevelResult, records: list[RequestRecord]) -> None:
         del level
         answered = sorted((record for record in records if record.failure is None), key=lambda record: record.index)
-        for record in answered[: NUM_SAMPLES if step.task != "synthesis" else 0]:
-            problem = problems[
-                (_num_warmups(step, concurrency) + record.index) % len(problems)
-            ]  # warm-ups have sent the first
+        for record in answered[:NUM_SAMPLES]:
+            problem = problems[(concurrency + record.index) % len(problems)]  # warm-ups have sent the first
             samples.append(
                 Sample(
                     task=step.task,
@@ -106,10 +103,6 @@ def run_step(
 
     [level] = run_levels(config, on_progress, on_level)
     return level, samples
-
-
-def _num_warmups(step: TaskStep, concurrency: int) -> int:
-    return 0 if step.task == "synthesis" else concurrency  # the routes have warmed it up, and it is slow
 
 
 def speak(address: str, model: str, problems: Sequence[Problem]) -> list[Problem]:
@@ -125,7 +118,8 @@ def speak(address: str, model: str, problems: Sequence[Problem]) -> list[Problem
     return spoken
 
 
-def _texts(seed: int) -> list[Problem]:
+def spoken_texts(seed: int) -> list[Problem]:
+    """Return texts of held-out words to speak."""
     rng = random.Random(f"demo/texts/{seed}")  # noqa: S311 - must repeat for a seed
     texts = (" ".join(random_word(rng, "heldout") for _ in range(rng.randint(2, 3))) for _ in range(NUM_TEXTS))
     return [Problem(text, text) for text in texts]
@@ -153,12 +147,6 @@ def _write_texts(folder: Path, problems: Sequence[Problem]) -> str:
     path = folder / "sentences.tsv"
     path.write_text("".join(f"{problem.given}\t{problem.answer}\n" for problem in problems), encoding="utf-8")
     return f"translate:src={SOURCE_LANGUAGE},tgt={TARGET_LANGUAGE},file={path}"
-
-
-def _write_spoken_texts(folder: Path, problems: Sequence[Problem]) -> str:
-    path = folder / "texts.txt"
-    path.write_text("".join(f"{problem.given}\n" for problem in problems), encoding="utf-8")
-    return f"speak:file={path}"
 
 
 def _write_clips(folder: Path, problems: Sequence[Problem]) -> str:

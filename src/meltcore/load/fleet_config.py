@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from meltcore.errors import ConfigError
 from meltcore.load.config import IntRange, Timeouts, parse_range, parse_slo
 from meltcore.options import option
-from meltcore.results.fleet_load import FleetTask, Part
+from meltcore.results.fleet_load import FleetTask
+from meltcore.results.schema import Part
 
 if TYPE_CHECKING:
     from meltcore.load.fleet_models import ServedModel

@@ -12,10 +12,10 @@ from msgspec import Meta
 from meltcore.errors import ConfigError
 from meltcore.load.fleet_config import Sizes
 from meltcore.load.fleet_models import ServedModel, default_workload
-from meltcore.results.fleet_load import FleetExperiment, FleetTask, StreamLoad, first_latency
+from meltcore.results.fleet_load import FleetExperiment, FleetTask, first_latency
 from meltcore.results.formatting import format_number, format_percent
 from meltcore.results.percentiles import SAMPLES_NEEDED
-from meltcore.results.schema import Distribution, Gate, LevelResult
+from meltcore.results.schema import Distribution, Gate, LevelResult, StreamLoad
 from meltcore.results.throughput import rate_of, throughput, throughput_unit
 
 _Ratio = Annotated[float, Meta(gt=0)]

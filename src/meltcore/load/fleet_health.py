@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from meltcore.results.fleet_load import FleetLoad, StreamLoad, first_latency
+from meltcore.results.fleet_load import FleetLoad, first_latency
 from meltcore.results.formatting import format_number, format_percent
 from meltcore.results.percentiles import SAMPLES_NEEDED
-from meltcore.results.schema import Distribution, Gate
+from meltcore.results.schema import Distribution, Gate, StreamLoad
 
 
 def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[Gate]:

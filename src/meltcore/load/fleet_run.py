@@ -26,7 +26,8 @@ from meltcore.load.record import RecordFile
 from meltcore.load.run import worst_verdict
 from meltcore.load.runner import check_limits
 from meltcore.results.fingerprint import take_fingerprint
-from meltcore.results.fleet_load import FleetLevel, FleetLoad, Interference, LoadedModel, Part, StreamLoad
+from meltcore.results.fleet_load import FleetLoad, Interference, LoadedModel
+from meltcore.results.schema import FleetLevel, Part, StreamLoad
 from meltcore.results.served_model import model_facts, model_notes
 
 # Called with each level once it is over: what a killed run leaves behind.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
+from rich.console import Console
 
 from meltcore.load.clips import Clip
 from meltcore.load.config import Level, LoadConfig, Timeouts
@@ -24,7 +25,7 @@ from meltcore.load.worker import LoadWorker, LocalWorker, WorkerResult, WorkerSe
 from meltcore.load.worker_process import WorkerProcess
 from meltcore.load.workload import Workload
 from meltcore.load.workloads import open_workload
-from meltcore.results.fleet_load import FleetLevel, Part, StreamLoad
+from meltcore.results.schema import FleetLevel, Part, StreamLoad
 
 MAX_REQUESTS = 10_000_000  # of one stream of a level; its time ends it long before
 NUM_PROBLEMS = 2_000  # different ones of a graded workload; others make each prompt by its index
@@ -66,6 +67,33 @@ class FleetProgress:
 
 
 OnFleetProgress = Callable[[FleetProgress], None]
+
+
+@contextmanager
+def level_status(console: Console) -> Iterator[OnFleetProgress]:
+    """Show a line that is replaced while a level runs; nothing where the output is no terminal."""
+    with console.status("") as status:
+
+        def show(progress: FleetProgress) -> None:
+            failed = f", {progress.failed:,} failed" if progress.failed else ""
+            status.update(
+                f"{progress.label}: {progress.done:,} answered, {progress.in_flight:,} in flight{failed}, "
+                f"{progress.elapsed_s:.0f} s"
+            )
+
+        yield show
+
+
+def level_line(level: FleetLevel) -> str:
+    """Return a sentence on a level once it is over."""
+    requests, lost, refused = (
+        sum(getattr(stream.level if name == "requests" else stream, name) for stream in level.streams)
+        for name in ("requests", "lost", "refused")
+    )
+    return (
+        f"{level.label}: {requests:,} requests in {level.duration_s:.1f} s, {lost:,} lost, {refused:,} refused "
+        f"at first, {level.peak_in_flight:,} in flight"
+    )
 
 
 class StreamRunner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.report.fleet_load_charts import fleet_charts
+from meltcore.report.fleet_levels import LOSS_TEXT, latency_cells, part_section
 from meltcore.report.page import (
     Block,
     Box,
@@ -12,7 +12,6 @@ from meltcore.report.page import (
     Column,
     Details,
     Facts,
-    Figures,
     Page,
     Row,
     Section,
@@ -25,7 +24,7 @@ from meltcore.report.page import (
 )
 from meltcore.report.run import machine_section, notes_box
 from meltcore.results.definitions import define
-from meltcore.results.fleet_load import FleetLevel, FleetLoad, Interference, Part, StreamLoad, first_latency
+from meltcore.results.fleet_load import FleetLoad, Interference, first_latency
 from meltcore.results.formatting import (
     NOT_MEASURED,
     format_duration,
@@ -34,24 +33,13 @@ from meltcore.results.formatting import (
     format_setting,
     format_time,
 )
-from meltcore.results.schema import Distribution, Gate, LevelResult
+from meltcore.results.schema import Gate, LevelResult
 from meltcore.results.throughput import rate_of, throughput, throughput_unit
 
 _STATUS_STYLES: dict[str, Style] = {"PASS": "good", "FAIL": "bad", "NOT RUN": "unsure"}
-_PART_TITLES: dict[Part, str] = {"mixed": "All models, mixed", "per-model": "Each model alone"}
-_LOSS_TEXT = (
-    "Lost: requests without a whole answer. Refused at first: a 429 or 503 whose Retry-After was obeyed, and the "
-    "request sent again; its latency counts from the first try."
-)
 _PAIR_TEXT = (
     "Each cell: p95 of the victim's end-to-end latency beside the aggressor, as a multiple of p95 alone, and its "
     "throughput as a share of alone. Both are closed loops of as many connections."
-)
-_GPU_METRICS = (
-    ("sm_active_percent", "SM active, %", 1.0),
-    ("dram_bandwidth_percent", "DRAM, %", 1.0),
-    ("power_w", "power, W", 1.0),
-    ("memory_used_bytes", "memory, GiB", 2.0**30),
 )
 
 
@@ -59,9 +47,9 @@ def fleet_load_page(result: FleetLoad) -> Page:
     """Return the page of a load on a fleet: health and limits first."""
     sections = [
         Section(blocks=[*_warnings(result), Tiles(_tiles(result))]),
-        Section("Health", [_gate_table(result.health, "model"), Text(_LOSS_TEXT, "small")]),
+        Section("Health", [_gate_table(result.health, "model"), Text(LOSS_TEXT, "small")]),
         *_experiment_sections(result),
-        *(_part_section(result, part) for part in ("mixed", "per-model")),
+        *(part_section(result.levels, part) for part in ("mixed", "per-model")),
         *_matrix_sections(result.interference),
         Section("Models", [_models(result)]),
         Section(column_sections=[machine_section(result.fingerprint), _settings(result)]),
@@ -117,80 +105,6 @@ def _gate_table(gates: Sequence[Gate], head: str) -> Table:
     return Table(columns, rows, is_stacked=True)
 
 
-def _part_section(result: FleetLoad, part: Part) -> Section:
-    levels = [level for level in result.levels if level.part == part]
-    if not levels:
-        return Section()
-    tables: list[Block] = []
-    groups: dict[str, list[FleetLevel]] = {}
-    for level in levels:  # a table per mixed level, and per model alone
-        groups.setdefault(level.label if part == "mixed" else level.streams[0].name, []).append(level)
-    for title, group in groups.items():
-        note = "; ".join(filter(None, (_gpu_text(level) for level in group))) if part == "mixed" else ""
-        tables += [Text(title, "lead"), _level_table(group, part, note)]
-    figures = fleet_charts(levels, part)
-    return Section(_PART_TITLES[part], [*([Figures(figures)] if figures else []), *tables])
-
-
-def _level_table(levels: Sequence[FleetLevel], part: Part, note: str) -> Table:
-    is_mixed = part == "mixed"
-    columns = [
-        Column("Model" if is_mixed else "Connections", align="text", console="model" if is_mixed else "conn."),
-        *([Column("connections", console="conn.")] if is_mixed else []),
-        Column("sent", "Requests"),
-        Column("lost", "Requests"),
-        Column("refused", "Requests", console="ref."),
-        Column("whole", "Throughput", console="through-\nput"),
-        Column("steady", "Throughput", console=None),
-        *_latency_columns("First token or audio, ms", "first"),
-        *_latency_columns("End to end, ms", "end"),
-        *([] if is_mixed else [Column("GPU", align="text", console=None)]),
-        Column("Verdict", console=" "),
-    ]
-    rows = [_load_row(level, load, is_mixed=is_mixed) for level in levels for load in level.streams]
-    return Table(columns, rows, note=note, is_compact=True)
-
-
-def _latency_columns(group: str, word: str) -> list[Column]:
-    shown = {"p50": f"{word}\np50", "p95": "ms\np95", "p99": None}
-    return [Column(name, group, console=console) for name, console in shown.items()]
-
-
-def _load_row(level: FleetLevel, load: StreamLoad, *, is_mixed: bool) -> Row:
-    result, unit = load.level, throughput_unit(load.level).short_unit
-    steady = Cell("none", "faint") if result.steady is None else format_number(rate_of(result.steady))
-    cells: list[str | Cell] = [
-        Cell(load.name) if is_mixed else Cell(f"{result.concurrency:,}"),
-        *([f"{result.concurrency:,}"] if is_mixed else []),
-        f"{result.requests:,}",
-        Cell(f"{load.lost:,}", "warning" if load.lost else ""),
-        f"{load.refused:,}",
-        f"{format_number(throughput(result))} {unit}",
-        steady,
-        *_latency_cells(first_latency(result)),
-        *_latency_cells(result.e2e_ms),
-        *([] if is_mixed else [_gpu_text(level) or NOT_MEASURED]),
-        Cell(result.verdict, "good" if result.verdict == "OK" else "bad", tag=True),
-    ]
-    return Row(cells)
-
-
-def _latency_cells(distribution: Distribution | None) -> list[str | Cell]:
-    if distribution is None or not distribution.n:
-        return [Cell(NOT_MEASURED, "faint")] * 3
-    return [percentile_cell(distribution, name) for name in ("p50", "p95", "p99")]
-
-
-def _gpu_text(level: FleetLevel) -> str:
-    """Return the means of each GPU over the level; empty where none was measured."""
-    texts = []
-    for gpu in level.gpus:
-        found = [f"{title.replace(',', ' ' + format_number(gpu.means[key] / unit))}"
-                 for key, title, unit in _GPU_METRICS if key in gpu.means]  # fmt: skip
-        texts.append(f"{gpu.gpu}: {', '.join(found)}" if found else "")
-    return "; ".join(filter(None, texts))
-
-
 def _experiment_sections(result: FleetLoad) -> list[Section]:
     experiment = result.experiment
     if experiment is None:
@@ -217,8 +131,8 @@ def _experiment_sections(result: FleetLoad) -> list[Section]:
                 word,
                 f"{level.requests:,}",
                 f"{format_number(_steady(level))} {throughput_unit(level).short_unit}",
-                *_latency_cells(first_latency(level)),
-                *_latency_cells(level.e2e_ms),
+                *latency_cells(first_latency(level)),
+                *latency_cells(level.e2e_ms),
                 f"{level.e2e_ms.n:,}",
             ]
             rows.append(Row(cells, ends_group=word == "together"))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from meltcore.report.charts import NUM_COLORS, Line, Mark, line_chart
 from meltcore.report.page import Figure
-from meltcore.results.fleet_load import FleetLevel, Part, StreamLoad, first_latency
+from meltcore.results.fleet_load import first_latency
 from meltcore.results.formatting import format_number
-from meltcore.results.schema import LevelResult
+from meltcore.results.schema import FleetLevel, LevelResult, Part, StreamLoad
 from meltcore.results.throughput import task_of, throughput, throughput_unit
 
 _GPU_LINES = (("sm_active_percent", "SM active"), ("dram_bandwidth_percent", "DRAM bandwidth"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meltcore.report.fleet_levels import LOSS_TEXT, part_section
 from meltcore.report.load_charts import load_charts, timeline_figure
 from meltcore.report.page import (
     Block,
@@ -37,7 +38,7 @@ from meltcore.results import formatting
 from meltcore.results.definitions import define
 from meltcore.results.formatting import format_duration, format_load, format_number, format_percent
 from meltcore.results.percentiles import QUANTILES, SAMPLES_NEEDED
-from meltcore.results.schema import Distribution, Fingerprint, LevelResult, RunResult, TokenCountSource
+from meltcore.results.schema import Distribution, Fingerprint, FleetLevel, LevelResult, RunResult, TokenCountSource
 from meltcore.results.throughput import by_task, throughput, throughput_unit
 from meltcore.results.weights import WEIGHTS
 
@@ -58,6 +59,7 @@ def run_page(result: RunResult) -> Page:
     sections = [
         Section(blocks=[*_warning_blocks(result), Tiles(run_tiles(result))]),
         _weighted_section(result),
+        *_mixed_sections(result.mixed),
         *_load_sections(result.levels),
         _levels_section(result.levels),
         _timeline_section(result.levels),
@@ -104,17 +106,14 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
                 f"{evaluation.correct:,} of {evaluation.total:,}; {bounds}",
             )
         )
-    if result.levels:
-        peak_level = max(result.levels, key=lambda level: level.peak_in_flight)
-        num_requests, num_failed = (
-            sum(getattr(level, name) for level in result.levels) for name in ("requests", "failed")
-        )
-        for levels in by_task(result.levels).values():
-            best_level = max(levels, key=throughput)
+    levels = all_levels(result)
+    if levels:
+        num_requests, num_failed = (sum(getattr(level, name) for level in levels) for name in ("requests", "failed"))
+        for group in by_task(levels).values():
+            best_level = max(group, key=throughput)
             small_print = f"{throughput_unit(best_level).unit}, {format_load(best_level)}"
             tiles.append(("Best throughput", format_number(throughput(best_level)), small_print))
-        answered_text = f"{peak_level.succeeded:,} of {peak_level.requests:,} answered"
-        tiles.append(("Most in flight", f"{peak_level.peak_in_flight:,}", answered_text))
+        tiles.append(_peak_tile(result))
         if result.weighted_throughput is not None:
             total, output = (
                 result.weighted_throughput.total_tokens_per_s,
@@ -123,10 +122,26 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
             small_print = f"total tok/s weighted, answers unchecked; output tokens alone: {format_number(output)}"
             tiles.append(("Weighted throughput", format_number(total), small_print))
         tiles.append(("Failed requests", f"{num_failed:,}", f"of {num_requests:,}"))
+    if result.mixed:
+        refused = sum(load.refused for level in result.mixed for load in level.streams)
+        tiles.append(("Refused at first", f"{refused:,}", "Retry-After obeyed, sent again"))
     if result.checks:
         num_passed = sum(check.status == "PASS" for check in result.checks)
         tiles.append(("API checks passed", f"{num_passed} of {len(result.checks)}", "OpenAI forms and errors"))
     return tiles
+
+
+def all_levels(result: RunResult) -> list[LevelResult]:
+    """Returns the levels of a run, and those of each model within mixed levels."""
+    return [*result.levels, *(load.level for level in result.mixed for load in level.streams)]
+
+
+def _peak_tile(result: RunResult) -> tuple[str, str, str]:
+    if result.mixed:
+        mixed = max(result.mixed, key=lambda level: level.peak_in_flight)
+        return "Most in flight", f"{mixed.peak_in_flight:,}", f"over {mixed.connections:,} connections, all models"
+    peak = max(result.levels, key=lambda level: level.peak_in_flight)
+    return "Most in flight", f"{peak.peak_in_flight:,}", f"{peak.succeeded:,} of {peak.requests:,} answered"
 
 
 def levels_tables(levels: Sequence[LevelResult]) -> list[Table]:
@@ -244,6 +259,11 @@ def _weighted_section(result: RunResult) -> Section:
     groups = [numeric_columns("tok/s", "weighted", group=group) for group in ("Prompts and answers", "Answers alone")]
     table = Table([*numeric_columns("Load", "weight"), *groups[0], *groups[1]], rows, is_compact=True)
     return Section(title, [*([Text(line, "lead")] if line else []), table])
+
+
+def _mixed_sections(levels: Sequence[FleetLevel]) -> list[Section]:
+    section = part_section(levels, "mixed")
+    return [Section(section.title, [*section.blocks, Text(LOSS_TEXT, "small")])] if levels else []
 
 
 def _load_sections(levels: Sequence[LevelResult]) -> list[Section]:

@@ -6,10 +6,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.results.schema import SCHEMA_VERSION, Fingerprint, Gate, LevelResult, Status, Verdict
+from meltcore.results.schema import (
+    SCHEMA_VERSION,
+    Fingerprint,
+    FleetLevel,
+    Gate,
+    LevelResult,
+    Status,
+    StreamLoad,
+    Verdict,
+)
 
 FleetTask = Literal["generation", "translation", "recognition", "synthesis"]
-Part = Literal["per-model", "mixed", "interference"]
 
 
 class LoadedModel(msgspec.Struct, kw_only=True):
@@ -20,50 +28,6 @@ class LoadedModel(msgspec.Struct, kw_only=True):
     workload: str
     share: float  # of the connections of a mixed level, 0 to 1
     facts: dict[str, Any] = msgspec.field(default_factory=dict)
-
-
-class StreamLoad(msgspec.Struct, kw_only=True):
-    """The load on one model, alone or beside others.
-
-    `refused` requests got a 429 or 503 with Retry-After, `refusals` times together. Each was obeyed and the request
-    sent again; latencies count from its first try. `lost` requests have no whole answer in the end.
-    """
-
-    name: str
-    model: str
-    level: LevelResult
-    refused: int = 0
-    refusals: int = 0
-
-    @property
-    def lost(self) -> int:
-        """Requests without a whole answer."""
-        return self.level.failed
-
-
-class GpuUse(msgspec.Struct, kw_only=True):
-    """Means of one GPU's metrics (hardware/nvml) over a level; a metric without a reading is missing."""
-
-    gpu: str
-    name: str
-    means: dict[str, float] = msgspec.field(default_factory=dict)
-
-
-class FleetLevel(msgspec.Struct, kw_only=True):
-    """One level: streams that were released together and sent for `send_s`. `duration_s` is until the last answer.
-
-    `connections` were opened for the closed loops of the streams; `peak_in_flight` is of all streams together.
-    """
-
-    part: Part
-    label: str
-    connections: int
-    send_s: float
-    duration_s: float
-    peak_in_flight: int
-    streams: list[StreamLoad]
-    released_s: float
-    gpus: list[GpuUse] = msgspec.field(default_factory=list)
 
 
 class Interference(msgspec.Struct, kw_only=True):

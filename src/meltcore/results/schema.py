@@ -14,6 +14,8 @@ SCHEMA_VERSION = 2  # of every document; convert.py reads version 1
 Verdict = Literal["OK", "CLIENT_BOUND", "NO_TEXT", "SERVER_DIED", "PARTIAL", "FAILED"]
 Status = Literal["complete", "partial"]
 LoadKind = Literal["closed", "open"]
+# Of a load on a fleet.
+Part = Literal["per-model", "mixed", "interference"]
 # Of a load other than on generation.
 Task = Literal["translation", "recognition", "synthesis"]
 # confirmed: the server's counts, with which the tokenizer agrees. tokenizer, events: the server sent no usage with some
@@ -188,6 +190,50 @@ class LevelResult(msgspec.Struct, kw_only=True):
     gpus: list[GpuTimeline] = msgspec.field(default_factory=list)
 
 
+class StreamLoad(msgspec.Struct, kw_only=True):
+    """The load on one model, alone or beside others.
+
+    `refused` requests got a 429 or 503 with Retry-After, `refusals` times together. Each was obeyed and the request
+    sent again; latencies count from its first try. `lost` requests have no whole answer in the end.
+    """
+
+    name: str
+    model: str
+    level: LevelResult
+    refused: int = 0
+    refusals: int = 0
+
+    @property
+    def lost(self) -> int:
+        """Requests without a whole answer."""
+        return self.level.failed
+
+
+class GpuUse(msgspec.Struct, kw_only=True):
+    """Means of one GPU's metrics (hardware/nvml) over a level; a metric without a reading is missing."""
+
+    gpu: str
+    name: str
+    means: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class FleetLevel(msgspec.Struct, kw_only=True):
+    """One level: streams that were released together and sent for `send_s`. `duration_s` is until the last answer.
+
+    `connections` were opened for the closed loops of the streams; `peak_in_flight` is of all streams together.
+    """
+
+    part: Part
+    label: str
+    connections: int
+    send_s: float
+    duration_s: float
+    peak_in_flight: int
+    streams: list[StreamLoad]
+    released_s: float
+    gpus: list[GpuUse] = msgspec.field(default_factory=list)
+
+
 class Evaluation(msgspec.Struct, kw_only=True):
     """Answers compared with the expected ones. `ci_low` and `ci_high` are the 95 % Wilson interval of the accuracy.
 
@@ -275,7 +321,8 @@ class Sample(msgspec.Struct, kw_only=True):
 class RunResult(msgspec.Struct, kw_only=True, tag_field="document", tag="run"):
     """One run of one command: the contents of `result.json`. `accuracy` is measured without load, 0 to 1.
 
-    `started` is UTC in ISO 8601. A run with status "partial" never enters a comparison. `reasons` are those of a
+    `mixed` are levels on all models of a fleet together. `started` is UTC in ISO 8601.
+    A run with status "partial" never enters a comparison. `reasons` are those of a
     verdict other than OK; `notes` are remarks for readers of the result.
     """
 
@@ -291,6 +338,7 @@ class RunResult(msgspec.Struct, kw_only=True, tag_field="document", tag="run"):
     checks: list[CheckResult] = msgspec.field(default_factory=list)
     gates: list[Gate] = msgspec.field(default_factory=list)
     levels: list[LevelResult] = msgspec.field(default_factory=list)
+    mixed: list[FleetLevel] = msgspec.field(default_factory=list)
     weighted_throughput: WeightedThroughput | None = None
     eval_score: EvalScore | None = None
     samples: list[Sample] = msgspec.field(default_factory=list)

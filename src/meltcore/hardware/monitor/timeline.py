@@ -10,8 +10,8 @@ import numpy as np
 from meltcore.hardware.monitor.recording import Recording, read_recording
 from meltcore.hardware.nvml.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.hardware.nvml.reader import Sample
-from meltcore.results.fleet_load import FleetLoad, GpuUse
-from meltcore.results.schema import GpuTimeline, LevelResult
+from meltcore.results.fleet_load import FleetLoad
+from meltcore.results.schema import GpuTimeline, GpuUse, LevelResult
 
 # NVML's utilization is left out: see metrics.UTILIZATION_NOTE.
 PLOTTED = ("sm_active_percent", "dram_bandwidth_percent", "power_w", "memory_used_bytes")
