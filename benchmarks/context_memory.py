@@ -2,7 +2,7 @@
 
 NVML's used bytes are read before any process, then with one process after another: a CUDA context, torch with cuBLAS,
 and an engine of each task with dummy weights after its warm-up and some requests. What torch has reserved is
-subtracted, and of CUDA graphs what capturing took beside it. Nothing else may use the GPU meanwhile.
+subtracted, and what the engine's plan counts for CUDA graphs outside of torch. Nothing else may use the GPU meanwhile.
 
     python benchmarks/context_memory.py --row row.json     # prints the steps, writes the row
 """
@@ -69,11 +69,7 @@ def _generation(*, enforce_eager: bool) -> dict[str, int]:
     )
     sampling = SamplingParams(max_tokens=32, temperature=0.8, top_p=0.9, top_k=40, ignore_eos=True, seed=1)
     llm.generate([[5] * length for length in (8, 700, 3000)], sampling)
-    rows = {row.name: row.size_bytes for row in llm.engine.memory}
-    return reserved() | {
-        "graphs": rows.get("CUDA graphs", 0),
-        "layers": llm.engine.runner.model.config.num_hidden_layers,
-    }
+    return reserved(0 if enforce_eager else llm.engine.outside_bytes)
 
 
 def translation() -> dict[str, int]:
@@ -88,7 +84,7 @@ def translation() -> dict[str, int]:
         engine.add(Translate(request_id=str(index), token_ids=[*range(10, 40 + index)]))
     while engine.has_work:
         engine.step()
-    return reserved()
+    return reserved(engine.outside_bytes)
 
 
 def recognition() -> dict[str, int]:
@@ -101,7 +97,7 @@ def recognition() -> dict[str, int]:
     )
     clip = np.random.default_rng(0).normal(0, 0.1, 16_000 * 20).astype(np.float32)
     transcriber.transcribe([(clip, 16_000)] * 4, "hi")
-    return reserved()
+    return reserved(transcriber._engine.outside_bytes)
 
 
 def synthesis() -> dict[str, int]:
@@ -109,14 +105,15 @@ def synthesis() -> dict[str, int]:
 
     synthesizer = Synthesizer("ai4bharat/IndicF5", load_format="dummy", memory_bytes=6 * 2**30)
     synthesizer.synthesize("A sentence of some words.", voice=synthesizer.voices[0])
-    return reserved()
+    return reserved(synthesizer._engine.outside_bytes)
 
 
-def reserved() -> dict[str, int]:
+def reserved(graphs: int = 0) -> dict[str, int]:
+    """What torch has reserved, and what the plan counts for CUDA graphs beside it."""
     import torch
 
     torch.cuda.synchronize()
-    return {"reserved": torch.cuda.memory_reserved()}
+    return {"reserved": torch.cuda.memory_reserved(), "graphs": graphs}
 
 
 STEPS: dict[str, Callable[[], dict[str, int]]] = {
@@ -178,8 +175,8 @@ def measure(step: str, idle: int) -> int:
             process.stdin.close()
         end_group(process, END_LIMIT_S)
         time.sleep(SETTLE_S)
-    found = used - answer["reserved"]
-    graphs = f", graphs took {answer['graphs'] / MIB:.0f} MiB" if answer.get("graphs") else ""
+    found = used - answer["reserved"] - answer["graphs"]
+    graphs = f", planned for graphs {answer['graphs'] / MIB:.0f} MiB" if answer["graphs"] else ""
     print(
         f"{step:18} NVML {used / MIB:8.0f} MiB, torch reserved {answer['reserved'] / MIB:8.0f} MiB, "
         f"beside {found / MIB:6.0f} MiB{graphs} ({time.monotonic() - began_s:.0f} s)",

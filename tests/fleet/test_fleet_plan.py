@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meltcore.cli import fleet as fleet_command
 from meltcore.cli import main
 from meltcore.errors import ConfigError
-from meltcore.fleet.context_memory import ASSUMED
+from meltcore.fleet.context_memory import ASSUMED, context_table, find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.plan import GIB, Engine, Gpu, place, plan_fleet, with_plan
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
@@ -143,3 +143,19 @@ def test_checkpoint_without_sizes_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"models\.a: /none: "):
         plan_fleet(parse_fleet("models: {a: {checkpoint: /none}}"), [GIB])
+
+
+def test_measured_contexts_are_used_for_their_gpu_and_driver() -> None:
+    row = context_table()[0]
+    assert find_contexts(row.gpu, row.driver) == row
+    assert "were measured on NVIDIA H200 with driver" in row.note
+    other = find_contexts(row.gpu, "1.0")
+    assert other.processes == row.processes
+    assert other.note.endswith("; this machine has another one.")
+    assert find_contexts(None) == row, "a GPU that is pretended"
+    assert find_contexts("NVIDIA L4") == ASSUMED
+    assert "are assumed, not measured" in ASSUMED.note
+    sizes = [plan_fleet(parse_fleet(MODELS), [80 * GIB], contexts=each)[0] for each in (row, ASSUMED)]
+    measured, assumed = (plan.gpus[0].used_bytes for plan in sizes if plan is not None)
+    beside = row.driver_bytes + sum(row.process_bytes(task) for task in ("generation", "generation", "translation"))
+    assert measured - assumed == beside - 3 * CONTEXT_BYTES - DRIVER_BYTES

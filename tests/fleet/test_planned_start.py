@@ -24,7 +24,7 @@ QWEN = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max
 
 
 def machine(*gib: float, used_gib: float = 0.5, host_gib: float = 64) -> Machine:
-    gpus = (VisibleGpu(at, "NVIDIA H200", int(size * GIB), int(used_gib * GIB)) for at, size in enumerate(gib))
+    gpus = (VisibleGpu(at, "NVIDIA Scripted", int(size * GIB), int(used_gib * GIB)) for at, size in enumerate(gib))
     return Machine(tuple(gpus), "570.1", int(host_gib * GIB))
 
 

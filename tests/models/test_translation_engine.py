@@ -110,6 +110,24 @@ def test_setting_of_text_generation_is_refused_by_name(folder: Path, setting: st
         TranslationTask(EngineConfig(model=str(folder), device="cpu", **{setting: value}))
 
 
+def test_shorter_sentences_take_smaller_slots(folder: Path, task: TranslationTask) -> None:
+    short = TranslationTask(EngineConfig(model=str(folder), device="cpu", memory_bytes=2**20, max_model_len=8))
+    assert short.slots > task.slots
+    assert (short.max_source, short.options.max_new_tokens) == (8, 8)
+    with pytest.raises(RequestError, match="has 9 tokens; it must have 1 to 8"):
+        BatchEngine(short).add(Translate(request_id="x", token_ids=[5] * 9))
+    [translated] = translate_with(short, Translate(request_id="y", token_ids=[5] * 8))
+    assert len(translated.token_ids) <= 8
+    with pytest.raises(ConfigError, match="--max-model-len must be from 2 to the model's 24; got 25"):
+        TranslationTask(EngineConfig(model=str(folder), device="cpu", max_model_len=25))
+
+
+def translate_with(task: TranslationTask, request: Translate) -> list[Translated]:
+    engine = BatchEngine(task)
+    engine.add(request)
+    return run(engine)
+
+
 def test_memory_plan_counts_weights_slots_and_reserve() -> None:
     assert plan_slots(1000, 100, 4000, limit=64) == 23
     assert plan_slots(1000, 100, 40_000, limit=64) == 64

@@ -31,7 +31,8 @@ _FOREIGN_PATHS: dict[FleetTask, tuple[str, ...]] = {
     "synthesis": ("/v1/audio/speech",),
 }
 
-# Of other tasks they are for the plan alone: the memory of an engine decides how many sentences or clips run.
+# Of other tasks they are for the plan alone: the memory of an engine decides how many sentences or clips run. A
+# translation model has a context length, of a sentence.
 _PLANNED_FIELDS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
@@ -159,11 +160,11 @@ def _engine_checkpoint(name: str, model: ModelSection, checkpoint: str) -> str:
 
 def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
     """Return the settings of a model's engines, which are the same for all replicas: their GPUs are named beside."""
-    is_generation = model.task == "generation"
+    planned_fields = {"generation": (), "translation": _PLANNED_FIELDS[1:]}.get(model.task, _PLANNED_FIELDS)
     device = model.device if isinstance(model.device, str) else "cuda"
     return EngineConfig(
         model=checkpoint,
         device=device,
         memory_bytes=None if model.memory is None else int(model.memory),
-        **{field: getattr(model, field) for field in _ENGINE_FIELDS if is_generation or field not in _PLANNED_FIELDS},
+        **{field: getattr(model, field) for field in _ENGINE_FIELDS if field not in planned_fields},
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from meltcore.errors import ConfigError
 from meltcore.models.config_fields import Fields
 
 TRANSLATION_ACTIVATIONS = ("gelu", "relu")
@@ -76,6 +77,18 @@ class IndicTrans2Config:
             layernorm_embedding=config.optional("layernorm_embedding", False),
             tie_head=config.optional("share_decoder_input_output_embed", False),
         )
+
+    def sentence_limits(self, max_model_len: int | None = None) -> tuple[int, int]:
+        """Return the tokens of the longest source and of the longest translation, each at most max_model_len.
+
+        Raises ConfigError for more than the model's positions.
+        """
+        limits = self.max_source_positions, min(MAX_NEW_TOKENS, self.max_target_positions)
+        if max_model_len is None:
+            return limits
+        if not 2 <= max_model_len <= max(limits):
+            raise ConfigError(f"--max-model-len must be from 2 to the model's {max(limits)}; got {max_model_len}")
+        return min(max_model_len, limits[0]), min(max_model_len, limits[1])
 
     def slot_bytes(self, element_size: int, *, num_beams: int, max_new_tokens: int, max_source: int) -> int:
         """Return the bytes of one sentence of a beam search: keys and values, and the logits of a step."""

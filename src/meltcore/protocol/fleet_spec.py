@@ -162,7 +162,10 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[KVCacheDType, Meta(description="fp8: keys and values in e4m3.")] = "auto"
     max_model_len: Annotated[
         Annotated[int, Meta(ge=2)] | None,
-        Meta(description="Context length in tokens: prompt and output (default: the model's)."),
+        Meta(
+            description="Context length in tokens: prompt and output; of a translation model a sentence, and its "
+            "translation (default: the model's)."
+        ),
     ] = None
     max_num_seqs: Annotated[
         PositiveInt | None, Meta(description="Sequences, sentences or clips per step: the concurrency to plan for.")

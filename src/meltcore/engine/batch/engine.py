@@ -82,12 +82,15 @@ _GENERATION_SETTINGS = (
 )
 
 
-def check_options(config: EngineConfig, task: str) -> None:
-    """Raise ConfigError for a setting of the generation engine that a task does not have, unless it is the default."""
+def check_options(config: EngineConfig, task: str, supported: Sequence[str] = ()) -> None:
+    """Raise ConfigError for a setting of the generation engine that a task does not have, unless it is the default.
+
+    supported: settings that it has.
+    """
     for setting in fields(config):
         value = getattr(config, setting.name)
         default = setting.default if setting.default_factory is MISSING else setting.default_factory()
-        if setting.name in _GENERATION_SETTINGS and value != default:
+        if setting.name in _GENERATION_SETTINGS and setting.name not in supported and value != default:
             flag = "--" + setting.name.replace("_", "-")
             raise ConfigError(f"{flag} {value}: {task} does not support it, and {config.model} is a model for {task}")
 

@@ -47,7 +47,7 @@ class TranslationTask:
         Raises ConfigError when the checkpoint or a setting cannot work, and when memory is not enough for one slot.
         """
         start_s = time.monotonic()
-        check_options(config, "translation")
+        check_options(config, "translation", ("max_model_len",))
         is_dummy = config.load_format == "dummy"
         checkpoint = open_task_checkpoint(config.model, "translation", TRANSLATION_ARCHITECTURE, is_dummy=is_dummy)
         self._device = choose_device(config.device)
@@ -61,8 +61,8 @@ class TranslationTask:
             progress=progress,
         )
         sizes = self.model.config
-        self.options = BeamOptions(max_new_tokens=min(BeamOptions.max_new_tokens, sizes.max_target_positions))
-        self.max_source = sizes.max_source_positions
+        self.max_source, max_new_tokens = sizes.sentence_limits(config.max_model_len)
+        self.options = BeamOptions(max_new_tokens=max_new_tokens)
         weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
         slot_bytes = BeamSearch.slot_bytes(self.model, self.options, self.max_source)
         is_exact, memory_bytes = has_budget(config, self._device), byte_budget(config, self._device, weight_bytes)

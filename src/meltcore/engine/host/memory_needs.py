@@ -38,7 +38,7 @@ from meltcore.models.gguf_file import GGUFModel
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.nemo_config import CONFIG_FILE, read_config
 from meltcore.models.step_sizes import decoder_step
-from meltcore.models.task_configs import MAX_NEW_TOKENS, NUM_BEAMS, IndicF5Config, IndicTrans2Config
+from meltcore.models.task_configs import NUM_BEAMS, IndicF5Config, IndicTrans2Config
 from meltcore.models.weight_sizes import (
     WeightFormat,
     decoder_cache_specs,
@@ -162,10 +162,8 @@ def _batched_tokens(layout: PageLayout, on_cpu: bool) -> int:
 def _translation(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
     config, element_size = IndicTrans2Config.read(checkpoint.config), _element_size(model, on_cpu, "float16")
     weight_bytes = translation_weight_bytes(config, element_size)
-    tokens = min(MAX_NEW_TOKENS, config.max_target_positions)
-    slot = config.slot_bytes(
-        element_size, num_beams=NUM_BEAMS, max_new_tokens=tokens, max_source=config.max_source_positions
-    )
+    source_tokens, tokens = config.sentence_limits(model.max_model_len)
+    slot = config.slot_bytes(element_size, num_beams=NUM_BEAMS, max_new_tokens=tokens, max_source=source_tokens)
     limit = MAX_SLOTS["cpu" if on_cpu else "cuda"]
     workspace = partial(translation_workspace, config, element_size, num_beams=NUM_BEAMS)
     sentences = min(model.max_num_seqs or _DEFAULT_CONCURRENCY["translation"], limit)
@@ -178,7 +176,7 @@ def _translation(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, sour
         return slots >= sentences, [*rows, _rest(memory_bytes, rows)]
 
     budget, rows = _budget(model, divide)
-    return EngineNeeds("translation", budget, rows, None, sentences, source)
+    return EngineNeeds("translation", budget, rows, model.max_model_len, sentences, source)
 
 
 def _recognition(model: ModelSection, path: Path, on_cpu: bool, source: str) -> EngineNeeds:

@@ -1,0 +1,98 @@
+"""An engine process stays within its budget and keeps what it was promised, over a scripted torch.cuda."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meltcore.config import EngineConfig
+from meltcore.engine.host import budget
+from meltcore.engine.host.budget import build_within_budget, hold_budget, limit_memory
+from meltcore.errors import ConfigError
+
+MIB = 2**20
+CUDA = torch.device("cuda", 0)
+
+
+class ScriptedCuda:
+    """A GPU of 1,000 MiB. `reserved`: bytes of torch's allocator, of which `cached` can be freed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reserved = self.cached = 0
+        self.free = 1000 * MIB
+        self.fraction = 1.0
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000 * MIB))
+        monkeypatch.setattr(cuda, "set_per_process_memory_fraction", lambda value, _: setattr(self, "fraction", value))
+        monkeypatch.setattr(cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(cuda, "memory_reserved", lambda *_: self.reserved)
+        monkeypatch.setattr(cuda, "empty_cache", self.empty_cache)
+        monkeypatch.setattr(torch, "empty", self.empty)
+        monkeypatch.setattr(budget, "choose_device", lambda *_, **__: CUDA)
+
+    def empty_cache(self) -> None:
+        self.reserved, self.cached = self.reserved - self.cached, 0
+
+    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        assert (dtype, device) == (torch.uint8, CUDA)
+        if size > self.free:
+            raise torch.OutOfMemoryError
+        self.reserved += size
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> ScriptedCuda:
+    return ScriptedCuda(monkeypatch)
+
+
+def config_of(mib: int | None) -> EngineConfig:
+    return EngineConfig(model="m", memory_bytes=None if mib is None else mib * MIB)
+
+
+def test_torch_may_allocate_the_budget_alone(cuda: ScriptedCuda) -> None:
+    limit_memory(config_of(250), CUDA)
+    assert cuda.fraction == 0.25
+    cuda.fraction = 1.0
+    limit_memory(config_of(None), CUDA)
+    limit_memory(config_of(250), torch.device("cpu"))
+    assert cuda.fraction == 1.0
+
+
+def test_rest_of_the_budget_is_held(cuda: ScriptedCuda) -> None:
+    cuda.reserved = 100 * MIB
+    hold_budget(config_of(250), CUDA, outside_bytes=20 * MIB)
+    assert 228 * MIB <= cuda.reserved <= 230 * MIB
+    before = cuda.reserved
+    hold_budget(config_of(250), CUDA, outside_bytes=20 * MIB)
+    assert cuda.reserved == before, "held already"
+
+
+def test_gaps_of_the_start_are_freed_before_a_budget_is_exceeded(cuda: ScriptedCuda) -> None:
+    cuda.reserved, cuda.cached = 260 * MIB, 60 * MIB
+    hold_budget(config_of(250), CUDA)
+    assert 248 * MIB <= cuda.reserved <= 250 * MIB
+    cuda.reserved, cuda.cached = 260 * MIB, 0
+    with pytest.raises(ConfigError, match="m needs 10 MiB more than its budget of 250 MiB: raise --memory"):
+        hold_budget(config_of(250), CUDA)
+
+
+def test_memory_that_another_process_took_is_an_error_of_the_start(cuda: ScriptedCuda) -> None:
+    cuda.free = 50 * MIB
+    with pytest.raises(ConfigError, match="the GPU has no 250 MiB left of the budget of m: another process"):
+        hold_budget(config_of(250), CUDA)
+
+
+def test_engine_is_built_within_its_budget(cuda: ScriptedCuda) -> None:
+    def build(progress: Any) -> Any:
+        progress("making", 0.5)
+        assert cuda.fraction == 0.25, "before anything is allocated"
+        cuda.reserved = 30 * MIB
+        return SimpleNamespace(outside_bytes=MIB)
+
+    stages: list[str] = []
+    engine = build_within_budget(config_of(250), build)(lambda stage, _: stages.append(stage))
+    assert (engine.outside_bytes, stages) == (MIB, ["making"])
+    assert 247 * MIB <= cuda.reserved <= 249 * MIB
