@@ -254,6 +254,7 @@ def test_fastest_is_named_and_what_was_not_measured_says_why(tmp_path: Path) -> 
     assert findings["Concurrency"]["quick"].startswith("4 concurrent, ")
     assert findings["Performance"]["dies"] == "not measured: it did not finish the load"
     assert findings["Performance"]["broken"] == "not measured: it did not start"
+    assert findings["Performance"]["absent"] == "not measured: it did not start"
     assert findings["Quantization support"]["quick"] == "not measured: not part of this comparison"
     [document] = find_documents(folder.path)
     page = render(document.content)

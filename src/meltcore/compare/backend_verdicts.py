@@ -20,6 +20,7 @@ from meltcore.results.formatting import format_number
 LEAST_LEAD = 0.05  # each level is one run: a smaller lead is no lead
 MOST_TTFT_MS, MOST_ITL_MS = 2000.0, 100.0  # of interactive use, 95th percentiles
 UNMEASURED = "not measured"
+_LONGEST_REASON = 60  # characters, in a cell of the aspects
 _GIB = 2**30
 
 
@@ -98,10 +99,10 @@ def find_aspects(comparison: BackendComparison) -> list[Aspect]:
 
 
 def unmeasured(run: BackendRun | None) -> str:
-    """Return "not measured" with the run's reason, in few words where it was started."""
+    """Return "not measured" with the run's reason; a long one stands with its set-up."""
     if run is None:
         return f"{UNMEASURED}: not part of this comparison"
-    if run.command and run.ready_s is None:
+    if run.reason and run.ready_s is None and (run.command or len(run.reason) > _LONGEST_REASON):
         return f"{UNMEASURED}: it did not start"
     if run.command and run.reason:
         return f"{UNMEASURED}: it did not finish the load"
