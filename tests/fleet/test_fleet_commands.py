@@ -164,6 +164,57 @@ def test_rolling_restart_loses_nothing(fleet: Fleet, capsys: pytest.CaptureFixtu
     assert fleet.server.check_no_leak()["requests_failed_total"] == 0
 
 
+def test_sleep_and_wake_by_command_restart_and_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    fleet = Fleet(tmp_path)
+    sleepable = {"residency": "sleepable", "engine": {"step_s": 0.005}}
+    turns = {"minimum_s": 0.1, "turn_s": 0.5, "swaps_per_minute": 600, "keep": "disk"}
+    models = {"first": {"engine": {"step_s": 0.005}}, "a": sleepable | {"priority": "interactive"}, "b": sleepable}
+    fleet.write(models, residency=turns)
+    with running(fleet_command(fleet.file, POLICY), tmp_path / "stderr") as server:
+        fleet.server = server
+
+        def states() -> dict[str, str]:
+            main(["ps", "--port", str(server.port), "--json"])
+            return {row["model"]: row["state"] for row in json.loads(capsys.readouterr().out)}
+
+        def run(*command: str) -> tuple[int, str, str]:
+            status = main([*command, "--port", str(server.port)])
+            output = capsys.readouterr()
+            return status, output.out, output.err
+
+        wait_until(lambda: states() == {"first": "ready", "a": "ready", "b": "sleeping"}, "the start")
+        assert run("wake", "b") == (0, "meltcore: awake: b\n", "")
+        assert states() == {"first": "ready", "a": "sleeping", "b": "ready"}
+        assert run("sleep", "b") == (0, "meltcore: sleeps: b\n", "")
+        assert run("sleep", "b")[0] == 0
+        assert 'sleep_state="discard_all"} 1.0' in server.request("GET", "/metrics").body.decode()
+        status, _, error = run("sleep", "first")
+        assert status == 2
+        assert "first is always on: `residency: sleepable` in fleet.yaml lets it sleep" in error
+        assert run("wake", "unknown")[0] == 2
+        pids = server.engine_pids()
+        assert run("restart", "a")[0] == 0  # its process ends, and is started when it is wanted
+        assert len(server.engine_pids()) == len(pids) - 1
+        assert (fleet.complete("a"), fleet.complete("first"), fleet.complete("b")) == (200, 200, 200)
+        wait_until(lambda: states()["a"] == "sleeping", "a sleeps again")
+        fleet.write({name: models[name] for name in ("first", "b")}, residency=turns)
+        assert run("reload")[0] == 0  # without the model that sleeps
+        assert states() == {"first": "ready", "b": "ready"}
+        fleet.write(models, residency=turns)
+        assert run("reload")[0] == 0
+        wait_until(lambda: states() == {"first": "ready", "a": "ready", "b": "sleeping"}, "a is loaded in its turn")
+        fleet.write(models, residency=turns | {"keep": "host"})
+        status, _, error = run("reload")
+        assert (status, "residency" in error) == (2, True)
+        assert (fleet.complete("b"), fleet.complete("a")) == (200, 200)
+        server.check_no_leak()
+        server.signal()
+        assert server.wait_exit() == 0
+
+
 def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     before = rows(capsys)
     text = fleet.file.read_text()

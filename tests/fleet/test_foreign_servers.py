@@ -13,7 +13,7 @@ from typing import Any
 import openai
 from server_harness import RunningServer, running, scripted_server, serve_command, wait_until
 
-from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, ServerConfig
+from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, ResidencyConfig, ServerConfig
 from meltcore.fleet.replica import RestartPolicy
 from meltcore.process import group_members
 
@@ -77,6 +77,20 @@ def test_process_that_ends_is_started_again_and_the_others_go_on(tmp_path: Path)
         assert len([pid for guard in guards for pid in group_members(guard)]) == 4
         server.process.kill()  # the guards end the servers of a supervisor that is killed
         wait_until(lambda: not any(group_members(guard) for guard in guards), "no orphan")
+
+
+def test_sleepable_commands_run_in_turns(tmp_path: Path) -> None:
+    turns = ResidencyConfig(minimum_s=0.1, turn_s=0.4, swaps_per_minute=1000)
+    models = (foreign("a", sleepable=True, priority_class="interactive"), foreign("b", sleepable=True))
+    with serving(tmp_path, *models, fleet=True, residency=turns) as server:
+        wait_until(lambda: server.request("GET", "/health").json.get("sleeping") == ["b"], "both have been started")
+        for name in ("b", "a", "b"):
+            answer = server.post("/v1/chat/completions", {"model": name, "messages": QUESTION})
+            assert answer.status == 200, answer.body
+            assert len([guard for guard in children(server) if group_members(guard)]) == 1
+        assert server.metrics()["wakes_total"] == 3
+        server.signal()
+        assert server.wait_exit() == 0
 
 
 def test_start_that_fails_ends_a_server_and_is_a_failed_model_of_a_fleet(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Several replicas behind one port: load balancing, and the death of one."""
 
+import dataclasses
 import os
 import signal
 import sys
@@ -16,9 +17,9 @@ from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.backends.engine_process import LocalEngineProcess
 from meltcore.backends.open_requests import OpenRequests
 from meltcore.backends.stuck_watch import StuckWatch
-from meltcore.config import EngineConfig, ModelConfig
+from meltcore.config import EngineConfig, ModelConfig, ServerConfig
 from meltcore.errors import ConfigError, RequestError
-from meltcore.fleet.placement import place_replicas, visible_gpus
+from meltcore.fleet.placement import cpu_environment, place_replicas, visible_gpus
 from meltcore.models.checkpoint import BUNDLED_MODEL
 from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
@@ -125,7 +126,7 @@ def test_one_stuck_replica_makes_the_server_unhealthy() -> None:
     assert health.problem() is None
 
 
-# --- GPUs
+# --- GPUs and cores
 
 
 def model_config(*, dp: int, tensor_parallel_size: int, device: str = "auto") -> ModelConfig:
@@ -149,6 +150,28 @@ def test_replicas_get_neighboring_visible_gpus(monkeypatch: pytest.MonkeyPatch) 
         place_replicas(model_config(dp=65, tensor_parallel_size=1, device="cpu"))
     with pytest.raises(ConfigError, match="--device cuda:1 is one GPU"):
         place_replicas(model_config(dp=2, tensor_parallel_size=1, device="cuda:1"))
+
+
+def test_engines_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(17)))
+    alone, pair = (model_config(dp=replicas, tensor_parallel_size=1, device="cpu") for replicas in (1, 2))
+    on_gpu = model_config(dp=1, tensor_parallel_size=1)
+    asleep = [dataclasses.replace(alone, sleepable=True)] * 5
+
+    def threads(*models: ModelConfig) -> str | None:
+        config = ServerConfig(models=models)
+        return cpu_environment(config, place_replicas(models[0])[0]).get("OMP_NUM_THREADS")
+
+    assert [threads(alone), threads(alone, on_gpu), threads(alone, alone), threads(alone, pair, alone)] == [
+        *("16", "16", "8", "4"),
+    ]
+    assert threads(alone, *asleep) == "8"  # of those that take turns one runs
+    assert threads(*[alone] * 30) == "1"
+    assert threads(on_gpu, alone) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(alone) is None  # the engine inherits it
 
 
 def test_all_gpus_are_visible_without_cuda_visible_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,7 @@ class FleetOperations:
                 changed=[name for name in new if name in old and new[name] != old[name].config],
                 unchanged=[name for name in new if name in old and new[name] == old[name].config],
             )
+            supervisor.config = config  # its engines share the cores as it says
             await asyncio.gather(*(self._end(old[name], "removed from") for name in result.removed))
             for name in result.removed:
                 supervisor.forget_model(old[name])

@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from meltcore.config import EngineConfig, ModelConfig
+from meltcore.config import EngineConfig, ModelConfig, ServerConfig
 from meltcore.errors import ConfigError
 from meltcore.protocol.fleet_spec import ModelSection
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
 MAX_REPLICAS = 64  # on a CPU nothing else keeps a typing error from starting thousands of processes
 _DEVICE_FILES = "nvidia[0-9]*"  # one per GPU; to count them takes neither torch nor the driver's library
 
@@ -76,6 +77,28 @@ def replica_gpus(model: ModelSection) -> list[tuple[int, ...]]:
     ranks = model.tensor_parallel_size
     groups = [model.device[first : first + ranks] for first in range(0, len(model.device), ranks)]
     return [groups[replica % len(groups)] for replica in range(model.replicas)]
+
+
+def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str]:
+    """Return the threads of an engine on the CPU: the cores but one, shared by those that run together.
+
+    Sleepable models run in turns, so the one with the most replicas stands for all. Empty for an engine on a GPU, and
+    where the environment of the server names the number.
+    """
+    if placed_gpus(placement) or _THREADS in os.environ:
+        return {}
+    replicas = {
+        is_sleepable: [
+            model.data_parallel_size
+            for model in config.models
+            if model.sleepable == is_sleepable
+            and not model.replica_gpus
+            and (model.engine.device == "cpu" or not visible_gpus())
+        ]
+        for is_sleepable in (False, True)
+    }
+    num_engines = max(1, sum(replicas[False]) + max(replicas[True], default=0))
+    return {_THREADS: str(max(1, (len(os.sched_getaffinity(0)) - 1) // num_engines))}
 
 
 def placed_gpus(placement: Placement) -> frozenset[str]:

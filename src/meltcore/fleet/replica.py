@@ -76,5 +76,6 @@ class ServerParts:
     sockets: Path
     client_count: int
     next_engine: Callable[[], int]  # numbers engine processes, whose sockets are in a folder of that number
+    environment: Callable[[Placement], dict[str, str]]  # of an engine, beside that of its placement
     policy: RestartPolicy | None = None
     log_folder: Path | None = None  # with a file per engine; None: our standard error

@@ -40,7 +40,7 @@ from meltcore.fleet.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.logs import log_folder
 from meltcore.fleet.operations import FleetOperations
-from meltcore.fleet.placement import Placement, place_replicas
+from meltcore.fleet.placement import Placement, cpu_environment, place_replicas
 from meltcore.fleet.replica import RestartPolicy, ServerParts
 from meltcore.fleet.served_model import POLL_S, ServedModel
 from meltcore.fleet.start_gate import StartGate
@@ -155,6 +155,7 @@ class Supervisor:
             sockets=folder.path,
             client_count=num_processes,
             next_engine=itertools.count().__next__,
+            environment=lambda placement: cpu_environment(self.config, placement),
             policy=fleet.policy if fleet is not None else None,
             log_folder=fleet.log_folder if fleet is not None else None,
         )

@@ -316,7 +316,8 @@ class _CudaProfiler:
 def serve(build: BuildEngine, to_engine: Any, socket_dir: Path, client_count: int = 1) -> int:
     """Serve clients until one of them sends Shutdown. Returns the exit status."""
     # API servers and clients need a core too: torch's CPU threads wait for each other at every GEMM, and a thread that
-    # shares its core slows them all.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    # shares its core slows them all. Several engines on the CPU share the cores: their server sets the variable.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     keep_freed_memory()
     return EngineShell(socket_dir, to_engine, client_count).serve(build)
