@@ -3,17 +3,20 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hardware_tools import INTERVAL_S, sample
 
 from meltcore.cli.main import main
 from meltcore.hardware.monitor.recording import Recording, RecordingEnd, RecordingStart
-from meltcore.hardware.monitor.timeline import attach_gpu_timelines, mean_sm_activity, timeline
+from meltcore.hardware.monitor.timeline import attach_gpu_means, attach_gpu_timelines, mean_sm_activity, timeline
 from meltcore.hardware.nvml.driver import NoDriverError
 from meltcore.hardware.nvml.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.hardware.nvml.select import GpuInfo
 from meltcore.report.load_charts import timeline_figure
+from meltcore.results.fingerprint import take_fingerprint
+from meltcore.results.fleet_load import FleetLevel, FleetLoad
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import Distribution, LevelResult, TimelinePoint
 from meltcore.testing.fake_gpu import FakeGpu, ReadingChange, cli_command
@@ -57,6 +60,19 @@ def test_level_gets_samples_of_its_time_only() -> None:
     )
     assert set(first.gpus[0].values["power_w"]) == {100.0}
     assert set(second.gpus[0].values["power_w"]) == {700.0}
+
+
+def test_level_of_a_fleet_gets_the_means_of_its_time_of_sending() -> None:
+    """Not those of the answers that come after it."""
+    samples = [sample(index, {"power_w": 100.0 if index < 20 else 700.0}) for index in range(40)]
+    fields: dict[str, Any] = {"part": "mixed", "label": "", "connections": 1, "peak_in_flight": 1, "streams": []}
+    ladder = [FleetLevel(send_s=0.95, duration_s=3.0, released_s=at_s, **fields) for at_s in (1.0, 2.0)]
+    result = FleetLoad(status="complete", started="", duration_s=4.0, fingerprint=take_fingerprint(), settings={},
+                       models=[], levels=ladder)  # fmt: skip
+    attach_gpu_means(result, recording(samples, gpus=2))
+    powers = [[gpu.means.get("power_w") for gpu in each.gpus] for each in ladder]
+    assert powers == [[100.0, None], [700.0, None]]
+    assert "was cut short" in result.gpu_note
 
 
 def test_bucket_is_mean_of_its_samples_and_gap_is_none() -> None:

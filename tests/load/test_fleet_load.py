@@ -268,7 +268,7 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert result.experiment is not None
     assert (result.levels, result.interference) == ([], [])
     busy, speech = result.experiment.alone
-    assert 0.1 <= busy.level.duration_s < 0.5 <= result.experiment.together[0].level.duration_s
+    assert 0.1 <= busy.level.duration_s < result.experiment.together[0].level.duration_s
     assert [load.level.requests for load in (speech, result.experiment.together[1])] == [10, 10]
     statuses = {gate.name: gate.status for gate in result.experiment.gates}
     assert statuses["busy (mt): throughput"] == "PASS"

@@ -71,6 +71,7 @@ def _measure(
     """Run the load while the GPUs are recorded: with --monitor, or where the server is on this machine and has some."""
     import msgspec
 
+    from meltcore.hardware.monitor.recording import read_recording
     from meltcore.hardware.monitor.timeline import attach_gpu_means
     from meltcore.load.fleet_run import measure_fleet
     from meltcore.load.fleet_streams import level_line, level_status
@@ -88,7 +89,7 @@ def _measure(
             config, sys.argv[1:], records_path=folder.requests_path, on_progress=on_progress, on_level=on_level
         )
     if is_recorded:
-        attach_gpu_means(result, recording_path)
+        attach_gpu_means(result, read_recording(recording_path))
     return result
 
 

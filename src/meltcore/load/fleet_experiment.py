@@ -14,7 +14,7 @@ from meltcore.load.fleet_config import Sizes
 from meltcore.load.fleet_models import ServedModel, default_workload
 from meltcore.results.fleet_load import FleetExperiment, FleetTask, first_latency
 from meltcore.results.formatting import format_number, format_percent
-from meltcore.results.percentiles import SAMPLES_NEEDED
+from meltcore.results.percentiles import SAMPLES_NEEDED, TOO_SMALL
 from meltcore.results.schema import Distribution, Gate, LevelResult, StreamLoad
 from meltcore.results.throughput import rate_of, throughput, throughput_unit
 
@@ -137,7 +137,7 @@ def _p95_gate(name: str, metric: str, limit: float, alone: LevelResult, together
         counts = ", ".join(str(0 if each is None else each.n) for each in (before, after))
         return Gate(name=title, status="NOT RUN", detail=f"{counts} samples, p95 needs {SAMPLES_NEEDED['p95']}")
     ratio = after.p95 / before.p95
-    p99 = " and ".join(f"{format_number(each.p99) if each.p99 is not None else 'n too small'} ms (n {each.n:,})"
+    p99 = " and ".join(f"{TOO_SMALL if each.p99 is None else f'{format_number(each.p99)} ms'} (n {each.n:,})"
                        for each in (before, after))  # fmt: skip
     return Gate(
         name=title,

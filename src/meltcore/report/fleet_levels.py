@@ -40,7 +40,7 @@ def part_section(levels: Sequence[FleetLevel], part: Part) -> Section:
         groups.setdefault(level.label if part == "mixed" else level.streams[0].name, []).append(level)
     for title, group in groups.items():
         note = "; ".join(filter(None, (_gpu_text(level) for level in group))) if part == "mixed" else ""
-        tables += [Text(title, "lead"), _level_table(group, part, note)]
+        tables += [Text(title), _level_table(group, part, note)]
     figures = fleet_charts(levels, part)
     return Section(_PART_TITLES[part], [*([Figures(figures)] if figures else []), *tables])
 

@@ -46,7 +46,7 @@ _PAIR_TEXT = (
 def fleet_load_page(result: FleetLoad) -> Page:
     """Return the page of a load on a fleet: health and limits first."""
     sections = [
-        Section(blocks=[*_warnings(result), Tiles(_tiles(result))]),
+        Section(blocks=[*_warnings(result), *([Tiles(_tiles(result))] if result.levels else [])]),
         Section("Health", [_gate_table(result.health, "model"), Text(LOSS_TEXT, "small")]),
         *_experiment_sections(result),
         *(part_section(result.levels, part) for part in ("mixed", "per-model")),
@@ -136,7 +136,7 @@ def _experiment_sections(result: FleetLoad) -> list[Section]:
                 f"{level.e2e_ms.n:,}",
             ]
             rows.append(Row(cells, ends_group=word == "together"))
-    lead = f"Each stream sends for {format_duration(experiment.send_s)} alone, then all of them together."
+    lead = f"Each stream runs alone, then all of them together for {format_duration(experiment.send_s)}."
     blocks: list[Block] = [Text(lead), _gate_table(experiment.gates, "limit"), Table(columns, rows, is_compact=True)]
     return [Section(f"Interference: {experiment.name}", blocks)]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from meltcore.hardware.monitor.recording import Recording, read_recording
+from meltcore.hardware.monitor.recording import Recording
 from meltcore.hardware.nvml.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.hardware.nvml.reader import Sample
 from meltcore.results.fleet_load import FleetLoad
@@ -64,9 +63,8 @@ def mean_sm_activity(samples: Sequence[Sample], from_s: float, to_s: float) -> f
     return float(np.mean(readable_values)) / 100 if readable_values else None
 
 
-def attach_gpu_means(result: FleetLoad, path: Path) -> None:
+def attach_gpu_means(result: FleetLoad, recording: Recording) -> None:
     """Set the means of each level of a load on a fleet, over the time in which its requests were sent."""
-    recording = read_recording(path)
     for level in result.levels:
         start_s, end_s = level.released_s, level.released_s + min(level.send_s, level.duration_s)
         for gpu, info in enumerate(recording.start.gpus):
