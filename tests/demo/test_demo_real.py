@@ -34,6 +34,7 @@ def test_demo_serves_loads_and_reports(tmp_path: Path) -> None:
         assert sum(name.startswith(client) for name in names) >= 6
     assert "every route of /openapi.json was opened" in names
     log = (folder / "server.log").read_text()
+    assert "meltcore: a model that does not know kan_Knda gets it as guj_Gujr or hin_Deva" in log
     for path in ("/v1/chat/completions", "/v1/indic_chat", "/v1/speech_to_speech", "/transcribe_batch/", "/v1/ocr"):
         assert f"path={path} " in log, "a check that passes has sent its request"
     assert all(level["failed"] == 0 for level in by_task.values())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import hashlib
 import random
 import re
 import time
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from server_harness import running, scripted_server, serve_command
 from meltcore.api import status
 from meltcore.api.page import _FILE
 from meltcore.backends.engine_process import ENGINE_COMMAND
-from meltcore.config import EngineConfig, ModelConfig, RoutesConfig, ServerConfig
-from meltcore.models.checkpoint import BUNDLED_RECOGNIZER, BUNDLED_TRANSLATION
+from meltcore.fleet.from_spec import server_config
+from meltcore.protocol.fleet_file import parse_fleet
 
+TABS = ("chat", "translate", "speak", "transcribe", "talk")
 READY = "document.querySelector('#state').classList.contains('ready')"
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
@@ -64,6 +67,17 @@ def test_page_loads_nothing_else_and_writes_no_markup() -> None:
     ):
         assert call not in page
     assert not re.search(r"\son\w+=", page.partition("<script>")[0]), "the policy would forbid a handler in markup"
+
+
+def test_every_control_has_a_label_and_tabs_have_panels() -> None:
+    markup = _FILE.read_text().partition("<script>")[0]
+    for audio in re.findall(r"<audio[^>]*>", markup):
+        assert "aria-label=" in audio
+    for control in re.findall(r"<(?:select|textarea|input)\b[^>]*>", markup):
+        before = markup.partition(control)[0]
+        assert before.rfind("<label") > before.rfind("</label>"), control
+    panels = re.findall(r'<section class="card" id="(\w+)" role="tabpanel" aria-labelledby="tab-(\w+)"', markup)
+    assert [name for name, _ in panels] == [tab for _, tab in panels] == list(TABS)
 
 
 def test_gpus_are_read_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +157,55 @@ def test_chat_is_streamed_escaped_and_stopped_in_a_browser(tmp_path: Path) -> No
         assert tab.problems == []
 
 
+# The least contrast of visible texts with what is behind them, by WCAG's formula; the page has no gradients.
+CONTRAST = """
+(() => {
+  const parse = text => text.match(/[\\d.]+/g).map(Number);
+  const linear = v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = color => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => sum + part * linear(color[i] / 255), 0);
+  const behind = node => {
+    for (let at = node; at; at = at.parentElement) {
+      const color = parse(getComputedStyle(at).backgroundColor);
+      if (color[3] !== 0) return color;
+    }
+    return [255, 255, 255];
+  };
+  let least = [99, ""];
+  for (const node of document.body.querySelectorAll("*")) {
+    const own = [...node.childNodes].some(child => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.checkVisibility() || node.disabled || ["OPTION", "SCRIPT"].includes(node.tagName)) continue;
+    const [a, b] = [light(parse(getComputedStyle(node).color)), light(behind(node))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < least[0]) least = [ratio, node.textContent.slice(0, 40)];
+  }
+  return least;
+})()
+"""
+UNNAMED = """
+[...document.querySelectorAll('input, select, textarea, button, audio')]
+  .filter(node => !node.labels?.length && !node.getAttribute('aria-label') && !node.textContent.trim())
+  .map(node => node.outerHTML.slice(0, 80))
+"""
+
+
+def press(tab: Browser, key: str) -> None:
+    for kind in ("keyDown", "keyUp"):
+        tab.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+
+def record(tab: Browser, section: str, seconds: float) -> None:
+    """Record with the fake microphone, and wait for the answer."""
+    tab.run(f"document.querySelector('#{section} .language').value = 'en'")
+    tab.run(f"document.querySelector('#{section} .record').click()")
+    tab.wait(f"document.querySelector('#{section} .record').textContent === 'Stop'")
+    time.sleep(seconds)
+    tab.run(f"document.querySelector('#{section} .record').click()")
+    tab.wait(f"/ s$/.test(document.querySelector('#{section} .note').textContent)", 90.0)
+
+
 @needs_chromium
 @pytest.mark.slow
-def test_recording_translation_and_speech_in_a_browser(tmp_path: Path) -> None:
+def test_all_tabs_work_with_a_fleet_in_a_browser(tmp_path: Path) -> None:
     soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
     for package in ("av", "python_multipart", "sentencepiece", "soxr"):
         pytest.importorskip(package, reason="the extra av has it")
@@ -153,43 +213,65 @@ def test_recording_translation_and_speech_in_a_browser(tmp_path: Path) -> None:
 
     clip = tone_clip(random.Random("heldout"), "heldout", 4.0)
     soundfile.write(tmp_path / "clip.wav", render(clip, 48_000), 48_000)
-    models = tuple(
-        ModelConfig(engine=EngineConfig(model=name, device="cpu", memory_bytes=2**28), served_model_name=(served,))
-        for name, served in ((BUNDLED_RECOGNIZER, "ears"), ("meltcore/sums", "sums"), (BUNDLED_TRANSLATION, "phrases"))
-    )
-    config = ServerConfig(models=models, port=0, api_server_count=1, routes=RoutesConfig(chat_prompt=""))
+    tiny = resources.files("meltcore.fleet") / "examples" / "tiny.yaml"
+    config = dataclasses.replace(server_config(parse_fleet(tiny.read_text())), port=0, api_server_count=1)
     microphone = f"--use-file-for-fake-audio-capture={tmp_path / 'clip.wav'}%noloop"
     with (
         running(serve_command(config, engine=ENGINE_COMMAND), tmp_path / "stderr") as server,
         browser(tmp_path / "profile", microphone) as tab,
     ):
         server.wait_healthy(120)
-        tab.open(f"{server.url}/", width=400, dark=True)
+        tab.open(f"{server.url}/")
         tab.wait(READY)
         tab_names = "[...document.querySelector('#tabs').children].map(tab => tab.textContent).join()"
-        tab.wait(f"{tab_names} === 'Chat,Translate,Transcribe'")  # as each model becomes ready
+        tab.wait(f"{tab_names} === 'Chat,Translate,Speak,Transcribe,Speech to speech'", 120.0)  # as models become ready
+        assert "Kannada gets it as Gujarati" in tab.run("document.querySelector('#substitutes').textContent")
 
-        tab.run("document.querySelector('#tabs').children[0].click()")
         tab.run("document.querySelector('#chat .text').value = 'What is 7 * 8?'")
-        tab.run("document.querySelector('#chat .main').click()")
+        tab.run("document.querySelector('#chat .text').focus()")
+        press(tab, "Enter")
         tab.wait("document.querySelectorAll('.message')[1]?.textContent.includes('56')")
         tab.wait("/tokens, first after/.test(document.querySelector('#chat .note').textContent)")
 
-        tab.run("document.querySelector('#tabs').children[1].click()")
+        tab.run("document.querySelector('#tabs').children[0].focus()")
+        press(tab, "ArrowRight")
+        assert not tab.run("document.querySelector('#translate').hidden")
+        assert tab.run("document.activeElement.textContent") == "Translate"
         assert tab.run("document.querySelector('#translate .source').value") == "eng_Latn"
         assert tab.run("document.querySelector('#translate .target').value") == "guj_Gujr"
         tab.run("document.querySelector('#translate .text').value = 'the cat sees the dog'")
         tab.run("document.querySelector('#translate .main').click()")
         tab.wait(r"/\p{Script=Gujarati}/u.test(document.querySelector('#translate .result').textContent)")
 
-        tab.run("document.querySelector('#tabs').children[2].click()")
-        tab.run("document.querySelector('#transcribe .language').value = 'en'")
-        tab.run("document.querySelector('#transcribe .record').click()")
-        tab.wait("document.querySelector('#transcribe .record').textContent === 'Stop'")
-        time.sleep(5.0)
-        tab.run("document.querySelector('#transcribe .record').click()")
-        heard = tab.wait("document.querySelector('#transcribe .result').textContent")
+        press(tab, "ArrowRight")
+        tab.run("document.querySelector('#speak .text').value = 'go at seven'")
+        tab.run("document.querySelector('#speak .main').click()")
+        tab.wait("document.querySelector('#speak audio').duration > 0.5", 60.0)
+
+        press(tab, "ArrowRight")
+        record(tab, "transcribe", 5.0)
+        heard = tab.run("document.querySelector('#transcribe .result').textContent")
         assert clip.text("en").split()[-1] in heard, (heard, clip.text("en"))
-        assert fits(tab)
+
+        press(tab, "End")
+        record(tab, "talk", 5.0)
+        assert clip.text("en").split()[-1] in tab.run("document.querySelector('#talk .question').textContent")
+        tab.wait("document.querySelector('#talk audio').duration > 0.5")
+        press(tab, "ArrowRight")
+        assert tab.run("document.activeElement.textContent") == "Chat", "the last tab leads to the first"
+        assert tab.run("document.querySelectorAll('#tabs [tabindex=\"0\"]').length") == 1
+
+        done = "document.querySelector('#models').rows"
+        tab.wait(f"[...{done}].every(row => parseInt(row.cells[2].textContent) >= 1)")
+        assert tab.run(UNNAMED) == []
+        for width, dark in ((1200, False), (1200, True), (400, False), (400, True)):
+            scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+            tab.send("Emulation.setEmulatedMedia", features=[scheme])
+            tab.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+            for index in range(5):
+                tab.run(f"document.querySelector('#tabs').children[{index}].click()")
+                assert fits(tab), (width, index)
+                ratio, text = tab.run(CONTRAST)
+                assert ratio >= 4.5, (width, dark, text, ratio)
         assert tab.problems == []
         server.check_no_leak()

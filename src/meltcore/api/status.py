@@ -27,12 +27,16 @@ class Status:
         self._gpus = GpuReader()
 
     async def read(self) -> dict[str, Any]:
-        """Return the status. languages: codes for a translation that no model of translation limits."""
+        """Return the status. languages: codes for a translation that no model of translation limits.
+
+        substitutes: languages that a model may not know, and what it gets instead.
+        """
         return {
             "models": [_model(backend) for backend in self._models.backends],
             "gpus": await self._gpus.read(),
             "translates": self._choice.translates,
             "languages": CODES,
+            "substitutes": self._choice.config.substitute,
         }
 
 

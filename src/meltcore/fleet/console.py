@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -37,6 +37,12 @@ def print_listening(host: str, port: int) -> None:
     """Print the first line on standard output, for people and for programs that chose --port 0."""
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print_line(f"meltcore: listening on {url}", sys.stdout)
+
+
+def print_substitutes(substitute: Mapping[str, Sequence[str]]) -> None:
+    """Print a line per language that models get as another one: answers in it are not what they seem."""
+    for language, others in substitute.items():
+        print_line(f"meltcore: a model that does not know {language} gets it as {' or '.join(others)}", sys.stdout)
 
 
 class LoadingProgress:

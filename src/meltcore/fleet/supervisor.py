@@ -35,7 +35,7 @@ from meltcore.config import ForeignConfig, ModelConfig, RoutesConfig, ServerConf
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.admin import AdminServer
 from meltcore.fleet.channel import EndRequests
-from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready
+from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
 from meltcore.fleet.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.logs import log_folder
@@ -96,6 +96,7 @@ def serve(
     folder = SocketFolder("server")
     try:
         print_listening(config.host, port)
+        print_substitutes(config.routes.substitute)
         if on_bound is not None:
             on_bound(port, folder.path)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
