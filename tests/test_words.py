@@ -30,7 +30,7 @@ EVERYWHERE = {
     r"\bat once\b": "concurrently, concurrency; immediately",
     r"\bthoughts?\b": "reasoning",
     r"\b(un)?quantis|\bnormalis|\btokenis|\bdetokenis|\binitialis|\boptimis|\bsynchronis|\brecognis|\bserialis": "-ize",
-    r"\bbehaviour|\bcolours?\b|\bneighbour|\bfavour|\bhonour|\bcentred?\b(?!-)|\blabelled": "US spelling",
+    r"\bbehaviour|\bcolours?\b|\bneighbour|\bfavour|\bhonour|\bcentred?\b(?!-)|\blabelled(?!by)": "US spelling",
     r"\bfronts?\b(?! (of|end))": "API server",
     r"\bhouse\b": "package, layout",
     r"\bsums? over (all )?ranks\b": "all-reduce",
