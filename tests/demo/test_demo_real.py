@@ -41,6 +41,7 @@ def test_demo_serves_loads_and_reports(tmp_path: Path) -> None:
     assert all(by_task[task]["accuracy"] >= 0.75 for task in ("translation", "recognition"))
     page = (folder / "report.html").read_text()
     assert "All models, mixed" in page
+    assert "sums, phrases, tones, voice" in page
     num_clips = sum(sample.get("audio_wav") is not None for sample in result["samples"])
     assert page.count("<audio") == num_clips >= 3
     assert (folder / "requests.jsonl").stat().st_size > 0

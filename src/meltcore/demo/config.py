@@ -10,7 +10,7 @@ from meltcore.options import option
 DEFAULT_LEVELS = (10, 100, 400, 1_000, 10_000)
 GENERATION = "generation"
 # Of the connections of a level. On a CPU, speech costs about 400 times as much as a short answer.
-MIX = {GENERATION: 80.0, "translation": 12.0, "recognition": 7.5, "synthesis": 0.5}
+MIX = {GENERATION: 80.0, "translation": 12.0, "recognition": 7.7, "synthesis": 0.3}
 TASKS = (GENERATION, "translation", "synthesis", "recognition")
 
 

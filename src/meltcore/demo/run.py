@@ -273,7 +273,7 @@ def _result(
             measurements.read_back,
         )
     settings = {
-        "model": measurements.models.get(GENERATION),
+        "model": ", ".join(measurements.models.values()),
         **measurements.facts,
         "models": measurements.models,
         "levels": list(config.levels),
