@@ -88,7 +88,7 @@ def test_sleepable_commands_run_in_turns(tmp_path: Path) -> None:
             answer = server.post("/v1/chat/completions", {"model": name, "messages": QUESTION})
             assert answer.status == 200, answer.body
             assert len([guard for guard in children(server) if group_members(guard)]) == 1
-        assert server.metrics()["wakes_total"] == 3
+        server.wait_metric("wakes_total", 3)
         server.signal()
         assert server.wait_exit() == 0
 
