@@ -219,6 +219,22 @@ def test_large_model_waits_for_no_small_ones_that_come_after_it() -> None:
     assert policy.decide(9.0, demands) == [(2, (0, 1))]
 
 
+def test_models_are_loaded_by_their_ranks_however_long_it_takes() -> None:
+    policy = Residency(ResidencyConfig(minimum_s=5, turn_s=5))
+    for key in range(3):
+        policy.add(key, 1, {"0": 10})
+    demands = {0: Demand(0, is_forced=True), 1: Demand(-2, is_forced=True), 2: Demand(-1, is_forced=True)}
+    order = []
+    for step in range(3):
+        (swap,) = policy.decide(100.0 * step, demands)
+        order.append(swap.wake)
+        del demands[swap.wake]
+        for victim in swap.sleep:
+            policy.fell_asleep(victim)
+        policy.woke(swap.wake, 100.0 * step + 99, 0.0)
+    assert order == [1, 2, 0]
+
+
 def test_model_that_cannot_be_awake_in_time_is_known() -> None:
     policy, _ = two_models()
     assert policy.wake_at_s(1, 1.0) == 5.0  # the other one's minimum time

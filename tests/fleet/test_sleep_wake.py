@@ -127,14 +127,18 @@ def test_request_that_cannot_wait_gets_503_and_still_wakes_its_model() -> None:
 
 
 def test_engine_that_dies_asleep_or_waking_or_cannot_wake() -> None:
-    with fleet({"a": "interactive", "b": "standard"}) as found:
+    with fleet({"a": "interactive", "b": "standard"}, options={"a": {"step_s": 0.01}}) as found:
         server = found.server
         asleep = server.engine_pids()[0]  # the less urgent class is loaded first
-        os.kill(asleep, signal.SIGKILL)
-        wait_until(lambda: "it is started again when it is wanted" in server.stderr, "its death is stated")
-        assert found.status("b") == "sleeping"
-        assert len(server.engine_pids()) == 1
-        assert found.complete("b").status == 200  # started again, once a has given its memory up
+        with ThreadPoolExecutor(2) as pool:
+            long = pool.submit(found.complete, "a", 120)
+            waits = pool.submit(found.complete, "b")
+            wait_until(lambda: server.metrics()["queue_requests"] == 1, "it waits")
+            os.kill(asleep, signal.SIGKILL)
+            wait_until(lambda: "it is started again when it is wanted" in server.stderr, "its death is stated")
+            assert found.status("b") == "sleeping"
+            assert len(server.engine_pids()) == 1
+            assert (long.result().status, waits.result().status) == (200, 200)  # started once a has given its memory up
         found.wait_status(a="sleeping")
 
         found.fault("a", "no memory is left on the device")

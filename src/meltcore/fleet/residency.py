@@ -156,7 +156,7 @@ class Residency:
         def order(key: int) -> tuple[bool, bool, int, float, int]:
             member = self._members[key]
             wanted_s = now_s if member.wanted_s is None else member.wanted_s
-            is_long = self._has_waited(member, now_s)
+            is_long = self._has_waited(member, now_s) and not member.demand.is_forced
             rank = -1 if is_long or member.demand.rank is None else member.demand.rank
             return not member.demand.is_forced, not is_long, rank, wanted_s, key
 
