@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pynvml
 import pytest
 
+from meltcore.cli.main import main
 from meltcore.config import EngineConfig, ModelConfig
 from meltcore.errors import ConfigError
+from meltcore.fleet import measured
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import Machine, VisibleGpu, read_gpus
 from meltcore.fleet.placement import place_replicas, placed_gpus
@@ -161,3 +164,30 @@ def test_planned_settings_survive_the_way_to_a_daemon() -> None:
 
     config = planned(f"models: {{a: {{{QWEN}, device: [0, 1], replicas: 2}}}}", machine(40, 40))
     assert msgspec.json.decode(json.dumps(msgspec.to_builtins(config)), type=ServerConfig) == config
+
+
+def test_ps_shows_planned_bytes_beside_those_of_nvml(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = VisibleGpu(0, "NVIDIA Scripted", 80 * GIB, 13 * GIB)
+    monkeypatch.setattr(measured, "read_gpus", lambda: ((gpu,), "570.1"))
+    monkeypatch.setattr(measured, "process_bytes", lambda: {7: 10 * GIB, 9: GIB})
+    row = {"model": "a", "replica": 0, "state": "ready", "status": "ready", "reason": "", "restarts": 0}
+    row |= {"open_requests": 0, "port": 1, "log": ""}
+    engine = row | {"task": "generation", "pid": 7, "memory_bytes": 10 * GIB, "gpus": 1}
+    hidden = row | {"task": "transcription", "pid": 8, "memory_bytes": GIB, "gpus": 1}
+    on_cpu = row | {"task": "generation", "pid": 9, "memory_bytes": GIB, "gpus": 0}
+    monkeypatch.setattr("meltcore.fleet.daemon.find_fleet", lambda _: SimpleNamespace(admin=""))
+    monkeypatch.setattr("meltcore.fleet.admin.call_admin", lambda *_: [dict(each) for each in (engine, hidden, on_cpu)])
+    assert main(["ps", "--nvml"]) == 0
+    *table, total = capsys.readouterr().out.splitlines()
+    assert [[cell.strip() for cell in line.split("│")[5:7]] for line in table[2:]] == [
+        ["10.56 GiB", "10.00 GiB"],
+        ["1.56 GiB", "-"],
+        ["-", "-"],
+    ]
+    assert total.startswith(
+        "GPU: 12.62 GiB planned with driver and contexts, 13.00 GiB in use by NVML (+3.0%). Of each"
+    )
+    monkeypatch.setattr(measured, "read_gpus", lambda: ((), ""))
+    assert main(["ps", "--nvml"]) == 2

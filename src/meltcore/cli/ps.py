@@ -7,6 +7,7 @@ _WIDTH = 240  # a line per engine, whatever the terminal: other programs read it
 HELP = "list the engines of a fleet"
 EXAMPLES = """\
   meltcore ps
+  meltcore ps --nvml                    planned bytes beside those that NVML reports
   meltcore ps --json | jq '.[] | select(.state == "failed")'
 """
 
@@ -14,6 +15,9 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the choice of the fleet and the format."""
     parser.add_argument("--port", type=int, help="The fleet on this port (default: the only one).")
+    parser.add_argument(
+        "--nvml", action="store_true", help="Also what NVML reports of each engine, and of all GPUs against the plan."
+    )
     parser.add_argument("--json", action="store_true", help="One JSON list, with an object per engine.")
 
 
@@ -25,10 +29,17 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.fleet.daemon import find_fleet
 
     rows = call_admin(find_fleet(args.port).admin, "GET", "/ps")
+    total = None
+    if args.nvml:
+        from meltcore.fleet.measured import add_measured
+
+        total = add_measured(rows)
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
         _print_table(rows)
+    if total is not None and not args.json:
+        print(total)
     return 1 if any(row["status"] != "ready" for row in rows) else 0
 
 
@@ -41,12 +52,14 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(show_edge=False, pad_edge=False)
     for name in ("model", "task", "state"):
         table.add_column(name)
-    for name in ("pid", "memory", "restarts", "open requests", "port"):
+    measured = [name for name in ("with context", "NVML") if name in rows[0]] if rows else []
+    for name in ("pid", "memory", *measured, "restarts", "open requests", "port"):
         table.add_column(name, justify="right")
     for row in rows:
         num_replicas = sum(each["model"] == row["model"] for each in rows)
         model = f"{row['model']} ({row['replica']})" if num_replicas > 1 else row["model"]
         cells = [model, row["task"], row["state"], str(row["pid"] or "-"), size_text(row["memory_bytes"])]
+        cells += ["-" if row[name] is None else size_text(row[name]) for name in measured]
         table.add_row(*cells, *(str(row[name]) for name in ("restarts", "open_requests", "port")))
     console = Console(highlight=False, markup=False, width=_WIDTH)
     console.print(table, crop=False)

@@ -52,6 +52,40 @@ def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
         raise ConfigError(f"the memory of the GPUs cannot be read: NVML gave {error}") from error
 
 
+def process_bytes() -> dict[int, int]:
+    """Return the bytes that each process has of the visible GPUs together, as NVML tells it.
+
+    In a container NVML may number processes as the host does, or tell none. Raises ConfigError as `read_gpus` does.
+    """
+    names = visible_gpus()
+    if not names:
+        return {}
+    try:
+        return call_with_timeout(_DRIVER_TIMEOUT_S, lambda: _query_processes(names))
+    except TimeoutError as error:
+        raise ConfigError(f"the processes of the GPUs cannot be read: NVML gave {error}") from error
+
+
+def _query_processes(names: list[str]) -> dict[int, int]:
+    import pynvml
+
+    found: dict[int, int] = {}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        for name in names:
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(name)):
+                if process.usedGpuMemory is not None:
+                    found[process.pid] = found.get(process.pid, 0) + int(process.usedGpuMemory)
+    except pynvml.NVMLError as error:
+        raise ConfigError(f"the processes of the GPUs {', '.join(names)} cannot be read: {error}") from error
+    finally:
+        pynvml.nvmlShutdown()
+    return found
+
+
 def _query(names: list[str]) -> tuple[tuple[VisibleGpu, ...], str]:
     import pynvml
 

@@ -14,7 +14,7 @@ from meltcore.config import ForeignConfig, ModelConfig, ServerConfig
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.foreign_model import ForeignModel, check_foreign
-from meltcore.fleet.placement import place_replicas
+from meltcore.fleet.placement import place_replicas, placed_gpus
 from meltcore.fleet.replica import Replica
 from meltcore.fleet.served_model import POLL_S, ServedModel
 
@@ -40,6 +40,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     open_requests: int
     port: int
     log: str
+    gpus: int = 0  # that it takes memory_bytes of, each; 0 on a CPU and for other servers
 
 
 class ReloadResult(msgspec.Struct, frozen=True):
@@ -221,6 +222,7 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
         open_requests=round(model.stats.open_requests(replica.index)),
         port=port,
         log=str(replica.log or ""),
+        gpus=len(placed_gpus(replica.placement)),
     )
 
 
