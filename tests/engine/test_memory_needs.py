@@ -43,6 +43,10 @@ def test_rows_add_up_to_the_budget_of_each_task(task: str) -> None:
     assert needs.budget_bytes > needs.rows[0].size_bytes > 0
 
 
+NAMES = ["Qwen/Qwen3-0.6B", "google/gemma-3-1b-it", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B-AWQ"]
+NAMES += ["Qwen/Qwen3.5-35B-A3B-FP8"]
+
+
 @functools.cache
 def meta_model(name: str) -> Model:
     return build_meta_model(open_checkpoint(name, files="config"), torch.bfloat16, torch.device("meta"))
@@ -58,7 +62,7 @@ def engine_plan(name: str, memory_bytes: int, limits: dict[str, Any]) -> MemoryP
 
 @settings(max_examples=25, deadline=None)
 @given(
-    name=st.sampled_from(["Qwen/Qwen3-0.6B", "google/gemma-3-1b-it", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-30B-A3B"]),
+    name=st.sampled_from(NAMES),
     length=st.integers(256, 16_384),
     seqs=st.integers(1, 80),
     batched=st.sampled_from([None, 256, 4096]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from meltcore.models.indictrans2 import IndicTrans2
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.loader import build_meta_model
 from meltcore.models.nemo_config import read_config
+from meltcore.models.quantization_config import read_quantization_config
+from meltcore.models.quantized_sizes import quantized_weight_bytes
 from meltcore.models.registry import ARCHITECTURES
 from meltcore.models.task_configs import IndicF5Config, IndicTrans2Config
 from meltcore.models.weight_sizes import (
@@ -64,6 +68,53 @@ def test_shard_and_fp8_weigh_what_the_model_does(name: str) -> None:
     assert group_layers(decoder_cache_specs(config, 2)) == group_layers(shard.kv_cache_specs())
     fp8 = build_meta_model(checkpoint, torch.bfloat16, META, "fp8")
     assert decoder_weight_bytes(config, element_size=2, weight_format="fp8") == parameter_bytes(fp8)
+
+
+FP8_CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head", "re:.*down_proj"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "channel"},
+            "input_activations": {
+                "type": "float",
+                "num_bits": 8,
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "lm_head": True, "desc_act": False}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("Qwen/Qwen3-8B-AWQ", None),
+        ("Qwen/Qwen3-30B-A3B-FP8", None),
+        ("Qwen/Qwen3.5-35B-A3B-FP8", None),
+        ("Qwen/Qwen3-30B-A3B", {"quant_method": "awq", "bits": 4, "group_size": 128}),
+        ("Qwen/Qwen3-0.6B", FP8_CHANNELS),
+        ("meta-llama/Llama-3.1-8B-Instruct", GPTQ),
+    ],
+)
+def test_published_quantized_checkpoint_weighs_what_its_model_does(
+    name: str, stored: dict[str, Any] | None, ranks: int
+) -> None:
+    checkpoint = open_checkpoint(name, files="config")
+    if stored is not None:
+        checkpoint = dataclasses.replace(checkpoint, config=checkpoint.config | {"quantization_config": stored})
+    values = checkpoint.config
+    config, published = DECODER_CONFIGS[values["architectures"][0]](values), read_quantization_config(values)
+    assert published is not None
+    group = TensorParallelGroup(0, ranks) if ranks > 1 else None
+    model = build_meta_model(checkpoint, torch.bfloat16, META, group=group)
+    assert quantized_weight_bytes(config, values, published, element_size=2, ranks=ranks) == parameter_bytes(model)
 
 
 def test_quantized_files_have_their_published_sizes() -> None:

@@ -37,6 +37,8 @@ from meltcore.models.decoder_families import DECODER_CONFIGS
 from meltcore.models.gguf_file import GGUFModel
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.nemo_config import CONFIG_FILE, read_config
+from meltcore.models.quantization_config import AwqConfig, GptqConfig, read_quantization_config
+from meltcore.models.quantized_sizes import quantized_weight_bytes
 from meltcore.models.step_sizes import decoder_step
 from meltcore.models.task_configs import NUM_BEAMS, IndicF5Config, IndicTrans2Config
 from meltcore.models.weight_sizes import (
@@ -124,9 +126,16 @@ def _generation(
         weight_bytes = _gguf_bytes(checkpoint.gguf, element_size) // ranks
         source = "header of the GGUF file"
     else:
-        weight_bytes = decoder_weight_bytes(
-            config, element_size=element_size, weight_format=_weight_format(model, checkpoint), ranks=ranks
-        )
+        published = read_quantization_config(checkpoint.config) if model.format == "auto" else None
+        if published is None:
+            weight_bytes = decoder_weight_bytes(
+                config, element_size=element_size, weight_format=_weight_format(model), ranks=ranks
+            )
+        else:
+            weight_bytes = quantized_weight_bytes(
+                config, checkpoint.config, published, element_size=element_size, ranks=ranks
+            )
+            is_packed = isinstance(published, AwqConfig | GptqConfig)
     caches = group_layers(decoder_cache_specs(config, ranks))
     cache_size = 1 if model.kv_cache_dtype == "fp8" else element_size
     scratch = largest_slice(config, ranks) * element_size if is_packed else 0
@@ -262,16 +271,10 @@ def _element_size(model: ModelSection, on_cpu: bool, default: str) -> int:
     )
 
 
-def _weight_format(model: ModelSection, checkpoint: Checkpoint) -> WeightFormat:
+def _weight_format(model: ModelSection) -> WeightFormat:
     if model.quantization == "fp8":
         return "fp8"
-    if model.format != "auto":
-        return model.format
-    if checkpoint.config.get("quantization_config"):
-        raise UnknownSizesError(
-            f"{checkpoint.name}: its weights are quantized; name `memory`, or a `format` and its `shapes`"
-        )
-    return "dense"
+    return "dense" if model.format == "auto" else model.format
 
 
 def _gguf_bytes(gguf: GGUFModel, element_size: int) -> int:
