@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import plan_picture
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,6 +117,11 @@ def test_written_fleet_is_planned(
     page = (tmp_path / "plan.html").read_text()
     assert "gemma-3-27b" in page
     assert "Tensor parallelism and MIG exclude each other" in page
+
+
+def test_picture_of_the_documents_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert plan_picture.PICTURE.read_text(encoding="utf-8") == plan_picture.picture(), "run scripts/plan_picture.py"
 
 
 def test_tiny_fleet_of_bundled_models_needs_no_gpu_and_says_what_it_substitutes(
