@@ -400,3 +400,11 @@ def test_long_text_of_few_tokens_is_tokenized_completely() -> None:
     )
     assert found == [[7] * 95]
     assert sizes == [1600, 1900]
+
+
+def test_parts_of_a_message_other_than_text_are_named() -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'
+    with pytest.raises(RequestError, match=r"content\[\d\]\.type: Invalid value 'image_url'; only text is known"):
+        decode_request(body, ChatRequest)
+    with pytest.raises(RequestError, match="the body: Expected `object`, got `array`"):
+        decode_request(b"[1]", ChatRequest)

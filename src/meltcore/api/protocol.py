@@ -313,6 +313,7 @@ _ENUMERATIONS = {
     "format": ("audio", "json"),
 }
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_CONTENT_TYPE = re.compile(r"content\[[^]]*\]\.type$")  # of a part of a message
 _NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")
 
 
@@ -333,4 +334,6 @@ def _validation_error(text: str) -> RequestError:
         reason += f"; known are {', '.join(_ENUMERATIONS[path])}"
     elif reason.startswith("Invalid enum value"):  # of a message of a chat
         reason += f"; known are {', '.join(get_args(Role))}"
+    elif _CONTENT_TYPE.search(path):
+        reason += "; only text is known: language models read no images and no audio"
     return RequestError(f"{param or 'the body'}: {reason}", param=param or None)
