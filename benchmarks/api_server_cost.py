@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench_output import Row, write_result
 
-from meltcore.demo.run import DemoServer
+from meltcore.evals.server_process import MeltcoreServer
 from meltcore.load.config import LoadConfig
 from meltcore.load.runner import run_levels
 from meltcore.models.checkpoint import BUNDLED_MODEL
@@ -107,7 +107,8 @@ def main() -> None:
     most = max(LEVELS)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with DemoServer([BUNDLED_MODEL, "--no-enable-prefix-caching"], log, report=print) as server:
+        command = ["serve", BUNDLED_MODEL, "--no-enable-prefix-caching", "--port", "0"]
+        with MeltcoreServer(command, log, report=print) as server:
             url = server.wait_ready()
             run_level(url, 8, 8)
             for _ in range(arguments.rounds):

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.demo.run import DemoServer
+from meltcore.evals.server_process import MeltcoreServer
 from meltcore.load.config import LoadConfig
 from meltcore.load.probe import parse_gauges
 from meltcore.load.runner import run_levels
@@ -211,8 +211,8 @@ def main() -> None:
             url = args.url
             if url is None:
                 log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
-                command = [args.model, *flags, *args.serve_flags.split()]
-                url = stack.enter_context(DemoServer(command, log, report=print)).wait_ready()
+                command = ["serve", args.model, "--port", "0", *flags, *args.serve_flags.split()]
+                url = stack.enter_context(MeltcoreServer(command, log, report=print)).wait_ready()
             for users in map(int, args.users.split(",")):
                 level, cpu_us = measure(url, users, args, notes)
                 rows += level_rows(users, level, cpu_us, peer)

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.demo.run import DemoServer
+from meltcore.evals.server_process import MeltcoreServer
 from meltcore.hardware.nvml.driver import NoDriverError, Nvml
 from meltcore.load.config import LoadConfig
 from meltcore.load.probe import parse_gauges
@@ -194,11 +194,12 @@ def main() -> int:
     args = parser.parse_args()
     need_gpu(model=args.model)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is ended then, too
-    command = [args.model, "--load-format", args.load_format, "--no-enable-prefix-caching", "--max-model-len", "2048"]
+    command = ["serve", args.model, "--port", "0", "--load-format", args.load_format]
+    command += ["--no-enable-prefix-caching", "--max-model-len", "2048"]
     command += ["--api-server-count", str(args.api_server_count)] if args.api_server_count else []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with DemoServer(command, log, report=print) as server:
+        with MeltcoreServer(command, log, report=print) as server:
             url = server.wait_ready()
             first = run(url, args.before, args)
             before = at_rest(url, server.pid)

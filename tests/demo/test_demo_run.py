@@ -17,12 +17,12 @@ from fake_openai import FakeServer
 
 from meltcore import problems
 from meltcore.demo import clients
-from meltcore.demo import fleet as demo_fleet
 from meltcore.demo.clients import open_routes
 from meltcore.demo.config import DemoConfig
 from meltcore.demo.fleet import FleetServer, write_fleet
 from meltcore.demo.run import print_outcome, run_demo
 from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.evals import server_process
 from meltcore.load.fleet_streams import NUM_PROBLEMS
 from meltcore.process import ProcessError
 from meltcore.protocol.fleet_file import load_fleet
@@ -43,13 +43,13 @@ def answers_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _restore_server_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_fleet, "SERVER_COMMAND", demo_fleet.SERVER_COMMAND)
+    monkeypatch.setattr(server_process, "SERVER_COMMAND", server_process.SERVER_COMMAND)
 
 
 def fake_server(*options: str) -> tuple[str, ...]:
     """Replace our server by the fake one; return its command."""
-    demo_fleet.SERVER_COMMAND = (sys.executable, str(FAKE), *options)
-    return demo_fleet.SERVER_COMMAND
+    server_process.SERVER_COMMAND = (sys.executable, str(FAKE), *options)
+    return server_process.SERVER_COMMAND
 
 
 def demo_config(out: Path, answers: Path, fault: str = "none") -> DemoConfig:
@@ -128,8 +128,8 @@ def test_interrupted_demo_ends_its_server_and_leaves_a_partial_run(
 ) -> None:
     command = fake_server("--fault", "slow", "--answers", str(answers_file))
     script = (
-        "import sys; from meltcore.demo import fleet; from meltcore.cli import main\n"
-        f"fleet.SERVER_COMMAND = {command!r}\n"
+        "import sys; from meltcore.cli import main; from meltcore.evals import server_process\n"
+        f"server_process.SERVER_COMMAND = {command!r}\n"
         f"options = ['--levels', '{LEVEL}', '--out', {str(tmp_path)!r}, '--no-clients', '--tasks', 'generation']\n"
         "sys.exit(main.main(['demo', *options]))\n"
     )

@@ -7,8 +7,8 @@ import pytest
 from fake_openai import TOKENIZER
 
 from meltcore.cli.main import main
-from meltcore.demo.run import DemoServer
 from meltcore.evals.gsm8k_data import BUNDLED_SOURCE
+from meltcore.evals.server_process import MeltcoreServer
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import RunResult
 
@@ -19,7 +19,7 @@ QUICK = ["--num-prompts", "64", "--input-len", "16", "--output-len", "12", "--to
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    with DemoServer(["meltcore/sums", "--device", "cpu"], log, report=print) as server:
+    with MeltcoreServer(["serve", "--port", "0", "meltcore/sums", "--device", "cpu"], log, report=print) as server:
         yield server.wait_ready()
 
 

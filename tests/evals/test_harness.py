@@ -15,7 +15,6 @@ import pytest
 from fake_openai import FORMS, AnsweringServer
 
 from meltcore.cli.main import main
-from meltcore.demo.run import DemoServer
 from meltcore.errors import ConfigError
 from meltcore.evals.api import Answer, Api
 from meltcore.evals.config import Gsm8kConfig
@@ -23,6 +22,7 @@ from meltcore.evals.gsm8k import run_gsm8k
 from meltcore.evals.gsm8k_data import BUNDLED_SHOTS, BUNDLED_SOURCE, Item, Shots, conversation, read_items
 from meltcore.evals.gsm8k_grading import grade
 from meltcore.evals.harness import HarnessError, HarnessItem, compare, find_package, run_harness
+from meltcore.evals.server_process import MeltcoreServer
 from meltcore.results.runfolder import read_result
 
 # A Python that has lm-eval need not be the one that runs the tests: its packages are many.
@@ -250,7 +250,8 @@ def test_harness_agrees_on_the_bundled_problems_without_examples(servers: list[A
 @needs_harness
 @pytest.mark.slow
 def test_harness_agrees_on_answers_of_the_bundled_model(tmp_path: Path) -> None:
-    with DemoServer(["meltcore/sums", "--device", "cpu"], tmp_path / "log", report=print) as server:
+    command = ["serve", "meltcore/sums", "--port", "0", "--device", "cpu"]
+    with MeltcoreServer(command, tmp_path / "log", report=print) as server:
         result = run_gsm8k(
             server.wait_ready(), Gsm8kConfig(data=BUNDLED_SOURCE, limit=80, shots="none"), harness=HARNESS
         )

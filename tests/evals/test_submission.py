@@ -18,9 +18,9 @@ import pytest
 from fake_openai import TOKENIZER
 
 from meltcore.cli.main import main
-from meltcore.demo.run import DemoServer
 from meltcore.errors import ConfigError
 from meltcore.evals.gsm8k_data import BUNDLED_SOURCE
+from meltcore.evals.server_process import MeltcoreServer
 from meltcore.evals.write_up import decision_items, find_section
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import Evaluation, Fingerprint, Gate, LevelChecks, LevelResult, RunResult
@@ -403,7 +403,7 @@ def test_real_fp8_server_is_submitted_without_rules_and_refused_with_them(tmp_pa
     quick = ["--num-prompts", "4", "--input-len", "16", "--output-len", "12", "--tokenizer", TOKENIZER]
     data = ["--data", BUNDLED_SOURCE, "--limit", "8", "--shots", "none"]
     found = tmp_path / "runs"
-    with DemoServer(["meltcore/sums", *options], tmp_path / "log", report=print) as server:
+    with MeltcoreServer(["serve", "--port", "0", "meltcore/sums", *options], tmp_path / "log", report=print) as server:
         assert main(["eval", "all", server.wait_ready(), "--out", str(found), *data, *quick]) in (0, 1)
     submit(tmp_path / "free", found)
     measured = read(tmp_path / "free/results/throughput.json")
@@ -420,8 +420,17 @@ def test_real_fp8_server_is_submitted_without_rules_and_refused_with_them(tmp_pa
 @needs_harness
 @pytest.mark.slow
 def test_our_server_passes_the_harness_own_check(tmp_path: Path) -> None:
-    options = ["meltcore/sums", "--device", "cpu", "--served-model-name", "Qwen/Qwen3.5-35B-A3B"]
-    with DemoServer(options, tmp_path / "log", report=print) as server:
+    command = [
+        "serve",
+        "meltcore/sums",
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--served-model-name",
+        "Qwen/Qwen3.5-35B-A3B",
+    ]
+    with MeltcoreServer(command, tmp_path / "log", report=print) as server:
         command = [sys.executable, "-m", "eval.check_server", "--base-url", server.wait_ready()]
         done = subprocess.run(command, cwd=HARNESS, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, "All checks passed." in done.stdout) == (0, True), done.stdout

@@ -214,7 +214,7 @@ class _Handlers:
     async def models(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
         self._models.check_ready()
         ready = (backend for backend in self._models.backends if backend.health.status in SERVING)
-        cards = [_model_card(backend, name) | {"root": backend.names[0]} for backend in ready for name in backend.names]
+        cards = [_model_card(backend, name) for backend in ready for name in backend.names]
         return {"object": "list", "data": cards}
 
     async def model(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
@@ -253,9 +253,10 @@ class _Handlers:
 
 
 def _model_card(backend: Backend, name: str) -> dict[str, Any]:
-    """Return a model's card; of one that sleeps, with its status."""
+    """Return a model's card with the first of its names as `root`; of one that sleeps, with its status."""
     status = backend.health.status
-    return backend.model_card(name) | ({} if status == "ready" else {"status": status})
+    card = backend.model_card(name) | {"root": backend.names[0]}
+    return card if status == "ready" else card | {"status": status}
 
 
 async def _server_error(_request: Request, error: Exception) -> Response:

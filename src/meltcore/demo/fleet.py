@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,11 @@ import yaml
 from meltcore.demo.config import GENERATION
 from meltcore.errors import MeltcoreError
 from meltcore.evals.api import Api, ApiError
-from meltcore.evals.server_process import ServerProcess
+from meltcore.evals.server_process import COMMAND, LISTEN_LIMIT_S, READY_LIMIT_S, MeltcoreServer
 from meltcore.process import ProcessError, run
 
-COMMAND = SERVER_COMMAND = (sys.executable, "-m", "meltcore.cli.main")
 FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
 INIT_LIMIT_S = 60.0
-LISTEN_LIMIT_S = 60.0
-READY_LIMIT_S = 180.0
-_BANNER = re.compile(r"^meltcore: listening on (http://\S+)", re.MULTILINE)
 _TASK_WORDS = {"transcription": "recognition"}  # the word of a model card, and that of fleet.yaml
 _BY_LANGUAGE: dict[str, Any] = {"translation": [], "recognition": {}, "synthesis": {}}
 
@@ -40,25 +34,20 @@ def write_fleet(path: Path, tasks: Collection[str]) -> None:
     path.write_text(yaml.safe_dump(fleet, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-class FleetServer(ServerProcess):
+class FleetServer(MeltcoreServer):
     """A `meltcore up` on a fleet.yaml. A context manager: all its processes have ended after the block."""
 
     def __init__(self, fleet: Path, log_path: Path, *, report: Callable[[str], None]) -> None:
-        super().__init__([*SERVER_COMMAND, "up", str(fleet)], log_path, report=report)
+        super().__init__(["up", str(fleet)], log_path, report=report)
 
     def wait_ready(self, *, listen_limit_s: float = LISTEN_LIMIT_S, ready_limit_s: float = READY_LIMIT_S) -> str:
         """Return the address once all models are ready.
 
         Raises ProcessError past the limits and where the process ends first, MeltcoreError where a model has failed.
         """
-        address = self.wait_for(self._address, listen_limit_s, "print its address")
-        self.wait_healthy(address, ready_limit_s)
+        address = super().wait_ready(listen_limit_s=listen_limit_s, ready_limit_s=ready_limit_s)
         self.wait_for(lambda: _all_ready(Api(address)) or None, ready_limit_s, "have all models ready")
         return address
-
-    def _address(self) -> str | None:
-        match = _BANNER.search(self.log)
-        return match[1] if match else None
 
 
 def models_by_task(api: Api) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,8 +15,12 @@ from meltcore.load.connection import parse_target
 from meltcore.process import LoggedProcess, ProcessError
 from meltcore.results.fingerprint import clean_arguments
 
+COMMAND = SERVER_COMMAND = (sys.executable, "-m", "meltcore.cli.main")
+LISTEN_LIMIT_S = 60.0
+READY_LIMIT_S = 180.0
 STOP_LIMIT_S = 45.0  # above our own server's drain limit of 30 s
 _PROBE_TIMEOUT_S = 5.0
+_BANNER = re.compile(r"^meltcore: listening on (http://\S+)", re.MULTILINE)
 
 
 class ServerProcess(LoggedProcess):
@@ -53,6 +59,23 @@ class ServerProcess(LoggedProcess):
             f"{address}: one in the background, which cannot be ended from here, or another's; give a command that "
             "runs as long as its server does"
         )
+
+
+class MeltcoreServer(ServerProcess):
+    """A `meltcore serve` or `meltcore up`, whose port the system may choose (`--port 0`)."""
+
+    def __init__(self, arguments: Sequence[str], log_path: Path, *, report: Callable[[str], None]) -> None:
+        super().__init__([*SERVER_COMMAND, *arguments], log_path, report=report)
+
+    def wait_ready(self, *, listen_limit_s: float = LISTEN_LIMIT_S, ready_limit_s: float = READY_LIMIT_S) -> str:
+        """Return the address once /health answers 200. Raises ProcessError past the limits or where it ends first."""
+        address = self.wait_for(self._address, listen_limit_s, "print its address")
+        self.wait_healthy(address, ready_limit_s)
+        return address
+
+    def _address(self) -> str | None:
+        match = _BANNER.search(self.log)
+        return match[1] if match else None
 
 
 def is_healthy(address: str, api_key: str | None = None) -> bool:
