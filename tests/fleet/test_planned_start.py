@@ -18,6 +18,7 @@ from meltcore.errors import ConfigError
 from meltcore.fleet import measured
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import Machine, VisibleGpu, read_gpus
+from meltcore.fleet.operations import check_unchanged
 from meltcore.fleet.placement import place_replicas, placed_gpus
 from meltcore.fleet.plan import GIB
 from meltcore.fleet.planned import FleetPlanner, planned_spec
@@ -123,6 +124,21 @@ def test_reload_plans_for_the_memory_of_the_start(tmp_path: Path) -> None:
     file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 5GiB}}")
     with pytest.raises(ConfigError, match="the fleet does not fit"):
         planner.config()
+
+
+def test_reload_may_change_the_room_for_models_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    file = tmp_path / "fleet.yaml"
+    planner = FleetPlanner(file, machine(80))
+    file.write_text(f"models: {{a: {{{QWEN}}}}}")
+    first = planner.config()
+    file.write_text(f"models: {{a: {{{QWEN}}}, b: {{{QWEN}}}}}")
+    second = planner.config()
+    assert second.residency.room_bytes["0"] < first.residency.room_bytes["0"]
+    check_unchanged(first, second)
+    file.write_text(f"residency: {{turn_s: 7}}\nmodels: {{a: {{{QWEN}}}}}")
+    with pytest.raises(ConfigError, match="and residency changed"):
+        check_unchanged(first, planner.config())
 
 
 class _Memory(NamedTuple):

@@ -125,7 +125,7 @@ class FleetOperations:
                 place_replicas(model)
             for foreign in config.foreign:
                 check_foreign(foreign)
-            _check_unchanged(supervisor.config, config)
+            check_unchanged(supervisor.config, config)
             old = {model.name: model for model in supervisor.models.values()}
             new: dict[str, ModelConfig | ForeignConfig] = {model.names[0]: model for model in config.models}
             new |= {model.names[0]: model for model in config.foreign}
@@ -183,11 +183,13 @@ async def _wait_idle(model: Model, limit_s: float) -> None:
         stopped.cancel()
 
 
-def _check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
+def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
     """Raise ConfigError when settings differ that API servers read at their start."""
     fields = [
         field.name for field in dataclasses.fields(ServerConfig) if field.name not in ("models", "foreign", "routes")
     ]
+    # The room of models that take turns follows from the plan: it changes with the models.
+    old = dataclasses.replace(old, residency=dataclasses.replace(old.residency, room_bytes=new.residency.room_bytes))
     changed = [name for name in fields if getattr(old, name) != getattr(new, name)]
     if changed:
         raise ConfigError(

@@ -66,10 +66,14 @@ class Residency:
     """Decides on swaps. Times are monotonic seconds, and never go back from call to call."""
 
     def __init__(self, config: ResidencyConfig) -> None:
-        self._config = config
-        self._turn_s = max(config.minimum_s, config.turn_s)
+        self.change_config(config)
         self._members: dict[int, _Member] = {}
         self._swaps_s: deque[float] = deque()
+
+    def change_config(self, config: ResidencyConfig) -> None:
+        """Decide by other settings from now on."""
+        self._config = config
+        self._turn_s = max(config.minimum_s, config.turn_s)
 
     # --- members
 

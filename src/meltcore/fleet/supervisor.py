@@ -275,6 +275,7 @@ class Supervisor:
     def change_config(self, config: ServerConfig) -> None:
         """Take over the models and routes of another configuration. The caller adds and removes models."""
         self.config = config
+        self.turns.change_config(config.residency)
         self._pool.change_routes(config)
 
     def broadcast(self, message: EndRequests) -> None:

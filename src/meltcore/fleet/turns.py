@@ -38,6 +38,11 @@ class Turns:
         self._swaps: set[asyncio.Task[None]] = set()
         self._run: asyncio.Task[None] | None = None
 
+    def change_config(self, config: ResidencyConfig) -> None:
+        """Take over the settings of another plan, in which the room for models that take turns may differ."""
+        self._config = config
+        self._policy.change_config(config)
+
     # --- models
 
     def add(self, model: Model) -> None:

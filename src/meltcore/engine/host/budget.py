@@ -58,7 +58,9 @@ def limit_memory(config: EngineConfig, device: torch.device) -> None:
         return
     assert config.memory_bytes is not None
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, config.memory_bytes / total_bytes), device)
+    # Unlike the other calls, this one refuses a device without a number; None is the current device.
+    number = device if device.index is not None else None
+    torch.cuda.set_per_process_memory_fraction(min(1.0, config.memory_bytes / total_bytes), number)
 
 
 def hold_budget(config: EngineConfig, device: torch.device, outside_bytes: int = 0) -> None:
