@@ -12,6 +12,18 @@ _Outputs = TypeVar("_Outputs")
 _Kept = TypeVar("_Kept")
 
 
+_ROUNDING_BYTES = 2 * 2**20  # of a large allocation, upwards
+
+
+def hold_memory(num_bytes: int, device: torch.device | None = None) -> None:
+    """Have torch take memory of a GPU into its cache, where no other process finds it; None: the current GPU.
+
+    Less than twice the allocator's rounding is left. Raises torch.OutOfMemoryError where the GPU has no memory left.
+    """
+    if num_bytes >= 2 * _ROUNDING_BYTES:
+        torch.empty(num_bytes - _ROUNDING_BYTES, dtype=torch.uint8, device=device or "cuda")
+
+
 class GraphCapturer:
     """Captures graphs that run one after another on one stream, so they share the memory of one pool."""
 
@@ -53,7 +65,11 @@ class GraphCache(Generic[_Kept]):
                 self._kept.popitem(last=False)
             if torch.cuda.is_available() and torch.cuda.get_per_process_memory_fraction() < 1.0:
                 # An engine with a budget holds all of it in torch's cache, which a capture cannot take or free.
+                held_bytes = torch.cuda.memory_reserved()
                 torch.cuda.empty_cache()
-            self._kept[key] = make(self._capturer)
+                self._kept[key] = make(self._capturer)
+                hold_memory(held_bytes - torch.cuda.memory_reserved())
+            else:
+                self._kept[key] = make(self._capturer)
         self._kept.move_to_end(key)
         return self._kept[key]

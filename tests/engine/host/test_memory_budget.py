@@ -12,9 +12,11 @@ from meltcore.config import EngineConfig
 from meltcore.engine.host import budget
 from meltcore.engine.host.budget import build_within_budget, hold_budget, limit_memory
 from meltcore.errors import ConfigError
+from meltcore.kernels import graph_capture
+from meltcore.kernels.graph_capture import GraphCache
 
 MIB = 2**20
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda")  # as `--device auto` gives it
 
 
 class ScriptedCuda:
@@ -26,18 +28,25 @@ class ScriptedCuda:
         self.fraction = 1.0
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000 * MIB))
-        monkeypatch.setattr(cuda, "set_per_process_memory_fraction", lambda value, _: setattr(self, "fraction", value))
+        monkeypatch.setattr(cuda, "set_per_process_memory_fraction", self.set_fraction)
+        monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda *_: self.fraction)
+        monkeypatch.setattr(cuda, "is_available", lambda: True)
         monkeypatch.setattr(cuda, "synchronize", lambda *_: None)
         monkeypatch.setattr(cuda, "memory_reserved", lambda *_: self.reserved)
         monkeypatch.setattr(cuda, "empty_cache", self.empty_cache)
         monkeypatch.setattr(torch, "empty", self.empty)
         monkeypatch.setattr(budget, "choose_device", lambda *_, **__: CUDA)
 
+    def set_fraction(self, value: float, device: torch.device | None) -> None:
+        if device is not None and device.index is None:
+            raise ValueError("Expected a torch.device with a specified index or an integer")  # as torch does
+        self.fraction = value
+
     def empty_cache(self) -> None:
         self.reserved, self.cached = self.reserved - self.cached, 0
 
-    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        assert (dtype, device) == (torch.uint8, CUDA)
+    def empty(self, size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        assert (dtype, torch.device(device)) == (torch.uint8, CUDA)
         if size > self.free:
             raise torch.OutOfMemoryError
         self.reserved += size
@@ -96,3 +105,19 @@ def test_engine_is_built_within_its_budget(cuda: ScriptedCuda) -> None:
     engine = build_within_budget(config_of(250), build)(lambda stage, _: stages.append(stage))
     assert (engine.outside_bytes, stages) == (MIB, ["making"])
     assert 247 * MIB <= cuda.reserved <= 249 * MIB
+
+
+def test_capture_while_serving_gives_none_of_the_budget_away(
+    cuda: ScriptedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_capture, "GraphCapturer", SimpleNamespace)
+
+    def capture(_: object) -> str:
+        assert cuda.reserved == 100 * MIB, "the graph finds memory outside of the cache"
+        cuda.reserved += 20 * MIB
+        return "graph"
+
+    graphs = GraphCache[str](2)
+    cuda.reserved, cuda.cached, cuda.fraction = 250 * MIB, 150 * MIB, 0.25
+    assert (graphs.get("shape", capture), graphs.get("shape", capture)) == ("graph", "graph")
+    assert 248 * MIB <= cuda.reserved <= 250 * MIB

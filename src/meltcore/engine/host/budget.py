@@ -16,9 +16,9 @@ import torch
 from meltcore.config import EngineConfig
 from meltcore.engine.host.device import choose_device, has_budget
 from meltcore.errors import ConfigError
+from meltcore.kernels.graph_capture import hold_memory
 
 _MIB = 2**20
-_ROUNDING_BYTES = 2 * _MIB  # of a large allocation, upwards
 
 
 class BudgetedEngine(Protocol):
@@ -84,10 +84,8 @@ def hold_budget(config: EngineConfig, device: torch.device, outside_bytes: int =
         )
     if missing_bytes < 0:  # torch is within the budget, and what it planned for graphs may be more than they took
         print(f"meltcore: {config.model} may exceed its budget by {-missing_bytes / _MIB:,.0f} MiB", file=sys.stderr)
-    if missing_bytes < 2 * _ROUNDING_BYTES:
-        return
     try:
-        torch.empty(missing_bytes - _ROUNDING_BYTES, dtype=torch.uint8, device=device)
+        hold_memory(missing_bytes, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the GPU has no {missing_bytes / _MIB:,.0f} MiB left of the budget of {config.model}: "
