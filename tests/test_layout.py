@@ -14,7 +14,7 @@ SOURCE = Path(meltcore.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # An import points down its own half's list or to the ground floor; the halves never meet.
-RUN = ("fleet", "backends", "api", "engine", "tasks", "models", "layers", "kernels", "text", "audio")
+RUN = ("cluster", "fleet", "backends", "api", "engine", "tasks", "models", "layers", "kernels", "text", "audio")
 MEASURE = ("demo", "tune", "compare", "bench", "report", "evals", "load", "hardware", "forensics")
 GROUND = (
     "protocol",
@@ -32,6 +32,7 @@ ALLOWED = {
     "synthesizer": ("audio", "engine"),
     "transcriber": ("engine", "audio", "text"),
     "translator": ("engine", "tasks", "models", "text"),
+    "cluster": ("fleet.machine",),
     "fleet": ("backends", "api", "engine.host.memory_needs"),
     "backends": ("api", "audio", "text", "models.checkpoint", "models.config_fields"),
     "api": ("text",),
@@ -65,7 +66,7 @@ ALLOWED = {
     "host_memory": (),
     "server_templates": (),
 }
-NO_TORCH = (*MEASURE, *GROUND, "cli", "fleet", "backends", "api", "text", "audio")
+NO_TORCH = (*MEASURE, *GROUND, "cli", "cluster", "fleet", "backends", "api", "text", "audio")
 # Hardware checks run their probe functions in processes of their own, so these alone use torch: inside functions, or in
 # a module that only such functions import.
 CHECKS, GPU_TIMING = "hardware.certify.checks", "hardware.certify.gpu_timing"

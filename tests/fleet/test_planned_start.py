@@ -17,12 +17,13 @@ from meltcore.config import EngineConfig, ModelConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet import measured
 from meltcore.fleet.from_spec import server_config
-from meltcore.fleet.machine import Machine, VisibleGpu, read_gpus
+from meltcore.fleet.machine import read_gpus
 from meltcore.fleet.operations import check_unchanged
 from meltcore.fleet.placement import place_replicas, placed_gpus
 from meltcore.fleet.plan import GIB
 from meltcore.fleet.planned import FleetPlanner, planned_spec
 from meltcore.protocol.fleet_file import parse_fleet
+from meltcore.protocol.machine import Machine, VisibleGpu
 
 QWEN = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max_num_seqs: 4"
 

@@ -5,31 +5,15 @@ No torch: a plan must not create a CUDA context of its own.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from meltcore.errors import ConfigError
 from meltcore.fleet.placement import visible_gpus
 from meltcore.host_memory import host_available_bytes
 from meltcore.process import call_with_timeout
+from meltcore.protocol.machine import Machine, VisibleGpu
 
 _DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
-
-
-class VisibleGpu(NamedTuple):
-    """A GPU, numbered among the visible ones. used_bytes: of all processes, and what the driver keeps for itself."""
-
-    number: int
-    name: str
-    total_bytes: int
-    used_bytes: int
-
-
-class Machine(NamedTuple):
-    """What a fleet may use: its GPUs, the driver's version ("" without one), and bytes of host memory."""
-
-    gpus: tuple[VisibleGpu, ...]
-    driver: str
-    host_bytes: int
 
 
 def read_machine() -> Machine:

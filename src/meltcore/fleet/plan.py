@@ -5,7 +5,8 @@ Nothing is started and no weights are read: `engine_needs` says what each engine
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -51,12 +52,27 @@ class Gpu(NamedTuple):
     total_bytes: int
     engines: tuple[Engine, ...] = ()
     driver_bytes: int = ASSUMED.driver_bytes
+    node: str = ""  # of a cluster; "": this machine
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all engines, of those that sleep the contexts and the largest."""
         resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
         return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
+
+
+class Host(NamedTuple):
+    """The host memory of a node (None: no limit) for engines on its CPU, each as (model, replica, bytes)."""
+
+    node: str  # of a cluster; "": this machine
+    total_bytes: int | None
+    engines: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def free_bytes(self) -> float:
+        """Bytes that are left, infinite without a limit."""
+        total = float("inf") if self.total_bytes is None else self.total_bytes
+        return total - sum(size for _, _, size in self.engines)
 
 
 class Plan(NamedTuple):
@@ -70,6 +86,7 @@ class Plan(NamedTuple):
     needs: dict[str, EngineNeeds]
     sleeping: tuple[str, ...]
     contexts: ContextMemory
+    hosts: tuple[Host, ...]
     changes: tuple[str, ...] = ()
 
     def replicas(self, model: str) -> tuple[tuple[int, ...], ...]:
@@ -81,13 +98,20 @@ class Plan(NamedTuple):
                     placed.setdefault(engine.replica, []).append(gpu.number)
         return tuple(tuple(sorted(placed[replica])) for replica in sorted(placed))
 
+    def nodes(self, model: str) -> tuple[str, ...]:
+        """Return the node of each replica of a model, "" for this machine; empty for another server."""
+        found = {engine.replica: gpu.node for gpu in self.gpus for engine in gpu.engines if engine.model == model}
+        found |= {replica: host.node for host in self.hosts for name, replica, _ in host.engines if name == model}
+        return tuple(found[replica] for replica in sorted(found))
+
 
 def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | None:
-    """Place engines first-fit, the largest first, replicas of a model on different GPUs where possible.
+    """Place engines first-fit, the largest first, replicas of a model on different nodes and GPUs where possible.
 
-    Returns the GPUs with their engines, None where one does not fit.
+    All GPUs of one engine are on one node. Returns the GPUs with their engines, None where one does not fit.
     """
     placed = list(gpus)
+    replicas: Counter[tuple[str, str]] = Counter()  # by node and model
     for engine in sorted(engines, key=lambda each: (-each.size_bytes * each.gpus, each.model, each.replica)):
         fitting = [
             index
@@ -96,48 +120,103 @@ def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | N
             and gpu._replace(engines=(*gpu.engines, engine)).used_bytes <= gpu.total_bytes
         ]
         fitting.sort(key=lambda index: any(other.model == engine.model for other in placed[index].engines))
-        if len(fitting) < engine.gpus:
+        by_node: dict[str, list[int]] = {}
+        for index in fitting:
+            by_node.setdefault(placed[index].node, []).append(index)
+        nodes = [node for node, indices in by_node.items() if len(indices) >= engine.gpus]
+        if not nodes:
             return None
-        for index in fitting[: engine.gpus]:
+        chosen = min(nodes, key=lambda node: replicas[node, engine.model])
+        replicas[chosen, engine.model] += 1
+        for index in by_node[chosen][: engine.gpus]:
             placed[index] = placed[index]._replace(engines=(*placed[index].engines, engine))
     return tuple(placed)
 
 
+def place_on_hosts(engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host]) -> tuple[Host, ...] | None:
+    """Place engines on CPUs, the largest first, replicas of a model on different nodes, then where most is free.
+
+    engines: (model, replica, bytes). Returns the hosts with their engines, None where one does not fit.
+    """
+    placed = list(hosts)
+    for engine in sorted(engines, key=lambda each: (-each[2], each[0], each[1])):
+        fitting = [index for index, host in enumerate(placed) if host.free_bytes >= engine[2]]
+        if not fitting:
+            return None
+        replicas = {at: sum(name == engine[0] for name, _, _ in placed[at].engines) for at in fitting}
+        best = min(fitting, key=lambda at: (replicas[at], -placed[at].free_bytes))
+        placed[best] = placed[best]._replace(engines=(*placed[best].engines, engine))
+    return tuple(placed)
+
+
 def plan_fleet(
-    spec: FleetSpec, gpu_bytes: Sequence[int], *, contexts: ContextMemory = ASSUMED, host_bytes: int | None = None
+    spec: FleetSpec,
+    gpu_bytes: Sequence[int],
+    *,
+    contexts: ContextMemory = ASSUMED,
+    host_bytes: int | Mapping[str, int] | None = None,
+    gpu_nodes: Sequence[str] | None = None,
 ) -> tuple[Plan | None, Plan | None]:
     """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
 
-    gpu_bytes: bytes of each GPU; host_bytes: of host memory for models on the CPU (None: no limit). Models at a URL
-    take no memory here. Raises ConfigError for a model whose memory cannot be known.
+    gpu_bytes: bytes of each GPU; host_bytes: of host memory for models on the CPU, in a cluster by node (None: no
+    limit). gpu_nodes: the node of each GPU of a cluster. Models at a URL take no memory here. Raises ConfigError for a
+    model whose memory cannot be known, and for tensor parallelism over nodes.
     """
+    if gpu_nodes is not None:
+        _check_one_node(spec, gpu_nodes)
     numbers = [gpu.id for gpu in spec.gpus][: len(gpu_bytes)] or list(range(len(gpu_bytes)))
     limits = {gpu.id: gpu.memory for gpu in spec.gpus}
+    nodes = dict.fromkeys(numbers, "") if gpu_nodes is None else dict(enumerate(gpu_nodes))
     gpus = [
-        Gpu(number, min(total, limits.get(number) or total), (), contexts.driver_bytes)
+        Gpu(number, min(total, limits.get(number) or total), (), contexts.driver_bytes, nodes[number])
         for number, total in zip(numbers, gpu_bytes, strict=False)
     ]
-    plan = _try(spec, gpus, contexts, host_bytes)
+    by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}
+    hosts = [Host(node, total) for node, total in by_node.items()]
+    plan = _try(spec, gpus, contexts, hosts)
     if plan is not None:
         return plan, None
     for changed, changes in _smaller(spec):
-        plan = _try(changed, gpus, contexts, host_bytes)
+        plan = _try(changed, gpus, contexts, hosts)
         if plan is not None:
             return None, plan._replace(changes=changes)
     return None, None
 
 
-def _try(spec: FleetSpec, gpus: Sequence[Gpu], contexts: ContextMemory, host_bytes: int | None) -> Plan | None:
+def _check_one_node(spec: FleetSpec, gpu_nodes: Sequence[str]) -> None:
+    """Raise ConfigError for an engine whose GPUs cannot be of one node."""
+    largest = max(Counter(gpu_nodes).values(), default=0)
+    for name, model in spec.models.items():
+        ranks = model.tensor_parallel_size
+        if model.device == "cpu" or model.kind == "url" or ranks == 1:
+            continue
+        if ranks > largest:
+            raise ConfigError(
+                f"models.{name}.tensor_parallel_size: got {ranks}; the largest node of the cluster has {largest} GPUs, "
+                "and tensor parallelism does not go over nodes"
+            )
+        for group in replica_gpus(model):
+            nodes = sorted({gpu_nodes[number] for number in group if number < len(gpu_nodes)})
+            if len(nodes) > 1:
+                raise ConfigError(
+                    f"models.{name}.device: the GPUs {', '.join(map(str, group))} of one engine are on "
+                    f"{' and '.join(nodes)}; tensor parallelism does not go over nodes"
+                )
+
+
+def _try(spec: FleetSpec, gpus: Sequence[Gpu], contexts: ContextMemory, hosts: Sequence[Host]) -> Plan | None:
     """Return the plan with all models awake, else with sleepable ones asleep, None where neither fits."""
     needs = fleet_needs(spec)
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
-    if host_bytes is not None and host_needs(spec, needs) > host_bytes:
+    placed_hosts = place_on_hosts(list(_cpu_engines(spec, needs)), hosts)
+    if placed_hosts is None:
         return None
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
     for sleeping in dict.fromkeys(((), sleepable)):
         placed = place(list(_engines(spec, needs, sleeping, contexts)), gpus)
         if placed is not None:
-            return Plan(placed, on_cpu, needs, sleeping, contexts)
+            return Plan(placed, on_cpu, needs, sleeping, contexts, placed_hosts)
     return None
 
 
@@ -154,11 +233,14 @@ def fleet_needs(spec: FleetSpec) -> dict[str, EngineNeeds]:
 
 def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> int:
     """Return the bytes of host memory of all engines on the CPU, with what their processes take themselves."""
-    return sum(
-        model.replicas * (HOST_PROCESS_BYTES + needs[name].budget_bytes)
-        for name, model in spec.models.items()
-        if name in needs and model.device == "cpu"
-    )
+    return sum(size for _, _, size in _cpu_engines(spec, needs))
+
+
+def _cpu_engines(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> Iterator[tuple[str, int, int]]:
+    for name, model in spec.models.items():
+        if name in needs and model.device == "cpu":
+            for replica in range(model.replicas):
+                yield name, replica, HOST_PROCESS_BYTES + needs[name].budget_bytes
 
 
 def _named_needs(name: str, model: ModelSection) -> EngineNeeds:
@@ -273,7 +355,13 @@ def describe_plan(spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool
     if plan is None:
         return FleetPlan(source=source, fits=False, gpus=[], models=[], changes=[], mig=[], context_note="")
     gpus = [
-        PlannedGpu(number=gpu.number, total_bytes=gpu.total_bytes, used_bytes=gpu.used_bytes, parts=list(_parts(gpu)))
+        PlannedGpu(
+            number=gpu.number,
+            total_bytes=gpu.total_bytes,
+            used_bytes=gpu.used_bytes,
+            parts=list(_parts(gpu)),
+            node=gpu.node,
+        )
         for gpu in plan.gpus
     ]
     return FleetPlan(
@@ -303,15 +391,11 @@ def _parts(gpu: Gpu) -> Iterator[PlannedPart]:
 
 def _describe_model(spec: FleetSpec, plan: Plan, name: str) -> PlannedModel:
     needs, model = plan.needs.get(name), spec.models[name]
-    numbers = sorted({number for replica in plan.replicas(name) for number in replica})
-    place_text = (
-        f"GPU {', '.join(map(str, numbers))}" if numbers else "CPU" if name in plan.on_cpu else "another server"
-    )
     rows = needs.rows if needs else []
     return PlannedModel(
         name=name,
         task=model.task,
-        place=place_text,
+        place=_place_text(plan, name),
         is_sleeping=name in plan.sleeping,
         max_model_len=needs.max_model_len if needs else None,
         concurrency=needs.concurrency if needs else None,
@@ -319,3 +403,13 @@ def _describe_model(spec: FleetSpec, plan: Plan, name: str) -> PlannedModel:
         parts=[PlannedPart(name=row.name, size_bytes=row.size_bytes, note=row.note) for row in rows],
         source=needs.source if needs else model.kind,
     )
+
+
+def _place_text(plan: Plan, model: str) -> str:
+    nodes = sorted(set(plan.nodes(model)))
+    numbers: dict[str, list[int]] = {node: [] for node in nodes}
+    for gpu in plan.gpus:
+        if any(engine.model == model for engine in gpu.engines):
+            numbers[gpu.node].append(gpu.number)
+    places = [f"GPU {', '.join(map(str, numbers[node]))}" if numbers[node] else "CPU" for node in nodes]
+    return "; ".join(f"{node} {text}".strip() for node, text in zip(nodes, places, strict=True)) or "another server"

@@ -14,11 +14,12 @@ from meltcore.engine.host.memory_needs import UnknownSizesError, engine_needs
 from meltcore.errors import ConfigError
 from meltcore.fleet.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.from_spec import server_config
-from meltcore.fleet.machine import Machine, read_machine
+from meltcore.fleet.machine import read_machine
 from meltcore.fleet.placement import replica_gpus, visible_gpus
 from meltcore.fleet.plan import Plan, fleet_needs, host_needs, plan_fleet, with_plan
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.protocol.fleet_spec import FleetSpec
+from meltcore.protocol.machine import Machine
 
 _GIB = 2**30
 
@@ -88,13 +89,19 @@ def _room(spec: FleetSpec, plan: Plan) -> dict[str, int]:
     return room
 
 
-def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
-    """Check the GPUs that a file names; on a machine without any, models that may be anywhere go to the CPU."""
-    count = len(machine.gpus)
+def check_gpus(spec: FleetSpec, count: int) -> str:
+    """Raise ConfigError where `gpus` names more than the `count` GPUs that are there; returns the count as text."""
     visible = f"{count} {'is' if count == 1 else 'are'} visible"
     for index, gpu in enumerate(spec.gpus):
         if gpu.id >= count:
             raise ConfigError(f"gpus[{index}].id: got {gpu.id}; {visible}, numbered from 0")
+    return visible
+
+
+def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
+    """Check the GPUs that a file names; on a machine without any, models that may be anywhere go to the CPU."""
+    count = len(machine.gpus)
+    visible = check_gpus(spec, count)
     models = dict(spec.models)
     for name, model in models.items():
         if model.kind == "url" or model.device == "cpu":

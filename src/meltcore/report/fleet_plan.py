@@ -41,12 +41,14 @@ def plan_page(plan: FleetPlan) -> Page:
 
 
 def _conclusion(plan: FleetPlan) -> str:
-    if plan.fits and not plan.gpus:
+    if plan.fits and not any(len(gpu.parts) > 1 for gpu in plan.gpus):
         return "The fleet needs no GPU."
     if plan.fits:
         sleeping = [model.name for model in plan.models if model.is_sleeping]
         turns = f"; {', '.join(sleeping)} take turns and sleep" if sleeping else "; all models stay awake"
-        return f"The fleet fits on {len(plan.gpus)} GPU{'s' * (len(plan.gpus) != 1)}{turns}."
+        nodes = len({gpu.node for gpu in plan.gpus})
+        of_nodes = f" of {nodes} nodes" if nodes > 1 else ""
+        return f"The fleet fits on {len(plan.gpus)} GPU{'s' * (len(plan.gpus) != 1)}{of_nodes}{turns}."
     if not plan.gpus:
         return "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."
     return f"The fleet does not fit as it is. With {len(plan.changes)} changes it does."
@@ -56,8 +58,12 @@ def _gpus(plan: FleetPlan) -> Table:
     rows = []
     for gpu in plan.gpus:
         sizes = (gpu.total_bytes, gpu.used_bytes, gpu.total_bytes - gpu.used_bytes)
-        rows.append(Row([Cell(f"GPU {gpu.number}"), *map(_gib, sizes)]))
+        rows.append(Row([Cell(_name(gpu)), *map(_gib, sizes)]))
     return Table([Column("GPU", align="text"), *numeric_columns("GiB", "planned", "free")], rows)
+
+
+def _name(gpu: PlannedGpu) -> str:
+    return f"{gpu.node} GPU {gpu.number}".strip()
 
 
 def _picture(gpu: PlannedGpu) -> Figure:
@@ -65,7 +71,7 @@ def _picture(gpu: PlannedGpu) -> Figure:
         (part.name, float(part.size_bytes), "v-none" if part.name == "driver" else f"bar c{index % NUM_COLORS + 1}")
         for index, part in enumerate(gpu.parts)
     ]
-    title = f"GPU {gpu.number}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
+    title = f"{_name(gpu)}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
     legend = ", ".join(f"{part.name} {part.size_bytes / _GIB:.1f} GiB" for part in gpu.parts)
     return Figure(title, stacked_bar(parts, float(gpu.total_bytes), title), caption=legend)
 

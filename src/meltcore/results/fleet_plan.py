@@ -16,7 +16,8 @@ class PlannedPart(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     """One model: where it goes, for which context and concurrency, and how an engine of it divides its budget.
 
-    place: "GPU 0", "CPU" or "another server"; budget_bytes: of one engine on each of its GPUs, 0 for another server.
+    place: "GPU 0", "CPU" or "another server", in a cluster after the node's name; budget_bytes: of one engine on each
+    of its GPUs, 0 for another server.
     """
 
     name: str
@@ -37,6 +38,7 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     used_bytes: int
     parts: list[PlannedPart]
+    node: str = ""  # of a cluster
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,102 @@
+"""The nodes of a Ray cluster: connects to it, and reads GPUs and memory of each node by a task that runs there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from typing import Any
+
+from meltcore.errors import ConfigError
+from meltcore.fleet.machine import read_machine
+from meltcore.protocol.cluster import ClusterNode
+from meltcore.protocol.machine import Machine
+
+CONNECT_LIMIT_S = 5.0
+PROBE_LIMIT_S = 90.0  # NVML takes up to 60 s, a worker process several seconds to start
+# A task without GPUs would see none. The probe names none of them to CUDA: it asks NVML.
+_KEEP_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_ID_DIGITS = 6
+
+
+def connect(address: str) -> None:
+    """Connect this process to a cluster: "local" starts one of this machine, "auto" finds the one of this node.
+
+    Raises ConfigError where no cluster is there, ray is not installed or has another version.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("--ray needs the package ray on every node: pip install 'meltcore[cluster]'") from error
+    if address.startswith("ray://"):
+        raise ConfigError(f"--ray {address}: name the head as HOST:PORT, and run this on a node of the cluster")
+    if address not in ("auto", "local"):
+        _check_reachable(address)
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False, namespace="meltcore", **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--ray {address}: the cluster cannot be used: {reason}") from error
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError where nothing listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--ray {address}: must be auto, local or HOST:PORT of the head node (6379 by default)")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_LIMIT_S).close()
+    except OSError as error:
+        raise ConfigError(f"--ray {address}: nothing answers there: {error.strerror or error}") from error
+
+
+def read_nodes() -> list[ClusterNode]:
+    """Return all living nodes with their GPUs and memory, by name.
+
+    Raises ConfigError for a node that does not answer, and for one on which Ray counts other GPUs than NVML.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    probe = ray.remote(num_cpus=0, max_retries=0)(_probe)
+    on_node = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive]
+    environment = {"env_vars": _KEEP_VISIBLE}
+    asked = [probe.options(scheduling_strategy=node, runtime_env=environment).remote() for node in on_node]
+    ray.wait(asked, num_returns=len(asked), timeout=PROBE_LIMIT_S)
+    names = node_names([(node["NodeManagerHostname"], node["NodeID"]) for node in alive])
+    nodes = [_node(name, node, answer) for name, node, answer in zip(names, alive, asked, strict=True)]
+    return sorted(nodes, key=lambda node: node.name)
+
+
+def node_names(hosts: list[tuple[str, str]]) -> list[str]:
+    """Return a name per (host name, node id): the host name, followed by the begin of the id where it is not unique."""
+    counts = Counter(host for host, _ in hosts)
+    return [host if counts[host] == 1 else f"{host}-{node_id[:_ID_DIGITS]}" for host, node_id in hosts]
+
+
+def _node(name: str, node: dict[str, Any], answer: Any) -> ClusterNode:
+    import ray
+
+    try:
+        machine = ray.get(answer, timeout=0)
+    except ray.exceptions.RayTaskError as error:
+        raise ConfigError(f"node {name}: {error.cause}") from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise ConfigError(f"node {name}: its probe gave no answer within {PROBE_LIMIT_S:g} s") from error
+    except ray.exceptions.RayError as error:
+        raise ConfigError(f"node {name}: its probe failed: {' '.join(str(error).split())}") from error
+    ray_gpus = int(node["Resources"].get("GPU", 0))
+    if ray_gpus != len(machine.gpus):
+        raise ConfigError(
+            f"node {name}: Ray counts {ray_gpus} GPUs there and NVML shows {len(machine.gpus)}; "
+            "start Ray on it with CUDA_VISIBLE_DEVICES naming those that Ray may use"
+        )
+    return ClusterNode(name, node["NodeID"], node["NodeManagerAddress"], machine, ray_gpus)
+
+
+def _probe() -> Machine:
+    """Return GPUs and memory of the node that this runs on."""
+    return read_machine()

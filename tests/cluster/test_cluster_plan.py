@@ -1,0 +1,67 @@
+"""`meltcore plan --ray` on a cluster of two raylets, and the errors of a cluster that cannot be used."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray_nodes import start_nodes
+
+from meltcore.cli.main import main
+from meltcore.cluster.nodes import connect, node_names
+from meltcore.errors import ConfigError
+from meltcore.fleet.cluster import Cluster
+from meltcore.fleet.plan import GIB
+
+QWEN = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max_num_seqs: 4"
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with start_nodes(tmp_path_factory.mktemp("nodes"), [40], [80, 80]) as cluster:
+        yield cluster.address
+
+
+@pytest.mark.slow
+def test_plan_reads_gpus_and_memory_of_every_node(
+    address: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster.read(address)
+    assert sorted([gpu.total_bytes // GIB for gpu in node.machine.gpus] for node in cluster.nodes) == [[40], [80, 80]]
+    assert all(node.machine.host_bytes > GIB and node.machine.driver == "570.1" for node in cluster.nodes)
+    host = socket.gethostname()
+    assert [node.name for node in cluster.nodes] == sorted(f"{host}-{node.node_id[:6]}" for node in cluster.nodes)
+
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(f"models: {{a: {{{QWEN}, tensor_parallel_size: 2}}, b: {{{QWEN}, replicas: 2}}}}")
+    assert main(["plan", str(fleet), "--ray", address]) == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "fits on 3 GPUs of 2 nodes" in printed
+
+
+@pytest.mark.slow
+def test_cluster_that_is_not_there_is_refused_immediately() -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'meltcore[cluster]'")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    for address, reason in (
+        (f"127.0.0.1:{port}", "nothing answers there: Connection refused"),
+        ("head", "must be auto, local or HOST:PORT"),
+        ("ray://head:10001", "name the head as HOST:PORT"),
+    ):
+        with pytest.raises(ConfigError, match=f"--ray {address}: .*{reason}"):
+            Cluster.read(address)
+
+
+def test_nodes_of_one_host_name_are_told_apart() -> None:
+    assert node_names([("a", "0123456789"), ("b", "1123456789"), ("a", "2123456789")]) == ["a-012345", "b", "a-212345"]
+
+
+def test_missing_ray_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"needs the package ray on every node: pip install 'meltcore\[cluster\]'"):
+        connect("auto")

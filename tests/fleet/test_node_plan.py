@@ -1,0 +1,83 @@
+"""Plans over the nodes of a cluster: an engine on one node, replicas spread, host memory by node; no Ray needed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from meltcore.errors import ConfigError
+from meltcore.fleet.cluster import Cluster
+from meltcore.fleet.plan import GIB, Engine, Gpu, Host, describe_plan, place, place_on_hosts, plan_fleet
+from meltcore.protocol.cluster import ClusterNode
+from meltcore.protocol.fleet_file import parse_fleet
+from meltcore.protocol.machine import Machine, VisibleGpu
+
+QWEN = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max_num_seqs: 4"
+
+
+def cluster(*gpus: int) -> Cluster:
+    nodes = []
+    for index, count in enumerate(gpus):
+        cards = tuple(VisibleGpu(number, "NVIDIA Scripted", 40 * GIB, GIB // 2) for number in range(count))
+        nodes.append(ClusterNode(f"n{index}", f"{index:06}", "10.0.0.1", Machine(cards, "570.1", 4 * GIB), count))
+    return Cluster(tuple(nodes))
+
+
+def test_ranks_of_an_engine_are_on_one_node_and_replicas_on_different_ones() -> None:
+    cards = [Gpu(number, 80 * GIB, node=node) for number, node in enumerate(("a", "b", "b", "a", "a"))]
+    pairs = [Engine("m", replica, 30 * GIB, 2, (), False) for replica in range(2)]
+    placed = place(pairs, cards)
+    assert placed is not None
+    nodes = [{gpu.node for gpu in placed if engine in gpu.engines} for engine in pairs]
+    assert nodes == [{"a"}, {"b"}]
+    # Each node has room on one card only: two cards with room are not enough.
+    full = [Engine(f"x{node}", 0, 70 * GIB, 1, (number,), False) for number, node in ((1, "b"), (0, "a"), (4, "a"))]
+    assert place([*full, Engine("m", 0, 30 * GIB, 2, (), False)], cards) is None
+
+
+def test_engines_on_cpus_go_where_memory_is_free_and_replicas_apart() -> None:
+    engines = [("a", 0, 3), ("a", 1, 3), ("b", 0, 2)]
+    placed = place_on_hosts(engines, [Host("x", 6), Host("y", 4)])
+    assert placed is not None
+    assert {host.node: sorted(host.engines) for host in placed} == {"x": [("a", 0, 3), ("b", 0, 2)], "y": [("a", 1, 3)]}
+    assert place_on_hosts([*engines, ("c", 0, 2)], [Host("x", 6), Host("y", 4)]) is None
+
+
+def test_tensor_parallelism_over_nodes_is_refused_by_name() -> None:
+    there = cluster(2, 2)
+    gpus = [gpu.total_bytes for gpu in there.machine.gpus]
+    with pytest.raises(ConfigError, match=r"models\.a\.tensor_parallel_size: got 4; the largest node .* has 2 GPUs"):
+        plan_fleet(parse_fleet(f"models: {{a: {{{QWEN}, tensor_parallel_size: 4}}}}"), gpus, gpu_nodes=there.gpu_nodes)
+    text = f"models: {{a: {{{QWEN}, tensor_parallel_size: 2, device: [1, 2]}}}}"
+    with pytest.raises(ConfigError, match=r"models\.a\.device: the GPUs 1, 2 of one engine are on n0 and n1"):
+        plan_fleet(parse_fleet(text), gpus, gpu_nodes=there.gpu_nodes)
+
+
+def test_plan_of_a_cluster_names_the_nodes() -> None:
+    there = cluster(1, 2)
+    spec = parse_fleet(
+        f"models: {{a: {{{QWEN}, replicas: 2}}, t: {{checkpoint: meltcore/sums, device: cpu, memory: 2GiB, "
+        f"replicas: 2}}}}"
+    )
+    gpus = [gpu.total_bytes for gpu in there.machine.gpus]
+    plan, _ = plan_fleet(spec, gpus, gpu_nodes=there.gpu_nodes, host_bytes=there.host_bytes)
+    assert plan is not None
+    assert (plan.nodes("a"), plan.replicas("a")) == (("n0", "n1"), ((0,), (1,)))
+    assert sorted(plan.nodes("t")) == ["n0", "n1"]
+    page = describe_plan(spec, plan, source="f", fits=True)
+    assert [(gpu.node, gpu.number) for gpu in page.gpus] == [("n0", 0), ("n1", 1), ("n1", 2)]
+    assert {model.name: model.place for model in page.models} == {"a": "n0 GPU 0; n1 GPU 1", "t": "n0 CPU; n1 CPU"}
+    # Together the hosts have room for a third one, none alone.
+    more = parse_fleet("models: {t: {checkpoint: meltcore/sums, device: cpu, memory: 2GiB, replicas: 3}}")
+    assert plan_fleet(more, [], gpu_nodes=[], host_bytes=there.host_bytes)[0] is None
+
+
+def test_512_engines_on_64_nodes_are_planned_in_seconds() -> None:
+    there = cluster(*[8] * 64)
+    spec = parse_fleet("models: {" + ", ".join(f"m{at}: {{{QWEN}, replicas: 64}}" for at in range(8)) + "}")
+    started_s = time.process_time()
+    plan, _ = plan_fleet(spec, [gpu.total_bytes for gpu in there.machine.gpus], gpu_nodes=there.gpu_nodes)
+    assert time.process_time() - started_s < 10
+    assert plan is not None
+    assert all(len(set(plan.nodes(name))) == 64 for name in spec.models)
