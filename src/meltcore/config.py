@@ -27,6 +27,20 @@ _AT_LEAST_ONE = {"minimum": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharingConfig:
+    """Holds how an engine shares its GPUs in time with engines of other classes (`engine/host/step_pacing.py`).
+
+    A server's own is without class and marks, which each engine has of its own.
+    """
+
+    priority_class: PriorityClass = "standard"
+    marks: tuple[str, ...] = ()  # the file of step marks of each of its GPUs
+    min_share: float = 0.5  # of the time in which it has work: what higher classes leave to its steps
+    max_wait_ms: float = 100.0  # before one step
+    step_ms: float = 50.0  # of its steps while a higher class is at work
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Holds the settings that an engine process needs to start.
 
@@ -116,6 +130,7 @@ class EngineConfig:
         group=_ENGINE_GROUP,
         limits={"minimum": 0, "maximum": 2**63 - 1},
     )
+    sharing: SharingConfig | None = None  # None: the engine waits for no other
     debug: tuple[DebugSwitch, ...] = option(
         (), "Disables one optimization, or routes experts uniformly; can be given several times.", group=_ENGINE_GROUP
     )
@@ -299,24 +314,11 @@ class ForeignConfig:
 # Names that `command` may have instead of a command line.
 FOREIGN_TEMPLATES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
 _FOREIGN_LEAST: dict[str, float] = {
-    "replicas": 1,
-    "tensor_parallel_size": 1,
-    "memory_bytes": 1,
-    "max_model_len": 1,
-    "max_num_seqs": 1,
-    "max_queue": 0,
-    "max_queue_tokens": 1,
-    "health_interval_s": 0.05,
-    "start_timeout_s": 0.05,
-    "stop_timeout_s": 0,
-    "connect_timeout_s": 0.05,
-    "first_byte_timeout_s": 0.05,
-    "idle_timeout_s": 0.05,
-    "max_connections": 1,
-    "keep_alive_s": 0,
-    "retries": 0,
-    "breaker_failures": 1,
-    "breaker_open_s": 0.05,
+    **dict.fromkeys(("max_queue", "stop_timeout_s", "keep_alive_s", "retries"), 0),
+    **dict.fromkeys(("health_interval_s", "start_timeout_s", "connect_timeout_s", "first_byte_timeout_s"), 0.05),
+    **dict.fromkeys(("idle_timeout_s", "breaker_open_s"), 0.05),
+    **dict.fromkeys(("replicas", "tensor_parallel_size", "memory_bytes", "max_model_len", "max_num_seqs"), 1),
+    **dict.fromkeys(("max_queue_tokens", "max_connections", "breaker_failures"), 1),
 }
 
 
@@ -462,6 +464,7 @@ class ServerConfig:
         type=not_empty,
         metavar="URL",
     )
+    sharing: SharingConfig | None = None  # of its engines among each other; None: none waits
     profile_dir: str | None = option(
         None, "Folder for profiles; enables /start_profile and /stop_profile.", group=_HTTP_GROUP, metavar="DIR"
     )

@@ -20,6 +20,7 @@ NEED_A_GPU = [
     "delta_net",
     "experts",
     "fp8",
+    "gpu_sharing",
     "http_load",
     "linear",
     "long_prompt",

@@ -17,13 +17,14 @@ from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.backends.engine_process import LocalEngineProcess
 from meltcore.backends.open_requests import OpenRequests
 from meltcore.backends.stuck_watch import StuckWatch
-from meltcore.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.config import EngineConfig, ModelConfig, ServerConfig, SharingConfig
 from meltcore.errors import ConfigError, RequestError
-from meltcore.fleet.placement import cpu_environment, place_replicas, visible_gpus
+from meltcore.fleet.placement import cpu_environment, place_replicas, shared_engine, visible_gpus
 from meltcore.models.checkpoint import BUNDLED_MODEL
 from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
+from meltcore.protocol.step_marks import StepMarks
 from meltcore.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -172,6 +173,27 @@ def test_engines_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert threads(on_gpu, alone) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads(alone) is None  # the engine inherits it
+
+
+def test_engines_of_a_gpu_have_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7/x")
+    server = SharingConfig(min_share=0.3)
+
+    def marks(device: str, tensor_parallel_size: int = 1) -> list[str]:
+        config = model_config(dp=1, tensor_parallel_size=tensor_parallel_size, device=device)
+        engine = shared_engine(place_replicas(config)[0], server, "batch", tmp_path)
+        assert engine.sharing is not None
+        assert (engine.sharing.priority_class, engine.sharing.min_share) == ("batch", 0.3)
+        for path in engine.sharing.marks:
+            StepMarks(Path(path), "batch")  # the engine can open it
+        return [Path(path).name for path in engine.sharing.marks]
+
+    assert marks("cuda:1") == marks("cuda:1") == ["marks-5"]
+    assert marks("auto", 2) == ["marks-4", "marks-5"]
+    assert marks("cuda:2") == ["marks-GPU-7-x"]
+    assert marks("cpu") == ["marks-cpu"]
+    placement = place_replicas(model_config(dp=1, tensor_parallel_size=1))[0]
+    assert shared_engine(placement, None, "batch", tmp_path) is placement.engine
 
 
 def test_all_gpus_are_visible_without_cuda_visible_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import fleet_reference
 import pytest
 
-from meltcore.config import KeyConfig
+from meltcore.config import KeyConfig, SharingConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.from_spec import routes_config, server_config
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
@@ -96,6 +96,13 @@ def test_random_weights_of_a_checkpoint_that_is_not_here_have_its_shapes(tmp_pat
         opened("org/model", "load_format: dummy, format: q8_0")
 
 
+def test_sharing_is_paced_unless_switched_off() -> None:
+    assert server_config(parse_fleet(FLEET)).sharing == SharingConfig(min_share=0.5, max_wait_ms=100.0, step_ms=50.0)
+    changed = parse_fleet(FLEET + "sharing: {min_share: 0.8, max_wait_ms: 20, step_ms: 10}")
+    assert server_config(changed).sharing == SharingConfig(min_share=0.8, max_wait_ms=20.0, step_ms=10.0)
+    assert server_config(parse_fleet(FLEET + "sharing: {means: none}")).sharing is None
+
+
 def test_foreign_servers_of_the_file() -> None:
     text = """
 timeouts: {start_s: 7, connect_s: 2, request_s: 90}
@@ -133,6 +140,8 @@ models:
             "models: {a: {checkpoint: x, max_model_length: 8}}",
             "models.a.max_model_length: unknown key (did you mean max_m",
         ),
+        (MODELS + "sharing: {min_share: 0}", "sharing.min_share: got 0; must be float > 0"),
+        (MODELS + "sharing: {means: mps}", "sharing.means: got 'mps'; must be pacing or none"),
         ("models: {a: {checkpoint: x, max_num_seqs: 0}}", "models.a.max_num_seqs: got 0; must be int >= 1"),
         ("models: {a: {checkpoint: x, max_num_seqs: '8'}}", "models.a.max_num_seqs: got '8'; must be int"),
         ("models: {a: {checkpoint: 7}}", "models.a.checkpoint: got 7; must be str; put it in quotes"),

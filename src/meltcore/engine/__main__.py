@@ -48,7 +48,11 @@ def main() -> int:
     def build(progress: Callable[[str, float], None]) -> GenerationEngine:
         return GenerationEngine(config, progress=progress, ranks=ranks)
 
-    return serve(build_within_budget(config, build), ToEngine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    return serve(build_within_budget(config, build), ToEngine, Path(sys.argv[1]), _client_count(), config.sharing)
+
+
+def _client_count() -> int:
+    return int(sys.argv[2]) if len(sys.argv) > 2 else 1
 
 
 _Task = Literal["recognition", "synthesis", "translation"]
@@ -91,7 +95,7 @@ def _serve_task(config: EngineConfig, task: _Task) -> int:
 
         build = build_within_budget(config, partial(translation_engine, config))
         to_engine = ToTranslation
-    return serve(build, to_engine, Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    return serve(build, to_engine, Path(sys.argv[1]), _client_count(), config.sharing)
 
 
 def _exit_at_end_of_stdin() -> None:

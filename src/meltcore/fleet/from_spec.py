@@ -13,11 +13,12 @@ from meltcore.config import (
     ResidencyConfig,
     RoutesConfig,
     ServerConfig,
+    SharingConfig,
     TranslationRule,
 )
 from meltcore.errors import ConfigError
 from meltcore.fleet.placement import replica_gpus
-from meltcore.protocol.fleet_spec import FleetSpec, FleetTask, KeySection, ModelSection
+from meltcore.protocol.fleet_spec import FleetSpec, FleetTask, KeySection, ModelSection, SharingSection
 
 _ENGINE_FIELDS = (
     *("tokenizer", "load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
@@ -60,8 +61,16 @@ def server_config(spec: FleetSpec) -> ServerConfig:
             start_timeout_s=timeouts.start_s,
         ),
         api_keys=tuple(key_config(spec, key) for key in spec.keys),
+        sharing=sharing_config(spec.sharing),
         **optional,
     )
+
+
+def sharing_config(section: SharingSection) -> SharingConfig | None:
+    """Return how the engines of a fleet share GPUs in time; None for without regard to each other."""
+    if section.means == "none":
+        return None
+    return SharingConfig(min_share=section.min_share, max_wait_ms=section.max_wait_ms, step_ms=section.step_ms)
 
 
 def key_config(spec: FleetSpec, key: KeySection) -> KeyConfig:

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from meltcore.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.config import EngineConfig, ModelConfig, PriorityClass, ServerConfig, SharingConfig
 from meltcore.errors import ConfigError
 from meltcore.protocol.fleet_spec import ModelSection
+from meltcore.protocol.step_marks import make_marks_file
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
@@ -110,6 +111,22 @@ def placed_gpus(placement: Placement) -> frozenset[str]:
     gpus = visible_gpus() if own_gpus is None else own_gpus.split(",")
     first = int(engine.device.partition(":")[2] or 0)
     return frozenset(gpus[first : first + engine.tensor_parallel_size])
+
+
+def shared_engine(
+    placement: Placement, sharing: SharingConfig | None, priority_class: PriorityClass, folder: Path
+) -> EngineConfig:
+    """Return the settings of a placed engine with the marks of its GPUs, whose files are made in `folder`.
+
+    Engines on the CPU share that. sharing: as the server has it; None: the engine has no regard to others.
+    """
+    if sharing is None:
+        return placement.engine
+    marks = tuple(folder / f"marks-{gpu.replace('/', '-')}" for gpu in sorted(placed_gpus(placement)) or ["cpu"])
+    for path in marks:
+        make_marks_file(path)
+    own = dataclasses.replace(sharing, priority_class=priority_class, marks=tuple(map(str, marks)))
+    return dataclasses.replace(placement.engine, sharing=own)
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from meltcore.api.log import Log
+from meltcore.config import SharingConfig
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.start_gate import StartGate
 from meltcore.fleet.worker_pool import WorkerPool
@@ -79,3 +80,4 @@ class ServerParts:
     environment: Callable[[Placement], dict[str, str]]  # of an engine, beside that of its placement
     policy: RestartPolicy | None = None
     log_folder: Path | None = None  # with a file per engine; None: our standard error
+    sharing: SharingConfig | None = None  # of engines among each other; None: none waits

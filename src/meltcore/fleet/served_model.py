@@ -25,7 +25,7 @@ from meltcore.config import ModelConfig, Task
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.fleet.channel import AddModel, EndRequests, OpenModel, ReplicaEnded, ReplicaStarted, StatusChanged
 from meltcore.fleet.logs import log_name
-from meltcore.fleet.placement import Placement
+from meltcore.fleet.placement import Placement, shared_engine
 from meltcore.fleet.readiness import probe_error, probe_request
 from meltcore.fleet.replica import Replica, ServerParts
 from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
@@ -449,7 +449,7 @@ class ServedModel:
     def _new_engine(self, replica: Replica) -> LocalEngineProcess:
         """Return an engine that has not been started. Without sockets it never will be."""
         return LocalEngineProcess(
-            replica.placement.engine,
+            shared_engine(replica.placement, self._parts.sharing, self.config.priority_class, self._parts.sockets),
             self._parts.engine_command,
             partial(self._on_engine_message, replica),
             directory=replica.sockets or self._parts.sockets,

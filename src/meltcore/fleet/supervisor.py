@@ -159,6 +159,7 @@ class Supervisor:
             environment=lambda placement: cpu_environment(self.config, placement),
             policy=fleet.policy if fleet is not None else None,
             log_folder=fleet.log_folder if fleet is not None else None,
+            sharing=config.sharing,
         )
         self._numbers = itertools.count()
         self._watches: dict[int, asyncio.Task[None]] = {}

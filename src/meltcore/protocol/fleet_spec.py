@@ -294,6 +294,28 @@ class ResidencySection(_Section, frozen=True, kw_only=True):
     ] = "host"
 
 
+class SharingSection(_Section, frozen=True, kw_only=True):
+    """How engines of different classes share a GPU in time."""
+
+    means: Annotated[
+        Literal["pacing", "none"],
+        Meta(
+            description="pacing: an engine waits between its steps while a higher class is at work; none: no waiting."
+        ),
+    ] = "pacing"
+    min_share: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        Meta(description="Of the time in which an engine has work: what higher classes leave to its steps."),
+    ] = 0.5
+    max_wait_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=10_000)], Meta(description="The longest wait before a step, in milliseconds.")
+    ] = 100.0
+    step_ms: Annotated[
+        Annotated[float, Meta(gt=0)],
+        Meta(description="What steps are limited to, in milliseconds, while a higher class is at work."),
+    ] = 50.0
+
+
 class TranslateRoute(_Section, frozen=True, kw_only=True):
     """What answers `/v1/translate`."""
 
@@ -334,6 +356,7 @@ class FleetSpec(_Section, frozen=True, kw_only=True):
     timeouts: Annotated[TimeoutsSection, Meta(description="Time limits in seconds.")] = TimeoutsSection()
     residency: Annotated[ResidencySection, Meta(description="When sleepable models take turns.")] = ResidencySection()
     routes: Annotated[RoutesSection, Meta(description="Models behind routes without a model's name.")] = RoutesSection()
+    sharing: Annotated[SharingSection, Meta(description="How classes share a GPU in time.")] = SharingSection()
 
     def resolve(self, name: str) -> str | None:
         """Return the model's name for its name or an alias, None where there is no such model."""

@@ -11,6 +11,7 @@ import pytest
 
 from meltcore.engine.batch.engine import BatchEngine
 from meltcore.engine.batch.waiting import shape_buckets
+from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.errors import RequestError
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskFinishReason, TaskRequest, TaskResult
 
@@ -140,6 +141,20 @@ def test_started_batches_keep_the_latency_bound() -> None:
         engine.add(Ask(request_id=str(i), cost=32))
     drain(engine)
     assert {len(names) for _, names in task.batches[2:]} <= {3, 2}  # 3 x 32 positions take 0.096 s
+
+
+def test_batches_are_smaller_while_the_gpu_is_shared() -> None:
+    task = ScriptedTask(max_cost=100_000, s_per_cost=1e-3)
+    engine = engine_of(task, max_start_s=0.2)
+    engine.add(Ask(request_id="first", cost=32))
+    drain(engine)
+    for limit_s, sizes in [(0.1, {3}), (None, {6}), (0.5, {6}), (0.001, {1})]:
+        engine.take_turn(StepTurn(0.0, limit_s))
+        for number in range(6):
+            engine.add(Ask(request_id=f"{number}", cost=32))
+        first = len(task.batches)
+        drain(engine)
+        assert {len(names) for _, names in task.batches[first:]} == sizes
 
 
 def test_requests_begin_while_others_run() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from meltcore.engine.core.kv_cache import PagePool
-from meltcore.engine.core.pacing import LARGE_S, MAX_SLOWDOWN
+from meltcore.engine.core.pacing import LARGE_S, MAX_SLOWDOWN, MIN_LIMIT, PromptSpeed
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import LONG_PROMPT_STEPS, Chunk, Scheduler
 from meltcore.protocol.generation import AddRequest
@@ -250,3 +250,28 @@ def test_two_long_prompts_share_one_allotment() -> None:
     sim.add(LONG, 10)
     read_long(sim)
     assert p99(sim.gaps(load, began_s)) <= MAX_SLOWDOWN * alone_s
+
+
+def test_steps_are_limited_to_a_time_while_the_gpu_is_shared() -> None:
+    """Prompts get as many tokens as fit; sequences that decode are not left out; without a limit all is as before."""
+    sim, _ = under_load(dense)
+    speed = PromptSpeed(BUDGET)
+    assert speed.tokens_in(0.02) == BUDGET // 8  # nothing measured
+    for number in range(40):
+        sim.add(3000 + number, 4)
+    for limit_s in (None, 0.02, 1e-6, 1.0):
+        sim.scheduler.max_prompt_tokens = BUDGET if limit_s is None else speed.tokens_in(limit_s)
+        for _ in range(3):
+            sim.step()
+            prompts = [chunk.size for chunk in sim._launched if chunk.size > 1]
+            assert len(sim._launched) - len(prompts) >= LOAD, "a sequence that decodes was left out"
+            if limit_s in (None, 1.0):
+                assert sum(prompts) > 0.99 * BUDGET
+            else:
+                assert sum(prompts) == sim.scheduler.max_prompt_tokens
+            took_s = sim.seconds(sim._launched)
+            speed.record(took_s, sum(prompts))
+            if limit_s == 0.02:
+                assert 0.01 < took_s < 0.024
+    speed.record(9.0, MIN_LIMIT - 1)  # says more about what else the step held
+    assert speed.tokens_in(1.0) == BUDGET

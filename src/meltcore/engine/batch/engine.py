@@ -28,6 +28,7 @@ import msgspec
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.waiting import Waiting, WaitingQueue, shape_buckets
 from meltcore.engine.host.shell import Outputs
+from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskFinishReason, TaskRequest, TaskResult, TaskTimes
 
@@ -115,7 +116,7 @@ class BatchEngine(Generic[Request, Result]):
     ) -> None:
         """Serve `task`. clock: monotonic seconds."""
         self.task = task
-        self._max_start_s = max_start_s
+        self._max_start_s = self._start_limit_s = max_start_s
         self._clock = clock
         self._queue: WaitingQueue[Request] = WaitingQueue(shape_buckets(task.max_cost))
         self._running: dict[str, _Running] = {}
@@ -166,6 +167,10 @@ class BatchEngine(Generic[Request, Result]):
         if running:
             self.task.abort(running)
 
+    def take_turn(self, turn: StepTurn) -> None:
+        """Start smaller batches while an engine of a higher class is at work on the same GPU."""
+        self._start_limit_s = min(self._max_start_s, turn.limit_s or self._max_start_s)
+
     def step(self) -> Outputs:
         """Begin what fits, compute one step of the task, and return the new results."""
         began_s = self._clock()
@@ -206,7 +211,7 @@ class BatchEngine(Generic[Request, Result]):
     def _start(self, now_s: float) -> int:
         """Begin the next batch if one fits. Returns its padded cost."""
         free_cost = self.task.max_cost - self._running_cost
-        bound = int(self._max_start_s / self._s_per_cost) if self._s_per_cost else None
+        bound = int(self._start_limit_s / self._s_per_cost) if self._s_per_cost else None
         batch = self._queue.take(free_cost, bound)
         if not batch:
             return 0

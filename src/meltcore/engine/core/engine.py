@@ -13,13 +13,15 @@ import torch
 
 from meltcore.config import EngineConfig
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, PagePool, PrefixCache
+from meltcore.engine.core.pacing import PromptSpeed
 from meltcore.engine.core.recurrent_states import RecurrentStatePool
 from meltcore.engine.core.request import Request, TokenMask
-from meltcore.engine.core.scheduler import Scheduler
+from meltcore.engine.core.scheduler import Chunk, Scheduler
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
 from meltcore.engine.host.device import choose_device, describe_device, has_budget
+from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.engine.worker.loading import batched_tokens, check_shards, load
 from meltcore.engine.worker.model_runner import LaunchedStep, ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
@@ -86,6 +88,8 @@ class GenerationEngine:
         self._launched: LaunchedStep | None = None
         self._launched_s = 0.0
         self._returned_s = 0.0  # when `step` last returned
+        self._prompt_speed = PromptSpeed(self.scheduler.max_num_batched_tokens)
+        self._was_held = False  # the engine waited for others while a step of its own was in flight
         self._requests: dict[str, Request] = {}
         self._ended_outputs: list[SequenceOutput] = []
         # Some checkpoints name end tokens of a larger vocabulary, which this model can neither sample nor mask.
@@ -193,6 +197,12 @@ class GenerationEngine:
                 self.scheduler.finish(request, "abort")
                 self._ended_outputs.append(self._last_output(request, []))
 
+    def take_turn(self, turn: StepTurn) -> None:
+        """Put fewer prompt tokens into the next step while an engine of a higher class is at work on the same GPU."""
+        limit_s, budget = turn.limit_s, self.scheduler.max_num_batched_tokens
+        self.scheduler.max_prompt_tokens = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s)
+        self._was_held = turn.waited_s > 0 and self._launched is not None
+
     def step(self) -> StepOutputs:
         """Launch the next step and read the one before it (without overlap: the same one). Returns the new outputs."""
         start_s = time.monotonic()
@@ -212,13 +222,18 @@ class GenerationEngine:
         if step_to_read is not None:
             outputs += self._read(step_to_read)
         end_s = time.monotonic()
-        if self.scheduler.pacer is not None and step_to_read is not None:
-            self.scheduler.record_step_time(step_to_read.chunks, end_s - max(launched_s, self._returned_s))
+        if step_to_read is not None and not self._was_held:  # else it may have ended during the wait
+            self._record_time(step_to_read.chunks, end_s - max(launched_s, self._returned_s))
         self._returned_s = end_s
         if scheduled:
             self._steps += 1
         self._step_s += end_s - start_s
         return StepOutputs(outputs, self.stats(), end_s)
+
+    def _record_time(self, chunks: list[Chunk], took_s: float) -> None:
+        self._prompt_speed.record(took_s, sum(chunk.size for chunk in chunks if chunk.size > 1))
+        if self.scheduler.pacer is not None:
+            self.scheduler.record_step_time(chunks, took_s)
 
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""

@@ -20,6 +20,8 @@ from typing import NamedTuple
 MAX_SLOWDOWN = 2.0
 TARGET_SLOWDOWN = 1.8
 FIRST_CHUNK, MIN_CHUNK = 256, 64  # tokens
+# The fewest prompt tokens to which a step is limited for the sake of other engines: fewer cost hardly less time.
+MIN_LIMIT = 256
 # When the smallest chunk more than doubles a step: the time a chunk may add, and the steps from one chunk to the next.
 LARGE_S, LARGE_EVERY = 0.1, 150
 # The step time without a chunk is the median of this many such steps; one is measured at least every LOOK_EVERY steps.
@@ -32,6 +34,26 @@ class StepContents(NamedTuple):
     decodes: int
     long_tokens: int
     ordinary_tokens: int
+
+
+class PromptSpeed:
+    """Estimates how many prompt tokens a step of a given time may hold, by the times of earlier steps."""
+
+    def __init__(self, budget: int) -> None:
+        """Start without a measurement. budget: the maximum number of tokens of a step."""
+        self._budget = budget
+        self._s_per_token: float | None = None
+
+    def record(self, took_s: float, tokens: int) -> None:
+        """Note the time of a step with these prompt tokens. Too few would say more about what else it held."""
+        if tokens >= min(MIN_LIMIT, self._budget):
+            speed = took_s / tokens
+            self._s_per_token = speed if self._s_per_token is None else (self._s_per_token + speed) / 2
+
+    def tokens_in(self, limit_s: float) -> int:
+        """Return the prompt tokens of a step that is limited to this time. Before any measurement: an eighth of it."""
+        tokens = self._budget // 8 if self._s_per_token is None else int(limit_s / self._s_per_token)
+        return min(max(tokens, MIN_LIMIT), self._budget)
 
 
 class _ChunkSize:

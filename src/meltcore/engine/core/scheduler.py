@@ -86,6 +86,7 @@ class Scheduler:
         self.states = states
         self.snapshots = None if states is None or cache is None else StateSnapshots(states, cache)
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_prompt_tokens = max_num_batched_tokens  # of a step; fewer while the GPU is shared (pacing.py)
         self.max_model_len = max_model_len
         self.long_prompt = LONG_PROMPT_STEPS * max_num_batched_tokens  # tokens; a longer prompt is paced
         self.pacer: Pacer | None = None  # while there is a very long prompt
@@ -120,7 +121,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Return the chunks of the next step: decoding sequences first, then prompts. Empty when none can run."""
         scheduled: list[Chunk] = []
-        budget = self._schedule_decodes(scheduled, self.max_num_batched_tokens)
+        budget = min(self._schedule_decodes(scheduled, self.max_num_batched_tokens), self.max_prompt_tokens)
         if self.pacer is not None:
             self.pacer.begin(decoding=bool(scheduled))
         budget = self._schedule_prompts(scheduled, budget)

@@ -18,7 +18,9 @@ import torch
 import zmq
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from meltcore.config import SharingConfig
 from meltcore.engine.host.sleep import SleepMessage, SleepState
+from meltcore.engine.host.step_pacing import StepPacing, StepTurn
 from meltcore.errors import MeltcoreError, RankError, RequestError
 from meltcore.host_memory import keep_freed_memory, trim_memory
 from meltcore.protocol.shell import (
@@ -89,6 +91,9 @@ class Engine(Protocol):
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; the next `step` reports it. Unknown ids are ignored."""
 
+    def take_turn(self, turn: StepTurn) -> None:
+        """Note what goes before the next step. Called where GPUs are shared with engines of other classes only."""
+
     def step(self) -> Outputs:
         """Compute a step. Returns the new outputs of all requests."""
 
@@ -106,8 +111,14 @@ BuildEngine = Callable[[Callable[[str, float], None]], Engine]
 class EngineShell:
     """Moves messages between an engine and its clients: the supervisor, of index 0, and the API servers."""
 
-    def __init__(self, socket_dir: Path, to_engine: Any, client_count: int = 1) -> None:
-        """Connect to the sockets. to_engine: the union of the message types that the engine and the shell receive."""
+    def __init__(
+        self, socket_dir: Path, to_engine: Any, client_count: int = 1, sharing: SharingConfig | None = None
+    ) -> None:
+        """Connect to the sockets.
+
+        to_engine: the union of the message types that the engine and the shell receive. sharing: with engines of other
+        classes; None: without regard to others.
+        """
         self._context = context = zmq.Context()
         self._receivers: list[zmq.Socket[bytes]] = []
         self._senders: list[zmq.Socket[bytes]] = []
@@ -129,6 +140,8 @@ class EngineShell:
         self._profiler: _Profiler | _CudaProfiler | None = None
         self._sleep_state = SleepState()
         self._finished = 0  # requests, since memory was given back
+        self._sharing = sharing
+        self._pacing: StepPacing | None = None
 
     def serve(self, build: BuildEngine) -> int:
         """Load an engine, then run its steps until a Shutdown message. Returns the exit status."""
@@ -143,6 +156,7 @@ class EngineShell:
     def _serve(self, build: BuildEngine) -> int:
         try:
             engine = build(lambda stage, fraction: self.send(Loading(stage, fraction)))
+            self._pacing = None if self._sharing is None else StepPacing(self._sharing)
         except RankError:
             raise
         except MeltcoreError as error:
@@ -171,8 +185,13 @@ class EngineShell:
 
         An idle engine would keep them alive, and every megabyte of Python's allocator that holds one of their objects.
         """
+        pacing = self._pacing
+        if pacing is not None:
+            engine.take_turn(pacing.begin_step())
         with self._profiler.step() if self._profiler is not None else nullcontext():
             outputs = engine.step()
+        if pacing is not None:
+            pacing.end_step(has_work=engine.has_work)
         self.send_outputs(outputs)
 
     def send(self, message: msgspec.Struct, client_index: int = 0) -> None:
@@ -313,11 +332,13 @@ class _CudaProfiler:
         return ""
 
 
-def serve(build: BuildEngine, to_engine: Any, socket_dir: Path, client_count: int = 1) -> int:
+def serve(
+    build: BuildEngine, to_engine: Any, socket_dir: Path, client_count: int = 1, sharing: SharingConfig | None = None
+) -> int:
     """Serve clients until one of them sends Shutdown. Returns the exit status."""
     # API servers and clients need a core too: torch's CPU threads wait for each other at every GEMM, and a thread that
     # shares its core slows them all. Several engines on the CPU share the cores: their server sets the variable.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     keep_freed_memory()
-    return EngineShell(socket_dir, to_engine, client_count).serve(build)
+    return EngineShell(socket_dir, to_engine, client_count, sharing).serve(build)

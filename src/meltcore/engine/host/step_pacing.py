@@ -1,0 +1,100 @@
+"""Step pacing: an engine lets engines of higher classes on the same GPU go first, between its own steps.
+
+Kernels of two processes take turns on a GPU, about 2 ms each, however urgent they are. So each engine marks its GPU
+before a step, and an engine of a lower class waits before its next step while there is such a mark.
+
+The lower class has a guaranteed share. Waiting is paid from a credit that its own steps earn: after a step of t seconds
+it may wait for t (1 - share) / share. So of any time in which it has work, at least `min_share` belongs to its steps,
+apart from one wait of `max_wait_ms`, which bounds the credit. A mark lapses after HOLD_S: an engine that died or was
+stopped costs others a second of waiting at their share, not more.
+
+An engine that waits can only do so between steps. While a higher class is at work it also computes shorter ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from meltcore.config import SharingConfig
+from meltcore.protocol.step_marks import StepMarks
+
+# A mark is renewed at each step, so it has to outlast one.
+HOLD_S = 1.0
+POLL_S = 0.0002
+# Steps stay short for this long after the last mark: the next request should not meet a long one.
+SHORT_STEPS_S = 2.0
+
+
+class StepTurn(NamedTuple):
+    """What goes before a step: seconds of waiting, and those to which the step should be limited (None: any)."""
+
+    waited_s: float
+    limit_s: float | None
+
+
+_NO_WAIT = StepTurn(0.0, None)
+
+
+class StepPacing:
+    """Marks the steps of an engine on its GPUs, and waits for those of higher classes."""
+
+    def __init__(
+        self,
+        config: SharingConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """Map the marks of all GPUs of the engine. clock: the machine's monotonic seconds. Raises ConfigError."""
+        self._boards: Sequence[StepMarks] = [StepMarks(Path(path), config.priority_class) for path in config.marks]
+        self._earned = (1 - config.min_share) / config.min_share  # seconds of waiting per second of steps
+        self._max_wait_s = config.max_wait_ms / 1000
+        self._step_s = config.step_ms / 1000
+        self._clock = clock
+        self._sleep = sleep
+        self._credit_s = self._max_wait_s if self._earned else 0.0
+        self._began_s = 0.0
+        self._short_until_s = 0.0
+        self.waited_s = 0.0  # in total
+
+    def begin_step(self) -> StepTurn:
+        """Mark a step, and wait for those of higher classes."""
+        began_s = now_s = self._clock()
+        for board in self._boards:
+            board.mark(now_s + HOLD_S)
+        for board in self._boards:
+            if board.wanted_until() > now_s:
+                now_s = self._wait(now_s)
+                break
+        self._began_s = now_s
+        if now_s >= self._short_until_s:
+            return _NO_WAIT
+        return StepTurn(now_s - began_s, self._step_s)
+
+    def end_step(self, *, has_work: bool) -> None:
+        """End a step. has_work: another one follows; else the mark is removed."""
+        if self._credit_s < self._max_wait_s:
+            took_s = self._clock() - self._began_s
+            self._credit_s = min(self._max_wait_s, self._credit_s + took_s * self._earned)
+        if not has_work:
+            for board in self._boards:
+                board.clear()
+
+    def _wait(self, began_s: float) -> float:
+        """Wait while a higher class wants a GPU and there is credit. Returns the time."""
+        now_s = began_s
+        while max(board.wanted_until() for board in self._boards) > now_s:
+            left_s = self._credit_s - (now_s - began_s)
+            if left_s <= 0:
+                break
+            self._sleep(min(POLL_S, left_s))
+            now_s = self._clock()
+            for board in self._boards:
+                board.mark(now_s + HOLD_S)
+        self._credit_s -= now_s - began_s  # may fall below 0 by what a sleep took longer: the next steps earn it back
+        self.waited_s += now_s - began_s
+        self._short_until_s = now_s + SHORT_STEPS_S
+        return now_s

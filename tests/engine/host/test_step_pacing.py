@@ -1,0 +1,325 @@
+"""Step pacing: shares, bounded waits and deaths on a simulated clock; two real processes; engines under it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+from engine_client import EngineClient
+from engine_tools import random_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meltcore.config import EngineConfig, PriorityClass, SharingConfig
+from meltcore.engine.host import shell
+from meltcore.engine.host.step_pacing import HOLD_S, POLL_S, SHORT_STEPS_S, StepPacing, StepTurn
+from meltcore.errors import ConfigError
+from meltcore.process import end_group, start
+from meltcore.protocol.generation import AddRequest, EngineStats, StepOutputs, ToEngine
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.protocol.shell import Loading
+from meltcore.protocol.step_marks import MAX_ENGINES, StepMarks, make_marks_file
+
+
+@pytest.fixture(scope="module")
+def marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("marks") / "marks"
+    make_marks_file(path)
+    return path
+
+
+class World:
+    """A clock that tests move, and a higher class that works at some times."""
+
+    def __init__(self, marks: Path, works: Callable[[float], bool], **settings: float) -> None:
+        self.now_s = 1000.0
+        self.began_s = self.now_s
+        self.works = works
+        self.higher = StepMarks(marks, "interactive")
+        self.higher.clear()
+        self.settings = {"min_share": 0.5, "max_wait_ms": 100.0} | settings
+        config = SharingConfig(priority_class="batch", marks=(str(marks),), step_ms=20.0, **self.settings)
+        self.pacing = StepPacing(config, clock=self.clock, sleep=self.sleep)
+        self.stepped_s = 0.0
+        self.waits: list[float] = []
+
+    def clock(self) -> float:
+        if self.works(self.now_s - self.began_s):
+            self.higher.mark(self.now_s + HOLD_S)
+        else:
+            self.higher.clear()
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds + 0.00005  # a sleep takes longer
+
+    def step(self, took_s: float) -> StepTurn:
+        before_s = self.now_s
+        turn = self.pacing.begin_step()
+        self.waits.append(self.now_s - before_s)
+        self.now_s += took_s
+        self.stepped_s += took_s
+        self.pacing.end_step(has_work=True)
+        return turn
+
+    @property
+    def share(self) -> float:
+        return self.stepped_s / (self.now_s - self.began_s)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    share=st.floats(0.1, 1.0),
+    step_ms=st.floats(0.5, 60.0),
+    max_wait_ms=st.floats(5.0, 200.0),
+)
+def test_share_beside_a_class_that_never_rests(marks: Path, share: float, step_ms: float, max_wait_ms: float) -> None:
+    """At least the guaranteed share; no more than 5 % above it where no single wait meets its limit."""
+    world = World(marks, lambda _: True, min_share=share, max_wait_ms=max_wait_ms)
+    for _ in range(100):  # until the first credit, one wait of the longest, is spent
+        world.step(step_ms / 1000)
+    world.began_s, world.stepped_s = world.now_s, 0.0
+    for _ in range(200):
+        world.step(step_ms / 1000)
+    assert world.share >= 0.95 * share
+    assert max(world.waits) <= max_wait_ms / 1000 + 2 * POLL_S
+    if step_ms * (1 - share) / share <= max_wait_ms:
+        assert world.share <= 1.05 * share + 0.01
+        assert world.pacing.waited_s == pytest.approx(sum(world.waits))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    periods=st.lists(st.tuples(st.floats(0.001, 0.5), st.floats(0.001, 0.5)), min_size=1, max_size=8),
+    steps_ms=st.lists(st.floats(0.2, 300.0), min_size=1, max_size=8),
+    share=st.floats(0.2, 0.9),
+)
+def test_any_pattern_leaves_the_share(
+    marks: Path, periods: list[tuple[float, float]], steps_ms: list[float], share: float
+) -> None:
+    """However a higher class works, waits stay within the share and one wait of the longest."""
+    total_s = sum(map(sum, periods))
+
+    def works(at_s: float) -> bool:
+        at_s %= total_s
+        for on_s, off_s in periods:
+            if at_s < on_s:
+                return True
+            at_s -= on_s + off_s
+            if at_s < 0:
+                return False
+        return False
+
+    world = World(marks, works, min_share=share)
+    for number in range(150):
+        world.step(steps_ms[number % len(steps_ms)] / 1000)
+        assert sum(world.waits) <= world.stepped_s * (1 - share) / share + 0.1 + 2 * POLL_S
+    assert max(world.waits) <= 0.1 + 2 * POLL_S
+
+
+def test_burst_is_waited_out_and_steps_stay_short_for_a_while(marks: Path) -> None:
+    world = World(marks, lambda at_s: 1.0 <= at_s < 1.08)
+    turns = []
+    while world.now_s - world.began_s < 5:
+        turns.append((world.now_s - world.began_s, world.step(0.01)))
+    waited = [(at_s, turn) for at_s, turn in turns if turn.waited_s]
+    assert len(waited) == 1
+    at_s, turn = waited[0]
+    assert at_s + turn.waited_s == pytest.approx(1.08, abs=0.001)
+    limited = [at_s for at_s, turn in turns if turn.limit_s == 0.02]
+    assert min(limited) == at_s
+    assert max(limited) == pytest.approx(1.08 + SHORT_STEPS_S, abs=0.02)
+
+
+def test_dead_engine_holds_others_for_its_last_mark_at_most(marks: Path) -> None:
+    """Its mark lapses; until then the others have their share."""
+    world = World(marks, lambda at_s: at_s < 0.5)
+    world.higher.clear = lambda: None  # type: ignore[method-assign]  # it died and left the mark
+    turns = []
+    while world.now_s - world.began_s < 4:
+        turns.append((world.now_s - world.began_s, world.step(0.01).waited_s))
+    assert max(at_s for at_s, waited_s in turns if waited_s) < 0.5 + HOLD_S
+    assert sum(waited_s for _, waited_s in turns) <= 0.5 * (0.5 + HOLD_S) + 0.11
+
+
+def test_only_higher_classes_are_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "marks"
+    make_marks_file(path)
+    views = {each: StepMarks(path, cast(PriorityClass, each)) for each in ("interactive", "standard", "batch")}
+    views["standard"].mark(7.0)
+    assert {name: view.wanted_until() for name, view in views.items()} == {"interactive": 0, "standard": 0, "batch": 7}
+    views["interactive"].mark(5.0)
+    assert {name: view.wanted_until() for name, view in views.items()} == {"interactive": 0, "standard": 5, "batch": 7}
+    views["standard"].clear()
+    views["batch"].mark(9.0)  # no engine waits for the last class
+    assert views["batch"].wanted_until() == 5
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone.*cannot be opened: No such file"):
+        StepMarks(tmp_path / "gone", "batch")
+    (tmp_path / "short").write_bytes(b"\0" * 9)
+    with pytest.raises(ConfigError, match=rf"must have {2 * MAX_ENGINES * 8} bytes; it has 9"):
+        StepMarks(tmp_path / "short", "batch")
+
+
+def test_a_step_costs_less_than_a_microsecond_without_others(marks: Path) -> None:
+    pacing = World(marks, lambda _: False).pacing
+    pacing._clock = time.monotonic
+
+    def step() -> None:
+        pacing.begin_step()
+        pacing.end_step(has_work=True)
+
+    assert min(timeit.repeat(step, number=2000, repeat=50)) / 2000 < 1e-6
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+WORKER = """
+import sys, time
+from meltcore.config import SharingConfig
+from meltcore.engine.host.step_pacing import StepPacing
+pacing = StepPacing(SharingConfig(priority_class=sys.argv[2], marks=(sys.argv[1],)))
+step_s = float(sys.argv[3])
+print("ready", flush=True)
+while True:
+    pacing.begin_step()
+    began_s = time.monotonic()
+    time.sleep(step_s)
+    pacing.end_step(has_work=True)
+    print(began_s, time.monotonic(), flush=True)
+"""
+
+
+@contextmanager
+def worker(marks: Path, priority_class: str, step_s: float, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = start([sys.executable, "-c", WORKER, str(marks), priority_class, str(step_s)], stdout=output)
+    try:
+        deadline_s = time.monotonic() + 20
+        while not log.read_text():
+            assert time.monotonic() < deadline_s, "the worker did not start"
+            time.sleep(0.01)
+        yield process
+    finally:
+        end_group(process, 0.0)
+
+
+def steps_of(log: Path) -> list[tuple[float, float]]:
+    lines = [line.split() for line in log.read_text().splitlines()[1:]]
+    return [(float(line[0]), float(line[1])) for line in lines if len(line) == 2]
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """One marks, dies by SIGKILL and is replaced; the other waits, goes on, and waits again."""
+    path = tmp_path / "marks"
+    make_marks_file(path)
+    with worker(path, "standard", 0.005, tmp_path / "lower"):
+        with worker(path, "interactive", 0.01, tmp_path / "higher") as higher:
+            began_s = time.monotonic()
+            time.sleep(0.6)
+            higher.kill()
+            higher.wait(10)
+            died_s = time.monotonic()
+        time.sleep(HOLD_S + 0.4)
+        with worker(path, "interactive", 0.01, tmp_path / "second"):
+            second_s = time.monotonic()
+            time.sleep(0.4)
+            second_until_s = time.monotonic()
+    steps = steps_of(tmp_path / "lower")
+
+    def share(first_s: float, last_s: float) -> float:
+        return sum(end_s - start_s for start_s, end_s in steps if first_s <= start_s < last_s) / (last_s - first_s)
+
+    alone = share(died_s + HOLD_S + 0.05, died_s + HOLD_S + 0.35)
+    assert alone > 0.7
+    assert share(began_s + 0.2, died_s) < 0.75 * alone
+    assert share(second_s + 0.15, second_until_s) < 0.75 * alone, "its successor has no word"
+    assert min(share(began_s, died_s), share(second_s, second_until_s)) > 0.3, "the lower class starves"
+
+
+# --- engines -------------------------------------------------------------------------------------------------------
+
+
+class _Enough(BaseException):
+    """Ends the process's loop from within."""
+
+
+class _Watched:
+    """An engine of three steps that looks at the marks of its GPU, as a lower class sees them."""
+
+    def __init__(self, lower: StepMarks) -> None:
+        self.left = 3
+        self.marked: list[bool] = []
+        self.turns: list[StepTurn] = []
+        self._lower = lower
+
+    @property
+    def has_work(self) -> bool:
+        return self.left > 0
+
+    def ready(self) -> Loading:
+        return Loading("ready", 1.0)
+
+    def take_turn(self, turn: StepTurn) -> None:
+        self.turns.append(turn)
+
+    def step(self) -> StepOutputs:
+        self.left -= 1
+        self.marked.append(self._lower.wanted_until() > time.monotonic())
+        return StepOutputs([], EngineStats(), 0.0)
+
+    def check(self) -> None:
+        self.marked.append(self._lower.wanted_until() > time.monotonic())
+        raise _Enough
+
+
+@pytest.mark.parametrize("with_higher", [False, True])
+def test_process_marks_its_steps_and_not_its_idle_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_higher: bool
+) -> None:
+    path = tmp_path / "marks"
+    make_marks_file(path)
+    if with_higher:
+        StepMarks(path, "interactive").mark(time.monotonic() + 30)
+    monkeypatch.setattr(shell, "_IDLE_POLL_MS", 10)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    engine = _Watched(StepMarks(path, "batch"))
+    sharing = SharingConfig(priority_class="standard", marks=(str(path),), max_wait_ms=30.0)
+    with pytest.raises(_Enough):
+        shell.EngineShell(tmp_path, ToEngine, sharing=sharing).serve(lambda progress: engine)
+    if with_higher:
+        assert [turn.limit_s for turn in engine.turns] == [0.05] * 3
+        assert 0.03 <= engine.turns[0].waited_s < 0.1
+    else:
+        assert engine.marked == [True, True, True, False]
+        assert engine.turns == [StepTurn(0.0, None)] * 3
+
+
+def test_real_engine_waits_for_marks_and_goes_on(tmp_path: Path, checkpoint: Path) -> None:
+    path = tmp_path / "marks"
+    make_marks_file(path)
+    higher = StepMarks(path, "interactive")
+    sharing = SharingConfig(priority_class="batch", marks=(str(path),), min_share=0.01, max_wait_ms=300.0)
+    config = EngineConfig(model=str(checkpoint), device="cpu", memory_bytes=64 * 2**20, sharing=sharing)
+    client = EngineClient(tmp_path, config)
+    try:
+        client.ready()
+        for marked in (False, True):
+            higher.mark(time.monotonic() + 60 if marked else 0.0)
+            began_s = time.monotonic()
+            client.send(AddRequest(f"{marked}", random_prompt(20, 0), SamplingParams(max_tokens=2, ignore_eos=True)))
+            (outputs,) = client.outputs(1).values()
+            assert outputs[-1].finish_reason == "length"
+            if marked:
+                assert time.monotonic() - began_s >= 0.3
+    finally:
+        client.close()
