@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from compile_tools import CompilePool, Task
+from interpreter_tools import LanguagePatches, make_block_type, make_tensor
 from kernel_tools import kernel_modules
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
@@ -70,35 +71,6 @@ def _numpy_type(dtype: tl.dtype) -> np.dtype:
     return _numpy_types[name]
 
 
-class LanguagePatches:
-    """Replaces triton.language by its interpreted form once per launch.
-
-    Triton 3.6 replaces it anew for every call of a device function, `tl.sum` included, and restores only what the
-    launch itself replaced. That takes most of a launch's time.
-    """
-
-    def __init__(self) -> None:
-        self._patch_language = interpreter._patch_lang
-        self._scopes: dict[frozenset[str], Any] = {}  # of this launch, by the modules that are replaced
-        self._modules: dict[str, frozenset[str]] = {}
-
-    def patch(self, function: Callable[..., object]) -> LanguagePatches:
-        """For the language modules that the function's file imports. The launch calls `restore` of the first one."""
-        file = function.__module__
-        if file not in self._modules:
-            found = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-            self._modules[file] = frozenset(module.__name__ for module in found)
-        modules = self._modules[file]
-        if modules not in self._scopes:
-            self._scopes[modules] = self._patch_language(function)
-        return self
-
-    def restore(self) -> None:
-        for scope in reversed(self._scopes.values()):
-            scope.restore()
-        self._scopes.clear()
-
-
 @pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[CompilePool]:
     """Compiles for all the tests that were selected while they wait for one after the other.
@@ -120,9 +92,9 @@ def interpreter_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     It takes a loop's bounds by int() of a [1] array, which NumPy 2.4 no longer allows, and multiplies the bit patterns
     of bfloat16 matrices. And it is slow: it replaces its language for every call, computes for every integer sum
-    whether it overflows, which nothing reads, and makes its table of types for every tensor.
+    whether it overflows, which nothing reads, makes its table of types for every tensor, and types of types.
     """
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_tensor, patches = interpreter._patch_lang_tensor, LanguagePatches()
     create_dot = InterpreterBuilder.create_dot
 
     def patch(tensor: Any, scope: Any) -> None:
@@ -133,7 +105,11 @@ def interpreter_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
         return create_dot(self, _widened(left), _widened(right), *rest)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-    monkeypatch.setattr(interpreter, "_patch_lang", LanguagePatches().patch)
+    monkeypatch.setattr(interpreter, "_patch_lang", patches.patch)
+    monkeypatch.setattr(interpreter, "_patch_builtin", patches.patch_builtins)
+    if not torch.cuda.is_available():  # the compiler has these types too
+        monkeypatch.setattr(tl.core.block_type, "__init__", make_block_type)
+        monkeypatch.setattr(tl.core.tensor, "__init__", make_tensor)
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
     monkeypatch.setattr(interpreter, "_get_np_dtype", _numpy_type)
