@@ -28,8 +28,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,9 @@ from bench_output import Row, need_gpu, write_result
 from sharing_work import FULL, SMALL, Kind, Order, Outcome, PairOrder, Sizes
 
 from meltcore.config import SharingConfig
-from meltcore.process import ProcessError, end_group, run, start
+from meltcore.errors import ConfigError
+from meltcore.fleet.mps import MpsDaemon
+from meltcore.process import ProcessError, end_group, start
 from meltcore.protocol.step_marks import make_marks_file
 
 LOAD = 0.2  # of the GPU's time, by interactive requests alone
@@ -178,11 +180,19 @@ class Bench:
 
     def run(self) -> None:
         """Measure all means that the machine has."""
-        with ExitStack() as stack:
-            folder = sharing_work.new_folder()
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = sharing_work.new_folder()
+        try:
             self._marks = folder / "marks"
             make_marks_file(self._marks)
+            self.measure_processes()
+            if self.options.device != "cpu":
+                self.measure_mps()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def measure_processes(self) -> None:
+        """Measure two processes without MPS, and two threads of one."""
+        with ExitStack() as stack:
             first, second = (stack.enter_context(Side(self._worker)) for _ in range(2))
             pair: Side | None = None
             if self.options.device != "cpu":
@@ -190,6 +200,8 @@ class Bench:
             for side in filter(None, (first, second, pair)):
                 side.wait_ready()
             self.measure_alone(first)
+            if self.options.only == "mps":
+                return
             for works in PAIRS:
                 self.measure_two("time-slicing", first, second, works)
                 self.measure_two("pacing", first, second, works, step_ms=1e6)
@@ -201,8 +213,6 @@ class Bench:
                     self.note(f"streams and green contexts: not measured further: {error}")
             else:
                 self.note("streams, green contexts and MPS: not measured, they need a GPU")
-        if self.options.device != "cpu":
-            self.measure_mps()
 
     def measure_alone(self, side: Side) -> None:
         for kind in ("decode", "gemm"):
@@ -254,11 +264,13 @@ class Bench:
 
     def measure_mps(self) -> None:
         """Measure two processes under an MPS daemon of our own."""
-        if (control := find_mps()) is None:
-            self.note("MPS: not measured, there is no nvidia-cuda-mps-control on this machine")
-            return
+        assert self._marks is not None
         try:
-            with mps_daemon(control) as environment, ExitStack() as stack:
+            daemon = MpsDaemon(self._marks.parent / "mps")
+            with ExitStack() as stack:
+                stack.callback(daemon.stop)
+                daemon.start()
+                environment = daemon.environment
                 interactive = stack.enter_context(Side(self._worker, environment))
                 plans: list[tuple[str, dict[str, str]]] = [
                     ("MPS", {}),
@@ -277,7 +289,8 @@ class Bench:
                             self.measure_two(means, interactive, busy, pair)
                             if not extra:
                                 self.measure_two("MPS and pacing", interactive, busy, pair, step_ms=SHORT_STEP_MS)
-        except (ProcessError, OSError) as error:
+                print(f"MPS servers: {daemon.servers() or 'none'}", flush=True)
+        except (ConfigError, ProcessError, OSError) as error:
             self.note(f"MPS: not measured further: {' '.join(str(error).split())[:400]}")
 
     def keep(
@@ -337,47 +350,6 @@ def rate_of(outcome: Outcome) -> float:
     return outcome.units / outcome.elapsed_s
 
 
-def find_mps() -> str | None:
-    """The path of the MPS control program."""
-    places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/bin", "/usr/local/nvidia/bin", "/usr/local/cuda/bin"])
-    return shutil.which("nvidia-cuda-mps-control", path=places)
-
-
-@contextmanager
-def mps_daemon(control: str) -> Iterator[dict[str, str]]:
-    """Run an MPS daemon with folders of its own; yields the environment of its clients.
-
-    Raises ProcessError where it does not start.
-    """
-    folder = sharing_work.new_folder()
-    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
-    for each in environment.values():
-        Path(each).mkdir()
-    daemon = start([control, "-f"], environment=os.environ | environment, stdout=subprocess.DEVNULL)
-    servers: list[int] = []
-    try:
-        deadline_s = time.monotonic() + MPS_LIMIT_S
-        while not (folder / "pipe" / "control").exists():
-            if daemon.poll() is not None:
-                log = folder / "log" / "control.log"
-                tail = log.read_text(errors="replace")[-300:] if log.exists() else "(no log)"
-                raise ProcessError(f"nvidia-cuda-mps-control ended with code {daemon.returncode}: {tail}")
-            if time.monotonic() > deadline_s:
-                raise ProcessError(f"nvidia-cuda-mps-control was not ready within {MPS_LIMIT_S:g} s")
-            time.sleep(0.1)
-        yield environment
-        found = run([control], stdin=b"get_server_list\n", limit_s=MPS_LIMIT_S, environment=os.environ | environment)
-        servers = [int(word) for word in found.stdout.split() if word.isdigit()]
-        print(f"MPS servers: {servers or 'none'}", flush=True)
-    finally:
-        with suppress(ProcessError):
-            run([control], stdin=b"quit -t 5\n", limit_s=MPS_LIMIT_S, environment=os.environ | environment)
-        end_group(daemon, 5.0)
-        for log in sorted((folder / "log").glob("*.log")):
-            print(f"--- {log.name}\n{log.read_text(errors='replace')[-800:]}", flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def main() -> int:
     """Measure, print and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -386,6 +358,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.5, help="Of each measurement (default: 2.5).")
     parser.add_argument("--budget", type=float, default=600.0, help="Seconds; later measurements are left out.")
     parser.add_argument("--out", type=Path, help="Folder for results.json, written as they come.")
+    parser.add_argument("--only", choices=("mps",), help="Measure only these means, and the works alone.")
     parser.add_argument("--no-result-file", action="store_true", help="Print only.")
     parser.add_argument("--worker", choices=("one", "pair"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -28,7 +28,7 @@ _AT_LEAST_ONE = {"minimum": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class SharingConfig:
-    """Holds how an engine shares its GPUs in time with engines of other classes (`engine/host/step_pacing.py`).
+    """Holds how an engine shares its GPUs with engines of other classes (`engine/host/step_pacing.py`).
 
     A server's own is without class and marks, which each engine has of its own.
     """
@@ -38,6 +38,7 @@ class SharingConfig:
     min_share: float = 0.5  # of the time in which it has work: what higher classes leave to its steps
     max_wait_ms: float = 100.0  # before one step
     step_ms: float = 50.0  # of its steps while a higher class is at work
+    mps_sm_percent: int | None = None  # of a GPU's SMs for engines below interactive, under MPS; None: without MPS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,12 @@ def sharing_config(section: SharingSection) -> SharingConfig | None:
     """Return how the engines of a fleet share GPUs in time; None for without regard to each other."""
     if section.means == "none":
         return None
-    return SharingConfig(min_share=section.min_share, max_wait_ms=section.max_wait_ms, step_ms=section.step_ms)
+    return SharingConfig(
+        min_share=section.min_share,
+        max_wait_ms=section.max_wait_ms,
+        step_ms=section.step_ms,
+        mps_sm_percent=section.mps_sm_percent if section.means == "mps" else None,
+    )
 
 
 def key_config(spec: FleetSpec, key: KeySection) -> KeyConfig:

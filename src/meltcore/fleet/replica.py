@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from meltcore.api.log import Log
-from meltcore.config import SharingConfig
+from meltcore.config import PriorityClass, SharingConfig
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.start_gate import StartGate
 from meltcore.fleet.worker_pool import WorkerPool
@@ -77,7 +77,7 @@ class ServerParts:
     sockets: Path
     client_count: int
     next_engine: Callable[[], int]  # numbers engine processes, whose sockets are in a folder of that number
-    environment: Callable[[Placement], dict[str, str]]  # of an engine, beside that of its placement
+    environment: Callable[[Placement, PriorityClass], dict[str, str]]  # of an engine, beside that of its placement
     policy: RestartPolicy | None = None
     log_folder: Path | None = None  # with a file per engine; None: our standard error
     sharing: SharingConfig | None = None  # of engines among each other; None: none waits

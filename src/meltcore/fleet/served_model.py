@@ -454,7 +454,8 @@ class ServedModel:
             partial(self._on_engine_message, replica),
             directory=replica.sockets or self._parts.sockets,
             client_count=self._parts.client_count,
-            environment=replica.placement.environment | self._parts.environment(replica.placement),
+            environment=replica.placement.environment
+            | self._parts.environment(replica.placement, self.config.priority_class),
             log=replica.log,
         )
 

@@ -31,7 +31,7 @@ from meltcore.api.tracing import resolve_tracing
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.backends.text_model import find_task
-from meltcore.config import ForeignConfig, ModelConfig, RoutesConfig, ServerConfig, Task
+from meltcore.config import ForeignConfig, ModelConfig, PriorityClass, RoutesConfig, ServerConfig, Task
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.admin import AdminServer
 from meltcore.fleet.channel import EndRequests
@@ -39,8 +39,9 @@ from meltcore.fleet.console import LoadingProgress, print_line, print_listening,
 from meltcore.fleet.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.logs import log_folder
+from meltcore.fleet.mps import MpsDaemon
 from meltcore.fleet.operations import FleetOperations
-from meltcore.fleet.placement import Placement, cpu_environment, place_replicas
+from meltcore.fleet.placement import Placement, cpu_environment, place_replicas, placed_gpus, visible_gpus
 from meltcore.fleet.replica import RestartPolicy, ServerParts
 from meltcore.fleet.served_model import POLL_S, ServedModel
 from meltcore.fleet.start_gate import StartGate
@@ -156,11 +157,13 @@ class Supervisor:
             sockets=folder.path,
             client_count=num_processes,
             next_engine=itertools.count().__next__,
-            environment=lambda placement: cpu_environment(self.config, placement),
+            environment=self._engine_environment,
             policy=fleet.policy if fleet is not None else None,
             log_folder=fleet.log_folder if fleet is not None else None,
             sharing=config.sharing,
         )
+        is_mps = config.sharing is not None and config.sharing.mps_sm_percent is not None and visible_gpus()
+        self._mps = MpsDaemon(folder.path / "mps") if is_mps else None
         self._numbers = itertools.count()
         self._watches: dict[int, asyncio.Task[None]] = {}
         self.turns = Turns(config.residency, config.drain_timeout_s)
@@ -186,9 +189,19 @@ class Supervisor:
             for watch in self._watches.values():
                 watch.cancel()
             await asyncio.gather(*(model.stop() for model in self.models.values()))
+            if self._mps is not None:
+                await asyncio.to_thread(self._mps.stop)
             acceptor.close()
             await self._pool.stop()
             await asyncio.to_thread(self._log.close)
+
+    def _engine_environment(self, placement: Placement, priority_class: PriorityClass) -> dict[str, str]:
+        """Return what is added to the environment of an engine: threads on the CPU, and MPS on a GPU."""
+        environment = cpu_environment(self.config, placement)
+        sharing = self.config.sharing
+        if self._mps is None or sharing is None or sharing.mps_sm_percent is None or not placed_gpus(placement):
+            return environment
+        return environment | self._mps.client_environment(priority_class, sharing.mps_sm_percent)
 
     # --- loading
 

@@ -298,11 +298,16 @@ class SharingSection(_Section, frozen=True, kw_only=True):
     """How engines of different classes share a GPU in time."""
 
     means: Annotated[
-        Literal["pacing", "none"],
+        Literal["pacing", "mps", "none"],
         Meta(
-            description="pacing: an engine waits between its steps while a higher class is at work; none: no waiting."
+            description="pacing: an engine waits between its steps while a higher class is at work; mps: and kernels "
+            "of different engines run at the same time, under an MPS daemon of the fleet; none: the driver's turns."
         ),
     ] = "pacing"
+    mps_sm_percent: Annotated[
+        Annotated[int, Meta(ge=1, le=100)],
+        Meta(description="With mps: of the SMs of a GPU, those that engines below the class interactive may use."),
+    ] = 75
     min_share: Annotated[
         Annotated[float, Meta(gt=0, le=1)],
         Meta(description="Of the time in which an engine has work: what higher classes leave to its steps."),
