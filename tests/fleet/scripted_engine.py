@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from meltcore.config import EngineConfig
+from meltcore.engine.host.client_sockets import open_sockets
 from meltcore.protocol.generation import (
     AddRequest,
     EngineStats,
@@ -40,7 +40,7 @@ from meltcore.protocol.shell import (
     Sleep,
     Wake,
 )
-from meltcore.protocol.sockets import socket_address
+from meltcore.protocol.tcp import is_remote
 
 ERROR_TOKEN = 0
 MAX_MODEL_LEN = 4096
@@ -94,23 +94,15 @@ class ScriptedEngine:
         self.running: dict[str, Running] = {}
         self.generated = 0
         self.steps = 0
-        context = zmq.Context()
-        self.receivers = [context.socket(zmq.PULL) for _ in range(options.client_count)]
-        self.senders = [context.socket(zmq.PUSH) for _ in range(options.client_count)]
-        self.poller = zmq.Poller()
-        for client_index, (receiver, sender) in enumerate(zip(self.receivers, self.senders, strict=True)):
-            receiver.connect(socket_address(Path(options.directory), "to-engine", client_index))
-            sender.connect(socket_address(Path(options.directory), "from-engine", client_index))
-            self.poller.register(receiver, zmq.POLLIN)
+        self.sockets = open_sockets(Path(options.directory), options.client_count, ToEngine)
         self.client_of: dict[str, int] = {}
         self.is_asleep = False
-        self.decode = msgspec.msgpack.Decoder(list[ToEngine]).decode
 
     def send(self, message: FromEngine, client_index: int = 0) -> None:
-        self.senders[client_index].send(msgspec.msgpack.encode(message))
+        self.sockets.send(client_index, message)
 
     def send_outputs(self, outputs: list[SequenceOutput]) -> None:
-        parts: list[list[SequenceOutput]] = [[] for _ in self.senders]
+        parts: list[list[SequenceOutput]] = [[] for _ in range(self.sockets.client_count)]
         for output in outputs:
             parts[self.client_of[output.request_id]].append(output)
         for client_index, part in enumerate(parts):
@@ -137,17 +129,17 @@ class ScriptedEngine:
 
     def receive(self) -> bool:
         if not (self.running or self.waiting):
-            self.poller.poll(1000)
+            self.sockets.poll(1000)
         return all(
             self.handle(message, client_index)
-            for client_index in range(len(self.receivers))
+            for client_index in range(self.sockets.client_count)
             for message in self.take(client_index)
         )
 
     def take(self, client_index: int) -> list[ToEngine]:
         messages: list[ToEngine] = []
-        while self.receivers[client_index].poll(0):
-            messages += self.decode(self.receivers[client_index].recv())
+        while (arrived := self.sockets.receive(client_index)) is not None:
+            messages += arrived
         return messages
 
     def handle(self, message: ToEngine, client_index: int) -> bool:
@@ -264,7 +256,8 @@ def main() -> int:
     own_options = Path(config.model) / "engine.json"  # of one model of several, read at each start
     if own_options.exists():
         vars(options).update(msgspec.json.decode(own_options.read_bytes()))
-    threading.Thread(target=exit_with_api_server, daemon=True).start()
+    if not is_remote(Path(options.directory)):
+        threading.Thread(target=exit_with_api_server, daemon=True).start()
     return ScriptedEngine(options, config).serve()
 
 

@@ -50,8 +50,12 @@ class EngineBackend(ABC):
     ) -> None:
         """Bind the sockets to a replica's engine in `folder`. `on_unreadable(replica, reason)`: see EngineLink."""
         on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
-        self._links[replica] = EngineLink(folder, client_index, on_message, on_error)
+        self._links[replica] = EngineLink(folder, client_index, on_message, on_error, partial(self._on_lost, replica))
         self.stats.set_connected(replica, True)
+
+    def _on_lost(self, replica: int, reason: str) -> None:
+        """End the requests of an engine on another machine: what it has sent may be lost with its connection."""
+        self.end_all(RequestError(reason, status=500, code="engine_lost"), "failed", replica)
 
     def replica_ended(self, replica: int, message: str) -> None:
         """Fail every open request of a replica whose engine has died or was stopped, and close its sockets."""

@@ -1,4 +1,4 @@
-"""The two sockets between one process of the server and one engine."""
+"""The sockets between one process of the server and one engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from meltcore.backends.engine_sockets import EngineSockets, LocalSockets, RemoteSocket
 from meltcore.protocol.engines import FromEngine, ToEngine
-from meltcore.protocol.sockets import socket_address
+from meltcore.protocol.tcp import read_address
 
 _RETRY_S = 0.01
 
@@ -25,7 +26,8 @@ def socket_folder(directory: Path, engine: int) -> Path:
 class EngineLink:
     """Sends messages to an engine, and calls `on_message` on the event loop for each of its messages to this process.
 
-    A message that cannot be decoded is reported to `on_unreadable` as one line: nothing sent later can be trusted.
+    A message that cannot be decoded is reported to `on_unreadable` as one line: nothing sent later can be trusted. A
+    lost connection to an engine on another machine is reported to `on_lost`: what was in flight may be lost with it.
     """
 
     def __init__(
@@ -34,22 +36,24 @@ class EngineLink:
         client_index: int,
         on_message: Callable[[FromEngine], None],
         on_unreadable: Callable[[str], object],
+        on_lost: Callable[[str], object] = lambda _reason: None,
     ) -> None:
-        """Bind the sockets of a client (0: the supervisor) in `directory`. A running event loop will read them."""
+        """Open the sockets of a client (0: the supervisor) in `directory`. A running event loop will read them.
+
+        They are bound for an engine of this machine, and connected to one on another machine.
+        """
         self._on_message = on_message
         self._on_unreadable = on_unreadable
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
         self._outgoing: list[ToEngine] = []
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = zmq.Context()
-        self._to_engine = self._context.socket(zmq.PUSH)
-        self._from_engine = self._context.socket(zmq.PULL)
-        for socket in (self._to_engine, self._from_engine):
-            socket.set_hwm(0)  # admission bounds what is in flight; a limit here would block the event loop
-            socket.setsockopt(zmq.LINGER, 0)
-        self._to_engine.bind(socket_address(directory, "to-engine", client_index))
-        self._from_engine.bind(socket_address(directory, "from-engine", client_index))
-        asyncio.get_running_loop().add_reader(self._from_engine.FD, self.receive)
+        address = read_address(directory)
+        self._sockets: EngineSockets | None
+        if address is None:
+            self._sockets = LocalSockets(directory, client_index)
+        else:
+            self._sockets = RemoteSocket(address, client_index, on_lost)
+        asyncio.get_running_loop().add_reader(self._sockets.descriptor, self.receive)
+        # The descriptor signals for what arrives after a first look.
+        asyncio.get_running_loop().call_soon(self.receive)
 
     def send(self, message: ToEngine) -> None:
         """Queue a message. Those of one iteration of the event loop are sent together, none after `close`."""
@@ -60,27 +64,28 @@ class EngineLink:
     def flush(self) -> None:
         """Send what is queued, now or soon after when the engine is not connected."""
         messages, self._outgoing = self._outgoing, []
-        if not messages or self._context is None:
+        if not messages or self._sockets is None:
             return
         try:
-            self._to_engine.send(self._encode(messages), zmq.NOBLOCK)
+            self._sockets.send(messages)
         except zmq.Again:
             # The engine has not connected to a process that has just started; or it is dead, and its watcher will end
             # the requests.
             self._outgoing = messages
             asyncio.get_running_loop().call_later(_RETRY_S, self.flush)
+            return
+        if self._sockets.is_shared:  # to send may use up the signal of its descriptor for what has arrived
+            asyncio.get_running_loop().call_soon(self.receive)
 
     def receive(self) -> None:
         """Handle all messages that have arrived."""
         # The descriptor signals once for any number of messages, so all are read. This also lets a process that has
         # fallen behind catch up: the tokens of several steps are handled before any is sent on, and leave together.
-        while self._context is not None:
+        while self._sockets is not None:
             try:
-                data = self._from_engine.recv(zmq.NOBLOCK)
+                message = self._sockets.receive()
             except zmq.Again:
                 return
-            try:
-                message = self._decode(data)
             except msgspec.DecodeError as error:
                 self._on_unreadable(f"the engine sent a message that cannot be read: {error}")
                 continue
@@ -92,11 +97,9 @@ class EngineLink:
                 raise
 
     def close(self) -> None:
-        """Close both sockets. Can be called twice."""
-        if self._context is None:
+        """Close the sockets. Can be called twice."""
+        if self._sockets is None:
             return
-        asyncio.get_running_loop().remove_reader(self._from_engine.FD)
-        self._to_engine.close()
-        self._from_engine.close()
-        self._context.term()
-        self._context = None
+        asyncio.get_running_loop().remove_reader(self._sockets.descriptor)
+        self._sockets.close()
+        self._sockets = None

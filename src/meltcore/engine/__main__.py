@@ -2,7 +2,8 @@
 
 Clients are the supervisor, of index 0, and the API servers. Each binds two sockets in that folder
 (`protocol/sockets.py`). The server writes the EngineConfig as one JSON line to the standard input and keeps it open;
-the end of the standard input ends this process, whatever it is doing.
+the end of the standard input ends this process, whatever it is doing. Clients on another machine connect over TCP
+(`protocol/tcp.py`); then the end of all connections ends it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import is_recognizer, is_synthesis_model, is_translation_model
+from meltcore.protocol.tcp import is_remote
 
 
 def main() -> int:
@@ -31,7 +33,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
+    if not is_remote(Path(sys.argv[1])):  # else the end of all connections to the server ends this process
+        threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
     if config.memory_bytes is not None:
         # Otherwise torch rounds each large tensor up to 2 MiB, and a budget in bytes loses a piece with every weight:
         # 477 MiB of Gemma-3-27B in Q4_0 (H200, 2026-11-24). Torch reads it when it is imported.

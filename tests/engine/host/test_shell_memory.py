@@ -55,7 +55,9 @@ def test_threads_are_those_of_the_environment_else_all_cores_but_one(
 ) -> None:
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(shell, "EngineShell", lambda *_: type("Stub", (), {"serve": lambda *_: 0})())
+    monkeypatch.setattr(
+        shell, "EngineShell", lambda *_: type("Stub", (), {"serve": lambda *_: 0, "close": lambda *_: None})()
+    )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(9)))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # torch has read it
     shell.serve(lambda _progress: _OneStep(), ToEngine, tmp_path)

@@ -96,7 +96,7 @@ def exchange(folder: Path, engine: Engine, messages: list[object], answers: int)
         to_engine.send(msgspec.msgpack.encode([Shutdown()]))
         thread.join(WAIT_MS / 1000)
         assert not thread.is_alive()
-    shell._context.destroy()
+    shell.close()
     return received[1:]
 
 

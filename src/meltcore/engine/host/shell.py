@@ -15,10 +15,10 @@ from typing import Any, Protocol, Self
 
 import msgspec
 import torch
-import zmq
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meltcore.config import SharingConfig
+from meltcore.engine.host.client_sockets import open_sockets
 from meltcore.engine.host.sleep import SleepMessage, SleepState
 from meltcore.engine.host.step_pacing import StepPacing, StepTurn
 from meltcore.errors import MeltcoreError, RankError, RequestError
@@ -35,14 +35,9 @@ from meltcore.protocol.shell import (
     Sleep,
     Wake,
 )
-from meltcore.protocol.sockets import socket_address
 
 # How often an idle process checks its engine. The thread on stdin notices the end of the server, not this.
 _IDLE_POLL_MS = 1000
-# A message that cannot be delivered within this time means that the API server hangs.
-_SEND_TIMEOUT_MS = 30_000
-# Time for messages that are queued at the end of the process.
-_LINGER_MS = 1000
 # Requests. The garbage of fewer is not worth a full collection.
 _TRIM_AFTER_FINISHED = 256
 
@@ -119,29 +114,17 @@ class EngineShell:
         to_engine: the union of the message types that the engine and the shell receive. sharing: with engines of other
         classes; None: without regard to others.
         """
-        self._context = context = zmq.Context()
-        self._receivers: list[zmq.Socket[bytes]] = []
-        self._senders: list[zmq.Socket[bytes]] = []
-        self._poller = zmq.Poller()
-        for client_index in range(client_count):
-            receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-            for socket in (receiver, sender):
-                socket.set_hwm(0)
-                socket.setsockopt(zmq.LINGER, _LINGER_MS)
-            sender.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
-            receiver.connect(socket_address(socket_dir, "to-engine", client_index))
-            sender.connect(socket_address(socket_dir, "from-engine", client_index))
-            self._receivers.append(receiver)
-            self._senders.append(sender)
-            self._poller.register(receiver, zmq.POLLIN)
+        self._sockets = open_sockets(socket_dir, client_count, to_engine)
         self._client_of: dict[str, int] = {}  # by request id, until its last output
-        self._decoder = msgspec.msgpack.Decoder(list[to_engine])
-        self._encoder = msgspec.msgpack.Encoder()
         self._profiler: _Profiler | _CudaProfiler | None = None
         self._sleep_state = SleepState()
         self._finished = 0  # requests, since memory was given back
         self._sharing = sharing
         self._pacing: StepPacing | None = None
+
+    def close(self) -> None:
+        """Send the last messages, and close the sockets."""
+        self._sockets.close()
 
     def serve(self, build: BuildEngine) -> int:
         """Load an engine, then run its steps until a Shutdown message. Returns the exit status."""
@@ -149,7 +132,7 @@ class EngineShell:
             return self._serve(build)
         except RankError as error:
             self._fail(str(error))
-            self._context.destroy(linger=_LINGER_MS)
+            self.close()
             # Without teardown: a collective that a rank never joined may hold the device for ever.
             os._exit(1)
 
@@ -196,7 +179,7 @@ class EngineShell:
 
     def send(self, message: msgspec.Struct, client_index: int = 0) -> None:
         """Send a message to one API server."""
-        self._senders[client_index].send(self._encoder.encode(message))
+        self._sockets.send(client_index, message)
 
     def send_outputs(self, step: Outputs) -> None:
         """Send each client the outputs of its own requests in one message.
@@ -205,7 +188,7 @@ class EngineShell:
         progress.
         """
         client_of = self._client_of
-        outputs_by_client: list[list[RequestOutput]] = [[] for _ in self._senders]
+        outputs_by_client: list[list[RequestOutput]] = [[] for _ in range(self._sockets.client_count)]
         for output in step.outputs:
             request_id = output.request_id
             outputs_by_client[client_of[request_id]].append(output)
@@ -214,26 +197,25 @@ class EngineShell:
                 self._finished += 1
         for client_index, outputs in enumerate(outputs_by_client):
             if outputs or (client_index == 0 and not step.outputs):
-                self._senders[client_index].send(self._encoder.encode(step.with_outputs(outputs)))
+                self._sockets.send(client_index, step.with_outputs(outputs))
 
     def _receive(self, engine: Engine) -> bool:
         """Handle all messages received so far.
 
         Waits for a message when the engine has no work. Returns False to leave.
         """
-        if not engine.has_work and not self._poller.poll(_IDLE_POLL_MS):
+        if not engine.has_work and not self._sockets.poll(_IDLE_POLL_MS):
             engine.check()
             if self._finished >= _TRIM_AFTER_FINISHED:
                 self._finished = 0
                 if not self._client_of:
                     self._client_of.clear()  # an emptied dict keeps the memory of all its entries
                 trim_memory()
-        return all(self._receive_from(client_index, engine) for client_index in range(len(self._receivers)))
+        return all(self._receive_from(client_index, engine) for client_index in range(self._sockets.client_count))
 
     def _receive_from(self, client_index: int, engine: Engine) -> bool:
-        receiver = self._receivers[client_index]
-        while receiver.poll(0):
-            for message in self._decoder.decode(receiver.recv()):
+        while (messages := self._sockets.receive(client_index)) is not None:
+            for message in messages:
                 if isinstance(message, Shutdown):
                     return False
                 self._handle(engine, message, client_index)
@@ -259,8 +241,7 @@ class EngineShell:
             self._sleep_state.check_awake()
             engine.add(request)
         except RequestError as error:
-            refusal = engine.refuse(request.request_id, error.message)
-            self._senders[client_index].send(self._encoder.encode(refusal))
+            self._sockets.send(client_index, engine.refuse(request.request_id, error.message))
         else:
             self._client_of[request.request_id] = client_index
 
@@ -341,4 +322,8 @@ def serve(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     keep_freed_memory()
-    return EngineShell(socket_dir, to_engine, client_count, sharing).serve(build)
+    shell = EngineShell(socket_dir, to_engine, client_count, sharing)
+    try:
+        return shell.serve(build)
+    finally:
+        shell.close()

@@ -1,0 +1,143 @@
+"""The ZeroMQ sockets of one process of the server to one engine: on this machine (ipc), or on another one (TCP)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from meltcore.protocol.engines import FromEngine, ToEngine
+from meltcore.protocol.sockets import socket_address
+from meltcore.protocol.tcp import (
+    EngineAddress,
+    client_identity,
+    decode_message,
+    encode_message,
+    set_heartbeats,
+    shift_times,
+)
+
+CONNECT_LIMIT_S = 10.0
+
+
+class EngineSockets(Protocol):
+    """What an `EngineLink` needs of its sockets. is_shared: one socket sends and receives."""
+
+    descriptor: int
+    is_shared: bool
+
+    def send(self, messages: list[ToEngine]) -> None:
+        """Send messages together. Raises zmq.Again while the engine is not connected."""
+
+    def receive(self) -> FromEngine:
+        """Return the next message. Raises zmq.Again without one, msgspec.DecodeError for one that cannot be read."""
+
+    def close(self) -> None:
+        """Close now; what is queued is lost."""
+
+
+class LocalSockets:
+    """Two ipc sockets, bound: the engine of this machine connects."""
+
+    is_shared = False
+
+    def __init__(self, directory: Path, client_index: int) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._from_engine = self._context.socket(zmq.PULL)
+        for socket in (self._to_engine, self._from_engine):
+            socket.set_hwm(0)  # admission bounds what is in flight; a limit here would block the event loop
+            socket.setsockopt(zmq.LINGER, 0)
+        self._to_engine.bind(socket_address(directory, "to-engine", client_index))
+        self._from_engine.bind(socket_address(directory, "from-engine", client_index))
+        self.descriptor = int(self._from_engine.FD)
+
+    def send(self, messages: list[ToEngine]) -> None:
+        """Send messages together. Raises zmq.Again while the engine is not connected."""
+        self._to_engine.send(self._encode(messages), zmq.NOBLOCK)
+
+    def receive(self) -> FromEngine:
+        """Return the next message. Raises zmq.Again without one, msgspec.DecodeError for one that cannot be read."""
+        return self._decoder.decode(self._from_engine.recv(zmq.NOBLOCK))
+
+    def close(self) -> None:
+        """Close now; what is queued is lost."""
+        self._to_engine.close()
+        self._from_engine.close()
+        self._context.term()
+
+
+class RemoteSocket:
+    """One encrypted TCP socket, connected to an engine on another machine, and what watches its connection.
+
+    `on_lost` is called with one line when there is no connection within CONNECT_LIMIT_S, and when one is lost. ZeroMQ
+    connects again by itself.
+    """
+
+    is_shared = True
+
+    def __init__(self, address: EngineAddress, client_index: int, on_lost: Callable[[str], object]) -> None:
+        self._address = address
+        self._on_lost = on_lost
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        socket.set_hwm(0)  # as for LocalSockets
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.IDENTITY, client_identity(client_index))
+        socket.curve_serverkey = address.engine_key.encode()
+        socket.curve_publickey, socket.curve_secretkey = address.public_key.encode(), address.secret_key.encode()
+        set_heartbeats(socket)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+        self._monitor = socket.get_monitor_socket(events)
+        self._is_connected = self._is_closed = False
+        self.descriptor = int(socket.FD)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._monitor.FD, self._on_event)
+        self._deadline = loop.call_later(CONNECT_LIMIT_S, self._lose, f"no connection within {CONNECT_LIMIT_S:g} s")
+        socket.connect(address.url)
+        self.send([])  # the engine waits for the supervisor's first message
+        loop.call_soon(self._on_event)
+
+    def send(self, messages: list[ToEngine]) -> None:
+        """Send messages together; they wait for the connection."""
+        self._socket.send(encode_message(self._encoder, messages), zmq.NOBLOCK)
+
+    def receive(self) -> FromEngine:
+        """Return the next message. Raises zmq.Again without one, msgspec.DecodeError for one that cannot be read."""
+        message, offset_s = decode_message(self._decoder, self._socket.recv(zmq.NOBLOCK))
+        return shift_times(message, offset_s)
+
+    def close(self) -> None:
+        """Close now; what is queued is lost."""
+        self._is_closed = True
+        self._deadline.cancel()
+        asyncio.get_running_loop().remove_reader(self._monitor.FD)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()
+
+    def _on_event(self) -> None:
+        while not self._is_closed and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_connected = True
+                self._deadline.cancel()
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._lose("it refuses the keys of this fleet")
+            elif self._is_connected:
+                self._is_connected = False
+                self._lose("the connection is lost")
+
+    def _lose(self, reason: str) -> None:
+        self._on_lost(f"the engine on {self._address.name} cannot be reached: {reason}")

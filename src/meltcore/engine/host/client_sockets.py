@@ -1,0 +1,210 @@
+"""The sockets between an engine process and its clients, on this machine (ipc) or on another one (TCP)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from meltcore.protocol.sockets import socket_address
+from meltcore.protocol.tcp import (
+    Binding,
+    client_identity,
+    decode_message,
+    encode_message,
+    read_binding,
+    set_heartbeats,
+    shift_times,
+    write_port,
+)
+
+# A message that cannot be delivered within this time means that the API server hangs.
+_SEND_TIMEOUT_MS = 30_000
+# Time for messages that are queued at the end of the process.
+LINGER_MS = 1000
+_FIRST_CLIENT_S = 60.0  # until the supervisor must have connected to an engine on another machine
+ORPHAN_S = 10.0  # without any connection, an engine on another machine ends: its server is gone or cannot reach it
+_WATCH_MS = 200
+_EXIT_ORPHANED = 4
+
+
+class ClientSockets(Protocol):
+    """What an engine process needs of its sockets. Clients are numbered; 0 is the supervisor."""
+
+    client_count: int
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Wait for a message of any client; returns whether there is one."""
+
+    def receive(self, client_index: int) -> list[Any] | None:
+        """Return the next messages of a client, sent together; None when none has arrived."""
+
+    def send(self, client_index: int, message: Any) -> None:
+        """Send a message to a client."""
+
+    def close(self) -> None:
+        """Send what is queued within LINGER_MS, and close."""
+
+
+def open_sockets(directory: Path, client_count: int, to_engine: Any) -> ClientSockets:
+    """Return the sockets to all clients. to_engine: the union of the message types that arrive."""
+    binding = read_binding(directory)
+    if binding is None:
+        return LocalClients(directory, client_count, to_engine)
+    return RemoteClients(directory, client_count, to_engine, binding)
+
+
+class LocalClients:
+    """Two ipc sockets per client, which the client binds."""
+
+    def __init__(self, directory: Path, client_count: int, to_engine: Any) -> None:
+        self.client_count = client_count
+        self._context = context = zmq.Context()
+        self._receivers: list[zmq.Socket[bytes]] = []
+        self._senders: list[zmq.Socket[bytes]] = []
+        self._poller = zmq.Poller()
+        for client_index in range(client_count):
+            receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+            for socket in (receiver, sender):
+                socket.set_hwm(0)
+                socket.setsockopt(zmq.LINGER, LINGER_MS)
+            sender.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+            receiver.connect(socket_address(directory, "to-engine", client_index))
+            sender.connect(socket_address(directory, "from-engine", client_index))
+            self._receivers.append(receiver)
+            self._senders.append(sender)
+            self._poller.register(receiver, zmq.POLLIN)
+        self._decode = msgspec.msgpack.Decoder(list[to_engine]).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Wait for a message of any client; returns whether there is one."""
+        return bool(self._poller.poll(timeout_ms))
+
+    def receive(self, client_index: int) -> list[Any] | None:
+        """Return the next messages of a client, sent together; None when none has arrived."""
+        receiver = self._receivers[client_index]
+        return self._decode(receiver.recv()) if receiver.poll(0) else None
+
+    def send(self, client_index: int, message: Any) -> None:
+        """Send a message to a client. Raises zmq.Again when it hangs."""
+        self._senders[client_index].send(self._encode(message))
+
+    def close(self) -> None:
+        """Send what is queued within LINGER_MS, and close."""
+        self._context.destroy(linger=LINGER_MS)
+
+
+class RemoteClients:
+    """One TCP socket for all clients, encrypted; only the clients of the fleet are admitted.
+
+    Messages to a client that is not connected are dropped: the supervisor ends its requests. The process exits when no
+    client has been connected for ORPHAN_S, whatever it is doing.
+    """
+
+    def __init__(self, directory: Path, client_count: int, to_engine: Any, binding: Binding) -> None:
+        """Bind a free port, tell it (`write_port`), and wait for the supervisor's first message."""
+        from zmq.auth.thread import ThreadAuthenticator  # with asyncio, which engines of this machine do not need
+
+        self.client_count = client_count
+        self._context = context = zmq.Context()
+        self._admission = ThreadAuthenticator(context)
+        self._admission.start()
+        self._admission.configure_curve_callback("*", _Allowed(binding.client_key.encode()))
+        self._socket = socket = context.socket(zmq.ROUTER)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # an API server that is started again has the index of the one before
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = binding.public_key.encode(), binding.secret_key.encode()
+        set_heartbeats(socket)
+        self._decoder = msgspec.msgpack.Decoder(list[to_engine])
+        self._encoder = msgspec.msgpack.Encoder()
+        self._arrived: list[deque[bytes]] = [deque() for _ in range(client_count)]
+        self._identities = [client_identity(client_index) for client_index in range(client_count)]
+        self._watch = _OrphanWatch(socket)
+        self._watch.start()
+        host = f"[{binding.host}]" if ":" in binding.host else binding.host
+        write_port(directory, socket.bind_to_random_port(f"tcp://{host}"))
+        while not self._arrived[0]:
+            self.poll(-1)
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Wait for a message of any client; returns whether there is one."""
+        if not any(self._arrived) and self._socket.poll(timeout_ms):
+            self._read()
+        return any(self._arrived)
+
+    def receive(self, client_index: int) -> list[Any] | None:
+        """Return the next messages of a client, sent together; None when none has arrived."""
+        self._read()
+        if not self._arrived[client_index]:
+            return None
+        messages, offset_s = decode_message(self._decoder, self._arrived[client_index].popleft())
+        return [shift_times(message, offset_s) for message in messages]
+
+    def send(self, client_index: int, message: Any) -> None:
+        """Send a message to a client; one that is not connected misses it."""
+        self._socket.send_multipart([self._identities[client_index], encode_message(self._encoder, message)])
+
+    def close(self) -> None:
+        """Send what is queued within LINGER_MS, and close."""
+        self._watch.stop()
+        self._admission.stop()
+        self._context.destroy(linger=LINGER_MS)
+
+    def _read(self) -> None:
+        while self._socket.poll(0):
+            identity, data = self._socket.recv_multipart()
+            self._arrived[self._identities.index(identity)].append(data)
+
+
+class _Allowed:
+    """Admits one public key, in Z85."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+class _OrphanWatch(threading.Thread):
+    """Ends the process when no client is connected. ZeroMQ's own thread notices, also during a long step."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Stop to watch, on the thread of the socket."""
+        self._stopped = True
+        self.join()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+
+    def run(self) -> None:
+        connections: set[int] = set()
+        deadline_s = time.monotonic() + _FIRST_CLIENT_S
+        while not self._stopped:
+            if self._monitor.poll(_WATCH_MS):
+                event = recv_monitor_message(self._monitor)
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    connections.add(event["value"])
+                elif event["value"] in connections:
+                    connections.remove(event["value"])
+                    deadline_s = time.monotonic() + ORPHAN_S
+            if not connections and time.monotonic() > deadline_s:
+                print("meltcore: the engine ends: its server cannot be reached", file=sys.stderr, flush=True)
+                os._exit(_EXIT_ORPHANED)

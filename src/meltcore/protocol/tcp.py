@@ -1,0 +1,162 @@
+"""Defines how an engine on another machine is reached: one TCP port per engine, with the CURVE keys of its fleet.
+
+The engine binds a ROUTER socket, and each client (the supervisor, of index 0, and the API servers) connects a DEALER
+socket to it. A file in the folder of the sockets tells either end that the other one is on another machine.
+
+A monotonic clock belongs to one machine. Every message therefore begins with the sender's clock, and the receiver moves
+the times within it by the difference to its own: the durations before the send are kept, that of the transport is not.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+CLOCK = struct.Struct("<d")  # time.monotonic() of the sender, before each message
+CLOCK_BYTES = CLOCK.size
+# ZeroMQ asks for a sign of life this often, and takes a connection without one for lost. Open requests of an engine
+# that cannot be reached end within 5 s.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 3000
+_BINDING, _PORT, _ADDRESS = "binding.json", "port", "address.json"
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """What an engine is given: the host name or address to bind, its key pair, and the public key of its clients."""
+
+    host: str
+    public_key: str
+    secret_key: str
+    client_key: str
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where an engine is, its public key, and the key pair of its clients. name: of its node, in messages."""
+
+    name: str
+    host: str
+    port: int
+    engine_key: str
+    public_key: str
+    secret_key: str
+
+    @property
+    def url(self) -> str:
+        """The address as ZeroMQ has it."""
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+class FleetKeys(msgspec.Struct, frozen=True):
+    """The two CURVE key pairs of a fleet, in Z85: of its engines and of their clients."""
+
+    engine_public: str
+    engine_secret: str
+    client_public: str
+    client_secret: str
+
+    def binding(self, host: str) -> Binding:
+        """Return what an engine needs that binds `host`."""
+        return Binding(host, self.engine_public, self.engine_secret, self.client_public)
+
+    def address(self, name: str, host: str, port: int) -> EngineAddress:
+        """Return what clients of an engine need."""
+        return EngineAddress(name, host, port, self.engine_public, self.client_public, self.client_secret)
+
+
+def write_binding(directory: Path, binding: Binding) -> None:
+    """Tell the engine that will use `directory` to listen on TCP. Only this user may enter the folder."""
+    (directory / _BINDING).write_bytes(msgspec.json.encode(binding))
+
+
+def read_binding(directory: Path) -> Binding | None:
+    """Return what `write_binding` wrote, and remove it; None for an engine whose clients are on this machine."""
+    path = directory / _BINDING
+    if not path.exists():
+        return None
+    binding = msgspec.json.decode(path.read_bytes(), type=Binding)
+    path.unlink()
+    return binding
+
+
+def write_port(directory: Path, port: int) -> None:
+    """Tell who started the engine where it listens."""
+    part = directory / f"{_PORT}.part"
+    part.write_text(str(port))
+    part.rename(directory / _PORT)
+
+
+def read_port(directory: Path) -> int | None:
+    """Return the port of the engine; None before it listens."""
+    path = directory / _PORT
+    return int(path.read_text()) if path.exists() else None
+
+
+def write_address(directory: Path, address: EngineAddress) -> None:
+    """Tell clients that use `directory` that their engine is on another machine."""
+    (directory / _ADDRESS).write_bytes(msgspec.json.encode(address))
+
+
+def read_address(directory: Path) -> EngineAddress | None:
+    """Return what `write_address` wrote; None for an engine on this machine."""
+    path = directory / _ADDRESS
+    return msgspec.json.decode(path.read_bytes(), type=EngineAddress) if path.exists() else None
+
+
+def is_remote(directory: Path) -> bool:
+    """Return whether an engine that will use `directory` is to listen on TCP."""
+    return (directory / _BINDING).exists()
+
+
+def client_identity(client_index: int) -> bytes:
+    """Return the ZeroMQ identity of a client."""
+    return struct.pack("<cH", b"c", client_index)
+
+
+def set_heartbeats(socket: Any) -> None:
+    """Let a ZeroMQ socket notice connections that are lost, as long as its process runs."""
+    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_timeout = socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
+
+_Message = TypeVar("_Message")
+_TIMES = ("arrived_s", "deadline_s", "step_ended_s", "started_s", "scheduled_s", "first_token_s", "finished_s")
+
+
+def encode_message(encoder: msgspec.msgpack.Encoder, message: Any) -> bytearray:
+    """Return a message with the clock of this machine before it."""
+    data = bytearray(CLOCK_BYTES)
+    encoder.encode_into(message, data, CLOCK_BYTES)
+    CLOCK.pack_into(data, 0, time.monotonic())
+    return data
+
+
+def decode_message(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> tuple[_Message, float]:
+    """Return a message, and the seconds to add to its times to have them in the clock of this machine.
+
+    Raises msgspec.DecodeError.
+    """
+    if len(data) < CLOCK_BYTES:
+        raise msgspec.DecodeError(f"a message of {len(data)} bytes has no clock")
+    return decoder.decode(memoryview(data)[CLOCK_BYTES:]), time.monotonic() - CLOCK.unpack_from(data)[0]
+
+
+def shift_times(message: _Message, offset_s: float) -> _Message:
+    """Return a message with all its times moved by `offset_s`. A time of 0 or None is none, and stays."""
+    if not isinstance(message, msgspec.Struct):
+        return message
+    changes: dict[str, Any] = {}
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        if name in _TIMES:
+            if value:
+                changes[name] = value + offset_s
+        elif name == "times" and value is not None:
+            changes[name] = shift_times(value, offset_s)
+        elif name == "outputs" and any(output.times is not None for output in value):
+            changes[name] = [output if output.times is None else shift_times(output, offset_s) for output in value]
+    return msgspec.structs.replace(message, **changes) if changes else message

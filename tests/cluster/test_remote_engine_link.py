@@ -1,0 +1,204 @@
+"""An engine over TCP: the same answers as on one machine, only for the fleet's keys, and lost ones are noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from meltcore.backends.engine_link import EngineLink
+from meltcore.config import EngineConfig
+from meltcore.process import start
+from meltcore.protocol.generation import (
+    AddRequest,
+    EngineStats,
+    GenerationReady,
+    RequestTimes,
+    SequenceOutput,
+    StepOutputs,
+)
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.protocol.shell import AbortRequests, ForgetClient, Shutdown
+from meltcore.protocol.tcp import (
+    FleetKeys,
+    decode_message,
+    encode_message,
+    read_port,
+    shift_times,
+    write_address,
+    write_binding,
+)
+from meltcore.protocol.translation import Translate
+
+ENGINE = [sys.executable, str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")]
+LIMIT_S = 20.0
+
+
+def new_keys() -> FleetKeys:
+    pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
+    return FleetKeys(*pairs)
+
+
+class RemoteEngine:
+    """A scripted engine that listens on TCP, and what its supervisor receives of it."""
+
+    def __init__(self, folder: Path, keys: FleetKeys, process: subprocess.Popen[bytes]) -> None:
+        self.folder, self.keys, self.process = folder, keys, process
+        self.messages: list[Any] = []
+        self.lost: list[str] = []
+        self.links: list[EngineLink] = []
+
+    def link(self, client_index: int, messages: list[Any] | None = None) -> EngineLink:
+        received = self.messages if messages is None else messages
+        link = EngineLink(self.folder, client_index, received.append, pytest.fail, self.lost.append)
+        self.links.append(link)
+        return link
+
+    def tokens(self, messages: list[Any], request_id: str) -> list[int]:
+        steps = [each for each in messages if isinstance(each, StepOutputs)]
+        return [
+            token
+            for step in steps
+            for output in step.outputs
+            if output.request_id == request_id
+            for token in output.token_ids
+        ]
+
+
+def on_event_loop(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
+    def run(tmp_path: Path) -> None:
+        asyncio.run(test(tmp_path))
+
+    return functools.wraps(test)(run)
+
+
+async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def remote_engine(tmp_path: Path, *options: str, host: str = "127.0.0.1") -> AsyncIterator[RemoteEngine]:
+    there, here, keys = tmp_path / "there", tmp_path / "here", new_keys()
+    there.mkdir()
+    here.mkdir()
+    write_binding(there, keys.binding(host))
+    process = start([*ENGINE, *options, str(there), "3"], stdin=subprocess.PIPE)
+    engine = RemoteEngine(here, keys, process)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(EngineConfig(model="m")) + b"\n")
+        process.stdin.close()  # an engine on another machine does not end with it
+        await until(lambda: read_port(there))
+        assert not (there / "binding.json").exists()
+        write_address(here, keys.address("node-b", host, read_port(there) or 0))
+        yield engine
+    finally:
+        for link in engine.links:
+            link.close()
+        process.kill()
+        process.wait(10)
+
+
+def request(name: str, tokens: list[int], max_tokens: int) -> AddRequest:
+    return AddRequest(name, tokens, SamplingParams(max_tokens=max_tokens), arrived_s=time.monotonic())
+
+
+@on_event_loop
+async def test_clients_get_their_own_tokens_and_a_dead_one_is_forgotten(tmp_path: Path) -> None:
+    async with remote_engine(tmp_path) as engine:
+        supervisor, others = engine.link(0), list[Any]()
+        await until(lambda: any(isinstance(each, GenerationReady) for each in engine.messages))
+        api_server = engine.link(1, others)
+        started_s = time.monotonic()
+        api_server.send(request("a", [5, 6, 7], 9))
+        supervisor.send(request("b", [8], 3))
+        await until(lambda: len(engine.tokens(others, "a")) == 9 and len(engine.tokens(engine.messages, "b")) == 3)
+        assert engine.tokens(others, "a") == [5, 6, 7] * 3
+        assert engine.tokens(engine.messages, "b") == [8] * 3
+        assert not engine.tokens(others, "b")
+        (times,) = [output.times for step in others for output in step.outputs if output.times]
+        assert started_s <= times.arrived_s <= times.scheduled_s <= times.first_token_s <= times.finished_s
+        assert times.finished_s <= time.monotonic()
+
+        api_server.send(request("c", [9], 4000))
+        await until(lambda: engine.tokens(others, "c"))
+        api_server.close()
+        again = engine.link(1, later := [])  # an API server that is started again
+        supervisor.send(ForgetClient(1))
+        again.send(request("d", [4], 2))
+        await until(lambda: len(engine.tokens(later, "d")) == 2)
+        await until(lambda: "abort" in str(engine.messages[-1]))  # of its request, which the supervisor takes over
+        assert engine.lost == []
+        supervisor.send(Shutdown())
+        await until(lambda: engine.process.poll() is not None)
+        assert engine.process.returncode == 0
+
+
+@on_event_loop
+async def test_engine_that_hangs_is_lost_within_five_seconds(tmp_path: Path) -> None:
+    async with remote_engine(tmp_path) as engine:
+        engine.link(0)
+        await until(lambda: engine.messages)
+        os.kill(engine.process.pid, signal.SIGSTOP)
+        started_s = time.monotonic()
+        await until(lambda: engine.lost)
+        assert time.monotonic() - started_s < 5
+        assert engine.lost == ["the engine on node-b cannot be reached: the connection is lost"]
+
+
+@on_event_loop
+async def test_engine_whose_server_is_gone_ends(tmp_path: Path) -> None:
+    async with remote_engine(tmp_path, "--step-s", "0.05") as engine:
+        link = engine.link(0)
+        await until(lambda: engine.messages)
+        link.send(request("a", [5], 4000))
+        await until(lambda: engine.tokens(engine.messages, "a"))
+        link.close()
+        await until(lambda: engine.process.poll() is not None)
+        assert engine.process.returncode == 4
+
+
+@on_event_loop
+async def test_other_keys_are_refused(tmp_path: Path) -> None:
+    async with remote_engine(tmp_path) as engine:
+        right = engine.keys
+        stranger = new_keys()
+        wrong = FleetKeys(right.engine_public, right.engine_secret, stranger.client_public, stranger.client_secret)
+        write_address(engine.folder, wrong.address("node-b", "127.0.0.1", read_port(tmp_path / "there") or 0))
+        engine.link(0)
+        await asyncio.sleep(1.0)
+        assert not engine.messages
+        write_address(engine.folder, right.address("node-b", "127.0.0.1", read_port(tmp_path / "there") or 0))
+        engine.link(0)
+        await until(lambda: engine.messages)
+
+
+def test_times_keep_their_distance_from_the_send_on_another_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = RequestTimes(1000.0, 1001.0, 0.0, 1004.0)
+    outputs = [SequenceOutput("a", [1], "stop", times=times), SequenceOutput("b", [2])]
+    sent = StepOutputs(outputs, EngineStats(), 1004.5)
+    monkeypatch.setattr(time, "monotonic", lambda: 1005.0)  # of the sender
+    data = bytes(encode_message(msgspec.msgpack.Encoder(), sent))
+    monkeypatch.setattr(time, "monotonic", lambda: 20.0)  # of the receiver
+    received = shift_times(*decode_message(msgspec.msgpack.Decoder(StepOutputs), data))
+    assert received.step_ended_s == 19.5
+    assert received.outputs == [SequenceOutput("a", [1], "stop", times=RequestTimes(15, 16, 0.0, 19)), outputs[1]]
+    text = Translate(request_id="t", token_ids=[1], arrived_s=30.0, deadline_s=None)
+    assert shift_times(text, 2.0) == Translate(request_id="t", token_ids=[1], arrived_s=32.0, deadline_s=None)
+    assert shift_times(AbortRequests(["a"]), 2.0) == AbortRequests(["a"])
+    with pytest.raises(msgspec.DecodeError, match="a message of 3 bytes has no clock"):
+        decode_message(msgspec.msgpack.Decoder(StepOutputs), b"abc")
