@@ -13,7 +13,7 @@ same work alone in a process. The means:
 - MPS: two processes with a daemon of our own, which is ended afterwards; plain, with 75 % of the SMs for the busy
   process, with a lower priority for it, and with pacing.
 
-    python benchmarks/gpu_sharing.py --budget 140 --out OUT
+    python benchmarks/gpu_sharing.py --budget 125 --out OUT
     python benchmarks/gpu_sharing.py --device cpu --small
 """
 
@@ -24,14 +24,16 @@ import json
 import os
 import selectors
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import sharing_work
@@ -39,63 +41,103 @@ from bench_output import Row, need_gpu, write_result
 from sharing_work import FULL, SMALL, Kind, Order, Outcome, PairOrder, Sizes
 
 from meltcore.config import SharingConfig
-from meltcore.errors import ConfigError
+from meltcore.errors import MeltcoreError
 from meltcore.fleet.mps import MpsDaemon
-from meltcore.process import ProcessError, end_group, start
+from meltcore.process import ProcessError, describe_exit, end_group, start
 from meltcore.protocol.step_marks import make_marks_file
 
 LOAD = 0.2  # of the GPU's time, by interactive requests alone
 INTERACTIVE_STEPS: dict[Kind, int] = {"decode": 4, "gemm": 1}  # of a request, one unit each
 BUSY_UNITS = 8  # of a busy step
 SHORT_STEP_MS = 10.0
-START_LIMIT_S, ANSWER_LIMIT_S, MPS_LIMIT_S = 60.0, 30.0, 10.0
-GREEN_SMS = (16, 32, 64)  # of the interactive side
-BUSY_PERCENT = 75  # CUDA_MPS_ACTIVE_THREAD_PERCENTAGE
-PAIRS: tuple[tuple[Kind, Kind], ...] = (("decode", "gemm"), ("gemm", "decode"))  # interactive, busy
+START_LIMIT_S, MAKE_LIMIT_S = 40.0, 10.0
+Works: TypeAlias = tuple[Kind, Kind]  # interactive, busy
+PAIRS: tuple[Works, ...] = (("decode", "gemm"), ("gemm", "decode"))
+PROCESSES = {"time-slicing": None, "pacing": 1e6, "pacing, short steps": SHORT_STEP_MS}  # the limit of steps, by means
+THREADS: dict[str, dict[str, Any]] = {  # PairOrder's fields, by means
+    "streams": {"means": "streams"},
+    "streams, priority": {"means": "priority"},
+    **{f"green, {num_sms} SMs": {"means": "green", "num_sms": num_sms} for num_sms in (16, 32, 64)},
+}
+MPS: dict[str, dict[str, str]] = {  # the busy process's environment, by means
+    "MPS": {},
+    "MPS, busy at 75 %": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "75"},
+    "MPS, busy at low priority": {"CUDA_MPS_CLIENT_PRIORITY": "1"},
+}
+NUM_ALONE = 4  # results to which the others are compared
+FAILURES = (MeltcoreError, OSError, msgspec.MsgspecError)
+WORKER = [sys.executable, __file__]
 
 
 class Side:
     """A process with one or both sides of the work, which answers each order with one line of JSON."""
 
-    def __init__(self, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
-        """Start the process; `wait_ready` waits for it."""
+    def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
+        """Start the process, without waiting for it. environment: added to ours."""
         self._process = start(
-            [sys.executable, __file__, *arguments],
+            [*WORKER, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            environment=os.environ | (environment or {}),
+            environment=os.environ | environment,
         )
-
-    def wait_ready(self) -> None:
-        self.read(START_LIMIT_S)
 
     def send(self, order: Order | PairOrder) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(order) + b"\n")
 
-    def read(self, limit_s: float = ANSWER_LIMIT_S) -> dict[str, Any]:
-        """The next line. Raises ProcessError where none comes in time."""
+    def read(self, limit_s: float) -> dict[str, Any]:
+        """The next line. Raises ProcessError where none comes in time, or one that says why there is no result."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             line, deadline_s = b"", time.monotonic() + limit_s
             while not line.endswith(b"\n"):
                 if not selector.select(max(0.0, deadline_s - time.monotonic())):
-                    raise ProcessError(f"a worker gave no answer within {limit_s:g} s")
+                    raise ProcessError(f"a worker gave no answer within {limit_s:.0f} s")
                 data = os.read(self._process.stdout.fileno(), 65_536)
                 if not data:
-                    raise ProcessError(f"a worker ended with code {self._process.wait(10)}")
+                    raise ProcessError(f"a worker ended: {describe_exit(self._process.wait(10))}")
                 line += data
-        found: dict[str, Any] = json.loads(line)
+        found: dict[str, Any] = msgspec.json.decode(line)
+        if "error" in found:
+            raise ProcessError(str(found["error"]))
         return found
 
-    def __enter__(self) -> Side:
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        end_group(self._process, 1.0)
+
+
+class Workers:
+    """The processes of some means, which are started when the first needs them, and again after a failure."""
+
+    def __init__(self, *commands: tuple[list[str], Mapping[str, str]]) -> None:
+        """Name arguments and environment of each."""
+        self._commands = commands
+        self._sides: list[Side] = []
+
+    def sides(self, left_s: float) -> list[Side]:
+        """The processes, ready for orders. Raises ProcessError where one does not start in time."""
+        if not self._sides:
+            for arguments, environment in self._commands:
+                self._sides.append(Side(arguments, environment))
+            deadline_s = time.monotonic() + min(START_LIMIT_S, max(1.0, left_s))
+            for side in self._sides:
+                side.read(max(0.0, deadline_s - time.monotonic()))
+        return self._sides
+
+    def end(self) -> None:
+        """End all: after a failure a late answer would be taken for that of a later order."""
+        for side in self._sides:
+            side.end()
+        self._sides = []
+
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        end_group(self._process, 2.0)
+        self.end()
 
 
 class Result(NamedTuple):
@@ -118,36 +160,45 @@ class Result(NamedTuple):
 class Bench:
     """Runs the means one after the other while there is time, and keeps what has been measured in a file."""
 
-    def __init__(self, options: argparse.Namespace, out: Path | None) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace) -> None:
         self.seconds: float = options.seconds
+        self.on_gpu = options.device == "cuda"
         self.results: list[Result] = []
         self.notes: list[str] = []
         self.alone: dict[tuple[str, Kind], Result] = {}
+        self._only_mps = options.only == "mps"
+        self._budget_s: float = options.budget
         self._began_s = time.monotonic()
-        self._out = out
+        self._out: Path | None = options.out
+        if self._out is not None:
+            self._out.mkdir(parents=True, exist_ok=True)
         self._marks: Path | None = None
-        self._worker = ["--worker", "one", "--device", options.device, *(["--small"] if options.small else [])]
+        small = ["--small"] if options.small else []
+        self._one = ["--worker", "one", "--device", options.device, *small]
+        self._pair = ["--worker", "pair", *small]
 
     @property
     def left_s(self) -> float:
         """Seconds of the budget that are left."""
-        return float(self.options.budget - (time.monotonic() - self._began_s))
+        return self._budget_s - (time.monotonic() - self._began_s)
 
     def note(self, text: str) -> None:
         print(f"note: {text}", flush=True)
         self.notes.append(text)
+        self._write()
 
     def add(self, result: Result) -> None:
         """Keep a result and write all of them."""
         self.results.append(result)
         if result.means in ("alone interactive", "alone busy"):
-            kind = result.interactive if result.latencies_ms else result.busy
-            self.alone[result.means, kind] = result
+            self.alone[result.means, result.interactive] = result
         tail = f"{result.percentile(95):.2f} ms p95" if result.latencies_ms else ""
         print(
             f"{result.means:22} {result.interactive}/{result.busy}: {tail} {result.busy_rate:.1f} units/s", flush=True
         )
+        self._write()
+
+    def _write(self) -> None:
         if self._out is not None:
             rows = [each._asdict() for each in self.results]
             (self._out / "results.json").write_text(json.dumps({"notes": self.notes, "results": rows}))
@@ -156,7 +207,7 @@ class Bench:
         assert self._marks is not None
         return SharingConfig(priority_class=priority_class, marks=(str(self._marks),), step_ms=step_ms)  # type: ignore[arg-type]
 
-    def orders(self, pair: tuple[Kind, Kind], step_ms: float | None = None) -> tuple[Order, Order]:
+    def orders(self, pair: Works, step_ms: float | None = None) -> tuple[Order, Order]:
         """Orders for both sides. step_ms: of the busy side's steps under step pacing; None: without it."""
         start_s = time.monotonic() + 0.1
         alone = self.alone["alone interactive", pair[0]]
@@ -180,127 +231,93 @@ class Bench:
 
     def run(self) -> None:
         """Measure all means that the machine has."""
-        folder = sharing_work.new_folder()
-        try:
+        with ExitStack() as stack:
+            folder = sharing_work.new_folder()
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
             self._marks = folder / "marks"
             make_marks_file(self._marks)
-            self.measure_processes()
-            if self.options.device != "cpu":
-                self.measure_mps()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def measure_processes(self) -> None:
-        """Measure two processes without MPS, and two threads of one."""
-        with ExitStack() as stack:
-            first, second = (stack.enter_context(Side(self._worker)) for _ in range(2))
-            pair: Side | None = None
-            if self.options.device != "cpu":
-                pair = stack.enter_context(Side(["--worker", "pair", *(["--small"] if self.options.small else [])]))
-            for side in filter(None, (first, second, pair)):
-                side.wait_ready()
-            self.measure_alone(first)
-            if self.options.only == "mps":
+            with Workers((self._one, {}), (self._one, {})) as workers:
+                self.measure_alone(workers.sides(self.left_s)[0])
+                for means, step_ms in ({} if self._only_mps else PROCESSES).items():
+                    self.attempt(means, workers, partial(self.two_processes, means, step_ms))
+            if not self.on_gpu:
+                self.note("streams, green contexts and MPS: not measured: they need a GPU")
                 return
-            for works in PAIRS:
-                self.measure_two("time-slicing", first, second, works)
-                self.measure_two("pacing", first, second, works, step_ms=1e6)
-                self.measure_two("pacing, short steps", first, second, works, step_ms=SHORT_STEP_MS)
-            if pair is not None:
-                try:
-                    self.measure_threads(pair)
-                except ProcessError as error:
-                    self.note(f"streams and green contexts: not measured further: {error}")
-            else:
-                self.note("streams, green contexts and MPS: not measured, they need a GPU")
+            with Workers((self._pair, {})) as workers:
+                for means, settings in ({} if self._only_mps else THREADS).items():
+                    self.attempt(means, workers, partial(self.two_threads, means, settings))
+            self.measure_mps(folder / "mps")
+
+    def attempt(self, means: str, workers: Workers, measure: Callable[[Workers, Works], Result]) -> None:
+        """Measure one means. Where it fails, a note says why, its processes are ended, and the next is measured."""
+        for works in PAIRS:
+            name = means if works == PAIRS[0] else f"{means}, {works[0]} beside {works[1]}"
+            if self.left_s < 3 * self.seconds:
+                self.note(f"{name}: not measured: the time was over")
+                return
+            try:
+                self.add(measure(workers, works))
+            except FAILURES as error:
+                self.note(f"{name}: not measured: {' '.join(str(error).split())[:400]}")
+                workers.end()
+                return
+
+    def read(self, side: Side) -> dict[str, Any]:
+        """An answer to an order. It has the time for twice the measurement, and for kernels that are made first."""
+        return side.read(min(2 * self.seconds + MAKE_LIMIT_S, max(1.0, self.left_s)))
 
     def measure_alone(self, side: Side) -> None:
         for kind in ("decode", "gemm"):
             order = Order(role="busy", kind=kind, units=BUSY_UNITS, start_s=time.monotonic(), seconds=self.seconds / 2)
             side.send(order)
-            outcome = msgspec.convert(side.read(), Outcome)
+            outcome = msgspec.convert(self.read(side), Outcome)
             self.add(Result("alone busy", kind, kind, [], rate_of(outcome), 0.0, {"unit_ms": 1000 * outcome.unit_s}))
             request_s = INTERACTIVE_STEPS[kind] / rate_of(outcome)
             self.alone["alone interactive", kind] = Result("", kind, kind, [], 0, 0, {"request_s": request_s})
             order = self.orders((kind, kind))[0]
             side.send(order)
-            latencies = [1000 * each for each in msgspec.convert(side.read(), Outcome).latencies_s]
+            latencies = [1000 * each for each in msgspec.convert(self.read(side), Outcome).latencies_s]
             self.add(Result("alone interactive", kind, kind, latencies, 0.0, 0.0, {"request_s": request_s}))
 
-    def measure_two(
-        self, means: str, first: Side, second: Side, pair: tuple[Kind, Kind], step_ms: float | None = None
-    ) -> None:
-        """Measure two processes on one pair of works."""
-        if self.left_s < 3 * self.seconds:
-            self.note(f"{means}, {pair[0]} beside {pair[1]}: not measured, the time was over")
-            return
-        orders = self.orders(pair, step_ms)
-        first.send(orders[0])
-        second.send(orders[1])
-        outcomes = [msgspec.convert(side.read(), Outcome) for side in (first, second)]
-        self.keep(means, pair, outcomes[0], outcomes[1], {})
+    def two_processes(self, means: str, step_ms: float | None, workers: Workers, works: Works) -> Result:
+        """Measure two processes. step_ms: see `orders`."""
+        sides = workers.sides(self.left_s)
+        for side, order in zip(sides, self.orders(works, step_ms), strict=True):
+            side.send(order)
+        outcomes = [msgspec.convert(self.read(side), Outcome) for side in sides]
+        return result_of(means, works, outcomes[0], outcomes[1], {})
 
-    def measure_threads(self, side: Side) -> None:
+    def two_threads(self, means: str, settings: dict[str, Any], workers: Workers, works: Works) -> Result:
         """Measure two threads of one process."""
-        plans: list[tuple[str, dict[str, Any]]] = [
-            ("streams", {"means": "streams"}),
-            ("streams, priority", {"means": "priority"}),
-            *((f"green, {num_sms} SMs", {"means": "green", "num_sms": num_sms}) for num_sms in GREEN_SMS),
-        ]
-        for means, settings in plans:
-            for pair in PAIRS:
-                if self.left_s < 4 * self.seconds:
-                    self.note(f"{means}, {pair[0]} beside {pair[1]}: not measured, the time was over")
-                    continue
-                interactive, busy = self.orders(pair)
-                side.send(PairOrder(interactive=interactive, busy=busy, **settings))
-                found = side.read()
-                if "error" in found:
-                    self.note(f"{means}: not measured: {found['error']}")
-                    break
-                sides = [msgspec.convert(found[role], Outcome) for role in ("interactive", "busy")]
-                facts = {"sms": found["sms"], "units_ms": {k: 1000 * v for k, v in found["units_s"].items()}}
-                self.keep(means, pair, sides[0], sides[1], facts)
+        (side,) = workers.sides(self.left_s)
+        interactive, busy = self.orders(works)
+        side.send(PairOrder(interactive=interactive, busy=busy, **settings))
+        found = self.read(side)
+        sides = [msgspec.convert(found[role], Outcome) for role in ("interactive", "busy")]
+        return result_of(means, works, sides[0], sides[1], {"sms": found["sms"]})
 
-    def measure_mps(self) -> None:
+    def measure_mps(self, folder: Path) -> None:
         """Measure two processes under an MPS daemon of our own."""
-        assert self._marks is not None
+        if self.left_s < 6 * self.seconds:
+            self.note("MPS: not measured: the time was over")
+            return
         try:
-            daemon = MpsDaemon(self._marks.parent / "mps")
             with ExitStack() as stack:
+                daemon = MpsDaemon(folder)
                 stack.callback(daemon.stop)
                 daemon.start()
-                environment = daemon.environment
-                interactive = stack.enter_context(Side(self._worker, environment))
-                plans: list[tuple[str, dict[str, str]]] = [
-                    ("MPS", {}),
-                    (f"MPS, busy at {BUSY_PERCENT} %", {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(BUSY_PERCENT)}),
-                    ("MPS, busy at low priority", {"CUDA_MPS_CLIENT_PRIORITY": "1"}),
-                ]
-                for means, extra in plans:
-                    if self.left_s < 6 * self.seconds:
-                        self.note(f"{means}: not measured, the time was over")
-                        continue
-                    with Side(self._worker, environment | extra) as busy:
+                self.note(f"MPS: a daemon of user id {os.getuid()} with folders of its own")
+                for means, extra in MPS.items():
+                    environment = daemon.environment
+                    with Workers((self._one, environment), (self._one, environment | extra)) as workers:
+                        self.attempt(means, workers, partial(self.two_processes, means, None))
                         if not extra:
-                            interactive.wait_ready()
-                        busy.wait_ready()
-                        for pair in PAIRS:
-                            self.measure_two(means, interactive, busy, pair)
-                            if not extra:
-                                self.measure_two("MPS and pacing", interactive, busy, pair, step_ms=SHORT_STEP_MS)
+                            self.attempt(
+                                "MPS and pacing", workers, partial(self.two_processes, "MPS and pacing", SHORT_STEP_MS)
+                            )
                 print(f"MPS servers: {daemon.servers() or 'none'}", flush=True)
-        except (ConfigError, ProcessError, OSError) as error:
-            self.note(f"MPS: not measured further: {' '.join(str(error).split())[:400]}")
-
-    def keep(
-        self, means: str, pair: tuple[Kind, Kind], interactive: Outcome, busy: Outcome, facts: dict[str, Any]
-    ) -> None:
-        latencies = [1000 * each for each in interactive.latencies_s]
-        if not latencies:
-            raise SystemExit(f"{means}: no interactive request ended")
-        waited = busy.waited_s / busy.elapsed_s if busy.elapsed_s else 0.0
-        self.add(Result(means, *pair, latencies, rate_of(busy), waited, facts))
+        except FAILURES as error:
+            self.note(f"MPS: not measured: {' '.join(str(error).split())[:400]}")
 
     # --- rows
 
@@ -324,6 +341,10 @@ class Bench:
             if not is_alone:
                 share = result.busy_rate / self.alone["alone busy", result.busy].busy_rate
                 rows.append(Row(work=work, unit="busy share of alone", value=share))
+            if "sms" in result.facts:
+                # Only with the SMs of its side: shows whether a partition has an effect.
+                unit_ms = result.facts["unit_ms"][0]
+                rows.append(Row(work=work, unit="unit ms of the interactive side, without the other", value=unit_ms))
         return rows
 
     def print_summary(self) -> None:
@@ -345,9 +366,32 @@ class Bench:
             print(f"note: {note}")
 
 
+def result_of(means: str, works: Works, interactive: Outcome, busy: Outcome, facts: dict[str, Any]) -> Result:
+    """Put both sides' outcomes together. Raises ProcessError where no request ended."""
+    latencies = [1000 * each for each in interactive.latencies_s]
+    if not latencies:
+        raise ProcessError("no interactive request ended")
+    facts = facts | {"unit_ms": [1000 * interactive.unit_s, 1000 * busy.unit_s]}
+    waited = busy.waited_s / busy.elapsed_s if busy.elapsed_s else 0.0
+    return Result(means, *works, latencies, rate_of(busy), waited, facts)
+
+
 def rate_of(outcome: Outcome) -> float:
     """Units per second."""
     return outcome.units / outcome.elapsed_s
+
+
+def serve_worker(worker: Literal["one", "pair"], device: str, sizes: Sizes) -> int:
+    """Serve orders; an error of torch or the driver, or a lack of cuda.bindings, is the last answer."""
+    try:
+        if worker == "one":
+            sharing_work.serve_one(device, sizes)
+        else:
+            sharing_work.serve_pair(sizes)
+    except Exception as error:
+        sharing_work.answer({"error": f"{type(error).__name__}: {error}"})
+        raise
+    return 0
 
 
 def main() -> int:
@@ -365,25 +409,21 @@ def main() -> int:
     sizes: Sizes = SMALL if options.small else FULL
     if options.device == "cuda":
         need_gpu()
-    if options.worker == "one":
-        sharing_work.serve_one(options.device, sizes)
-        return 0
-    if options.worker == "pair":
-        sharing_work.serve_pair(sizes)
-        return 0
-    bench = Bench(options, options.out)
+    if options.worker is not None:
+        return serve_worker(options.worker, options.device, sizes)
+    # The end of this process by `timeout` shall end the workers and the MPS daemon too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
+    bench = Bench(options)
     try:
         bench.run()
+    except FAILURES as error:
+        raise SystemExit(f"not measured: alone: {error}") from error
     finally:
-        if bench.results:
+        if len(bench.results) >= NUM_ALONE:
+            if not options.no_result_file:
+                versions = {"torch": metadata.version("torch")}
+                write_result(bench.rows(), versions, bench.notes, gpus=1 if bench.on_gpu else 0)
             bench.print_summary()
-    if not options.no_result_file:
-        import torch
-
-        kinds = statistics.fmean(len(result.latencies_ms) for result in bench.results if result.latencies_ms)
-        notes = [f"on average {kinds:.0f} requests per row", *bench.notes]
-        write_result(bench.rows(), {"torch": str(torch.__version__)}, notes, gpus=0 if options.device == "cpu" else 1)
-        bench.print_summary()
     return 0
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -223,8 +223,8 @@ class PairOrder(msgspec.Struct, kw_only=True):
 
     means: Literal["streams", "priority", "green"]
     num_sms: int = 0  # of the interactive side's green context
-    interactive: Order | None = None
-    busy: Order | None = None
+    interactive: Order
+    busy: Order
 
 
 def serve_pair(sizes: Sizes) -> None:
@@ -237,18 +237,15 @@ def serve_pair(sizes: Sizes) -> None:
     for line in sys.stdin.buffer:
         order = msgspec.json.decode(line, type=PairOrder)
         key = f"{order.means}{order.num_sms}"
-        try:
-            if key not in streams:
-                priorities = (-1, 0) if order.means == "priority" else (0, 0)
-                streams[key] = (
-                    green_streams(order.num_sms)
-                    if order.means == "green"
-                    else (plain_stream(priorities[0]), plain_stream(priorities[1]), (0, 0))
-                )
-                works.clear()  # of other streams
-            answer(_run_pair(order, key, streams[key], sizes, works))
-        except RuntimeError as error:
-            answer({"error": " ".join(str(error).split())[:300]})
+        if key not in streams:
+            priorities = (-1, 0) if order.means == "priority" else (0, 0)
+            streams[key] = (
+                green_streams(order.num_sms)
+                if order.means == "green"
+                else (plain_stream(priorities[0]), plain_stream(priorities[1]), (0, 0))
+            )
+            works.clear()  # of other streams
+        answer(_run_pair(order, key, streams[key], sizes, works))
 
 
 def _run_pair(
@@ -258,29 +255,17 @@ def _run_pair(
     sizes: Sizes,
     works: dict[tuple[str, int, str], Work],
 ) -> dict[str, Any]:
-    outcomes: dict[str, Outcome] = {}
-    threads = []
-    for side, each in enumerate((order.interactive, order.busy)):
-        if each is None:
-            continue
-        name = (key, side, each.kind)
-        if name not in works:
+    sides = (order.interactive, order.busy)
+    for side, each in enumerate(sides):
+        if (name := (key, side, each.kind)) not in works:
             works[name] = Work(each.kind, sizes, streams[side])
-
-        def run(role: str = each.role, each: Order = each, work: Work = works[name]) -> None:
-            outcomes[role] = run_order(each, work)
-
-        threads.append(threading.Thread(target=run))
-    now_s = time.monotonic() + 0.05
-    for each in (order.interactive, order.busy):
-        if each is not None:
-            each.start_s = now_s
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    units_s = {f"{side}/{kind}": work.unit_s for (_, side, kind), work in works.items()}
-    return {"sms": streams[2], "units_s": units_s, **outcomes}
+    start_s = time.monotonic() + 0.05
+    with ThreadPoolExecutor(2) as pool:
+        runs = {}
+        for side, each in enumerate(sides):
+            each.start_s = start_s
+            runs[each.role] = pool.submit(run_order, each, works[key, side, each.kind])
+    return {"sms": streams[2], **{role: run.result() for role, run in runs.items()}}
 
 
 def answer(value: object) -> None:

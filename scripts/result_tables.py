@@ -10,6 +10,8 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 _VERSIONS = ("meltcore", "torch", "triton")
+SHARING = "gpu_sharing/h200.json"
+SHARING_FACTOR = 1.3
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -140,7 +142,70 @@ def sweep() -> list[str]:
     return _table(columns, rows.items(), run)
 
 
+def sharing() -> list[str]:
+    """Lines of a table: means of sharing a GPU in time, what has not been measured, and what the rule says."""
+    if not (RESULTS / SHARING).exists():
+        return ["Not measured yet on a GPU."]
+    runs = _read(SHARING)["runs"]
+    found: dict[str, dict[str, dict[str, float]]] = {}  # by means, works and unit
+    for row in (row for run in runs for row in run["rows"]):
+        means, works = row["work"].split(": ")
+        units = found.setdefault(means, {}).setdefault(works, {})
+        units[row["unit"]] = row["value"]
+        if row["unit"] == "p95 ms" and "peer_value" in row:  # alone, in the same run
+            units["p95 to alone"] = row["value"] / row["peer_value"]
+    heads = ["means", "interactive work", "requests", "p50, ms", "p95, ms", "p99, ms", "p95 to alone", "busy work left"]
+    lines = [f"| {' | '.join(heads)} |", f"|---|---|{'--:|' * (len(heads) - 2)}"]
+    for means, works in [(means, works) for means, pair in found.items() for works in pair]:
+        units = found[means][works]
+        cells = [means, works, _number(units["requests"]), *(_number(units[f"p{each} ms"], 2) for each in (50, 95, 99))]
+        share = units.get("busy share of alone")
+        cells += ["", ""] if share is None else [f"{units['p95 to alone']:.2f}×", f"{share:.0%}".replace("%", " %")]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", sharing_verdict(found)]
+    for run in runs:
+        versions = ", ".join(f"{name} {run['versions'][name]}" for name in _VERSIONS if name in run["versions"])
+        machine = ", ".join(run["machine"]["gpus"]) or "CPU"
+        lines += ["", f"{run['date']}, {machine}, {versions}: `{run['command']}`", ""]
+        lines += [f"- {note}" for note in run.get("notes", ())]
+    return lines
+
+
+def sharing_verdict(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Apply the rule of docs/decisions/gpu-sharing.md to rows by means, works and unit. Returns a sentence.
+
+    A means within one process wins where its p95 is better than the best p95 of MPS, and than the best of step pacing,
+    by SHARING_FACTOR, and it leaves the busy work no less than each of these two does, for both pairs of works.
+    """
+
+    def best(family: str, works: str) -> dict[str, float] | None:
+        rows = [units[works] for means, units in found.items() if means.startswith(family) and works in units]
+        return min(rows, key=lambda units: units["p95 ms"], default=None)
+
+    all_works = sorted({works for units in found.values() for works in units})
+    peers = {works: [best(family, works) for family in ("MPS", "pacing")] for works in all_works}
+    if any(peer is None for each in peers.values() for peer in each):
+        return "Undecided: MPS or step pacing has not been measured on both pairs of works."
+    winners = [
+        means
+        for means, units in found.items()
+        if means.startswith(("streams", "green"))
+        and all(works in units for works in all_works)
+        and all(
+            peer is not None
+            and peer["p95 ms"] >= SHARING_FACTOR * units[works]["p95 ms"]
+            and units[works]["busy share of alone"] >= peer["busy share of alone"]
+            for works in all_works
+            for peer in peers[works]
+        )
+    ]
+    if winners:
+        return f"By the rule one process for several engines is worth it: {', '.join(winners)}."
+    return "By the rule no means within one process is worth it: engines stay processes of their own."
+
+
 TABLES = {
+    "gpu sharing": sharing,
     "Qwen2.5-1.5B levels": levels,
     "Qwen2.5-1.5B float16": precision,
     "Qwen2.5-1.5B batching": batching,
