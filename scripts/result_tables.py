@@ -162,7 +162,7 @@ def sharing() -> list[str]:
         share = units.get("busy share of alone")
         cells += ["", ""] if share is None else [f"{units['p95 to alone']:.2f}×", f"{share:.0%}".replace("%", " %")]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", sharing_verdict(found)]
+    lines += ["", sharing_verdict({means: pair for means, pair in found.items() if means != "alone"})]
     for run in runs:
         versions = ", ".join(f"{name} {run['versions'][name]}" for name in _VERSIONS if name in run["versions"])
         machine = ", ".join(run["machine"]["gpus"]) or "CPU"
