@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from meltcore.errors import ConfigError
-from meltcore.options import json_object, not_empty, option
+from meltcore.options import braces_fault, json_object, not_empty, option
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -200,6 +200,7 @@ class ModelConfig:
     priority_class: PriorityClass = option(
         "standard", "Class of requests that name none in the header X-Priority-Class.", group=_LIMITS_GROUP
     )
+    start_timeout_s: float | None = None  # of an engine, from its start to its first answer; None: no limit
     normalizer: Literal["itt", "original"] = option(
         "itt",
         "How texts of a translation model are prepared: as IndicTransToolkit does, or without two of its faults.",
@@ -322,6 +323,8 @@ _FOREIGN_LEAST: dict[str, float] = {
     **dict.fromkeys(("max_queue_tokens", "max_connections", "breaker_failures"), 1),
 }
 
+PROMPT_FIELDS = {"translate_prompt": ("source", "target"), "chat_prompt": ("language",)}  # in braces
+
 
 @dataclass(frozen=True)
 class TranslationRule:
@@ -363,13 +366,9 @@ class RoutesConfig:
     chat_language: str | None = None
 
     def __post_init__(self) -> None:
-        for name, fields_of_prompt in (("translate_prompt", ("source", "target")), ("chat_prompt", ("language",))):
-            prompt = getattr(self, name)
-            try:
-                prompt.format(**dict.fromkeys(fields_of_prompt, ""))
-            except (LookupError, ValueError) as error:
-                known = " and ".join(f"{{{each}}}" for each in fields_of_prompt)
-                raise ConfigError(f"routes.{name} may hold {known} in braces, no others; got {prompt!r}") from error
+        for name, fields_of_prompt in PROMPT_FIELDS.items():
+            if fault := braces_fault(getattr(self, name), fields_of_prompt):
+                raise ConfigError(f"routes.{name}: {fault}")
 
     def named_models(self) -> Iterator[tuple[str, str]]:
         """Yield every name of a model with the key that has it."""

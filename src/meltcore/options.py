@@ -27,7 +27,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -229,3 +229,13 @@ def _help_text(text: str, hint: Any, default: Any) -> str:
     values = default if isinstance(default, tuple) else (default,)
     default_text = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
     return f"{text.removesuffix('.')} (default: {default_text})."
+
+
+def braces_fault(text: str, names: Sequence[str]) -> str:
+    """Return what is wrong with the names in braces of a text, "" where all of them are in `names`."""
+    try:
+        text.format(**dict.fromkeys(names, ""))
+    except (LookupError, ValueError, AttributeError):
+        known = " and ".join(f"{{{each}}}" for each in names)
+        return f"got {text!r}; may hold {known} in braces, no others; write other braces twice"
+    return ""

@@ -229,7 +229,9 @@ class LoggedProcess:
 
     def __enter__(self) -> Self:
         try:
-            with self._log_path.open("wb") as log, block_signals():  # until it is known here
+            self._log_path.write_bytes(b"")
+            # To append: a log that grows too large is emptied while the process writes to it.
+            with self._log_path.open("ab") as log, block_signals():  # until it is known here
                 self._process = start(
                     self.command,
                     stdin=self._stdin,

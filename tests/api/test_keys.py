@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from meltcore.api import keys as keys_module
-from meltcore.api.gate import Gate, read_terms
+from meltcore.api.backend import ModelTable
+from meltcore.api.gate import OPEN_PATHS, Gate, read_terms
 from meltcore.api.keys import ApiKeys, resolve_keys
+from meltcore.api.metrics import Metrics
+from meltcore.api.routes import build_app
 from meltcore.api.stats import ServerStats
 from meltcore.api.terms import current_terms
 from meltcore.config import EngineConfig, KeyConfig, ModelConfig, ServerConfig
@@ -149,6 +152,35 @@ def test_terms_are_read_from_headers() -> None:
             read_terms(scope(**{name: value}), ApiKeys((), ServerStats()))
     with pytest.raises(RequestError, match="one of interactive, standard, batch; got 'urgent'"):
         read_terms(scope(x_priority_class="urgent"), ApiKeys((), ServerStats()))
+
+
+def test_every_route_needs_a_key_but_the_open_ones() -> None:
+    """No route checks keys itself: the gate stands before all of them, also before paths that do not exist."""
+    stats, statuses = ServerStats(keys=1), dict[str, int]()
+    log: Any = SimpleNamespace(write=lambda event, **fields: None)
+    config = ServerConfig(models=MODELS, profile_dir="x")
+    app: Any = build_app(
+        ModelTable(), config, Metrics(stats, dict), log, table(KeyConfig(name="a", sha256=sha256("x")), stats=stats)
+    )
+    methods = {route.path: method for route in app._app._app.routes for method in route.methods}
+    assert len(methods) > 30
+    assert {"/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/models", "/start_profile"} <= set(methods)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def ask(path: str, method: str) -> None:
+        async def send(message: Any) -> None:
+            statuses.setdefault(path, message.get("status"))
+
+        await app(scope(method, path) | {"type": "http", "query_string": b"", "root_path": ""}, receive, send)
+
+    async def scenario() -> None:
+        for path, method in [*methods.items(), ("/none", "POST")]:
+            await ask(path, method)
+
+    asyncio.run(scenario())
+    assert {path for path, status in statuses.items() if status != 401} == OPEN_PATHS
 
 
 def test_the_gate_stops_what_has_no_key_and_logs_no_key() -> None:

@@ -15,9 +15,10 @@ import pytest
 from server_harness import RunningServer, fleet_command, make_model, running, wait_until
 
 from meltcore.cli.main import main
-from meltcore.fleet.logs import LogFile, print_logs
+from meltcore.fleet.logs import LogFile, print_logs, rotate_large
 from meltcore.fleet.replica import RestartPolicy
 from meltcore.models.checkpoint import BUNDLED_MODEL
+from meltcore.process import LoggedProcess
 
 COMPLETIONS = "/v1/completions"
 POLICY = RestartPolicy(first_pause_s=0.05, max_deaths=2, probe_limit_s=10.0)
@@ -266,9 +267,11 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
     assert fleet.server.check_no_leak()["requests_failed_total"] == 0
 
 
-def test_logs_are_followed_as_they_grow(tmp_path: Path) -> None:
+def test_logs_are_followed_as_they_grow_and_begin_anew_past_a_limit(tmp_path: Path) -> None:
+    """A process goes on to write the emptied file, from its beginning, and the old one is kept."""
     path = tmp_path / "first.log"
     lines: list[str] = []
+    read_end, write_end = os.pipe()
 
     def out(line: str) -> None:
         lines.append(line)
@@ -277,12 +280,23 @@ def test_logs_are_followed_as_they_grow(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(print_logs, [LogFile("first", path)], None, follow=True, out=out)
-        path.write_text("a\nb")
-        wait_until(lambda: lines == ["a"], "the first line")
-        with path.open("a") as log:
-            log.write("c\nlast\n")
-        assert isinstance(following.exception(20), KeyboardInterrupt)
-    assert lines == ["a", "bc", "last"]
+        with LoggedProcess(["cat"], path, name="cat", report=print, stdin=read_end):
+            os.write(write_end, b"a\nb")
+            wait_until(lambda: lines == ["a"], "the first line")
+            os.write(write_end, b"c\n")
+            wait_until(lambda: lines == ["a", "bc"], "the second line")
+            rotate_large([path, tmp_path / "none.log"], 5)
+            assert path.read_text() == "a\nbc\n", "it has no more than the limit"
+            rotate_large([path], 4)
+            os.write(write_end, b"d\n")
+            wait_until(lambda: lines[-1] == "d", "the line after")
+            os.write(write_end, b"last\n")
+            assert isinstance(following.exception(20), KeyboardInterrupt)
+    os.close(read_end)
+    os.close(write_end)
+    assert lines == ["a", "bc", "d", "last"]
+    assert path.read_text() == "d\nlast\n"
+    assert (tmp_path / "first.log.previous").read_text() == "a\nbc\n"
 
 
 @pytest.mark.slow

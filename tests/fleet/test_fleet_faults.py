@@ -41,9 +41,15 @@ def fleet(
             checkpoint = folder / model
             if "missing" not in engine_options:
                 make_model(checkpoint)
-                (checkpoint / "engine.json").write_bytes(msgspec.json.encode(engine_options))
+                scripted = {name: value for name, value in engine_options.items() if name != "start_limit_s"}
+                (checkpoint / "engine.json").write_bytes(msgspec.json.encode(scripted))
             engine = EngineConfig(model=str(checkpoint), load_format="dummy")
-            models.append(ModelConfig(engine=engine, served_model_name=(model,), data_parallel_size=replicas))
+            limit_s = engine_options.get("start_limit_s")
+            models.append(
+                ModelConfig(
+                    engine=engine, served_model_name=(model,), data_parallel_size=replicas, start_timeout_s=limit_s
+                )
+            )
         config = ServerConfig(models=tuple(models), port=0, api_server_count=2, **settings)
         with running(serve_command(config, policy=policy), folder / "stderr") as server:
             yield server, folder
@@ -84,6 +90,15 @@ def wait_models(server: RunningServer, *names: str) -> None:
 
 def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_engine_that_loads_for_too_long_is_ended() -> None:
+    policy = RestartPolicy(first_pause_s=0.05, max_deaths=2)
+    with fleet({"slow": {"load_s": 60.0, "start_limit_s": 0.3}, "first": {}}, policy=policy) as (server, _):
+        wait_until(lambda: "it was not loaded within 0.3 s (timeouts.start_s)" in server.stderr, "the report")
+        wait_until(lambda: complete(server, "slow").status == 503 and "failed" in server.stderr, "the model's end")
+        wait_models(server, "first")
+        wait_until(lambda: len(server.engine_pids()) == 1, "the end of its process")
 
 
 def test_killed_engine_fails_its_requests_immediately_and_comes_back() -> None:

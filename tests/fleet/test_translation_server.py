@@ -22,10 +22,8 @@ from server_harness import RunningServer, running, serve_command, wait_until
 from translation_texts import write_tokenizer
 
 from meltcore import Translator
-from meltcore.api.http import check_api_key
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig
-from meltcore.errors import RequestError
 from meltcore.load.config import LoadConfig
 from meltcore.load.runner import run_levels
 
@@ -160,23 +158,6 @@ def test_client_that_leaves_ends_its_request(server: RunningServer) -> None:
         wait_until(lambda: server.metrics()["requests_in_flight"] == 0, "nothing in flight")
     assert server.metrics()["requests_aborted_total"] > before
     assert translate(server, ["home"]).status == 200
-
-
-@pytest.mark.parametrize(
-    ("headers", "is_accepted"),
-    [
-        ([(b"x-api-key", b"secret")], True),
-        ([(b"authorization", b"Bearer secret")], True),
-        ([(b"x-api-key", b"wrong")], False),
-        ([], False),
-    ],
-)
-def test_api_key_may_come_as_dwani_clients_send_it(headers: list[tuple[bytes, bytes]], is_accepted: bool) -> None:
-    if is_accepted:
-        return check_api_key({"headers": headers}, "secret")
-    with pytest.raises(RequestError, match="API key"):
-        check_api_key({"headers": headers}, "secret")
-    return None
 
 
 def test_log_has_the_request_and_no_text(server: RunningServer) -> None:

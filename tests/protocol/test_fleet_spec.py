@@ -35,9 +35,11 @@ languages:
   recognition: {kan_Knda: ears, "*": ears}
   substitute: {kan_Knda: guj_Gujr, hin_Deva: [tam_Taml, tel_Telu]}
 keys: [{name: app, env: APP_KEY, priority: standard, requests_per_minute: 60}]
-limits: {max_body: 1MiB, max_queue: 7, tokens_per_minute: 900}
-timeouts: {request_s: 20}
-routes: {translate: {backend: llm, model: qwen}}
+limits: {max_body: 1MiB, max_queue: 7, tokens_per_minute: 900, class_shares: [5, 3, 2]}
+timeouts: {request_s: 20, start_s: 7}
+routes:
+  translate: {backend: llm, model: qwen, prompt: "{source} to {target}:", stop: ["\\n"]}
+  chat: {prompt: "Speak {language}.", language: eng_Latn}
 """
 MODELS = "models:\n  a: {checkpoint: x, aliases: [alpha]}\n  mt: {checkpoint: y, task: translation}\n"
 
@@ -77,6 +79,10 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
     assert (qwen.max_queue, en_indic.max_queue) == (7, 0)
     assert ears.engine.device == "cpu"
     assert (qwen.priority_class, ears.priority_class) == ("interactive", "standard")
+    assert (config.class_shares, qwen.start_timeout_s, config.residency.start_timeout_s) == ((5, 3, 2), 7, 7)
+    routes = config.routes
+    assert (routes.translate_prompt, routes.translate_stop) == ("{source} to {target}:", ("\n",))
+    assert (routes.chat_prompt, routes.chat_language) == ("Speak {language}.", "eng_Latn")
     assert config.api_keys == (
         KeyConfig(name="app", env="APP_KEY", highest_class="standard", requests_per_minute=60, tokens_per_minute=900),
     )
@@ -141,7 +147,7 @@ models:
             "models.a.max_model_length: unknown key (did you mean max_m",
         ),
         (MODELS + "sharing: {min_share: 0}", "sharing.min_share: got 0; must be float > 0"),
-        (MODELS + "sharing: {means: mps}", "sharing.means: got 'mps'; must be pacing or none"),
+        (MODELS + "sharing: {means: mpi}", "sharing.means: got 'mpi'; must be pacing, mps or none"),
         ("models: {a: {checkpoint: x, max_num_seqs: 0}}", "models.a.max_num_seqs: got 0; must be int >= 1"),
         ("models: {a: {checkpoint: x, max_num_seqs: '8'}}", "models.a.max_num_seqs: got '8'; must be int"),
         ("models: {a: {checkpoint: 7}}", "models.a.checkpoint: got 7; must be str; put it in quotes"),
@@ -165,7 +171,31 @@ models:
             "models: {a: {url: 'http://h', replicas: 2}}",
             "models.a.replicas: got 2; a model with a url has no such setting",
         ),
-        ("models: {a: {url: 'http://h', replicas: 2}}", "models.a.replicas: got 2; a model with a url"),
+        (
+            "{models: {a: {checkpoint: x}}, routes: {translate: {prompt: hi}}}",
+            "routes.translate.prompt: is for backend llm",
+        ),
+        (
+            "{models: {a: {checkpoint: x}}, routes: {chat: {prompt: 'in {lang}'}}}",
+            "routes.chat.prompt: got 'in {lang}'; may hold {language} in braces",
+        ),
+        (
+            "{models: {a: {checkpoint: x}}, limits: {class_shares: [1, 2]}}",
+            "limits.class_shares: got [1, 2]; must be a list of 3",
+        ),
+        (
+            "{models: {a: {checkpoint: x}}, limits: {class_shares: [1, 2, 3, 4]}}",
+            "got [1, 2, 3, 4]; must be a list of 3",
+        ),
+        ("{models: {a: {checkpoint: x}}, limits: {class_shares: [1, 2, 0]}}", "limits.class_shares[2]: got 0; must be"),
+        ("{models: {a: {checkpoint: x}}, limits: {class_shares: 60}}", "class_shares: got 60; must be a list of 3"),
+        ("models: {a: {checkpoint: x, device: []}}", "models.a.device: got []; must be a list of at least 1"),
+        ("models: {a: {checkpoint: x, aliases: b}}", "models.a.aliases: got 'b'; must be a list"),
+        (
+            "{models: {a: {checkpoint: x}}, routes: {chat: {prompt: '{language.x}'}}}",
+            "routes.chat.prompt: got '{language.x}'; may hold {language} in braces",
+        ),
+        ("{models: {a: {checkpoint: x}}, routes: {chat: {language: kannada}}}", "must be a FLORES code"),
         ("models: {a: {command: 'x {port}', dtype: float16}}", "models.a.dtype: got 'float16'; a model with a command"),
         ("models: {a: {command: 'x'}}", "models.a.command: got 'x'; must pass {port}"),
         ("models: {a: {command: vllm}}", "models.a.command: the template vllm needs the model's checkpoint"),
@@ -183,7 +213,7 @@ models:
         ),
         (
             "models: {a: {checkpoint: x, device: [0, 0]}}",
-            "models.a.device: got [0, 0]; name one GPU or more, each once",
+            "models.a.device: got [0, 0]; name each GPU once",
         ),
         (
             "models: {a: {checkpoint: x, device: [0, 1]}}",
@@ -215,7 +245,7 @@ models:
             "languages.translation[1]: never applies: languages.translation[0] matches all",
         ),
         (MODELS + "languages: {substitute: {kan_Knda: guj_Gujr, guj_Gujr: hin_Deva}}", "which is itself substituted"),
-        (MODELS + "languages: {substitute: {kan_Knda: []}}", "languages.substitute.kan_Knda: got []; must be"),
+        (MODELS + "languages: {substitute: {kan_Knda: []}}", "substitute.kan_Knda: got []; must be a list of"),
         (MODELS + "routes: {translate: {backend: llm}}", "routes.translate.model: missing; backend llm needs"),
         (MODELS + "routes: {translate: {model: mt}}", "routes.translate.model: is for backend llm"),
         (MODELS + "routes: {chat: {model: mt}}", "routes.chat.model: got 'mt', a model of task translation"),

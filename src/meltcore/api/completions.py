@@ -12,7 +12,6 @@ from meltcore.api.generation import Generation
 from meltcore.api.http import (
     ClientDisconnectedError,
     Headers,
-    check_api_key,
     error_json,
     read_body,
     request_id,
@@ -89,7 +88,6 @@ class _RequestHandler:
     async def submit(self) -> None:
         """Read and check the request, and submit it to its backend. After an error nothing was started."""
         endpoint = self.endpoint
-        check_api_key(self.scope, endpoint.config.api_key)
         endpoint.models.check_ready()  # before the body: while loading or draining no upload is worth reading
         body = await read_body(self.scope, self.receive, endpoint.config.max_body_bytes)
         request = decode_request(body, endpoint.form)

@@ -15,7 +15,6 @@ from meltcore.api.backend import ModelTable
 from meltcore.api.http import (
     ClientDisconnectedError,
     Headers,
-    check_api_key,
     error_json,
     header,
     read_body,
@@ -120,7 +119,6 @@ class Endpoint(ABC):
         arrived_s, exchange = time.monotonic(), Exchange(scope, receive, send, has_detail=has_detail)
         error_code, status = None, 200
         try:
-            check_api_key(scope, self._config.api_key)
             self._models.check_ready()
             await self.respond(exchange)
         except RequestError as error:

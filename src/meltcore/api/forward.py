@@ -16,9 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meltcore.api.backend import ModelTable
-from meltcore.api.http import ClientDisconnectedError, Headers, check_api_key, header, read_body, request_id, send_error
+from meltcore.api.http import ClientDisconnectedError, Headers, header, read_body, request_id, send_error
 from meltcore.api.log import Log, shorten
-from meltcore.config import ServerConfig
 from meltcore.errors import RequestError
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and foreign servers may.
@@ -100,13 +99,10 @@ def is_forwarding(backend: object) -> TypeGuard[ForwardingBackend]:
 class ForwardingEndpoint:
     """Passes requests of forwarding backends on, and all others to `own`, the endpoint of our own models."""
 
-    def __init__(
-        self, own: ASGIApp | None, models: ModelTable, config: ServerConfig, log: Log, limit_bytes: int
-    ) -> None:
+    def __init__(self, own: ASGIApp | None, models: ModelTable, log: Log, limit_bytes: int) -> None:
         """Create the endpoint. own: None on a path that no model of ours serves. limit_bytes: of a body."""
         self._own = own
         self._models = models
-        self._config = config
         self._log = log
         self._limit_bytes = limit_bytes
 
@@ -117,7 +113,6 @@ class ForwardingEndpoint:
             return
         exchange = _Exchange(scope, send)
         try:
-            check_api_key(scope, self._config.api_key)
             self._models.check_ready()
             body = await read_body(scope, receive, self._limit_bytes)
             content_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")

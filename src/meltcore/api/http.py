@@ -1,9 +1,8 @@
-"""HTTP at the level of raw ASGI messages: request bodies, JSON responses, errors, API keys."""
+"""HTTP at the level of raw ASGI messages: request bodies, JSON responses, errors."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 import random
 import re
@@ -56,26 +55,6 @@ def request_id(scope: Scope) -> str:
         if header_value is not None and _REQUEST_ID.fullmatch(header_value)
         else f"{_random_bits(128):032x}"
     )
-
-
-def check_api_key(scope: Scope, api_key: str | None) -> None:
-    """Raise RequestError (401) unless the request carries `api_key` as its bearer token, or as x-api-key.
-
-    Clients of dwani.ai's API send the latter.
-    """
-    if api_key is None:
-        return
-    own_header = header(scope, b"x-api-key")
-    if own_header is not None and hmac.compare_digest(own_header.strip(), api_key.encode()):
-        return
-    header_value = header(scope, b"authorization")
-    if header_value is None:
-        raise RequestError(
-            "no API key; send it as the header 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
-        )
-    scheme, _, key = header_value.partition(b" ")
-    if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), api_key.encode()):
-        raise RequestError("the API key is wrong", status=401, code="invalid_api_key")
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:

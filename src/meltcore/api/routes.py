@@ -24,7 +24,6 @@ from meltcore.api.forward import FOREIGN_PATHS, FORWARDED_PATHS, ForwardingEndpo
 from meltcore.api.gate import Gate
 from meltcore.api.http import (
     ClientDisconnectedError,
-    check_api_key,
     error_json,
     read_body,
     request_id,
@@ -81,7 +80,7 @@ def build_app(
     """Build the ASGI application, behind the gate that checks keys."""
 
     def forwarding(own: ASGIApp | None, limit_bytes: int = config.max_body_bytes) -> ForwardingEndpoint:
-        return ForwardingEndpoint(own, models, config, log, limit_bytes)
+        return ForwardingEndpoint(own, models, log, limit_bytes)
 
     completions = {
         "/v1/chat/completions": forwarding(CompletionsEndpoint(models, config, log, ChatRequest)),
@@ -119,39 +118,37 @@ def _build_starlette(
     config: ServerConfig,
     endpoints: Mapping[str, ForwardingEndpoint | Endpoint],
 ) -> Starlette:
-    key, docs = config.api_key, ApiDocs()
+    docs = ApiDocs()
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
         Route("/", Page(), methods=["GET"]),
         *(Route(path, docs, methods=["GET"]) for path in DOCS_PATHS),
-        Route("/v1/status", _Endpoint(handlers.status, key), methods=["GET"]),
-        Route("/v1/models", _Endpoint(handlers.models, key), methods=["GET"]),
-        Route("/v1/models/{name:path}", _Endpoint(handlers.model, key), methods=["GET"]),
-        Route("/tokenize", _Endpoint(handlers.tokenize, key), methods=["POST"]),
-        Route("/detokenize", _Endpoint(handlers.detokenize, key), methods=["POST"]),
+        Route("/v1/status", _Endpoint(handlers.status), methods=["GET"]),
+        Route("/v1/models", _Endpoint(handlers.models), methods=["GET"]),
+        Route("/v1/models/{name:path}", _Endpoint(handlers.model), methods=["GET"]),
+        Route("/tokenize", _Endpoint(handlers.tokenize), methods=["POST"]),
+        Route("/detokenize", _Endpoint(handlers.detokenize), methods=["POST"]),
         Route("/health", _Endpoint(handlers.health), methods=["GET"]),
         Route("/v1/health", _Endpoint(handlers.dwani_health), methods=["GET"]),
         Route("/live", _Endpoint(handlers.live), methods=["GET"]),
         Route("/metrics", _Endpoint(handlers.metrics, content_type=PROMETHEUS), methods=["GET"]),
     ]
     if config.profiling:
-        routes.append(Route("/start_profile", _Endpoint(handlers.start_profile, key), methods=["POST"]))
-        routes.append(Route("/stop_profile", _Endpoint(handlers.stop_profile, key), methods=["POST"]))
+        routes.append(Route("/start_profile", _Endpoint(handlers.start_profile), methods=["POST"]))
+        routes.append(Route("/stop_profile", _Endpoint(handlers.stop_profile), methods=["POST"]))
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _server_error})
 
 
 class _Endpoint:
-    """Checks the key, calls a handler, and encodes its result or its error."""
+    """Calls a handler, and encodes its result or its error. The gate has checked the key."""
 
-    def __init__(self, handler: Handler, api_key: str | None = None, *, content_type: bytes = JSON) -> None:
+    def __init__(self, handler: Handler, *, content_type: bytes = JSON) -> None:
         self._handler = handler
-        self._api_key = api_key
         self._content_type = content_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"x-request-id", request_id(scope).encode())]
         try:
-            check_api_key(scope, self._api_key)
             result = await self._handler(scope, receive)
         except RequestError as error:
             await send_error(send, error, headers=headers)

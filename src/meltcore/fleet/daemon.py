@@ -7,6 +7,7 @@ key never shows in the list of processes.
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import os
 import signal
@@ -24,6 +25,7 @@ import msgspec
 
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError, MeltcoreError
+from meltcore.fleet.logs import LOG_LIMIT_BYTES
 from meltcore.process import log_tail, start_ticks
 from meltcore.process import start as start_process
 
@@ -135,7 +137,8 @@ def stop(records: list[DaemonRecord], timeout_s: float) -> int:
 
 def _open_log(path: Path) -> BinaryIO:
     try:
-        return path.open("wb")
+        path.write_bytes(b"")
+        return path.open("ab")  # a fleet's log that grows too large is emptied while it is written
     except OSError as error:
         raise ConfigError(f"--log {path} cannot be written: {error.strerror}") from error
 
@@ -234,6 +237,7 @@ def serve_recorded(
     try:
         if fleet is not None:
             options = options or fleet_options(fleet)
+            options = dataclasses.replace(options, server_log=Path(log) if log else None)
         return serve(config, on_bound=record, fleet=options, **settings)
     finally:
         for path in paths:
@@ -246,10 +250,12 @@ def fleet_options(path: Path) -> FleetOptions:
     from meltcore.fleet.supervisor import FleetOptions
     from meltcore.protocol.fleet_file import load_fleet
 
+    server = load_fleet(path).server
     return FleetOptions(
         log_folder=state_dir(),
         read_config=FleetPlanner(path).config,
-        admin_port=load_fleet(path).server.admin_port,
+        admin_port=server.admin_port,
+        log_limit_bytes=int(server.log_limit or LOG_LIMIT_BYTES),
     )
 
 

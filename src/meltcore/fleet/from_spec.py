@@ -48,6 +48,7 @@ def server_config(spec: FleetSpec) -> ServerConfig:
         port=server.port,
         api_server_count=server.api_server_count,
         request_timeout_s=timeouts.request_s,
+        class_shares=limits.class_shares,
         drain_timeout_s=timeouts.drain_s,
         allowed_origins=server.allowed_origins,
         log_format=server.log_format,
@@ -93,6 +94,7 @@ def key_config(spec: FleetSpec, key: KeySection) -> KeyConfig:
 def routes_config(spec: FleetSpec) -> RoutesConfig:
     """Return the choice of models for requests that name a language and no model."""
     languages, routes = spec.languages, spec.routes
+    prompts = {"translate_prompt": routes.translate.prompt, "chat_prompt": routes.chat.prompt}
     return RoutesConfig(
         translation=tuple(TranslationRule(rule.source, rule.target, rule.model) for rule in languages.translation),
         recognition=languages.recognition,
@@ -100,7 +102,10 @@ def routes_config(spec: FleetSpec) -> RoutesConfig:
         substitute=languages.substitute_lists,
         translate_backend=routes.translate.backend,
         translate_model=routes.translate.model,
+        translate_stop=routes.translate.stop,
         chat_model=routes.chat.model,
+        chat_language=routes.chat.language,
+        **{key: prompt for key, prompt in prompts.items() if prompt is not None},
     )
 
 
@@ -119,6 +124,7 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
         generation_config=model.generation_config,
         priority_class=model.priority,
         sleepable=model.residency == "sleepable",
+        start_timeout_s=spec.timeouts.start_s,
     )
 
 

@@ -1,7 +1,13 @@
-"""The logs of a fleet: one file per engine, in a folder per port, and the server's own where it has a file."""
+"""The logs of a fleet: one file per engine, in a folder per port, and the server's own where it has a file.
+
+A file past a limit begins anew; the one before is kept.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +16,9 @@ from typing import BinaryIO, NamedTuple
 from meltcore.errors import ConfigError
 
 SERVER = "server"  # the prefix of the server's own lines
+PREVIOUS = ".previous"  # the end of the name of the file before
+LOG_LIMIT_BYTES = 64 * 2**20  # unless the file says otherwise
+ROTATE_CHECK_S = 5.0
 _POLL_S = 0.2
 _BLOCK_BYTES = 1 << 16
 
@@ -67,6 +76,30 @@ def print_logs(logs: Sequence[LogFile], num_lines: int | None, *, follow: bool, 
         time.sleep(_POLL_S)
 
 
+async def keep_small(files: Callable[[], Sequence[Path]], limit_bytes: int) -> None:
+    """Look at log files regularly, and begin those anew that have more than `limit_bytes`."""
+    while True:
+        await asyncio.sleep(ROTATE_CHECK_S)
+        await asyncio.to_thread(rotate_large, files(), limit_bytes)
+
+
+def rotate_large(files: Sequence[Path], limit_bytes: int) -> None:
+    """Copy each file with more than `limit_bytes` to *.previous and empty it: a process has it open, and appends.
+
+    A line that is written between the two is lost. A file that cannot be copied, as on a full disk, is emptied too.
+    """
+    for path in files:
+        try:
+            if path.stat().st_size <= limit_bytes:
+                continue
+            try:
+                shutil.copyfile(path, path.with_name(path.name + PREVIOUS))
+            finally:
+                os.truncate(path, 0)
+        except OSError:  # it is gone, or the disk is full; the next look comes soon
+            continue
+
+
 class _Tail:
     """Reads the whole lines that a file has got since the last time."""
 
@@ -82,6 +115,9 @@ class _Tail:
                 self._file = self._path.open("rb")
             except OSError:  # not written yet
                 return
+        if self._path.stat().st_size < self._file.tell():  # it has begun anew
+            self._file.seek(0)
+            self.rest = b""
         while block := self._file.read(_BLOCK_BYTES):
             *whole, self.rest = (self.rest + block).split(b"\n")
             for line in whole:

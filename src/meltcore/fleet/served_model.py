@@ -168,15 +168,22 @@ class ServedModel:
             self._parts.pool.broadcast(ReplicaStarted(self.number, replica.index, number))
             replica.state = "loading"
             self.update_status()
+            limit_s, began_s = self.config.start_timeout_s, time.monotonic()
             try:
-                limits = await engine.start()
+                async with asyncio.timeout(limit_s):
+                    limits = await engine.start()
+            except TimeoutError:
+                raise EngineDeadError(f"it was not loaded within {limit_s:g} s (timeouts.start_s)") from None
             except MeltcoreError as error:
                 subject = self.describe(replica.index, "")
                 if not subject or self._parts.policy is not None:
                     raise
                 raise ConfigError(f"{subject}: {error}") from error
         if self._parts.policy is not None:
-            await self._probe(replica, engine, limits, self._parts.policy.probe_limit_s)
+            probe_limit_s = self._parts.policy.probe_limit_s
+            if limit_s is not None:
+                probe_limit_s = max(0.0, min(probe_limit_s, began_s + limit_s - time.monotonic()))
+            await self._probe(replica, engine, limits, probe_limit_s)
         return limits
 
     async def _probe(self, replica: Replica, engine: LocalEngineProcess, limits: ServedReady, limit_s: float) -> None:

@@ -38,7 +38,7 @@ from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
 from meltcore.fleet.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
-from meltcore.fleet.logs import log_folder
+from meltcore.fleet.logs import LOG_LIMIT_BYTES, keep_small, log_folder
 from meltcore.fleet.mps import MpsDaemon
 from meltcore.fleet.operations import FleetOperations
 from meltcore.fleet.placement import Placement, cpu_environment, place_replicas, placed_gpus, visible_gpus
@@ -67,6 +67,8 @@ class FleetOptions:
     log_folder: Path | None = None  # with a folder of logs per port and a file per engine; None: our standard error
     read_config: Callable[[], ServerConfig] | None = None  # reads fleet.yaml again
     admin_port: int | None = None  # on 127.0.0.1; None: the admin socket alone
+    server_log: Path | None = None  # the file that has our output, where we may empty it
+    log_limit_bytes: int = LOG_LIMIT_BYTES  # of each of these files; one that has more begins anew
 
 
 def serve(
@@ -180,12 +182,15 @@ class Supervisor:
         acceptor = Acceptor(listener, self._pool.assign, self._on_exhausted)
         self.port = int(listener.getsockname()[1])
         admin = self._admin_server(admin_listener)
+        rotation = None if self._fleet is None else asyncio.create_task(_rotate_logs(self._fleet))
         try:
             return await self._load_and_serve()
         finally:
             if admin is not None:
                 await admin.stop()
             await self.turns.stop()
+            if rotation is not None:
+                rotation.cancel()
             for watch in self._watches.values():
                 watch.cancel()
             await asyncio.gather(*(model.stop() for model in self.models.values()))
@@ -416,6 +421,14 @@ class Supervisor:
         self._pool.kill()
         self._folder.remove()
         os._exit(EXIT_FORCED)
+
+
+async def _rotate_logs(fleet: FleetOptions) -> None:
+    def files() -> list[Path]:
+        own = [] if fleet.server_log is None else [fleet.server_log]
+        return own + ([] if fleet.log_folder is None else list(fleet.log_folder.glob("*.log")))
+
+    await keep_small(files, fleet.log_limit_bytes)
 
 
 def _new_log_folder(parent: Path, port: int) -> Path:

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from meltcore.config import FOREIGN_TEMPLATES
+from meltcore.config import FOREIGN_TEMPLATES, PROMPT_FIELDS
+from meltcore.options import braces_fault
 from meltcore.protocol.fleet_spec import PLACEHOLDERS, FleetSpec, FleetTask, ModelSection
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
@@ -152,8 +153,8 @@ def _check_device(spec: FleetSpec, model: ModelSection, path: str) -> None:
         if fleet_gpus and ranks > len(fleet_gpus):
             raise FleetError(f"{path}.tensor_parallel_size", f"got {ranks}; gpus lists {len(fleet_gpus)}")
         return
-    if len(set(device)) != len(device) or not device:
-        raise FleetError(f"{path}.device", f"got {list(device)}; name one GPU or more, each once")
+    if len(set(device)) != len(device):
+        raise FleetError(f"{path}.device", f"got {list(device)}; name each GPU once")
     unknown = [gpu for gpu in device if fleet_gpus and gpu not in fleet_gpus]
     if unknown:
         raise FleetError(f"{path}.device", f"got GPU {unknown[0]}; gpus lists {', '.join(map(str, fleet_gpus))}")
@@ -189,8 +190,6 @@ def _check_languages(spec: FleetSpec) -> None:
         for language, name in models.items():
             _require_model(spec, f"languages.{task}.{language}", name, task)  # type: ignore[arg-type]
     for language, replacements in languages.substitute_lists.items():
-        if not replacements:
-            raise FleetError(f"languages.substitute.{language}", "got []; must be a language or a list of at least one")
         for replacement in replacements:
             if replacement in languages.substitute:
                 raise FleetError(
@@ -207,6 +206,12 @@ def _check_routes(spec: FleetSpec) -> None:
         raise FleetError("routes.translate.model", "is for backend llm; indictrans2 uses languages.translation")
     if translate.model is not None:
         _require_model(spec, "routes.translate.model", translate.model, "generation")
+    for key, is_given in (("prompt", translate.prompt is not None), ("stop", bool(translate.stop))):
+        if is_given and translate.backend != "llm":
+            raise FleetError(f"routes.translate.{key}", "is for backend llm; translation models have no prompt")
+    for route, prompt in (("translate", translate.prompt), ("chat", chat.prompt)):
+        if fault := braces_fault(prompt or "", PROMPT_FIELDS[f"{route}_prompt"]):
+            raise FleetError(f"routes.{route}.prompt", fault)
     if chat.model is not None:
         _require_model(spec, "routes.chat.model", chat.model, "generation")
 

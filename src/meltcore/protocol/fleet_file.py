@@ -99,7 +99,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
             return None
         arms = [arm for arm in get_args(base) if arm is not NoneType]
         is_list = isinstance(value, list)
-        arm = next((arm for arm in arms if (get_origin(arm) is tuple) == is_list), arms[0])
+        arm = next((arm for arm in arms if (get_origin(_bare(arm)) is tuple) == is_list), arms[0])
         return _convert(value, arm, path)
     if isinstance(base, type) and issubclass(base, msgspec.Struct):
         return _convert_struct(value, base, path)
@@ -108,10 +108,12 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
     if get_origin(base) is dict:
         return _convert_dict(value, base, path, is_required=any(each.min_length for each in meta))
     if get_origin(base) is tuple:
-        if not isinstance(value, list):
-            raise FleetError(path, f"got {_shown(value)}; must be a list")
-        return tuple(_convert(entry, get_args(base)[0], f"{path}[{index}]") for index, entry in enumerate(value))
+        return _convert_list(value, base, path, meta)
     return _convert_leaf(value, hint, base, meta, path)
+
+
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def _convert_dict(value: Any, hint: Any, path: str, *, is_required: bool) -> dict[str, Any]:
@@ -122,6 +124,16 @@ def _convert_dict(value: Any, hint: Any, path: str, *, is_required: bool) -> dic
         _convert(key, key_hint, join(path, key)): _convert(entry, value_hint, join(path, key))
         for key, entry in value.items()
     }
+
+
+def _convert_list(value: Any, hint: Any, path: str, meta: tuple[Any, ...]) -> tuple[Any, ...]:
+    least = max((each.min_length or 0 for each in meta), default=0)
+    most = min((each.max_length for each in meta if each.max_length is not None), default=None)
+    length = f" of {least}" if least == most else f" of at least {least}" if least else ""
+    length += f" of at most {most}" if most not in (None, least) else ""
+    if not isinstance(value, list) or len(value) < least or (most is not None and len(value) > most):
+        raise FleetError(path, f"got {_shown(value)}; must be a list{length}")
+    return tuple(_convert(entry, get_args(hint)[0], f"{path}[{index}]") for index, entry in enumerate(value))
 
 
 def _convert_size(value: Any, path: str) -> Size:

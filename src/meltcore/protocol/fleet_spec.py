@@ -70,7 +70,7 @@ PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 GpuId: TypeAlias = Annotated[int, Meta(ge=0)]
-Device: TypeAlias = Literal["auto", "cpu"] | tuple[GpuId, ...]
+Device: TypeAlias = Literal["auto", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,6 +91,13 @@ class ServerSection(_Section, frozen=True, kw_only=True):
     ] = None
     allowed_origins: Annotated[tuple[str, ...], Meta(description="Web origins that may send requests (CORS).")] = ()
     log_format: Annotated[Literal["text", "json"], Meta(description="Format of the line per request.")] = "text"
+    log_limit: Annotated[
+        Size | None,
+        Meta(
+            description="Size of a log file past which it begins anew; the one before is kept as *.previous "
+            "(default: 64MiB)."
+        ),
+    ] = None
     otlp_endpoint: Annotated[
         Url | None,
         Meta(
@@ -227,7 +234,7 @@ class LanguagesSection(_Section, frozen=True, kw_only=True):
         dict[Language, Name], Meta(description='Language of text to model; "*" is every other language.')
     ] = {}
     substitute: Annotated[
-        dict[LanguageCode, LanguageCode | tuple[LanguageCode, ...]],
+        dict[LanguageCode, LanguageCode | Annotated[tuple[LanguageCode, ...], Meta(min_length=1)]],
         Meta(description="Languages that a model may not know: the one, or the first of a list, that it gets instead."),
     ] = {}
 
@@ -245,6 +252,14 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
         16_384
     )
     max_queue_tokens: Annotated[PositiveInt, Meta(description="Prompt tokens of a model that may wait.")] = 16_777_216
+    class_shares: Annotated[
+        tuple[PositiveInt, ...],
+        Meta(
+            min_length=3,
+            max_length=3,
+            description="Shares of interactive, standard and batch in a model's work while all of them wait.",
+        ),
+    ] = (60, 30, 10)
     requests_per_minute: Annotated[
         PositiveInt | None, Meta(description="Requests per key and minute (default: no limit).")
     ] = None
@@ -329,12 +344,24 @@ class TranslateRoute(_Section, frozen=True, kw_only=True):
         Meta(description="indictrans2: the models of `languages.translation`; llm: a language model by prompt."),
     ] = "indictrans2"
     model: Annotated[Name | None, Meta(description="The language model, where backend is llm.")] = None
+    prompt: Annotated[
+        Text | None, Meta(description="Its system message, with {source} and {target} (default: asks to translate).")
+    ] = None
+    stop: Annotated[tuple[Text, ...], Meta(description="Texts that end its translation.")] = ()
 
 
 class ChatRoute(_Section, frozen=True, kw_only=True):
     """What answers the chat routes whose requests name no model."""
 
     model: Annotated[Name | None, Meta(description="A generation model (default: the first of the file).")] = None
+    prompt: Annotated[
+        str | None,
+        Meta(description='System message, with {language}; "": none (default: asks for one short sentence).'),
+    ] = None
+    language: Annotated[
+        LanguageCode | None,
+        Meta(description="Language in which the model is asked: prompts are translated into it, answers from it."),
+    ] = None
 
 
 class RoutesSection(_Section, frozen=True, kw_only=True):
