@@ -331,7 +331,7 @@ class SharingSection(_Section, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=10_000)], Meta(description="The longest wait before a step, in milliseconds.")
     ] = 100.0
     step_ms: Annotated[
-        Annotated[float, Meta(gt=0)],
+        Annotated[float, Meta(gt=0, le=10_000)],
         Meta(description="What steps are limited to, in milliseconds, while a higher class is at work."),
     ] = 50.0
 

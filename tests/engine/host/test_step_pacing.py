@@ -1,4 +1,4 @@
-"""Step pacing: shares, bounded waits and deaths on a simulated clock; two real processes; engines under it."""
+"""Step pacing: shares, bounded waits and deaths on a simulated clock; two real processes; the process shell."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from engine_client import EngineClient
-from engine_tools import random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meltcore.config import EngineConfig, PriorityClass, SharingConfig
+from meltcore.config import PriorityClass, SharingConfig
 from meltcore.engine.host import shell
-from meltcore.engine.host.step_pacing import HOLD_S, POLL_S, SHORT_STEPS_S, StepPacing, StepTurn
+from meltcore.engine.host.step_pacing import HOLD_S, MAX_POLL_S, POLL_S, SHORT_STEPS_S, StepPacing, StepTurn
 from meltcore.errors import ConfigError
 from meltcore.process import end_group, start
-from meltcore.protocol.generation import AddRequest, EngineStats, StepOutputs, ToEngine
-from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.protocol.generation import EngineStats, StepOutputs, ToEngine
 from meltcore.protocol.shell import Loading
 from meltcore.protocol.step_marks import MAX_ENGINES, StepMarks, make_marks_file
 
@@ -132,7 +129,7 @@ def test_burst_is_waited_out_and_steps_stay_short_for_a_while(marks: Path) -> No
     waited = [(at_s, turn) for at_s, turn in turns if turn.waited_s]
     assert len(waited) == 1
     at_s, turn = waited[0]
-    assert at_s + turn.waited_s == pytest.approx(1.08, abs=0.001)
+    assert at_s + turn.waited_s == pytest.approx(1.08, abs=MAX_POLL_S + 0.001)
     limited = [at_s for at_s, turn in turns if turn.limit_s == 0.02]
     assert min(limited) == at_s
     assert max(limited) == pytest.approx(1.08 + SHORT_STEPS_S, abs=0.02)
@@ -302,24 +299,3 @@ def test_process_marks_its_steps_and_not_its_idle_time(
     else:
         assert engine.marked == [True, True, True, False]
         assert engine.turns == [StepTurn(0.0, None)] * 3
-
-
-def test_real_engine_waits_for_marks_and_goes_on(tmp_path: Path, checkpoint: Path) -> None:
-    path = tmp_path / "marks"
-    make_marks_file(path)
-    higher = StepMarks(path, "interactive")
-    sharing = SharingConfig(priority_class="batch", marks=(str(path),), min_share=0.01, max_wait_ms=300.0)
-    config = EngineConfig(model=str(checkpoint), device="cpu", memory_bytes=64 * 2**20, sharing=sharing)
-    client = EngineClient(tmp_path, config)
-    try:
-        client.ready()
-        for marked in (False, True):
-            higher.mark(time.monotonic() + 60 if marked else 0.0)
-            began_s = time.monotonic()
-            client.send(AddRequest(f"{marked}", random_prompt(20, 0), SamplingParams(max_tokens=2, ignore_eos=True)))
-            (outputs,) = client.outputs(1).values()
-            assert outputs[-1].finish_reason == "length"
-            if marked:
-                assert time.monotonic() - began_s >= 0.3
-    finally:
-        client.close()

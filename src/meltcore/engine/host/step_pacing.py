@@ -23,7 +23,8 @@ from meltcore.protocol.step_marks import StepMarks
 
 # A mark is renewed at each step, so it has to outlast one.
 HOLD_S = 1.0
-POLL_S = 0.0002
+# A look at the marks costs CPU, which engines on the CPU share too: the longer a wait, the rarer they are.
+POLL_S, MAX_POLL_S, POLL_FRACTION = 0.0002, 0.002, 0.1
 # Steps stay short for this long after the last mark: the next request should not meet a long one.
 SHORT_STEPS_S = 2.0
 
@@ -90,7 +91,8 @@ class StepPacing:
             left_s = self._credit_s - (now_s - began_s)
             if left_s <= 0:
                 break
-            self._sleep(min(POLL_S, left_s))
+            poll_s = min(max(POLL_S, POLL_FRACTION * (now_s - began_s)), MAX_POLL_S)
+            self._sleep(min(poll_s, left_s))
             now_s = self._clock()
             for board in self._boards:
                 board.mark(now_s + HOLD_S)
