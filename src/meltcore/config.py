@@ -116,6 +116,11 @@ class EngineConfig:
         group=_ENGINE_GROUP,
     )
     enforce_eager: bool = option(False, "Launch every kernel by itself, without CUDA graphs.", group=_ENGINE_GROUP)
+    enable_sleep_mode: bool = option(
+        False,
+        "Allocate so that the idle engine can give its memory back and take it again (one GPU, or a CPU).",
+        group=_ENGINE_GROUP,
+    )
     enable_prefix_caching: bool = option(
         True,
         "Reuse the KV cache of equal prompt prefixes (default: on).",

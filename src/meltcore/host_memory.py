@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +23,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # glibc has these; with another C library the functions below that use them do nothing.
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
 
 # glibc gives threads arenas of their own, and `malloc_trim` keeps the free end of all but the first. With several
 # arenas 8 MB of what ZeroMQ's thread read of 10,000 prompts stayed with the engine; with one, nothing (2026-11-21).
@@ -51,6 +54,20 @@ def trim_memory() -> None:
     gc.collect()
     if _malloc_trim is not None:
         _malloc_trim(0)
+
+
+def drop_pages(address: int, size: int) -> int:
+    """Give the physical memory of all whole pages in a range of private memory back. Returns their bytes.
+
+    The addresses stay, and the pages hold zeros when they are used next. Raises OSError where the system refuses it.
+    """
+    start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end <= start:
+        return 0
+    if _madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"madvise of {end - start} bytes: {os.strerror(number)}")
+    return end - start
 
 
 def host_available_bytes(root: Path = Path("/")) -> int:

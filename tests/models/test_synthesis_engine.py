@@ -270,6 +270,17 @@ def test_synthesis_checkpoints_are_told_from_others(folder: Path, tmp_path: Path
         assert not is_synthesis_model(model)
 
 
+def test_engine_speaks_alike_after_its_weights_were_dropped(folder: Path) -> None:
+    config = EngineConfig(model=str(folder), device="cpu", memory_bytes=2**28, enable_sleep_mode=True)
+    task = SynthesisTask(config)
+    before = samples_of(speak(task, request("r", "mat", seed=7)), "r")
+    freed_bytes, resident_bytes = task.sleep("disk")
+    assert not max(task.model.parameters(), key=torch.numel).flatten()[1024:-1024].any()
+    assert resident_bytes == 0
+    assert task.wake() > freed_bytes > 0
+    np.testing.assert_array_equal(samples_of(speak(task, request("r", "mat", seed=7)), "r"), before)
+
+
 def test_process_speaks_refuses_and_aborts(folder: Path, tmp_path: Path, task: SynthesisTask) -> None:
     config = EngineConfig(model=str(folder), device="cpu", memory_bytes=2**28)
     client = EngineClient(tmp_path, config, from_engine=FromEngine)

@@ -152,6 +152,19 @@ def test_translation_checkpoints_are_told_from_others(folder: Path, tmp_path: Pa
         assert not is_translation_model(model)
 
 
+def test_engine_translates_alike_after_it_slept(folder: Path) -> None:
+    config = EngineConfig(model=str(folder), device="cpu", memory_bytes=2**20, enable_sleep_mode=True)
+    engine = BatchEngine(TranslationTask(config))
+    found = []
+    for keep in ("host", "disk", "disk"):
+        for request in requests_of(5, seed=5):
+            engine.add(request)
+        found.append({result.request_id: result.token_ids for result in run(engine)})
+        assert engine.sleep(keep).freed_bytes > 0  # type: ignore[arg-type]
+        assert (engine.wake() > 0) == (keep == "disk")
+    assert found[0] == found[1] == found[2]
+
+
 def test_process_translates_refuses_and_aborts(folder: Path, tmp_path: Path, task: TranslationTask) -> None:
     client = EngineClient(
         tmp_path, EngineConfig(model=str(folder), device="cpu", memory_bytes=2**20), from_engine=FromEngine

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from meltcore.kernels.memory_pools import graph_pool
+
 _Outputs = TypeVar("_Outputs")
 _Kept = TypeVar("_Kept")
 
@@ -28,7 +30,7 @@ class GraphCapturer:
     """Captures graphs that run one after another on one stream, so they share the memory of one pool."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = graph_pool()
         stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
         self._stream = stream()  # one for all: cuBLAS keeps a workspace per stream
 

@@ -15,6 +15,7 @@ import torch
 from meltcore.config import DType, Quantization
 from meltcore.errors import ConfigError, ShardError
 from meltcore.host_memory import host_available_bytes
+from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import GgmlType, random_blocks
 from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS
@@ -56,7 +57,9 @@ def build_model(
     group: build only this rank's shard. Raises ConfigError for an unsupported model, quantization or group size, and
     when `device` has too little memory.
     """
-    return build_meta_model(checkpoint, dtype, device, quantization, group).to_empty(device=device)
+    model = build_meta_model(checkpoint, dtype, device, quantization, group)
+    with memory_pool("weights"):
+        return model.to_empty(device=device)
 
 
 def build_meta_model(

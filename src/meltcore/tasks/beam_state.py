@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from meltcore.errors import ConfigError
+from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.sampling.beam_top_k import log_softmax_top_k
 from meltcore.models.indictrans2 import EOS_ID, DecodeStep, IndicTrans2
 from meltcore.models.task_configs import MAX_NEW_TOKENS, NUM_BEAMS
@@ -68,8 +69,9 @@ class BeamState:
         beams, length, heads = options.num_beams, options.max_new_tokens, config.decoder.num_heads
         shape = (config.decoder.num_layers, 2, slots, heads)
         head_dim = config.hidden_size // heads
-        self.self_kv = torch.zeros(*shape, length, beams, head_dim, dtype=model.dtype, device=self.device)
-        self.cross_kv = torch.zeros(*shape, max_source, head_dim, dtype=model.dtype, device=self.device)
+        with memory_pool("kv_cache"):
+            self.self_kv = torch.zeros(*shape, length, beams, head_dim, dtype=model.dtype, device=self.device)
+            self.cross_kv = torch.zeros(*shape, max_source, head_dim, dtype=model.dtype, device=self.device)
 
         def table(*sizes: int, fill: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.full((slots, *sizes), fill, dtype=dtype, device=self.device)

@@ -92,6 +92,20 @@ def test_transcripts_are_the_same_alone_as_in_company(task: RecognitionTask) -> 
     assert stats.steps_total < len(requests)
 
 
+def test_engine_hears_alike_after_its_weights_were_dropped(archive: Path) -> None:
+    task = RecognitionTask(EngineConfig(model=str(archive), device="cpu", memory_bytes=2**30, enable_sleep_mode=True))
+    engine, found = BatchEngine(task), []
+    for _ in range(2):
+        for request in requests_of(1):
+            engine.add(request)
+        found.append({transcript.request_id: words(transcript) for transcript in run(engine)})
+        assert engine.sleep("disk").freed_bytes > 0
+        largest = max(task.model.parameters(), key=torch.numel)
+        assert not largest.flatten()[1024:-1024].any()
+        assert engine.wake() > 0
+    assert found[0] == found[1]
+
+
 def test_words_have_their_times() -> None:
     texts = ["\u2581ka", "la", "\u2581", "\u2581ma"]
     emissions = Emissions([0, 1, 3, 2, 1], [1, 3, 6, 8, 9], [2, 5, 7, 9, 11])

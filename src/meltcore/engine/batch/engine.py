@@ -21,13 +21,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.waiting import Waiting, WaitingQueue, shape_buckets
 from meltcore.engine.host.shell import Outputs
+from meltcore.engine.host.sleep import Slept
 from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskFinishReason, TaskRequest, TaskResult, TaskTimes
@@ -71,6 +72,12 @@ class BatchTask(Protocol[_AcceptedRequest, Result]):
 
     def ready(self) -> BatchReady:
         """Return the message that says that the engine can serve."""
+
+    def sleep(self, keep: Literal["host", "disk"]) -> Slept:
+        """Give memory back while nothing runs. Raises SleepError and changes nothing if it cannot."""
+
+    def wake(self) -> int:
+        """Take memory again. Returns the bytes of weights copied. Raises SleepError if it cannot."""
 
     def close(self) -> None:
         """Release the device."""
@@ -190,6 +197,14 @@ class BatchEngine(Generic[Request, Result]):
 
     def check(self) -> None:
         """Do nothing: there are no ranks that could fail."""
+
+    def sleep(self, keep: Literal["host", "disk"]) -> Slept:
+        """Give memory back while there is no work. Raises SleepError and changes nothing if it cannot."""
+        return self.task.sleep(keep)
+
+    def wake(self) -> int:
+        """Take memory again. Returns the bytes of weights copied. Raises SleepError if it cannot."""
+        return self.task.wake()
 
     def close(self) -> None:
         """Release the device."""

@@ -21,10 +21,11 @@ from meltcore.engine.batch.memory_plans import (
     recognition_shape,
 )
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
+from meltcore.engine.host.sleep_memory import SleepableTask
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import find_recognizer, has_assets
 from meltcore.models.indicconformer import IndicConformer, RecognizerFiles
-from meltcore.models.loader import check_memory, task_dtype
+from meltcore.models.loader import Progress, check_memory, task_dtype
 from meltcore.models.nemo_archive import NemoArchive
 from meltcore.models.recognizer_assets import PublishedAssets
 from meltcore.models.task_configs import IndicConformerConfig
@@ -45,7 +46,7 @@ class _Batch(NamedTuple):
     shape: int
 
 
-class RecognitionTask:
+class RecognitionTask(SleepableTask):
     """Transcribes clips with an IndicConformer on one device."""
 
     def __init__(
@@ -60,15 +61,22 @@ class RecognitionTask:
         path = find_recognizer(config.model, dummy=config.load_format == "dummy")
         assert path is not None, "the caller has found it"
         device = choose_device(config.device)
+        super().__init__(config, device)
         self._dtype = task_dtype(config.dtype, device, on_gpu=torch.float16)
         self._weights: Literal["real", "dummy"] = "dummy" if config.load_format == "dummy" else "real"
-        files: RecognizerFiles = PublishedAssets(path) if has_assets(path) else NemoArchive(path)
-        try:
-            model_config = files.model_config
-            self.model = _build(config, model_config, self._dtype, device)
-            self._token_texts = _load(self.model, files, config, progress)
-        finally:
-            files.close()
+        self._token_texts: dict[str, list[str]] = {}
+
+        def load(*, progress: Progress) -> IndicConformer:
+            files: RecognizerFiles = PublishedAssets(path) if has_assets(path) else NemoArchive(path)
+            try:
+                model = _build(config, files.model_config, self._dtype, device)
+                self._token_texts = _load(model, files, config, progress)
+            finally:
+                files.close()
+            return model
+
+        self.model = self._keep_model(load, progress)
+        model_config = self.model.config
         self.max_samples = MAX_CLIP_S * model_config.features.sample_rate
         self._languages = {language: index for index, language in enumerate(model_config.languages)}
         max_shape = recognition_shape(model_config)
@@ -90,8 +98,10 @@ class RecognitionTask:
         self.model.prepare(max_shape)
         self._batches: list[_Batch] = []
         is_cuda = device.type == "cuda"
-        self._encoder_graphs = EncoderGraphs(self.model, graphs.encoder, graphs.clips) if is_cuda else None
-        self._rnnt_graphs = TransducerGraphs(self.model, graphs.transducer) if is_cuda else None
+        self.memory += self._sleep_rows()
+        with self._building():
+            self._encoder_graphs = EncoderGraphs(self.model, graphs.encoder, graphs.clips) if is_cuda else None
+            self._rnnt_graphs = TransducerGraphs(self.model, graphs.transducer) if is_cuda else None
         self._device = device
         self._load_s = time.monotonic() - start_s
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,6 +29,7 @@ from meltcore.engine.batch.memory_plans import (
     synthesis_shape,
 )
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
+from meltcore.engine.host.sleep_memory import SleepableTask
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import SYNTHESIS_ARCHITECTURE, open_task_checkpoint
 from meltcore.models.loader import task_dtype
@@ -80,7 +82,7 @@ class _Speech:
     plays_until_s: float = 0.0  # if playback began with the first sound
 
 
-class SynthesisTask:
+class SynthesisTask(SleepableTask):
     """Speaks texts with an IndicF5 on one device."""
 
     def __init__(
@@ -95,15 +97,19 @@ class SynthesisTask:
         is_dummy = config.load_format == "dummy"
         checkpoint = open_task_checkpoint(config.model, "speech synthesis", SYNTHESIS_ARCHITECTURE, is_dummy=is_dummy)
         self._device = choose_device(config.device)
+        super().__init__(config, self._device)
         self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
         self._vocabulary = load_vocabulary(checkpoint, is_dummy=is_dummy)
-        self.model = load_synthesis_model(
-            checkpoint,
-            task_dtype(config.dtype, self._device, on_gpu=torch.bfloat16),
-            self._device,
-            self._vocabulary.size,
-            dummy_seed=config.seed if is_dummy else None,
-            progress=progress,
+        self.model = self._keep_model(
+            partial(
+                load_synthesis_model,
+                checkpoint,
+                task_dtype(config.dtype, self._device, on_gpu=torch.bfloat16),
+                self._device,
+                self._vocabulary.size,
+                dummy_seed=config.seed if is_dummy else None,
+            ),
+            progress,
         )
         self._mel = self.model.config.mel
         self._max_speech_s = max_speech_s(self.model.config)
@@ -123,7 +129,9 @@ class SynthesisTask:
         is_exact = has_budget(config, self._device)
         graph_limits = BUDGET_SYNTHESIS_GRAPHS if is_exact else SYNTHESIS_GRAPHS
         self.outside_bytes = graph_node_bytes(graph_limits[1], self.model.config.num_layers) if is_exact else 0
-        self._sampler = SpeechSampler(self.model, max_batch_frames, graph_limits)
+        self.memory += self._sleep_rows()
+        with self._building():
+            self._sampler = SpeechSampler(self.model, max_batch_frames, graph_limits)
         self._voices = self._load_voices(config, checkpoint.folder if not is_dummy else None)
         self._plans: dict[str, tuple[_Speaker, list[Chunk]]] = {}  # of requests that wait
         self._running: dict[str, _Speech] = {}

@@ -24,6 +24,7 @@ from meltcore.engine.batch.memory_plans import (
 )
 from meltcore.engine.batch.waiting import shape_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
+from meltcore.engine.host.sleep_memory import SleepableTask
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import TRANSLATION_ARCHITECTURE, open_task_checkpoint
 from meltcore.models.loader import task_dtype
@@ -36,7 +37,7 @@ from meltcore.tasks.beam_state import BeamOptions
 from meltcore.tasks.translation import load_translation_model
 
 
-class TranslationTask:
+class TranslationTask(SleepableTask):
     """Translates sentences with an IndicTrans2 checkpoint on one device."""
 
     def __init__(
@@ -51,14 +52,18 @@ class TranslationTask:
         is_dummy = config.load_format == "dummy"
         checkpoint = open_task_checkpoint(config.model, "translation", TRANSLATION_ARCHITECTURE, is_dummy=is_dummy)
         self._device = choose_device(config.device)
+        super().__init__(config, self._device)
         self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
         self._has_tokenizer = checkpoint.has_sentencepiece
-        self.model = load_translation_model(
-            checkpoint,
-            task_dtype(config.dtype, self._device, on_gpu=torch.float16),
-            self._device,
-            dummy_seed=config.seed if is_dummy else None,
-            progress=progress,
+        self.model = self._keep_model(
+            partial(
+                load_translation_model,
+                checkpoint,
+                task_dtype(config.dtype, self._device, on_gpu=torch.float16),
+                self._device,
+                dummy_seed=config.seed if is_dummy else None,
+            ),
+            progress,
         )
         sizes = self.model.config
         self.max_source, max_new_tokens = sizes.sentence_limits(config.max_model_len)
@@ -78,18 +83,21 @@ class TranslationTask:
                 f"of {self.slots} sentences and a spare: {self.max_source} tokens, {self.options.num_beams} beams of "
                 f"{self.options.max_new_tokens}",
             ),
+            *self._sleep_rows(),
         ]
         self.outside_bytes = graph_node_bytes(len(graph_rows(self.slots)), sizes.decoder.num_layers) if is_exact else 0
         if is_exact:
             self.memory.append(MemoryRow("workspace", workspace(self.slots), "of the encoder, graphs and libraries"))
-        self._search = BeamSearch(
-            self.model,
-            self.options,
-            slots=self.slots,
-            max_source=self.max_source,
-            encoder_tokens=BUDGET_ENCODER_TOKENS if is_exact else None,
-        )
-        self._search.capture(progress)
+        with self._building():
+            self._search = BeamSearch(
+                self.model,
+                self.options,
+                slots=self.slots,
+                max_source=self.max_source,
+                encoder_tokens=BUDGET_ENCODER_TOKENS if is_exact else None,
+            )
+            self._search.capture(progress)
+        self._caches = [self._search.state.self_kv, self._search.state.cross_kv]
         # A sentence holds its slot for as long as it runs, whatever its length: all cost the same.
         positions = self.max_source + self.options.num_beams * self.options.max_new_tokens
         self._slot_cost = next(shape for shape in shape_buckets(2 * positions) if shape >= positions)

@@ -6,6 +6,7 @@ import atexit
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -21,12 +22,14 @@ from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
 from meltcore.engine.host.device import choose_device, describe_device, has_budget
+from meltcore.engine.host.sleep import Slept
+from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, required
 from meltcore.engine.host.step_pacing import StepTurn
-from meltcore.engine.worker.loading import batched_tokens, check_shards, load
+from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
 from meltcore.engine.worker.model_runner import LaunchedStep, ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
 from meltcore.engine.worker.warm_up import CompileOrder, StepLimits, compile_kernels, warm_up
-from meltcore.errors import RequestError
+from meltcore.errors import RequestError, SleepError
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.uniform_routing import set_uniform_routing
 from meltcore.models.checkpoint import CheckpointFiles, open_checkpoint
@@ -79,8 +82,12 @@ class GenerationEngine:
         self._ranks = Ranks(config, ranks) if config.tensor_parallel_size > 1 else None
         if self._ranks is not None:
             atexit.register(_close, weakref.ref(self))  # NCCL must not be left to the interpreter's teardown
+        self._sleep_memory = make_sleep_memory(config, device, lambda: (self.runner.weights, self.runner.cache_tensors))
         try:
-            self._prepare(device, progress, pages, recurrent_slots)
+            with nullcontext() if self._sleep_memory is None else self._sleep_memory.building():
+                self._prepare(device, progress, pages, recurrent_slots)
+            if self._sleep_memory is not None:
+                self.memory += self._sleep_memory.memory_rows()
         except BaseException:
             self.close()
             raise
@@ -267,6 +274,29 @@ class GenerationEngine:
     def _drop_graphs(self) -> None:
         assert isinstance(self.runner, GroupRunner)
         self.runner.drop_graphs()
+
+    def sleep(self, keep: Keep) -> Slept:
+        """Give weights and caches back, while there is no work. Cached prefixes are forgotten.
+
+        Raises SleepError and changes nothing when it cannot, which is so without `enable_sleep_mode`.
+        """
+        memory = required(self._sleep_memory)
+        if self.has_work:
+            raise SleepError(f"the engine has {len(self._requests)} open requests; it sleeps only without any")
+        self.runner.forget_step()
+        slept = memory.sleep(keep)
+        self.pool.drop_cached()
+        return slept
+
+    def wake(self) -> int:
+        """Take weights and caches again. Returns the bytes of weights copied.
+
+        Raises SleepError when it cannot; the engine sleeps on, and can be woken again.
+        """
+        return required(self._sleep_memory).wake(self._reload_weights)
+
+    def _reload_weights(self) -> None:
+        fill_weights(self.runner.model, self.config, self.checkpoint, lambda _stage, _part: None)
 
     def ready(self) -> GenerationReady:
         """Return the properties of a loaded engine that API servers need."""

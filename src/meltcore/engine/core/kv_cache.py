@@ -195,6 +195,13 @@ class PagePool:
             del self._cached[page]
             self._free.append(page)
 
+    def drop_cached(self) -> None:
+        """Free all cached pages: their content is lost."""
+        while self._cached:
+            page = next(iter(self._cached))
+            self.unregister(page)
+            self.on_evict(page)
+
     def check(self) -> None:
         """Raise AssertionError when the bookkeeping is inconsistent; for tests and for an idle engine."""
         referenced = {page for page in range(1, self.total + 1) if self._references[page] > 0}

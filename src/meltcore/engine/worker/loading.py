@@ -57,13 +57,18 @@ def load(
     cache_dtype = _cache_dtype(model, config, device)
     # Loading and the rotary table only take memory: what does not fit now never will.
     _plan(config, model, device, max_model_len, cache_dtype)
+    fill_weights(model, config, checkpoint, progress)
+    model.prepare(max_model_len)
+    plan = _plan(config, model, device, max_model_len, cache_dtype)
+    return LoadedModel(model, device, max_model_len, cache_dtype, plan)
+
+
+def fill_weights(model: Model, config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Fill the weights from the checkpoint's files, or with random values. Raises ConfigError for a bad file."""
     if config.load_format == "dummy":
         fill_dummy_weights(model, checkpoint, config.seed)
     else:
         load_weights(model, checkpoint, progress)
-    model.prepare(max_model_len)
-    plan = _plan(config, model, device, max_model_len, cache_dtype)
-    return LoadedModel(model, device, max_model_len, cache_dtype, plan)
 
 
 def check_shards(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> None:

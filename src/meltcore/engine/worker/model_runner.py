@@ -28,6 +28,7 @@ from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, Pre
 from meltcore.engine.worker.sampler import Sampler, SampleResult, select_logprobs
 from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_together, to_host
 from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.sampling.argmax import argmax
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.loader import Progress
@@ -114,18 +115,19 @@ class ModelRunner:
         rows = config.max_num_seqs + 1  # row 0 is for padding
         groups = group_layers(model.kv_cache_specs())
         self.recurrent_states: RecurrentStateCache | None = None
-        if groups.recurrent is not None:
-            self.recurrent_states = RecurrentStateCache(
-                groups.recurrent,
-                len(groups.recurrent_layers),
-                slots=config.recurrent_slots,
-                rows=rows,
-                dtype=model.dtype,
-                device=self.device,
-            )
-        # One page more: page 0 is for padding.
-        pages = config.pages + 1
-        self.caches = allocate_caches(groups, pages, PAGE_SIZE, cache_dtype, self.device, self.recurrent_states)
+        with memory_pool("kv_cache"):
+            if groups.recurrent is not None:
+                self.recurrent_states = RecurrentStateCache(
+                    groups.recurrent,
+                    len(groups.recurrent_layers),
+                    slots=config.recurrent_slots,
+                    rows=rows,
+                    dtype=model.dtype,
+                    device=self.device,
+                )
+            # One page more: page 0 is for padding.
+            pages = config.pages + 1
+            self.caches = allocate_caches(groups, pages, PAGE_SIZE, cache_dtype, self.device, self.recurrent_states)
         self.kv_cache_dtype = self.caches[groups.attention[0].layers[0]][0].dtype
         self._config = config
         # Of all sub-groups, one after another, so that a step's updates are written by one kernel.
@@ -146,6 +148,20 @@ class ModelRunner:
         self._prompt_logprobs: PromptLogprobs | None = None  # of the newest step
 
     @property
+    def weights(self) -> list[torch.Tensor]:
+        """The model's weights."""
+        return list(self.model.parameters())
+
+    @property
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """The caches of all layers."""
+        return [tensor for pair in self.caches for tensor in pair]
+
+    def forget_step(self) -> None:
+        """Drop the outputs of the last step."""
+        self._decoded = self._prompt_logprobs = None
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of all caches, the null page and the null slot included."""
         # By address: sub-groups share their tensors.
@@ -157,7 +173,8 @@ class ModelRunner:
         capture_all: none is captured later, so that the memory of graphs does not grow.
         """
         shape = self._config.max_num_seqs, self.model.local_vocab_size
-        self._logits = torch.empty(shape, dtype=self.model.dtype, device=self.device)
+        with memory_pool("kv_cache"):
+            self._logits = torch.empty(shape, dtype=self.model.dtype, device=self.device)
         graphs = self._make_decode_graphs()
         graphs.capture(progress)
         self._decode_graphs = graphs

@@ -1,0 +1,260 @@
+"""The memory of an engine that can sleep: given back and taken again at the same addresses.
+
+On a GPU weights, caches and the pools of CUDA graphs are in memory pools of their own (`kernels/memory_pools.py`). On a
+CPU the weights are in host memory already: `host` releases the caches alone, `disk` both.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from meltcore.config import EngineConfig
+from meltcore.engine.host.sleep import Slept
+from meltcore.errors import ConfigError, MeltcoreError, SleepError
+from meltcore.host_memory import drop_pages, host_available_bytes
+from meltcore.kernels.memory_pools import MemoryPools
+from meltcore.models.loader import Progress
+from meltcore.protocol.shell import MemoryRow
+
+Keep = Literal["host", "disk"]
+_Module = TypeVar("_Module", bound=nn.Module)
+_LoadedModule = TypeVar("_LoadedModule", bound=nn.Module, covariant=True)
+_GIB = 2**30
+
+
+# Returns the weights of an engine and its caches.
+Tensors = Callable[[], tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]]
+
+
+class SleepMemory(Protocol):
+    """What can be given back of an engine's memory. `sleep` and `wake` alternate."""
+
+    def building(self) -> AbstractContextManager[None]:
+        """Return a context in which the engine allocates what it can give back."""
+
+    def adopt(self, model: nn.Module) -> None:
+        """Take over the weights of a model that was not built in a pool. Their addresses change."""
+
+    def memory_rows(self) -> list[MemoryRow]:
+        """Return the rows of the memory table for what the first sleep takes."""
+
+    def sleep(self, keep: Keep) -> Slept:
+        """Give memory back, and keep the weights in host memory or drop them. Raises SleepError and changes nothing."""
+
+    def wake(self, reload: Callable[[], None]) -> int:
+        """Take memory again, and call `reload` where the weights were dropped. Returns the bytes of weights copied.
+
+        Raises SleepError when memory or the checkpoint is missing, and gives back what it has taken.
+        """
+
+
+class GpuSleepMemory:
+    """The memory pools of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Create the pools. Raises ConfigError when the GPU cannot have them."""
+        try:
+            self._pools = MemoryPools(device)
+        except MeltcoreError as error:
+            raise ConfigError(f"--enable-sleep-mode: {error}") from error
+        self._device = device
+        self._keep: Keep = "host"
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """See `SleepMemory`."""
+        with self._pools.building():
+            yield
+
+    def adopt(self, model: nn.Module) -> None:
+        """See `SleepMemory`. Tensors of one storage, such as those of an LSTM, stay together."""
+        tensors = _tensors_of(model)
+        pooled: dict[int, torch.Tensor] = {}
+        for storage in _storages(tensors):
+            content = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            with self._pools.allocating("weights"):
+                pooled[storage.data_ptr()] = content.clone()
+        for tensor in tensors:
+            storage = pooled[tensor.untyped_storage().data_ptr()].untyped_storage()
+            moved = torch.empty(0, dtype=tensor.dtype, device=self._device)
+            tensor.data = moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        del content
+        torch.cuda.empty_cache()
+
+    def memory_rows(self) -> list[MemoryRow]:
+        """See `SleepMemory`."""
+        size = self._pools.memory.size("weights")
+        return [MemoryRow("weights asleep", size, "of pinned host memory, from the first sleep with keep host on")]
+
+    def sleep(self, keep: Keep) -> Slept:
+        """See `SleepMemory`. What torch's allocator caches is given back too."""
+        held_bytes = torch.cuda.memory_reserved(self._device)
+        self._pools.memory.sleep(("weights",) if keep == "host" else ())
+        self._keep = keep
+        torch.cuda.empty_cache()
+        resident_bytes = self._pools.other_bytes
+        return Slept(held_bytes - resident_bytes, resident_bytes)
+
+    def wake(self, reload: Callable[[], None]) -> int:
+        """See `SleepMemory`. Caches hold zeros."""
+        memory = self._pools.memory
+        copied_bytes = memory.wake(("weights",) if self._keep == "host" else ())
+        if self._keep == "host":
+            return copied_bytes
+        try:
+            reload()
+        except (MeltcoreError, OSError, torch.OutOfMemoryError) as error:
+            memory.drop()
+            torch.cuda.empty_cache()
+            raise SleepError(f"the weights cannot be read again: {error}") from error
+        return memory.size("weights")
+
+
+class CpuSleepMemory:
+    """The memory of an engine's tensors in host memory, whose pages are given back at their addresses."""
+
+    def __init__(self, tensors: Tensors, available_bytes: Callable[[], int] = host_available_bytes) -> None:
+        """tensors: of the engine, once it is built."""
+        self._tensors = tensors
+        self._available_bytes = available_bytes
+        self._keep: Keep = "host"
+
+    def building(self) -> AbstractContextManager[None]:
+        """See `SleepMemory`."""
+        return nullcontext()
+
+    def adopt(self, model: nn.Module) -> None:
+        """Do nothing: memory is known by its tensors."""
+
+    def memory_rows(self) -> list[MemoryRow]:
+        """See `SleepMemory`."""
+        return []
+
+    def sleep(self, keep: Keep) -> Slept:
+        """See `SleepMemory`. Weights stay where they are unless they are dropped."""
+        self._keep = keep
+        freed_bytes = self._drop()
+        weights, _ = self._storages()
+        return Slept(freed_bytes, 0 if keep == "disk" else sum(storage.nbytes() for storage in weights))
+
+    def wake(self, reload: Callable[[], None]) -> int:
+        """See `SleepMemory`. Caches hold zeros."""
+        weights, caches = self._storages()
+        dropped = [*caches, *(weights if self._keep == "disk" else ())]
+        needed_bytes, available_bytes = sum(storage.nbytes() for storage in dropped), self._available_bytes()
+        if needed_bytes > available_bytes:
+            raise SleepError(
+                f"waking takes {needed_bytes / _GIB:,.2f} GiB of host memory, and {available_bytes / _GIB:,.2f} GiB "
+                "are available; let another model sleep, then wake this one again"
+            )
+        if self._keep == "host":
+            return 0
+        try:
+            reload()
+        except (MeltcoreError, OSError) as error:
+            self._drop()
+            raise SleepError(f"the weights cannot be read again: {error}") from error
+        return sum(storage.nbytes() for storage in weights)
+
+    def _storages(self) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
+        weights, caches = self._tensors()
+        return _storages(weights), _storages(caches)
+
+    def _drop(self) -> int:
+        """Give back what sleeps. Returns its bytes: whole pages. Bytes of the caches in other pages become zeros."""
+        weights, caches = self._storages()
+        for storage in caches:
+            content = torch.empty(0, dtype=torch.uint8).set_(storage)
+            for edge in (content[: mmap.PAGESIZE], content[-mmap.PAGESIZE :]):
+                edge.zero_()
+        dropped = [*caches, *(weights if self._keep == "disk" else ())]
+        return sum(drop_pages(storage.data_ptr(), storage.nbytes()) for storage in dropped)
+
+
+def make_sleep_memory(config: EngineConfig, device: torch.device, tensors: Tensors) -> SleepMemory | None:
+    """Return the memory of an engine that can sleep, None without --enable-sleep-mode.
+
+    tensors: of the engine, called when it sleeps. Raises ConfigError where a sleep mode is not supported.
+    """
+    if not config.enable_sleep_mode:
+        return None
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--enable-sleep-mode: an engine of one GPU can sleep; got --tensor-parallel-size "
+            f"{config.tensor_parallel_size}"
+        )
+    return GpuSleepMemory(device) if device.type == "cuda" else CpuSleepMemory(tensors)
+
+
+def required(memory: SleepMemory | None) -> SleepMemory:
+    """Return the memory of an engine. Raises SleepError when it was started without a sleep mode."""
+    if memory is None:
+        raise SleepError("the engine was started without --enable-sleep-mode")
+    return memory
+
+
+class LoadModel(Protocol[_LoadedModule]):
+    """Loads a model and its weights, and reports its progress (stage, fraction)."""
+
+    def __call__(self, *, progress: Progress) -> _LoadedModule: ...  # noqa: D102
+
+
+class SleepableTask:
+    """Base of tasks of a `BatchEngine`: loads the task's model, and lets it sleep.
+
+    A subclass loads its model with `_keep_model`, and sets `_caches` when it has any.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self._sleep_memory = make_sleep_memory(config, device, lambda: (self._model_tensors, self._caches))
+        self._caches: list[torch.Tensor] = []
+        self._model_tensors: list[torch.Tensor] = []
+        self._load: LoadModel[nn.Module] | None = None
+
+    def sleep(self, keep: Keep) -> Slept:
+        """Give memory back while no request is known. Raises SleepError."""
+        return required(self._sleep_memory).sleep(keep)
+
+    def wake(self) -> int:
+        """Take memory again. Returns the bytes of weights copied. Raises SleepError."""
+        return required(self._sleep_memory).wake(self._reload)
+
+    def _building(self) -> AbstractContextManager[None]:
+        """Return the context in which the task allocates its model, its caches and its graphs."""
+        return nullcontext() if self._sleep_memory is None else self._sleep_memory.building()
+
+    def _keep_model(self, load: LoadModel[_Module], progress: Progress) -> _Module:
+        """Load the task's model, which can sleep from now on. load: loads it with the same weights every time."""
+        model = load(progress=progress)
+        if self._sleep_memory is not None:
+            self._sleep_memory.adopt(model)
+            self._model_tensors, self._load = _tensors_of(model), load
+        return model
+
+    def _sleep_rows(self) -> list[MemoryRow]:
+        """Return the rows of the memory table for what the first sleep takes."""
+        return [] if self._sleep_memory is None else self._sleep_memory.memory_rows()
+
+    @torch.inference_mode()
+    def _reload(self) -> None:
+        """Copy the weights from a model that is loaded anew: prepared weights are not the checkpoint's tensors."""
+        assert self._load is not None
+        loaded_model = self._load(progress=lambda _stage, _part: None)
+        for own, loaded in zip(self._model_tensors, _tensors_of(loaded_model), strict=True):
+            own.copy_(loaded)
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages of tensors, each once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return list({storage.data_ptr(): storage for storage in storages}.values())
