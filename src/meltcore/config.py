@@ -28,10 +28,7 @@ _AT_LEAST_ONE = {"minimum": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class SharingConfig:
-    """Holds how an engine shares its GPUs with engines of other classes (`engine/host/step_pacing.py`).
-
-    A server's own is without class and marks, which each engine has of its own.
-    """
+    """Holds how an engine shares its GPUs with those of other classes. A server's own is without class and marks."""
 
     priority_class: PriorityClass = "standard"
     marks: tuple[str, ...] = ()  # the file of step marks of each of its GPUs
@@ -111,15 +108,13 @@ class EngineConfig:
     )
     memory_bytes: int | None = option(
         None,
-        "Memory that an engine may take of each GPU, or of the host on a CPU, like 40GiB: weights, caches and "
-        "workspace; a GPU enforces it (default: all that is free; CPU: the weights and a quarter of available memory).",
+        "Memory of an engine on each GPU, or of the host on a CPU, like 40GiB: weights, caches and workspace; a GPU "
+        "enforces it (default: all that is free; CPU: the weights and a quarter of available memory).",
         group=_ENGINE_GROUP,
     )
     enforce_eager: bool = option(False, "Launch every kernel by itself, without CUDA graphs.", group=_ENGINE_GROUP)
     enable_sleep_mode: bool = option(
-        False,
-        "Allocate so that the idle engine can give its memory back and take it again (one GPU, or a CPU).",
-        group=_ENGINE_GROUP,
+        False, "Let the idle engine give its memory back and take it again (one GPU, or a CPU).", group=_ENGINE_GROUP
     )
     enable_prefix_caching: bool = option(
         True,
@@ -396,8 +391,7 @@ class ResidencyConfig:
     keep: Literal["host", "disk"] = "host"  # where weights are meanwhile
     wake_timeout_s: float = 120.0  # for an engine's answer, when it is put to sleep or woken
     start_timeout_s: float = 600.0  # of an engine that is started in its turn
-    # Bytes for models that take turns, by device; empty: those of the largest.
-    room_bytes: dict[str, int] = field(default_factory=dict)
+    room_bytes: dict[str, int] = field(default_factory=dict)  # for models in turns, by device; empty: of the largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -447,7 +441,7 @@ class ServerConfig:
     api_keys: tuple[KeyConfig, ...] = ()  # beside api_key and those of api_key_file
     class_shares: tuple[int, ...] = option(
         (60, 30, 10),
-        "Shares of the classes interactive, standard and batch in a model's work while requests of all of them wait.",
+        "Shares of the classes interactive, standard and batch in a model's work while all of them wait.",
         group=_LIMITS_GROUP,
         limits=_AT_LEAST_ONE,
     )
@@ -463,8 +457,7 @@ class ServerConfig:
     log_format: Literal["text", "json"] = option("text", "Format of the line per request.", group=_HTTP_GROUP)
     otlp_traces_endpoint: str | None = option(
         None,
-        "URL that OpenTelemetry traces are sent to, OTLP over HTTP, like http://127.0.0.1:4318/v1/traces (default: "
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else no traces).",
+        "URL for OpenTelemetry traces, OTLP over HTTP (default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else none).",
         group=_HTTP_GROUP,
         type=not_empty,
         metavar="URL",

@@ -35,7 +35,7 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     if not is_remote(Path(sys.argv[1])):  # else the end of all connections to the server ends this process
         threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
-    if config.memory_bytes is not None:
+    if config.memory_bytes is not None and not config.enable_sleep_mode:  # its memory pools cannot have such segments
         # Otherwise torch rounds each large tensor up to 2 MiB, and a budget in bytes loses a piece with every weight:
         # 477 MiB of Gemma-3-27B in Q4_0 (H200, 2026-11-24). Torch reads it when it is imported.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

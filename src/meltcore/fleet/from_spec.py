@@ -186,5 +186,6 @@ def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
         model=checkpoint,
         device=device,
         memory_bytes=None if model.memory is None else int(model.memory),
+        enable_sleep_mode=model.residency == "sleepable" and model.tensor_parallel_size == 1,
         **{field: getattr(model, field) for field in _ENGINE_FIELDS if field not in planned_fields},
     )

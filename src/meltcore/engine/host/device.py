@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.config import EngineConfig
+from meltcore.engine.core.workspace import sleep_rounding_bytes
 from meltcore.errors import ConfigError
 from meltcore.host_memory import host_available_bytes, host_total_bytes
 
@@ -78,7 +79,8 @@ def byte_budget(config: EngineConfig, device: torch.device, allocated_bytes: int
                 f"--memory {config.memory_bytes / 2**30:,.2f} GiB is more than {name} has: "
                 f"{total_bytes / 2**30:,.2f} GiB"
             )
-        return config.memory_bytes
+        lost_bytes = sleep_rounding_bytes(allocated_bytes) if is_cuda and config.enable_sleep_mode else 0
+        return config.memory_bytes - lost_bytes
     if device.type == "cuda":
         return allocated_bytes + torch.cuda.mem_get_info(device)[0]
     free_bytes = int(host_available_bytes() * _HOST_FRACTION)

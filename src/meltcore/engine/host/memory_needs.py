@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from meltcore.engine.batch.memory_plans import (
     BUDGET_RECOGNITION_GRAPHS,
     MAX_BATCH_FRAMES,
@@ -25,6 +27,7 @@ from meltcore.engine.batch.memory_plans import (
 )
 from meltcore.engine.core.kv_cache import PageLayout
 from meltcore.engine.core.memory_plan import ModelShape, plan_memory
+from meltcore.engine.core.workspace import sleep_rounding_bytes
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import (
     SYNTHESIS_ARCHITECTURE,
@@ -89,6 +92,17 @@ def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
     Raises UnknownSizesError for a checkpoint that is not on this machine and names no `shapes`, and ConfigError for
     `memory` that is too small for one request.
     """
+    needs = _awake_needs(model, on_cpu)
+    if model.residency != "sleepable" or model.tensor_parallel_size > 1 or on_cpu:
+        return needs
+    lost_bytes = sleep_rounding_bytes(next(row.size_bytes for row in needs.rows if row.name == "weights"))
+    if model.memory is not None:
+        needs = _awake_needs(msgspec.structs.replace(model, memory=int(model.memory) - lost_bytes), on_cpu)
+    rows = [*needs.rows, MemoryRow("rounding", lost_bytes, "of weights that can sleep, to 2 MiB")]
+    return needs._replace(budget_bytes=needs.budget_bytes + lost_bytes, rows=rows)
+
+
+def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:
     assert model.checkpoint is not None, "the caller plans engines only"
     name, source = model.checkpoint, "its configuration"
     if model.shapes is not None and not Path(name).expanduser().exists():

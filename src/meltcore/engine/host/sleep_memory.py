@@ -18,6 +18,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.host.sleep import Slept
 from meltcore.errors import ConfigError, MeltcoreError, SleepError
 from meltcore.host_memory import drop_pages, host_available_bytes
+from meltcore.kernels.graph_capture import hold_memory
 from meltcore.kernels.memory_pools import MemoryPools
 from meltcore.models.loader import Progress
 from meltcore.protocol.shell import MemoryRow
@@ -65,6 +66,7 @@ class GpuSleepMemory:
             raise ConfigError(f"--enable-sleep-mode: {error}") from error
         self._device = device
         self._keep: Keep = "host"
+        self._held_bytes = 0  # by torch before the last sleep, of an engine with a budget
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -95,6 +97,8 @@ class GpuSleepMemory:
     def sleep(self, keep: Keep) -> Slept:
         """See `SleepMemory`. What torch's allocator caches is given back too."""
         held_bytes = torch.cuda.memory_reserved(self._device)
+        has_budget = torch.cuda.get_per_process_memory_fraction(self._device) < 1.0
+        self._held_bytes = held_bytes if has_budget else 0
         self._pools.memory.sleep(("weights",) if keep == "host" else ())
         self._keep = keep
         torch.cuda.empty_cache()
@@ -105,14 +109,16 @@ class GpuSleepMemory:
         """See `SleepMemory`. Caches hold zeros."""
         memory = self._pools.memory
         copied_bytes = memory.wake(("weights",) if self._keep == "host" else ())
-        if self._keep == "host":
-            return copied_bytes
         try:
+            hold_memory(self._held_bytes - torch.cuda.memory_reserved(self._device), self._device)
+            if self._keep == "host":
+                return copied_bytes
             reload()
         except (MeltcoreError, OSError, torch.OutOfMemoryError) as error:
             memory.drop()
             torch.cuda.empty_cache()
-            raise SleepError(f"the weights cannot be read again: {error}") from error
+            what = "memory of its budget is missing" if self._keep == "host" else "the weights cannot be read again"
+            raise SleepError(f"{what}: {error}") from error
         return memory.size("weights")
 
 
