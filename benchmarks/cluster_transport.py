@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def measure(transport: str, streams: int, steps: int) -> dict[str, Any]:
         }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,100,1000")
     parser.add_argument("--seconds", type=float, default=5.0)
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--produce", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.produce is not None:
         produce(options.produce)
         return 0
@@ -236,4 +236,4 @@ def _run(transport: str, streams: str, seconds: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
