@@ -46,7 +46,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", ["checkpoint", "hybrid"])
 def test_engine_sleeps_twenty_times(family: str, settings: dict[str, Any], request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(family)
-    options = {"max_model_len": 300, "max_num_batched_tokens": 160, "enable_sleep_mode": True} | settings
+    options = {"max_model_len": 300, "max_num_batched_tokens": 160, "enable_sleep_mode": True}
+    options |= {"memory_bytes": 2**30, **settings}
     seen = tools.open_engine(folder, device="cuda", overlap=True, **options)
     tokens, before = answers(seen, 0), addresses(seen)
     asleep, awake = set(), set()

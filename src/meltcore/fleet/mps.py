@@ -71,8 +71,7 @@ class MpsDaemon:
             self.start()
         if priority_class == "interactive":
             return self.environment
-        limits = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(sm_percent), "CUDA_MPS_CLIENT_PRIORITY": "1"}
-        return self.environment | limits
+        return self.environment | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(sm_percent)}
 
     @property
     def is_running(self) -> bool:

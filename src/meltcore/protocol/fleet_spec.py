@@ -322,7 +322,7 @@ class SharingSection(_Section, frozen=True, kw_only=True):
     mps_sm_percent: Annotated[
         Annotated[int, Meta(ge=1, le=100)],
         Meta(description="With mps: of the SMs of a GPU, those that engines below the class interactive may use."),
-    ] = 75
+    ] = 100
     min_share: Annotated[
         Annotated[float, Meta(gt=0, le=1)],
         Meta(description="Of the time in which an engine has work: what higher classes leave to its steps."),
