@@ -112,7 +112,8 @@ class Translator:
         Raises RequestError for unknown or equal languages, a direction that is not loaded, a text in another script and
         a sentence that is too long, and ConfigError for an option outside its range.
         """
-        options = BeamOptions(num_beams, max_new_tokens, min_new_tokens, length_penalty, early_stopping)
+        is_dummy = self._config.load_format == "dummy"
+        options = BeamOptions(num_beams, max_new_tokens, min_new_tokens, length_penalty, early_stopping, is_dummy)
         source, target = find_language(src_lang, "src_lang"), find_language(tgt_lang, "tgt_lang")
         if source == target:
             raise RequestError(f"src_lang and tgt_lang are both {source.code}", param="tgt_lang")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,19 @@ def test_ready_message_has_the_limits(task: TranslationTask, tmp_path: Path) -> 
     assert sum(row.size_bytes for row in ready.memory) <= 2**20
     (tmp_path / "config.json").write_text(json.dumps(VALUES))
     dummy = TranslationTask(EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", memory_bytes=2**20))
-    assert dummy.ready().weights == "dummy"
+    assert (dummy.ready().weights, dummy.ready().output_lengths) == ("dummy", "synthetic")
+    assert ready.output_lengths == "model"
+
+
+@pytest.mark.parametrize("num_beams", [1, 5])
+def test_random_weights_end_at_a_length_that_follows_from_the_source(tmp_path: Path, num_beams: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**VALUES, "max_target_positions": 24}))
+    dummy = TranslationTask(EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", memory_bytes=2**21))
+    assert dummy.options.has_synthetic_lengths
+    options = replace(dummy.options, num_beams=num_beams)
+    sources = [[5] * size for size in (1, 2, 3, 4, 10, 18, 23)]
+    outputs = translate_all(dummy.model, sources, options, slots=3)
+    assert [len(output) for output in outputs] == [8, 8, 8, 9, 15, 23, 24]
 
 
 def test_translation_checkpoints_are_told_from_others(folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ def test_dummy_weights_and_synthetic_tokenizer_yield_notes() -> None:
     assert "--no-async-scheduling" in debug
     assert "random weights" in weights
     assert "synthetic" in tokenizer
-    assert model_notes({"weights": "real", "tokenizer": "real"}) == []
+    assert "5 tokens more" in model_notes(facts | {"output_lengths": "synthetic"})[-1]
+    assert model_notes({"weights": "real", "tokenizer": "real", "output_lengths": "model"}) == []
 
 
 def test_facts_hold_the_precision_of_the_served_process() -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("sentencepiece", reason="the extra `translate` is not instal
 from translation_texts import random_sentence, write_tokenizer
 
 from meltcore.errors import ConfigError, RequestError
+from meltcore.load.sentences import make_sentence
 from meltcore.text.languages import LANGUAGES
 from meltcore.text.translation.languages import TAGS, check_script, direction_of, find_language, needed_direction
 from meltcore.text.translation.sentences import join_sentences, split_sentences
@@ -204,11 +205,19 @@ def test_language_outside_the_vocabulary_is_an_error(folder: Path, tmp_path: Pat
         tokenizer.encode("x", ENGLISH, URDU)
 
 
-def test_synthetic_tokenizer_has_one_id_per_byte() -> None:
+def test_synthetic_tokenizer_has_as_many_tokens_as_a_real_one_in_every_script() -> None:
     tokenizer = SyntheticTokenizer(32_322)
-    ids = tokenizer.encode("aक", ENGLISH, HINDI)
-    assert len(set(ids)) == len(ids) == 2 + 4 + 1
-    assert max(ids) < 4 + 34 + 256
+    ids = tokenizer.encode("of office कमल", ENGLISH, HINDI)
+    assert len(set(ids)) == len(ids) == 2 + 1 + 2 + 1 + 1
+    assert ids == tokenizer.encode("of office कमल", ENGLISH, HINDI)
+    assert all(0 <= token_id < 32_322 for token_id in ids)
+    # The load generator's longest sentences fit into the model's 256 tokens.
+    rng = random.Random(0)
+    for script in ("Latn", "Knda", "Deva"):
+        sentences = [make_sentence(rng, 40, script) for _ in range(50)]
+        lengths = [len(tokenizer.encode(sentence, ENGLISH, HINDI)) - 3 for sentence in sentences]
+        assert 2 < sum(map(len, sentences)) / sum(lengths) < 3.2
+        assert max(lengths) < 192
     assert tokenizer.decode([2, 300, 7]) == "t300 t7"
-    with pytest.raises(ConfigError, match="294; got 100"):
-        SyntheticTokenizer(100)
+    with pytest.raises(ConfigError, match="39; got 38"):
+        SyntheticTokenizer(38)

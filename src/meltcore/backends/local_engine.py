@@ -207,6 +207,7 @@ class LocalEngine(EngineBackend):
                 "num_beams": engine.num_beams,
                 "weights": engine.weights,
                 "tokenizer": engine.tokens,
+                "output_lengths": engine.output_lengths,
                 "device": engine.device,
                 "dtype": engine.dtype,
                 "replicas": self.config.data_parallel_size,

@@ -206,6 +206,7 @@ class TranscriptionEngine(AudioBackend):
             "max_clip_s": ready.max_samples / ready.sample_rate,
             "weights": ready.weights,
             "tokenizer": ready.tokens,
+            "output_lengths": ready.output_lengths,
             "device": ready.device,
             "dtype": ready.dtype,
             "replicas": self.config.data_parallel_size,

@@ -17,6 +17,7 @@ from meltcore.config import ModelConfig, ServerConfig
 from meltcore.protocol.engines import ServedReady
 from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.synthesis import SynthesisReady
+from meltcore.protocol.transcription import TranscriptionReady
 from meltcore.protocol.translation import TranslationReady
 
 PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
@@ -87,6 +88,8 @@ def _show_model(console: Console, model: ModelConfig, engine: ServedReady, synth
     replicas = f"{model.data_parallel_size} replicas, each with " if several else ""
     notes = [f"{engine.weights} weights"] if engine.weights == "dummy" else []
     notes += ["synthetic tokenizer"] if synthetic else []
+    if isinstance(engine, TranslationReady | TranscriptionReady) and engine.output_lengths == "synthetic":
+        notes.append("synthetic output lengths")
     notes += [f"debug {option}" for option in model.engine.debug_options]
     notes += [f"overrides {json.dumps(model.engine.hf_overrides)}"] if model.engine.hf_overrides else []
     note = f" [{', '.join(notes)}]" if notes else ""

@@ -67,3 +67,11 @@ class BatchReady(EngineReady, array_like=True, frozen=True):
 
     task: str
     max_cost: int
+
+    @property
+    def output_lengths(self) -> Literal["model", "synthetic"]:
+        """Return what ends a translation or transcript: "synthetic" of random weights, which have no end of their own.
+
+        Then a translation follows from the tokens of its source, and a transcript from the length of its clip.
+        """
+        return "synthetic" if self.weights == "dummy" else "model"

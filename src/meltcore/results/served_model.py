@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-_FACTS = ("weights", "tokenizer", "device", "dtype", "weight_dtypes", "kv_cache_dtype", "speculative_decoding",
-          "replicas", "max_model_len", "debug", "hf_overrides")  # fmt: skip
+_FACTS = ("weights", "tokenizer", "output_lengths", "device", "dtype", "weight_dtypes", "kv_cache_dtype",
+          "speculative_decoding", "replicas", "max_model_len", "debug", "hf_overrides")  # fmt: skip
 
 
 def model_facts(listing: Any, model: str) -> dict[str, Any]:
@@ -51,7 +51,12 @@ def model_notes(facts: Mapping[str, Any]) -> list[str]:
             "The server ran with random weights: the speed is that of real weights, the answers are meaningless."
         )
     if facts.get("tokenizer") == "synthetic":
-        notes.append("The server's tokenizer is synthetic (one token per byte): texts have more tokens than usual.")
+        notes.append("The server's tokenizer is synthetic: a text does not have the tokens that a real one would make.")
+    if facts.get("output_lengths") == "synthetic":
+        notes.append(
+            "Random weights do not end an answer: a translation has 5 tokens more than its source (at least 8), "
+            "an RNN-T transcript about 4 tokens per second of its clip."
+        )
     if facts.get("debug"):
         notes.append(f"The server ran with debug options ({', '.join(facts['debug'])}): this run is not comparable.")
     if facts.get("hf_overrides"):

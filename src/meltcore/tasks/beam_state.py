@@ -20,6 +20,8 @@ from meltcore.models.task_configs import MAX_NEW_TOKENS, NUM_BEAMS
 
 MAX_BEAMS = 8
 _IMPOSSIBLE = -1e9  # the score of a beam that does not exist
+# Synthetic lengths: tokens more than the source has, with its tags and end token, and the fewest.
+_SYNTHETIC_EXTRA, _SYNTHETIC_LEAST = 5, 8
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class BeamOptions:
 
     length_penalty: a finished score is divided by the length to this power, so that more prefers longer ones.
     early_stopping: True ends with as many finished beams as `num_beams`; False when no running beam can become better
-    at its length; "never" when none can at the best length.
+    at its length; "never" when none can at the best length. has_synthetic_lengths: a translation has 5 tokens more than
+    its source, at least 8, and `max_new_tokens` at most: for random weights, which do not end by themselves.
     """
 
     num_beams: int = NUM_BEAMS
@@ -36,6 +39,7 @@ class BeamOptions:
     min_new_tokens: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    has_synthetic_lengths: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_beams <= MAX_BEAMS:
@@ -87,6 +91,7 @@ class BeamState:
         self._finished_scores = table(beams, fill=_IMPOSSIBLE, dtype=torch.float32)
         self._is_finished = table(beams, fill=False, dtype=torch.bool)
         self._is_done = table(fill=True, dtype=torch.bool)
+        self._synthetic_lengths = table(fill=length) if options.has_synthetic_lengths else None
 
     @staticmethod
     def slot_bytes(model: IndicTrans2, options: BeamOptions, max_source: int) -> int:
@@ -104,6 +109,9 @@ class BeamState:
         for cache, keys_values in zip(self.cross_kv, self.model.cross_keys_values(encoded), strict=True):
             cache[:, slots, :, : encoded.shape[1]] = keys_values
         self._source_lengths[slots] = lengths
+        if self._synthetic_lengths is not None:
+            wanted = (lengths + _SYNTHETIC_EXTRA).clamp(min=_SYNTHETIC_LEAST)
+            self._synthetic_lengths[slots] = wanted.clamp(max=self.options.max_new_tokens)
         for table, value in (
             (self._positions, 0), (self._last_tokens, EOS_ID), (self._finished_scores, _IMPOSSIBLE),
             (self._is_finished, False), (self._is_done, False),
@@ -134,14 +142,18 @@ class BeamState:
         beams = self.options.num_beams
         # Twice as many candidates as beams: at most half of them end, so that as many as there are beams can run on.
         count = 2 * beams if beams > 1 else 1
-        must_go_on = (lengths <= self.options.min_new_tokens)[:, None].expand(-1, beams).flatten()
+        is_last, is_too_short = lengths >= self.options.max_new_tokens, lengths <= self.options.min_new_tokens
+        if self._synthetic_lengths is not None:
+            is_last = lengths >= self._synthetic_lengths[slots]
+            is_too_short = ~is_last
+        must_go_on = is_too_short[:, None].expand(-1, beams).flatten()
         log_probs, tokens = (
             values.unflatten(0, (len(slots), beams))
             for values in log_softmax_top_k(logits.flatten(0, 1), count, EOS_ID, must_go_on)
         )
         targets = torch.where(was_done, self.spare, slots)
         extend = self._extend_greedy if beams == 1 else self._extend_beams
-        is_done = extend(slots, targets, lengths, log_probs, tokens) | (lengths >= self.options.max_new_tokens)
+        is_done = extend(slots, targets, lengths, log_probs, tokens, is_last) | is_last
         # Not beyond the last position, which the spare slot would reach.
         self._positions[targets] = lengths.clamp(max=self.options.max_new_tokens - 1)
         self._is_done[targets] = is_done
@@ -166,6 +178,7 @@ class BeamState:
         lengths: torch.Tensor,
         log_probs: torch.Tensor,
         tokens: torch.Tensor,
+        is_last: torch.Tensor,  # noqa: ARG002 - a single beam ends in any case
     ) -> torch.Tensor:
         """Append the most probable tokens of single beams. Arguments and result as of `_extend_beams`."""
         token, scores = tokens[:, :, 0], self._scores[slots] + log_probs[:, :, 0]
@@ -184,11 +197,12 @@ class BeamState:
         lengths: torch.Tensor,
         log_probs: torch.Tensor,
         tokens: torch.Tensor,
+        is_last: torch.Tensor,
     ) -> torch.Tensor:
         """Choose the best extensions of all beams, and finish those that end. Returns which rows end: [rows] bool.
 
         slots, targets: where the state is read and written; lengths: of the sequences with the new tokens, [rows];
-        log_probs, tokens: the best ones of each beam, [rows, beams, candidates].
+        log_probs, tokens: the best ones of each beam, [rows, beams, candidates]; is_last: rows that end here, [rows].
         """
         beams, count = self.options.num_beams, log_probs.shape[-1]
         totals = log_probs + self._scores[slots][..., None]
@@ -198,7 +212,7 @@ class BeamState:
         places = (lengths - 1)[:, None, None]
         sequences = _take_beams(self._tokens[slots], parents)
         sequences.scatter_(2, places.expand(-1, count, 1), new_tokens[..., None])
-        ends = (new_tokens == EOS_ID) | (lengths >= self.options.max_new_tokens)[:, None]
+        ends = (new_tokens == EOS_ID) | is_last[:, None]
 
         running_scores = scores + ends * _IMPOSSIBLE
         kept_scores, keep = running_scores.topk(beams)

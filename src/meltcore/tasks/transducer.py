@@ -41,9 +41,11 @@ class _State(NamedTuple):
 class _Loop:
     """The tables of one batch, which iterations change in place. `load` begins a batch of the same shape."""
 
-    def __init__(self, model: IndicConformer, clips: int, size: int) -> None:
-        """Allocate the tables of `clips` clips of `size` encoder frames."""
+    def __init__(self, model: IndicConformer, clips: int, size: int, frames_per_token: int | None) -> None:
+        """Allocate the tables of `clips` clips of `size` encoder frames. frames_per_token: see `transducer_greedy`."""
         self.model, self.size = model, size
+        self._frames_per_token = frames_per_token
+        self._max_symbols = 1 if frames_per_token else model.config.max_symbols
         config, device = model.config, model.device
         self._window = min(WINDOW_FRAMES, size)
         self._offsets = torch.arange(self._window, device=device)
@@ -58,7 +60,7 @@ class _Loop:
         self._frames, self._languages, self.count = table(), table(), table()
         self._frame, self._symbols = table(), table()  # the frame of each clip, and the tokens that it has there
         # One column more: iterations of a clip that emit nothing write there.
-        self._max_tokens = size * config.max_symbols
+        self._max_tokens = size * self._max_symbols
         self.tokens = table(self._max_tokens + 1, dtype=torch.int32)
         self.places = table(self._max_tokens + 1, dtype=torch.int32)
         self.is_running = torch.zeros((), dtype=torch.bool, device=device)
@@ -86,8 +88,14 @@ class _Loop:
         config = self.model.config
         window_frames = self._frame[:, None] + self._offsets
         read = self._projected[self._rows[:, None], window_frames.clamp(max=self.size - 1)]
-        best = self.model.joint(read, self._state.predicted, heads).argmax(-1)
-        is_token = (best != config.blank) & (window_frames < self._frames[:, None])
+        logits = self.model.joint(read, self._state.predicted, heads)
+        if self._frames_per_token:
+            best = logits[..., : config.blank].argmax(-1)
+            is_token = window_frames % self._frames_per_token == 0
+        else:
+            best = logits.argmax(-1)
+            is_token = best != config.blank
+        is_token &= window_frames < self._frames[:, None]
         emits, first = is_token.any(1), is_token.int().argmax(1)
         token = best.gather(1, first[:, None])[:, 0]
         # A frame that is left by blanks begins its successor's count; so does one with the most tokens.
@@ -99,7 +107,7 @@ class _Loop:
         self.count += emits
         new = _advance(self.model, torch.where(emits, token, self._start), self._state)
         self._keep(self._state.updated(new, emits))
-        is_full = symbols >= config.max_symbols
+        is_full = symbols >= self._max_symbols
         # Not far beyond the end, where iterations of longer clips would lead.
         self._frame.copy_((frame + is_full).clamp(max=self.size))
         self._symbols.copy_(symbols.masked_fill(is_full, 0))
@@ -112,9 +120,9 @@ class _Loop:
 class TransducerGraphs:
     """Loops whose iterations are CUDA graphs, by the shape of the batch."""
 
-    def __init__(self, model: IndicConformer, limit: int = 16) -> None:
-        """Keep `limit` graphs, one per number of clips and frames."""
-        self._model = model
+    def __init__(self, model: IndicConformer, limit: int = 16, frames_per_token: int | None = None) -> None:
+        """Keep `limit` graphs, one per number of clips and frames. frames_per_token: see `transducer_greedy`."""
+        self._model, self._frames_per_token = model, frames_per_token
         self._cache: GraphCache[tuple[_Loop, torch.cuda.CUDAGraph]] = GraphCache(limit)
 
     def get(
@@ -124,7 +132,7 @@ class TransducerGraphs:
         clips, size, _ = encoded.shape
 
         def make(capturer: GraphCapturer) -> tuple[_Loop, torch.cuda.CUDAGraph]:
-            loop = _Loop(self._model, clips, size)
+            loop = _Loop(self._model, clips, size, self._frames_per_token)
             loop.load(encoded, frames, languages, start)
             loop.iterate(_GPU_ITERATIONS)  # so that nothing is loaded or chosen during the capture
             torch.cuda.synchronize()
@@ -143,15 +151,19 @@ def transducer_greedy(
     languages: torch.Tensor,
     start_token: int | None = None,
     graphs: TransducerGraphs | None = None,
+    frames_per_token: int | None = None,
 ) -> list[Emissions]:
     """Return each clip's emissions. A token spans the frame at which it is emitted.
 
     encoded: [clips, frames, hidden_size]; frames, languages: [clips] int64; start_token: the prediction network's first
-    input (default: the global blank); graphs: where graphs of earlier batches are, on a GPU; None launches one by one.
+    input (default: the global blank); graphs: where graphs of earlier batches are, on a GPU; None launches one by one;
+    frames_per_token: emit a token in each frame of so many, whatever the blank's logit, and none elsewhere: for random
+    weights, which have no rate of speech. Graphs have their own.
     """
     start = model.config.vocab_size if start_token is None else start_token
     if graphs is None:
-        loop = _Loop(model, *encoded.shape[:2])
+        clips, size = encoded.shape[:2]
+        loop = _Loop(model, clips, size, frames_per_token)
         loop.load(encoded, frames, languages, start)
         iterations = 1 if encoded.device.type == "cpu" else _GPU_ITERATIONS
         while bool(loop.is_running):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -171,9 +172,15 @@ def test_dummy_weights_of_published_form(tmp_path: Path, archive: Path) -> None:
     task = RecognitionTask(EngineConfig(model=str(archive), device="cpu", load_format="dummy", memory_bytes=2**30))
     assert task.ready().weights == "dummy"
     assert task.ready().tokens == "synthetic"
+    assert task.ready().output_lengths == "synthetic"
     engine = BatchEngine(task)
-    engine.add(requests_of(1)[0])
-    assert run(engine)[0].finish_reason == "stop"
+    for request in requests_of(3):
+        engine.add(msgspec.structs.replace(request, decoder="rnnt"))
+    every = round(0.25 / task.model.config.frame_s)
+    for transcript in run(engine):
+        assert transcript.finish_reason == "stop"
+        # One every 0.25 s, whatever the random heads say
+        assert transcript.tokens == -(-transcript.frames // every)
 
 
 @pytest.fixture

@@ -36,6 +36,8 @@ from meltcore.tasks.speech_encoding import EncoderGraphs, encode_samples
 from meltcore.tasks.transducer import TransducerGraphs, transducer_greedy
 
 _SAMPLE_BYTES = 2
+# Seconds per RNN-T token of random weights: their heads would emit none, or all they may. Speech has 3 to 5 per s.
+_SYNTHETIC_TOKEN_S = 0.25
 _WORD_START = "\u2581"
 
 
@@ -98,10 +100,14 @@ class RecognitionTask(SleepableTask):
         self.model.prepare(max_shape)
         self._batches: list[_Batch] = []
         is_cuda = device.type == "cuda"
+        is_dummy = self._weights == "dummy"
+        self._frames_per_token = max(1, round(_SYNTHETIC_TOKEN_S / model_config.frame_s)) if is_dummy else None
         self.memory += self._sleep_rows()
         with self._building():
             self._encoder_graphs = EncoderGraphs(self.model, graphs.encoder, graphs.clips) if is_cuda else None
-            self._rnnt_graphs = TransducerGraphs(self.model, graphs.transducer) if is_cuda else None
+            self._rnnt_graphs = (
+                TransducerGraphs(self.model, graphs.transducer, self._frames_per_token) if is_cuda else None
+            )
         self._device = device
         self._load_s = time.monotonic() - start_s
 
@@ -221,7 +227,15 @@ class RecognitionTask(SleepableTask):
         languages = torch.tensor([self._languages[requests[row].language] for row in rows], device=self._device)
         if len(rows) < len(requests):
             encoded, frames = encoded[rows], frames[rows]
-        return [(rows, transducer_greedy(self.model, encoded, frames, languages, graphs=self._rnnt_graphs))]
+        found = transducer_greedy(
+            self.model,
+            encoded,
+            frames,
+            languages,
+            graphs=self._rnnt_graphs,
+            frames_per_token=self._frames_per_token,
+        )
+        return [(rows, found)]
 
     def _transcript(self, request: Transcribe, emissions: Emissions, frames: int) -> Transcript:
         words = words_of(emissions, self._token_texts[request.language], self.model.config.frame_s)

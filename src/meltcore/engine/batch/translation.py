@@ -67,7 +67,7 @@ class TranslationTask(SleepableTask):
         )
         sizes = self.model.config
         self.max_source, max_new_tokens = sizes.sentence_limits(config.max_model_len)
-        self.options = BeamOptions(max_new_tokens=max_new_tokens)
+        self.options = BeamOptions(max_new_tokens=max_new_tokens, has_synthetic_lengths=is_dummy)
         weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
         slot_bytes = BeamSearch.slot_bytes(self.model, self.options, self.max_source)
         is_exact, memory_bytes = has_budget(config, self._device), byte_budget(config, self._device, weight_bytes)

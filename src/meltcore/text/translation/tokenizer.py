@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import read_json
@@ -88,21 +89,28 @@ class SentencePieceTokenizer:
 
 
 class SyntheticTokenizer:
-    """Makes ids for dummy weights, which have no tokenizer: one per byte. Texts that it decodes mean nothing."""
+    """Makes ids for dummy weights, which have no tokenizer: one per piece of at most 3 characters of a word.
 
-    _FIRST_BYTE_ID = UNK_ID + 1 + len(TAGS)
+    So a token has about 2.5 characters of any script, as real vocabularies have. Texts that it decodes mean nothing.
+    """
+
+    _FIRST_PIECE_ID = UNK_ID + 1 + len(TAGS)
+    _PIECE_CHARS = 3
 
     def __init__(self, source_vocab_size: int) -> None:
-        """Raise ConfigError for a vocabulary without an id for each byte."""
-        needed = self._FIRST_BYTE_ID + 256
+        """Raise ConfigError for a vocabulary without an id beside those of the tags."""
+        needed = self._FIRST_PIECE_ID + 1
         if source_vocab_size < needed:
             raise ConfigError(f"a synthetic tokenizer needs encoder_vocab_size {needed}; got {source_vocab_size}")
         self.tags = TAGS
+        self._num_pieces = source_vocab_size - self._FIRST_PIECE_ID
         self._tag_ids = {tag: UNK_ID + 1 + i for i, tag in enumerate(sorted(TAGS))}
 
     def encode(self, sentence: str, source: Language, target: Language) -> list[int]:
-        """Return the ids of a sentence: both language tags, its bytes, the end token."""
-        text_ids = [self._FIRST_BYTE_ID + byte for byte in sentence.encode()]
+        """Return the ids of a sentence: both language tags, its pieces, the end token."""
+        size = self._PIECE_CHARS
+        pieces = [word[start : start + size] for word in sentence.split() for start in range(0, len(word), size)]
+        text_ids = [self._FIRST_PIECE_ID + crc32(piece.encode()) % self._num_pieces for piece in pieces]
         return [self._tag_ids[source.code], self._tag_ids[target.code], *text_ids, EOS_ID]
 
     def decode(self, token_ids: Sequence[int]) -> str:
