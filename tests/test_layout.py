@@ -32,7 +32,7 @@ ALLOWED = {
     "synthesizer": ("audio", "engine"),
     "transcriber": ("engine", "audio", "text"),
     "translator": ("engine", "tasks", "models", "text"),
-    "cluster": ("fleet.machine",),
+    "cluster": ("fleet.machine", "fleet.placement"),
     "fleet": ("backends", "api", "engine.host.memory_needs"),
     "backends": ("api", "audio", "text", "models.checkpoint", "models.config_fields"),
     "api": ("text",),

@@ -177,6 +177,7 @@ class ModelConfig:
     replica_gpus: tuple[
         tuple[int, ...], ...
     ] = ()  # of each replica, numbered among visible ones; empty: in their order
+    replica_nodes: tuple[str, ...] = ()  # of a cluster, of each replica; its GPUs are numbered on its node
     max_queue: int = option(
         16_384, "Requests that may wait; more get status 429.", group=_LIMITS_GROUP, limits={"minimum": 0}
     )

@@ -45,6 +45,7 @@ def start_nodes(folder: Path, *gib: Sequence[int]) -> Iterator[Any]:
                     wait=False,
                     num_cpus=1,
                     num_gpus=len(sizes),
+                    resources={f"gpu{number}_gib": size for number, size in enumerate(sizes)},
                     object_store_memory=STORE_BYTES,
                     env_vars={
                         "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]),

@@ -120,9 +120,13 @@ def request(name: str, tokens: list[int], max_tokens: int) -> AddRequest:
 @on_event_loop
 async def test_clients_get_their_own_tokens_and_a_dead_one_is_forgotten(tmp_path: Path) -> None:
     async with remote_engine(tmp_path) as engine:
-        supervisor, others = engine.link(0), list[Any]()
-        await until(lambda: any(isinstance(each, GenerationReady) for each in engine.messages))
+        others: list[Any] = []
         api_server = engine.link(1, others)
+        await asyncio.sleep(0.2)
+        assert engine.process.poll() is None
+        assert not others  # the engine waits for the supervisor
+        supervisor = engine.link(0)
+        await until(lambda: any(isinstance(each, GenerationReady) for each in engine.messages))
         started_s = time.monotonic()
         api_server.send(request("a", [5, 6, 7], 9))
         supervisor.send(request("b", [8], 3))

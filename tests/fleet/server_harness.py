@@ -50,13 +50,15 @@ import dataclasses, sys, msgspec
 from pathlib import Path
 from meltcore.errors import MeltcoreError
 from meltcore.fleet.daemon import fleet_options, serve_recorded
-from meltcore.fleet.planned import planned_config
+from meltcore.fleet.planned import FleetPlanner
 from meltcore.fleet.replica import RestartPolicy
 path = Path(sys.argv[1])
 policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy)
 try:
-    options = dataclasses.replace(fleet_options(path), policy=policy)
-    sys.exit(serve_recorded(planned_config(path), "", path, options, engine_command=sys.argv[3:]))
+    ray = sys.argv[3] or None
+    planner = FleetPlanner(path, ray=ray)
+    options = dataclasses.replace(fleet_options(path, ray, planner), policy=policy)
+    sys.exit(serve_recorded(planner.config(), "", path, options, engine_command=sys.argv[4:]))
 except MeltcoreError as error:
     print(f"meltcore up: {error}", file=sys.stderr)
     sys.exit(2)
@@ -240,14 +242,15 @@ def serve_command(
     return [*serve, *engine, *engine_options]
 
 
-def fleet_command(path: Path, policy: RestartPolicy) -> list[str]:
-    """Serves a fleet.yaml over scripted engines, as `meltcore up` does over real ones."""
+def fleet_command(path: Path, policy: RestartPolicy, ray: str = "") -> list[str]:
+    """Serves a fleet.yaml over scripted engines, as `meltcore up` does over real ones, on this machine or a cluster."""
     return [
         sys.executable,
         "-c",
         _SERVE_FLEET,
         str(path),
         msgspec.json.encode(policy).decode(),
+        ray,
         sys.executable,
         _ENGINE,
     ]

@@ -14,12 +14,12 @@ from server_harness import MODEL, RunningServer, chat_body, running, scripted_se
 from meltcore.api.backend import STUCK_AFTER_S, Health
 from meltcore.api.generation import Generation
 from meltcore.api.stats import ModelStats, ServerStats
-from meltcore.backends.engine_process import LocalEngineProcess
+from meltcore.backends.engine_process import EngineProcess
 from meltcore.backends.open_requests import OpenRequests
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig, SharingConfig
 from meltcore.errors import ConfigError, RequestError
-from meltcore.fleet.placement import cpu_environment, place_replicas, shared_engine, visible_gpus
+from meltcore.fleet.placement import Placement, cpu_environment, place_replicas, shared_engine, visible_gpus
 from meltcore.models.checkpoint import BUNDLED_MODEL
 from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
@@ -142,9 +142,9 @@ def test_replicas_get_neighboring_visible_gpus(monkeypatch: pytest.MonkeyPatch) 
     assert [placement.environment["CUDA_VISIBLE_DEVICES"] for placement in found] == ["4,5", "6,GPU-7"]
     assert {placement.engine.device for placement in found} == {"cuda"}  # never the CPU instead of a GPU
     alone = model_config(dp=1, tensor_parallel_size=4, device="cuda:2")
-    assert place_replicas(alone) == [(alone.engine, {})]  # it finds its GPUs by itself
+    assert place_replicas(alone) == [Placement(alone.engine, {})]  # it finds its GPUs by itself
     on_cpu = model_config(dp=2, tensor_parallel_size=1, device="cpu")
-    assert place_replicas(on_cpu) == [(on_cpu.engine, {})] * 2
+    assert place_replicas(on_cpu) == [Placement(on_cpu.engine, {})] * 2
     with pytest.raises(ConfigError, match=r"--data-parallel-size 3 needs 6 GPUs \(2 each\); 4 are visible"):
         place_replicas(model_config(dp=3, tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="--data-parallel-size must be at most 64; got 65"):
@@ -305,7 +305,7 @@ class FakeEngine:
 def test_replica_without_steps_is_ended_only_on_a_gpu_with_open_requests() -> None:
     stats = model_stats(3)
     engines = [FakeEngine("NVIDIA H200"), FakeEngine("2 x CPU"), FakeEngine("NVIDIA H200")]
-    watch = StuckWatch(cast(list[LocalEngineProcess], engines), stats)
+    watch = StuckWatch(cast(list[EngineProcess], engines), stats)
     now_s = time.monotonic()
     for replica in (0, 1):  # the last one has nothing to do
         stats.assign(replica, 10)
@@ -321,7 +321,7 @@ def test_replica_without_steps_is_ended_only_on_a_gpu_with_open_requests() -> No
 def test_replica_that_may_be_writing_a_profile_is_not_ended() -> None:
     stats = model_stats(1)
     engine = FakeEngine("NVIDIA H200")
-    watch = StuckWatch(cast(list[LocalEngineProcess], [engine]), stats, profiles=True)
+    watch = StuckWatch(cast(list[EngineProcess], [engine]), stats, profiles=True)
     now_s = time.monotonic()
     stats.assign(0, 10)
     for late_s in (STUCK_AFTER_S + 1, STUCK_AFTER_S + 20):
@@ -332,7 +332,7 @@ def test_replica_that_may_be_writing_a_profile_is_not_ended() -> None:
 def test_replica_that_is_idle_or_stopped_briefly_is_not_ended() -> None:
     stats = model_stats(1)
     engine = FakeEngine("CPU")
-    watch = StuckWatch(cast(list[LocalEngineProcess], [engine]), stats)
+    watch = StuckWatch(cast(list[EngineProcess], [engine]), stats)
     now_s = time.monotonic()
     engine.stopped = True
     for late_s in (0.0, 20.0):

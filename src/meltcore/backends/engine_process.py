@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from meltcore.backends.engine_link import EngineLink
 from meltcore.config import EngineConfig
 from meltcore.errors import ConfigError, EngineDeadError
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
-from meltcore.process import STDERR, describe_exit, end_async, is_stopped, start_async
+from meltcore.process import STDERR, describe_exit, is_stopped, start_async
 from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
 from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.shell import EngineFailed, EngineReady, Shutdown
@@ -30,8 +31,111 @@ _EXIT_LIMIT_S = 3.0  # from asking the engine to exit until it is killed
 _LAST_MESSAGE_S = 1.0  # for the last message of an engine to pass ZeroMQ's thread on a busy machine
 
 
-class LocalEngineProcess:
-    """Starts an engine, and calls `on_message` on the event loop for each of its messages to the supervisor."""
+class EngineProcess(ABC):
+    """An engine process, on this machine or on another one. `on_message` gets its messages to the supervisor."""
+
+    def __init__(self, on_message: Callable[[FromEngine], None]) -> None:
+        self._on_message = on_message
+        self._link: EngineLink | None = None
+        self._ready: asyncio.Future[ServedReady] | None = None
+        self._failure_reason: str | None = None  # as the engine reported it
+
+    async def prepare(self) -> None:  # noqa: B027 - an engine of this machine needs nothing
+        """Do what must be done before API servers can connect. Raises EngineDeadError."""
+
+    async def start(self) -> ServedReady:
+        """Start the engine and wait until it can serve.
+
+        Raises ConfigError with the reason that the engine reports, EngineDeadError when it dies without one.
+        """
+        self._ready = asyncio.get_running_loop().create_future()
+        # A failure that comes after a cancelled start is never retrieved, which would print a traceback.
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        await self._launch()
+        assert self._link is not None
+        exited = asyncio.create_task(self._exited())
+        pending_futures: set[asyncio.Future[Any]] = {self._ready, exited}
+        await asyncio.wait(pending_futures, return_when=asyncio.FIRST_COMPLETED)
+        self._link.receive()  # its last message may be in the socket, or on its way there
+        await asyncio.wait({self._ready}, timeout=_LAST_MESSAGE_S)
+        if self._ready.done():
+            exited.cancel()
+            return self._ready.result()
+        raise EngineDeadError(f"the engine ended while loading ({exited.result()})")
+
+    @abstractmethod
+    async def _launch(self) -> None:
+        """Open the link, and start the process where it is not running."""
+
+    @abstractmethod
+    async def _exited(self) -> str:
+        """Wait until the process has ended; returns how."""
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process now."""
+
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped (SIGSTOP, SIGTSTP or a debugger)."""
+
+    async def wait(self) -> str:
+        """Wait until the process has ended; returns why."""
+        exit_text = await self._exited()
+        return f"{self._failure_reason} ({exit_text})" if self._failure_reason else exit_text
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message to the engine."""
+        assert self._link is not None
+        self._link.send(message)
+
+    async def stop(self) -> None:
+        """End the engine; kill it when it does not exit in time. Can be called twice."""
+        if self.pid is not None:
+            if self._link is not None:
+                self._link.send(Shutdown())
+                self._link.flush()
+            exited = asyncio.create_task(self._exited())
+            await asyncio.wait({exited}, timeout=_EXIT_LIMIT_S if self.loaded is not None else 0)
+            if not exited.done():
+                self.kill()
+            await exited
+        self.close_link()
+
+    def close_link(self) -> None:
+        """Close the sockets to the engine. Can be called twice."""
+        if self._link is not None:
+            self._link.close()
+
+    def fail(self, reason: str) -> None:
+        """End an engine that cannot be used; `reason` replaces its own."""
+        self.kill()
+        self._receive(EngineFailed(reason))
+
+    @property
+    def loaded(self) -> ServedReady | None:
+        """The engine's limits once it can serve, else None."""
+        ready = self._ready
+        return ready.result() if ready is not None and ready.done() and ready.exception() is None else None
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, EngineFailed):
+            self._failure_reason = message.message
+        if self._ready is not None and not self._ready.done():
+            if isinstance(message, EngineReady):
+                self._ready.set_result(message)
+            elif isinstance(message, EngineFailed):
+                self._ready.set_exception(ConfigError(message.message))
+        self._on_message(message)
+
+
+class LocalEngineProcess(EngineProcess):
+    """Starts an engine of this machine."""
 
     def __init__(
         self,
@@ -49,38 +153,19 @@ class LocalEngineProcess:
         `command` starts it; `directory`, of the sockets, and the number of its clients follow. `environment` is added
         to ours. `log`: the file to which its output is appended; None: our standard error.
         """
+        super().__init__(on_message)
         self._config = config
         self._command = (*command, str(directory), str(client_count))
-        self._on_message = on_message
         self._directory = directory
         self._environment = dict(environment or {})
         self._log = log
-        self._link: EngineLink | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._ready: asyncio.Future[ServedReady] | None = None
-        self._failure_reason: str | None = None  # as the engine reported it
 
-    async def start(self) -> ServedReady:
-        """Start the engine and wait until it can serve.
-
-        Raises ConfigError with the reason that the engine reports, EngineDeadError when it dies without one.
-        """
-        self._ready = asyncio.get_running_loop().create_future()
-        # A failure that comes after a cancelled start is never retrieved, which would print a traceback.
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+    async def _launch(self) -> None:
         self._link = EngineLink(self._directory, 0, self._receive, self.fail)
         self._process = await self._start_process()
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")  # kept open: the engine exits at its end
-        exited = asyncio.create_task(self._process.wait())
-        pending_futures: set[asyncio.Future[Any]] = {self._ready, exited}
-        await asyncio.wait(pending_futures, return_when=asyncio.FIRST_COMPLETED)
-        self._link.receive()  # its last message may be in the socket, or on its way there
-        await asyncio.wait({self._ready}, timeout=_LAST_MESSAGE_S)
-        if self._ready.done():
-            exited.cancel()
-            return self._ready.result()
-        raise EngineDeadError(f"the engine ended while loading ({describe_exit(exited.result())})")
 
     async def _start_process(self) -> asyncio.subprocess.Process:
         environment = os.environ | ONE_ARENA_ENVIRONMENT | self._environment
@@ -95,34 +180,14 @@ class LocalEngineProcess:
         except OSError as error:
             raise ConfigError(f"the log {self._log} cannot be written: {error.strerror}") from error
 
+    async def _exited(self) -> str:
+        assert self._process is not None
+        return describe_exit(await self._process.wait())
+
     @property
     def pid(self) -> int | None:
         """The process id while it runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
-
-    async def wait(self) -> str:
-        """Wait until the process has ended; returns why."""
-        assert self._process is not None
-        exit_text = describe_exit(await self._process.wait())
-        return f"{self._failure_reason} ({exit_text})" if self._failure_reason else exit_text
-
-    def send(self, message: ToEngine) -> None:
-        """Queue a message to the engine."""
-        assert self._link is not None
-        self._link.send(message)
-
-    async def stop(self) -> None:
-        """End the engine; kill it when it does not exit in time. Can be called twice."""
-        if self._process is not None and self._process.returncode is None and self._link is not None:
-            self._link.send(Shutdown())
-            self._link.flush()
-            await end_async(self._process, _EXIT_LIMIT_S if self.loaded is not None else 0)
-        self.close_link()
-
-    def close_link(self) -> None:
-        """Close the sockets to the engine. Can be called twice."""
-        if self._link is not None:
-            self._link.close()
 
     def kill(self) -> None:
         """End the process now."""
@@ -130,30 +195,9 @@ class LocalEngineProcess:
             with suppress(ProcessLookupError):
                 self._process.kill()
 
-    def fail(self, reason: str) -> None:
-        """End an engine that cannot be used; `reason` replaces its own."""
-        self.kill()
-        self._receive(EngineFailed(reason))
-
-    @property
-    def loaded(self) -> ServedReady | None:
-        """The engine's limits once it can serve, else None."""
-        ready = self._ready
-        return ready.result() if ready is not None and ready.done() and ready.exception() is None else None
-
     def is_stopped(self) -> bool:
         """Return whether the process is stopped (SIGSTOP, SIGTSTP or a debugger)."""
         return self._process is not None and is_stopped(self._process.pid)
-
-    def _receive(self, message: FromEngine) -> None:
-        if isinstance(message, EngineFailed):
-            self._failure_reason = message.message
-        if self._ready is not None and not self._ready.done():
-            if isinstance(message, EngineReady):
-                self._ready.set_result(message)
-            elif isinstance(message, EngineFailed):
-                self._ready.set_exception(ConfigError(message.message))
-        self._on_message(message)
 
 
 def common_limits(engines: Sequence[ServedReady]) -> ServedReady:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from meltcore.api.backend import STUCK_AFTER_S
 from meltcore.api.stats import ModelStats
-from meltcore.backends.engine_process import LocalEngineProcess
+from meltcore.backends.engine_process import EngineProcess
 
 CHECK_S = 1.0
 # How long an engine must look stuck: a process may be stopped for a moment. When the supervisor itself was stopped, it
@@ -22,7 +22,7 @@ CONFIRM_S = 5.0
 class StuckWatch:
     """Detects replicas of one model that no longer finish steps, for the supervisor."""
 
-    def __init__(self, engines: Sequence[LocalEngineProcess], stats: ModelStats, *, profiles: bool = False) -> None:
+    def __init__(self, engines: Sequence[EngineProcess], stats: ModelStats, *, profiles: bool = False) -> None:
         """Start to watch.
 
         `engines`: one per replica, replaced in place when it is restarted. `profiles`: whether they may be taken; no
@@ -32,7 +32,7 @@ class StuckWatch:
         self._stats = stats
         self._profiles = profiles
         self._since_s: dict[int, float] = {}  # of replicas that look stuck
-        self._ended: dict[int, LocalEngineProcess] = {}
+        self._ended: dict[int, EngineProcess] = {}
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -50,7 +50,7 @@ class StuckWatch:
                 self._ended[replica] = engine
                 engine.fail(problem)
 
-    def _problem(self, replica: int, engine: LocalEngineProcess, now_s: float) -> str | None:
+    def _problem(self, replica: int, engine: EngineProcess, now_s: float) -> str | None:
         """Return why a replica looks stuck, or None. An idle one is never reported, even if SIGSTOP suspended it."""
         if engine.loaded is not None and not self._stats.open_requests(replica):
             return None

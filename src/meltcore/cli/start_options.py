@@ -29,11 +29,13 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def start_daemon(args: argparse.Namespace, config: "ServerConfig", fleet: "Path | None" = None) -> int | None:
+def start_daemon(
+    args: argparse.Namespace, config: "ServerConfig", fleet: "Path | None" = None, ray: str | None = None
+) -> int | None:
     """Start a server in the background where --daemon asks for it; returns its exit status, None without --daemon.
 
-    fleet: the path of its fleet.yaml, None for a server of one model. Raises ConfigError for options that need
-    --daemon.
+    fleet: the path of its fleet.yaml, None for a server of one model; ray: the address of its cluster. Raises
+    ConfigError for options that need --daemon.
     """
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.errors import ConfigError
@@ -41,7 +43,7 @@ def start_daemon(args: argparse.Namespace, config: "ServerConfig", fleet: "Path 
 
     if args.daemon:
         with signals_as_ctrl_c():  # or a half-started server would be left, in a session of its own
-            return start(config, log=args.log, limit_s=args.start_timeout, fleet=fleet)
+            return start(config, log=args.log, limit_s=args.start_timeout, fleet=fleet, ray=ray)
     if args.log is not None or args.start_timeout is not None:
         raise ConfigError("--log and --start-timeout are for a server in the background: add --daemon")
     return None

@@ -6,6 +6,7 @@ HELP = "serve all models of a fleet.yaml behind one address"
 EXAMPLES = """\
   meltcore up                           ./fleet.yaml, until Ctrl-C
   meltcore up my-fleet.yaml --daemon    in the background; `meltcore down` ends it
+  meltcore up my-fleet.yaml --ray auto  with engines on all nodes of the Ray cluster that this machine belongs to
 """
 
 
@@ -14,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from meltcore.cli.start_options import add_daemon_options
 
     parser.add_argument("file", nargs="?", default="fleet.yaml", metavar="FILE", help="default: fleet.yaml")
+    parser.add_argument("--ray", metavar="ADDRESS", help="Start engines on a Ray cluster: auto, local or HOST:PORT.")
     add_daemon_options(parser)
 
 
@@ -25,11 +27,12 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from meltcore.cli.start_options import start_daemon
-    from meltcore.fleet.daemon import serve_recorded
-    from meltcore.fleet.planned import planned_config
+    from meltcore.fleet.daemon import fleet_options, serve_recorded
+    from meltcore.fleet.planned import FleetPlanner, print_unplanned
 
     path = Path(args.file).absolute()
-    config = planned_config(path)
-    if (status := start_daemon(args, config, path)) is not None:
+    planner = FleetPlanner(path, ray=args.ray)
+    config = planner.config(print_unplanned)
+    if (status := start_daemon(args, config, path, args.ray)) is not None:
         return status
-    return serve_recorded(config, "", path)
+    return serve_recorded(config, "", path, fleet_options(path, args.ray, planner))

@@ -2,15 +2,102 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from meltcore.cluster.nodes import connect, read_nodes
-from meltcore.errors import ConfigError, MeltcoreError
-from meltcore.protocol.cluster import ClusterFailed, FromDriver, Nodes, ToDriver
+from meltcore.cluster.engine_actor import EngineActor
+from meltcore.cluster.nodes import KEEP_VISIBLE, connect, living_nodes, read_nodes
+from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
+from meltcore.protocol.cluster import (
+    ClusterFailed,
+    EngineEnded,
+    EngineListening,
+    FromDriver,
+    KillEngine,
+    Nodes,
+    ReadNodes,
+    StartEngine,
+    ToDriver,
+    gpu_resource,
+)
+
+_START_LIMIT_S = 120.0  # for a worker process of Ray, and the engine process to listen
+_CALLS = 3  # of one actor that run together: start or wait, and kill
+
+
+class Driver:
+    """Answers the lines of one process. Actors end with this process, and with them what they have started."""
+
+    def __init__(self, answer: Callable[[FromDriver], None]) -> None:
+        self._answer = answer
+        self._actors: dict[int, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Answer until the end of the input."""
+        decode = msgspec.json.Decoder(ToDriver).decode
+        while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+            message = decode(line)
+            if isinstance(message, ReadNodes):
+                await self._read_nodes(message)
+            elif isinstance(message, KillEngine):
+                if (actor := self._actors.get(message.engine)) is not None:
+                    actor.kill.remote()
+            else:
+                task = asyncio.create_task(self._keep_engine(message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _read_nodes(self, message: ReadNodes) -> None:
+        try:
+            self._answer(Nodes(await asyncio.to_thread(read_nodes, message.paths)))
+        except MeltcoreError as error:
+            self._answer(ClusterFailed(str(error)))
+
+    async def _keep_engine(self, message: StartEngine) -> None:
+        self._answer(EngineEnded(message.engine, await self._run_engine(message)))
+
+    async def _run_engine(self, message: StartEngine) -> str:
+        """Start an engine and wait until it has ended; returns how."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        try:
+            node = next((each for name, each in living_nodes() if name == message.node), None)
+            if node is None:
+                return f"the node {message.node} is gone"
+            # The plan has chosen the node. Ray counts the memory, so that no other job takes it.
+            actor = self._actors[message.engine] = (
+                ray.remote(EngineActor)
+                .options(
+                    num_cpus=0,
+                    max_concurrency=_CALLS,
+                    resources={gpu_resource(number): message.gib for number in message.gpus},
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+                    runtime_env={"env_vars": KEEP_VISIBLE},
+                )
+                .remote()
+            )
+            async with asyncio.timeout(_START_LIMIT_S):
+                host, port, pid = await actor.start.remote(msgspec.json.encode(message))
+            self._answer(EngineListening(message.engine, host, port, pid))
+            return str(await actor.wait.remote())
+        except TimeoutError:
+            return f"node {message.node}: the engine does not listen within {_START_LIMIT_S:g} s"
+        except ray.exceptions.RayTaskError as error:
+            return f"node {message.node}: {error.cause}"
+        except (ray.exceptions.RayError, EngineDeadError) as error:
+            first_line = str(error).strip().partition("\n")[0]
+            return f"node {message.node} is gone, or its actor has died: {first_line}"
+        finally:
+            if (ended := self._actors.pop(message.engine, None)) is not None:
+                ray.kill(ended)
 
 
 def main() -> int:
@@ -29,13 +116,7 @@ def main() -> int:
     except ConfigError as error:
         answer(ClusterFailed(str(error)))
         return 1
-    decode = msgspec.json.Decoder(ToDriver).decode
-    for line in sys.stdin.buffer:
-        decode(line)
-        try:
-            answer(Nodes(read_nodes()))
-        except MeltcoreError as error:
-            answer(ClusterFailed(str(error)))
+    asyncio.run(Driver(answer).run())
     return 0
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from meltcore.errors import ConfigError
 from meltcore.fleet.machine import read_machine
-from meltcore.protocol.cluster import ClusterNode
+from meltcore.protocol.cluster import ClusterNode, gpu_resource
 from meltcore.protocol.machine import Machine
 
 CONNECT_LIMIT_S = 5.0
+STORE_BYTES = 100 * 2**20  # of a local cluster: nothing large travels through it
 PROBE_LIMIT_S = 90.0  # NVML takes up to 60 s, a worker process several seconds to start
-# A task without GPUs would see none. The probe names none of them to CUDA: it asks NVML.
-_KEEP_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Ray would hide the GPUs from tasks and actors without its resource `GPU`. The plan says which one an engine takes.
+KEEP_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _ID_DIGITS = 6
 
 
@@ -33,12 +35,19 @@ def connect(address: str) -> None:
         raise ConfigError(f"--ray {address}: name the head as HOST:PORT, and run this on a node of the cluster")
     if address not in ("auto", "local"):
         _check_reachable(address)
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False, namespace="meltcore", **options)
+        options = _local_options() if address == "local" else {}
+        ray.init(address=address, logging_level="ERROR", namespace="meltcore", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--ray {address}: the cluster cannot be used: {reason}") from error
+
+
+def _local_options() -> dict[str, Any]:
+    """Return the settings of a cluster of this machine, with the memory of its GPUs as resources."""
+    gpus = read_machine().gpus
+    gib = {gpu_resource(gpu.number): gpu.total_bytes / 2**30 for gpu in gpus}
+    return {"include_dashboard": False, "num_gpus": len(gpus), "resources": gib, "object_store_memory": STORE_BYTES}
 
 
 def _check_reachable(address: str) -> None:
@@ -52,23 +61,30 @@ def _check_reachable(address: str) -> None:
         raise ConfigError(f"--ray {address}: nothing answers there: {error.strerror or error}") from error
 
 
-def read_nodes() -> list[ClusterNode]:
-    """Return all living nodes with their GPUs and memory, by name.
+def living_nodes() -> list[tuple[str, dict[str, Any]]]:
+    """Return the name of each living node, and what Ray tells of it, in the order of the names."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    names = node_names([(node["NodeManagerHostname"], node["NodeID"]) for node in alive])
+    return sorted(zip(names, alive, strict=True), key=lambda named: named[0])
+
+
+def read_nodes(paths: list[str]) -> list[ClusterNode]:
+    """Return all living nodes with their GPUs and memory, and which of these paths they have not, by name.
 
     Raises ConfigError for a node that does not answer, and for one on which Ray counts other GPUs than NVML.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = living_nodes()
     probe = ray.remote(num_cpus=0, max_retries=0)(_probe)
-    on_node = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive]
-    environment = {"env_vars": _KEEP_VISIBLE}
-    asked = [probe.options(scheduling_strategy=node, runtime_env=environment).remote() for node in on_node]
+    on_node = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for _, node in nodes]
+    environment = {"env_vars": KEEP_VISIBLE}
+    asked = [probe.options(scheduling_strategy=node, runtime_env=environment).remote(paths) for node in on_node]
     ray.wait(asked, num_returns=len(asked), timeout=PROBE_LIMIT_S)
-    names = node_names([(node["NodeManagerHostname"], node["NodeID"]) for node in alive])
-    nodes = [_node(name, node, answer) for name, node, answer in zip(names, alive, asked, strict=True)]
-    return sorted(nodes, key=lambda node: node.name)
+    return [_node(name, node, answer) for (name, node), answer in zip(nodes, asked, strict=True)]
 
 
 def node_names(hosts: list[tuple[str, str]]) -> list[str]:
@@ -81,7 +97,7 @@ def _node(name: str, node: dict[str, Any], answer: Any) -> ClusterNode:
     import ray
 
     try:
-        machine = ray.get(answer, timeout=0)
+        machine, missing = ray.get(answer, timeout=0)
     except ray.exceptions.RayTaskError as error:
         raise ConfigError(f"node {name}: {error.cause}") from error
     except ray.exceptions.GetTimeoutError as error:
@@ -94,9 +110,12 @@ def _node(name: str, node: dict[str, Any], answer: Any) -> ClusterNode:
             f"node {name}: Ray counts {ray_gpus} GPUs there and NVML shows {len(machine.gpus)}; "
             "start Ray on it with CUDA_VISIBLE_DEVICES naming those that Ray may use"
         )
-    return ClusterNode(name, node["NodeID"], node["NodeManagerAddress"], machine, ray_gpus)
+    resources = node["Resources"]
+    numbers = [number for number in range(len(machine.gpus)) if gpu_resource(number) in resources]
+    gib = {number: resources[gpu_resource(number)] for number in numbers}
+    return ClusterNode(name, node["NodeID"], node["NodeManagerAddress"], machine, gib, missing)
 
 
-def _probe() -> Machine:
-    """Return GPUs and memory of the node that this runs on."""
-    return read_machine()
+def _probe(paths: list[str]) -> tuple[Machine, list[str]]:
+    """Return GPUs and memory of the node that this runs on, and which of the paths are not there."""
+    return read_machine(), [path for path in paths if not Path(path).exists()]

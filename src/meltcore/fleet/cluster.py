@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import msgspec
 
+from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
+from meltcore.fleet.plan import Plan
 from meltcore.process import run
-from meltcore.protocol.cluster import DRIVER_MODULE, ClusterFailed, ClusterNode, FromDriver, ReadNodes
+from meltcore.protocol.cluster import (
+    DRIVER_MODULE,
+    ClusterFailed,
+    ClusterNode,
+    FromDriver,
+    Nodes,
+    ReadNodes,
+    gpu_resource,
+)
+from meltcore.protocol.fleet_spec import FleetSpec
 from meltcore.protocol.machine import Machine
 
 _READ_LIMIT_S = 180.0  # to start a local cluster and to probe all nodes
@@ -21,13 +35,13 @@ class Cluster(NamedTuple):
     nodes: tuple[ClusterNode, ...]
 
     @classmethod
-    def read(cls, address: str) -> Self:
-        """Read the cluster at `address`: "auto", "local" or HOST:PORT.
+    def read(cls, address: str, paths: Sequence[str] = ()) -> Self:
+        """Read the cluster at `address`: "auto", "local" or HOST:PORT; and which nodes have these paths.
 
         Raises ConfigError where there is none, or where a node cannot be read.
         """
         command = [sys.executable, "-m", DRIVER_MODULE, address]
-        done = run(command, limit_s=_READ_LIMIT_S, stdin=msgspec.json.encode(ReadNodes()) + b"\n")
+        done = run(command, limit_s=_READ_LIMIT_S, stdin=msgspec.json.encode(ReadNodes(list(paths))) + b"\n")
         if done.returncode is None:
             raise ConfigError(f"--ray {address}: the cluster gave no answer within {_READ_LIMIT_S:g} s")
         lines = done.stdout.splitlines()
@@ -37,6 +51,7 @@ class Cluster(NamedTuple):
         answer = msgspec.json.decode(lines[-1], type=FromDriver)
         if isinstance(answer, ClusterFailed):
             raise ConfigError(answer.message)
+        assert isinstance(answer, Nodes)
         return cls(tuple(answer.nodes))
 
     @property
@@ -53,6 +68,59 @@ class Cluster(NamedTuple):
         return [node.name for node in self.nodes for _ in node.machine.gpus]
 
     @property
+    def gpu_names(self) -> list[str]:
+        """The name of each GPU: its node's, and its number there."""
+        return [f"{node.name}:{number}" for node in self.nodes for number in range(len(node.machine.gpus))]
+
+    @property
     def host_bytes(self) -> dict[str, int]:
         """The available bytes of host memory of each node."""
         return {node.name: node.machine.host_bytes for node in self.nodes}
+
+
+def checkpoint_paths(spec: FleetSpec) -> list[str]:
+    """Return the checkpoints that are files or folders: every node of the model must have them."""
+    named = [model.checkpoint for model in spec.models.values() if model.kind == "engine" and model.checkpoint]
+    return sorted({path for path in map(_as_path, named) if path is not None})
+
+
+def _as_path(checkpoint: str) -> str | None:
+    """Return the absolute path of a checkpoint; None for an id of the hub, and for a bundled one."""
+    path = Path(checkpoint).expanduser()
+    is_path = path.is_absolute() or checkpoint.startswith(".") or path.exists()
+    return str(path.absolute()) if is_path else None
+
+
+def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster) -> ServerConfig:
+    """Return the settings of a planned fleet with the node of each replica, and GPUs numbered on it.
+
+    Raises ConfigError for what a cluster cannot run, and where a node lacks a checkpoint or its resources.
+    """
+    for foreign in config.foreign:
+        if foreign.command:
+            raise ConfigError(f"models.{foreign.names[0]}.command: --ray starts engines of Meltcore only; name its url")
+    names = cluster.gpu_names
+    models = []
+    for model in config.models:
+        name = model.names[0]
+        if not (nodes := plan.nodes(name)):
+            raise ConfigError(f"models.{name}.memory: must be named with --ray, as its sizes cannot be read here")
+        gpus = tuple(tuple(int(names[at].rpartition(":")[2]) for at in group) for group in plan.replicas(name))
+        path = _as_path(model.engine.model)
+        for node in cluster.nodes:
+            if node.name in nodes:
+                _check_node(name, node, path, gpus)
+        engine = model.engine if path is None else dataclasses.replace(model.engine, model=path)
+        models.append(dataclasses.replace(model, engine=engine, replica_nodes=nodes, replica_gpus=gpus))
+    return dataclasses.replace(config, models=tuple(models))
+
+
+def _check_node(model: str, node: ClusterNode, path: str | None, gpus: Sequence[Sequence[int]]) -> None:
+    if path in node.missing:
+        raise ConfigError(f"models.{model}.checkpoint: {path} is not on node {node.name}; copy it, or name a hub id")
+    if gpus and len(node.gib) < len(node.machine.gpus):
+        needed = {gpu_resource(gpu.number): gpu.total_bytes // 2**30 for gpu in node.machine.gpus}
+        raise ConfigError(
+            f"node {node.name}: Ray does not know the memory of its GPUs; "
+            f"start it with --resources '{msgspec.json.encode(needed).decode()}'"
+        )

@@ -30,6 +30,7 @@ from meltcore.process import log_tail, start_ticks
 from meltcore.process import start as start_process
 
 if TYPE_CHECKING:
+    from meltcore.fleet.planned import FleetPlanner
     from meltcore.fleet.supervisor import FleetOptions
 
 POLL_S = 0.1
@@ -73,12 +74,18 @@ def _unusable(folder: Path, reason: str | None) -> str:
 
 
 def start(
-    config: ServerConfig, *, log: Path | str | None = None, limit_s: float | None = None, fleet: Path | None = None
+    config: ServerConfig,
+    *,
+    log: Path | str | None = None,
+    limit_s: float | None = None,
+    fleet: Path | None = None,
+    ray: str | None = None,
 ) -> int:
     """Start a server, wait until it is ready, print its address. It outlives this process.
 
     `log`: file for the server's output; None creates one in the state folder. `fleet`: the path of its fleet.yaml; it
-    is ready when each model is ready or has failed, and the result is 1 where one has failed. Raises ConfigError where
+    is ready when each model is ready or has failed, and the result is 1 where one has failed. `ray`: the address of the
+    cluster that has its engines. Raises ConfigError where
     the port is in use, or where the server is not ready within `limit_s` (None: no limit); the message gives the cause.
     Ctrl-C stops a server that is still starting.
     """
@@ -88,7 +95,14 @@ def start(
     kind = "serve" if fleet is None else "up"
     log = Path(log or state_dir() / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
     with _open_log(log) as output:
-        command = [sys.executable, "-m", "meltcore.fleet.daemon", str(log), *([str(fleet)] if fleet else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "meltcore.fleet.daemon",
+            str(log),
+            *([str(fleet)] if fleet else []),
+            *([ray] if ray else []),
+        ]
         process = start_process(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
     try:
         assert process.stdin is not None
@@ -244,8 +258,11 @@ def serve_recorded(
             path.unlink(missing_ok=True)
 
 
-def fleet_options(path: Path) -> FleetOptions:
-    """Return the options of the fleet in a fleet.yaml. Raises ConfigError."""
+def fleet_options(path: Path, ray: str | None = None, planner: FleetPlanner | None = None) -> FleetOptions:
+    """Return the options of the fleet in a fleet.yaml. Raises ConfigError.
+
+    ray: the address of the cluster that has the engines. planner: that has planned it; None makes one for a reload.
+    """
     from meltcore.fleet.planned import FleetPlanner
     from meltcore.fleet.supervisor import FleetOptions
     from meltcore.protocol.fleet_file import load_fleet
@@ -253,7 +270,8 @@ def fleet_options(path: Path) -> FleetOptions:
     server = load_fleet(path).server
     return FleetOptions(
         log_folder=state_dir(),
-        read_config=FleetPlanner(path).config,
+        read_config=(planner or FleetPlanner(path, ray=ray)).config,
+        ray=ray,
         admin_port=server.admin_port,
         log_limit_bytes=int(server.log_limit or LOG_LIMIT_BYTES),
     )
@@ -271,11 +289,15 @@ def find_fleet(port: int | None) -> DaemonRecord:
 
 
 def main() -> int:
-    """Serve the ServerConfig read as JSON from stdin. Arguments: the path of the log, and of a fleet its fleet.yaml."""
+    """Serve the ServerConfig read as JSON from stdin.
+
+    Arguments: the path of the log, of a fleet its fleet.yaml, and of one on a Ray cluster the address.
+    """
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
     fleet = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     try:
-        return serve_recorded(config, sys.argv[1], fleet)
+        options = fleet_options(fleet, sys.argv[3]) if fleet is not None and len(sys.argv) > 3 else None
+        return serve_recorded(config, sys.argv[1], fleet, options)
     except MeltcoreError as error:
         print(f"meltcore {'serve' if fleet is None else 'up'}: {error}", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ from typing import Literal
 from meltcore.api.backend import ModelStatus
 from meltcore.api.forward import FORWARDED_PATHS
 from meltcore.api.stats import ModelStats
-from meltcore.backends.engine_process import LocalEngineProcess
+from meltcore.backends.engine_process import EngineProcess
 from meltcore.backends.foreign_command import foreign_command
 from meltcore.backends.foreign_process import ForeignProcess, free_port
 from meltcore.backends.http_backend import upstream_api_key
@@ -61,7 +61,7 @@ class ForeignModel:
         self.name = config.names[0]
         self.status: ModelStatus = "loading"
         self.reason = "loading: starting"
-        self.engines: list[LocalEngineProcess] = []  # none of ours
+        self.engines: list[EngineProcess] = []  # none of ours
         self.all_ended = asyncio.Event()  # no server will answer again
         self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
         self._parts = parts

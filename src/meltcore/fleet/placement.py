@@ -23,6 +23,8 @@ class Placement(NamedTuple):
 
     engine: EngineConfig
     environment: dict[str, str]
+    node: str = ""  # of a cluster; "": this machine
+    gpus: tuple[int, ...] = ()  # of that node, numbered among those that Ray may use
 
 
 def place_replicas(config: ModelConfig) -> list[Placement]:
@@ -32,6 +34,8 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
     replicas.
     """
     engine, replicas, gpus_per_replica = config.engine, config.data_parallel_size, config.engine.tensor_parallel_size
+    if config.replica_nodes:
+        return _on_nodes(config)
     if config.replica_gpus:
         return _on_named_gpus(config)
     if replicas == 1:
@@ -52,6 +56,13 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
     on_gpus = dataclasses.replace(engine, device="cuda")
     first_gpus = range(0, replicas * gpus_per_replica, gpus_per_replica)
     return [Placement(on_gpus, {_VISIBLE: ",".join(gpus[first : first + gpus_per_replica])}) for first in first_gpus]
+
+
+def _on_nodes(config: ModelConfig) -> list[Placement]:
+    """Return the placements of a model on the nodes of a cluster, which has no GPUs of its own on the CPU."""
+    gpus = config.replica_gpus or ((),) * len(config.replica_nodes)
+    engine = dataclasses.replace(config.engine, device="cuda" if config.replica_gpus else "cpu")
+    return [Placement(engine, {}, node, numbers) for node, numbers in zip(config.replica_nodes, gpus, strict=True)]
 
 
 def _on_named_gpus(config: ModelConfig) -> list[Placement]:
@@ -102,9 +113,19 @@ def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str
     return {_THREADS: str(max(1, (len(os.sched_getaffinity(0)) - 1) // num_engines))}
 
 
+def engines_on_cpu(config: ServerConfig, node: str) -> int:
+    """Return how many engines share the cores of a node of a cluster."""
+    return sum(not model.replica_gpus and each == node for model in config.models for each in model.replica_nodes)
+
+
 def placed_gpus(placement: Placement) -> frozenset[str]:
-    """Return the GPUs of a placed engine, as CUDA_VISIBLE_DEVICES names them; empty for one on a CPU."""
+    """Return the GPUs of a placed engine, as CUDA_VISIBLE_DEVICES names them, in a cluster after the node's name.
+
+    Empty for an engine on a CPU.
+    """
     engine = placement.engine
+    if placement.node:
+        return frozenset(f"{placement.node}:{number}" for number in placement.gpus)
     if engine.device == "cpu":
         return frozenset()
     own_gpus = placement.environment.get(_VISIBLE)

@@ -12,6 +12,7 @@ import msgspec
 from meltcore.config import ServerConfig
 from meltcore.engine.host.memory_needs import UnknownSizesError, engine_needs
 from meltcore.errors import ConfigError
+from meltcore.fleet.cluster import Cluster, checkpoint_paths, on_nodes
 from meltcore.fleet.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
@@ -27,9 +28,15 @@ _GIB = 2**30
 class FleetPlanner:
     """Plans a fleet.yaml again and again for the memory that the machine had when the fleet was started."""
 
-    def __init__(self, path: Path, machine: Machine | None = None) -> None:
-        """`machine`: what the fleet may use; None reads it. Raises ConfigError where NVML does not answer."""
+    def __init__(self, path: Path, machine: Machine | None = None, ray: str | None = None) -> None:
+        """`machine`: what the fleet may use; None reads it. ray: the address of a Ray cluster to plan for instead.
+
+        Raises ConfigError where NVML or the cluster does not answer.
+        """
         self._path = path
+        self._cluster = None if ray is None else Cluster.read(ray, checkpoint_paths(load_fleet(path)))
+        if self._cluster is not None:
+            machine = self._cluster.machine
         self._machine = machine if machine is not None else read_machine()
 
     def config(self, report: Callable[[str], None] = lambda _line: None) -> ServerConfig:
@@ -37,15 +44,20 @@ class FleetPlanner:
 
         Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
         """
-        spec, plan = _plan(load_fleet(self._path), self._machine, report)
+        spec, plan = _plan(load_fleet(self._path), self._machine, report, self._cluster)
         config = server_config(spec)
-        residency = dataclasses.replace(config.residency, room_bytes=_room(spec, plan))
+        if self._cluster is not None:
+            names = self._cluster.gpu_names
+            config = on_nodes(config, plan, self._cluster)
+        else:
+            names = visible_gpus()
+        residency = dataclasses.replace(config.residency, room_bytes=_room(spec, plan, names))
         return dataclasses.replace(config, residency=residency)
 
 
-def planned_config(path: Path) -> ServerConfig:
-    """Return the settings of a planned fleet for this machine as it is. Raises ConfigError as FleetPlanner does."""
-    return FleetPlanner(path).config(lambda line: print(f"meltcore: {line}", file=sys.stderr, flush=True))
+def print_unplanned(line: str) -> None:
+    """Print a line about a model that is not in the plan."""
+    print(f"meltcore: {line}", file=sys.stderr, flush=True)
 
 
 def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None] = lambda _line: None) -> FleetSpec:
@@ -57,7 +69,9 @@ def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None
     return _plan(spec, machine, report)[0]
 
 
-def _plan(spec: FleetSpec, machine: Machine, report: Callable[[str], None]) -> tuple[FleetSpec, Plan]:
+def _plan(
+    spec: FleetSpec, machine: Machine, report: Callable[[str], None], cluster: Cluster | None = None
+) -> tuple[FleetSpec, Plan]:
     spec = _on_this_machine(spec, machine)
     unknown = dict(_unknown(spec))
     for name, reason in unknown.items():
@@ -69,7 +83,13 @@ def _plan(spec: FleetSpec, machine: Machine, report: Callable[[str], None]) -> t
     gpu_bytes = _free_bytes(machine, contexts)
     if spec.gpus:
         gpu_bytes = [gpu_bytes[gpu.id] for gpu in spec.gpus]
-    plan, nearest = plan_fleet(known, gpu_bytes, contexts=contexts, host_bytes=machine.host_bytes)
+    plan, nearest = plan_fleet(
+        known,
+        gpu_bytes,
+        contexts=contexts,
+        host_bytes=machine.host_bytes if cluster is None else cluster.host_bytes,
+        gpu_nodes=None if cluster is None else cluster.gpu_nodes,
+    )
     if plan is None:
         raise ConfigError(_does_not_fit(known, nearest, gpu_bytes, machine))
     planned = with_plan(known, plan)
@@ -77,10 +97,10 @@ def _plan(spec: FleetSpec, machine: Machine, report: Callable[[str], None]) -> t
     return msgspec.structs.replace(spec, models=models), plan
 
 
-def _room(spec: FleetSpec, plan: Plan) -> dict[str, int]:
+def _room(spec: FleetSpec, plan: Plan, names: Sequence[str]) -> dict[str, int]:
     """Return the bytes of each GPU, by its name, that sleepable models share: all but contexts and other models."""
     room = {}
-    for gpu, name in zip(plan.gpus, [visible_gpus()[gpu.number] for gpu in plan.gpus], strict=True):
+    for gpu, name in zip(plan.gpus, [names[gpu.number] for gpu in plan.gpus], strict=True):
         resident = sum(
             engine.context_bytes if spec.models[engine.model].residency == "sleepable" else engine.size_bytes
             for engine in gpu.engines

@@ -10,6 +10,7 @@ from typing import Literal
 
 from meltcore.api.log import Log
 from meltcore.config import PriorityClass, SharingConfig
+from meltcore.fleet.cluster_driver import ClusterDriver
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.start_gate import StartGate
 from meltcore.fleet.worker_pool import WorkerPool
@@ -80,4 +81,6 @@ class ServerParts:
     environment: Callable[[Placement, PriorityClass], dict[str, str]]  # of an engine, beside that of its placement
     policy: RestartPolicy | None = None
     log_folder: Path | None = None  # with a file per engine; None: our standard error
+    cluster: ClusterDriver | None = None  # whose nodes have the engines; None: this machine
+    cpu_engines: Callable[[str], int] = lambda _node: 1  # that share the cores of a node
     sharing: SharingConfig | None = None  # of engines among each other; None: none waits

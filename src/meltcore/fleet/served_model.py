@@ -20,12 +20,13 @@ import msgspec
 from meltcore.api.backend import ModelStatus
 from meltcore.api.stats import ModelStats
 from meltcore.backends.engine_link import socket_folder
-from meltcore.backends.engine_process import LocalEngineProcess, common_limits
+from meltcore.backends.engine_process import EngineProcess, common_limits
 from meltcore.config import ModelConfig, Task
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.fleet.channel import AddModel, EndRequests, OpenModel, ReplicaEnded, ReplicaStarted, StatusChanged
+from meltcore.fleet.engines import new_engine
 from meltcore.fleet.logs import log_name
-from meltcore.fleet.placement import Placement, shared_engine
+from meltcore.fleet.placement import Placement
 from meltcore.fleet.readiness import probe_error, probe_request
 from meltcore.fleet.replica import Replica, ServerParts
 from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
@@ -165,12 +166,13 @@ class ServedModel:
             number = self._parts.next_engine()
             replica.sockets = socket_folder(self._parts.sockets, number)
             engine = self.engines[replica.index] = self._new_engine(replica)
-            self._parts.pool.broadcast(ReplicaStarted(self.number, replica.index, number))
             replica.state = "loading"
             self.update_status()
             limit_s, began_s = self.config.start_timeout_s, time.monotonic()
             try:
                 async with asyncio.timeout(limit_s):
+                    await engine.prepare()
+                    self._parts.pool.broadcast(ReplicaStarted(self.number, replica.index, number))
                     limits = await engine.start()
             except TimeoutError:
                 raise EngineDeadError(f"it was not loaded within {limit_s:g} s (timeouts.start_s)") from None
@@ -186,7 +188,7 @@ class ServedModel:
             await self._probe(replica, engine, limits, probe_limit_s)
         return limits
 
-    async def _probe(self, replica: Replica, engine: LocalEngineProcess, limits: ServedReady, limit_s: float) -> None:
+    async def _probe(self, replica: Replica, engine: EngineProcess, limits: ServedReady, limit_s: float) -> None:
         """Let the engine answer one tiny request. Raises EngineDeadError when it does not."""
         replica.probe = asyncio.get_running_loop().create_future()
         engine.send(probe_request(limits))
@@ -453,18 +455,9 @@ class ServedModel:
 
     # --- engines
 
-    def _new_engine(self, replica: Replica) -> LocalEngineProcess:
-        """Return an engine that has not been started. Without sockets it never will be."""
-        return LocalEngineProcess(
-            shared_engine(replica.placement, self._parts.sharing, self.config.priority_class, self._parts.sockets),
-            self._parts.engine_command,
-            partial(self._on_engine_message, replica),
-            directory=replica.sockets or self._parts.sockets,
-            client_count=self._parts.client_count,
-            environment=replica.placement.environment
-            | self._parts.environment(replica.placement, self.config.priority_class),
-            log=replica.log,
-        )
+    def _new_engine(self, replica: Replica) -> EngineProcess:
+        on_message = partial(self._on_engine_message, replica)
+        return new_engine(self._parts, replica, self.config.priority_class, on_message)
 
     def _on_engine_message(self, replica: Replica, message: FromEngine) -> None:
         if isinstance(

@@ -35,13 +35,21 @@ from meltcore.config import ForeignConfig, ModelConfig, PriorityClass, RoutesCon
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.admin import AdminServer
 from meltcore.fleet.channel import EndRequests
+from meltcore.fleet.cluster_driver import ClusterDriver
 from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
 from meltcore.fleet.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.logs import LOG_LIMIT_BYTES, keep_small, log_folder
 from meltcore.fleet.mps import MpsDaemon
 from meltcore.fleet.operations import FleetOperations
-from meltcore.fleet.placement import Placement, cpu_environment, place_replicas, placed_gpus, visible_gpus
+from meltcore.fleet.placement import (
+    Placement,
+    cpu_environment,
+    engines_on_cpu,
+    place_replicas,
+    placed_gpus,
+    visible_gpus,
+)
 from meltcore.fleet.replica import RestartPolicy, ServerParts
 from meltcore.fleet.served_model import POLL_S, ServedModel
 from meltcore.fleet.start_gate import StartGate
@@ -69,6 +77,7 @@ class FleetOptions:
     admin_port: int | None = None  # on 127.0.0.1; None: the admin socket alone
     server_log: Path | None = None  # the file that has our output, where we may empty it
     log_limit_bytes: int = LOG_LIMIT_BYTES  # of each of these files; one that has more begins anew
+    ray: str | None = None  # the address of a Ray cluster that has the engines; None: this machine
 
 
 def serve(
@@ -162,6 +171,8 @@ class Supervisor:
             environment=self._engine_environment,
             policy=fleet.policy if fleet is not None else None,
             log_folder=fleet.log_folder if fleet is not None else None,
+            cluster=ClusterDriver(fleet.ray, self._report) if fleet is not None and fleet.ray is not None else None,
+            cpu_engines=lambda node: engines_on_cpu(self.config, node),
             sharing=config.sharing,
         )
         is_mps = config.sharing is not None and config.sharing.mps_sm_percent is not None and visible_gpus()
@@ -194,6 +205,8 @@ class Supervisor:
             for watch in self._watches.values():
                 watch.cancel()
             await asyncio.gather(*(model.stop() for model in self.models.values()))
+            if self._parts.cluster is not None:
+                await self._parts.cluster.stop()
             if self._mps is not None:
                 await asyncio.to_thread(self._mps.stop)
             acceptor.close()
@@ -238,6 +251,8 @@ class Supervisor:
 
     async def _start_fleet(self) -> None:
         """Start API servers, and the engines in the order of the models. Models become ready one by one."""
+        if self._parts.cluster is not None:
+            await self._parts.cluster.connect()
         await self._pool.start()
         models = list(zip(self.config.models, self._placements, strict=True))
         # Those with a budget first, together: one without takes all that is free of its GPU.

@@ -1,31 +1,73 @@
 """Defines the lines between a process of Meltcore and the driver of a Ray cluster, its child (JSON over two pipes).
 
 Ray stays within the driver: a cluster that loses its head node ends the driver, and nothing else of Meltcore.
-`python -m meltcore.cluster.driver ADDRESS` is the driver. It answers each line of its standard input with one line, and
-ends, with what it has started, at the end of its input.
+`python -m meltcore.cluster.driver ADDRESS` is the driver. It ends, with what it has started, at the end of its input.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from meltcore.config import EngineConfig
 from meltcore.protocol.machine import Machine
+from meltcore.protocol.tcp import Binding
 
 DRIVER_MODULE = "meltcore.cluster.driver"
 
 
+def gpu_resource(number: int) -> str:
+    """Return the name of Ray's custom resource for the memory of a node's GPU, in GiB."""
+    return f"gpu{number}_gib"
+
+
+# --- to the driver -------------------------------------------------------------------------------------------------
+
+
 class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
-    """Asks for all living nodes. Answered by `Nodes`."""
+    """Asks for all living nodes, and which of these paths each of them has. Answered by `Nodes`."""
+
+    paths: list[str] = []
+
+
+class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
+    """Asks for an engine process on a node. Answered by `EngineListening` or `EngineEnded`.
+
+    engine: its number; command: that starts it, after the interpreter; gpus: numbers among those of the node that Ray
+    may use; gib: on each of them; cpu_engines: that share the cores of the node.
+    """
+
+    engine: int
+    node: str
+    command: list[str]
+    config: EngineConfig
+    client_count: int
+    binding: Binding  # its host is that of the node
+    gpus: list[int] = []
+    gib: float = 0.0
+    cpu_engines: int = 1
+
+
+class KillEngine(msgspec.Struct, tag="kill_engine", frozen=True):
+    """Ends an engine process now. `EngineEnded` follows."""
+
+    engine: int
+
+
+# --- from the driver -----------------------------------------------------------------------------------------------
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
-    """A node of the cluster. name: its host name, with the begin of its id where several nodes have the same."""
+    """A node of the cluster. name: its host name, with the begin of its id where several nodes have the same.
+
+    gib: the memory of GPUs that Ray may give away (`gpu_resource`), by number; missing: the paths that it has not.
+    """
 
     name: str
     node_id: str
     address: str
     machine: Machine
-    ray_gpus: int  # that Ray counts
+    gib: dict[int, float] = {}
+    missing: list[str] = []
 
 
 class Nodes(msgspec.Struct, tag="nodes", frozen=True):
@@ -34,11 +76,27 @@ class Nodes(msgspec.Struct, tag="nodes", frozen=True):
     nodes: list[ClusterNode]
 
 
-class ClusterFailed(msgspec.Struct, tag="failed", frozen=True):
+class ClusterFailed(msgspec.Struct, tag="cluster_failed", frozen=True):
     """Reports in one line why a question has no answer, or why the cluster cannot be reached."""
 
     message: str
 
 
-ToDriver = ReadNodes
-FromDriver = Nodes | ClusterFailed
+class EngineListening(msgspec.Struct, tag="listening", frozen=True):
+    """An engine process runs, and loads. pid: on its node."""
+
+    engine: int
+    host: str
+    port: int
+    pid: int
+
+
+class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
+    """An engine process has ended, or could not be started."""
+
+    engine: int
+    reason: str
+
+
+ToDriver = ReadNodes | StartEngine | KillEngine
+FromDriver = Nodes | ClusterFailed | EngineListening | EngineEnded

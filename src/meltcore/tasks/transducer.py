@@ -157,7 +157,7 @@ def transducer_greedy(
 
     encoded: [clips, frames, hidden_size]; frames, languages: [clips] int64; start_token: the prediction network's first
     input (default: the global blank); graphs: where graphs of earlier batches are, on a GPU; None launches one by one;
-    frames_per_token: emit a token in each frame of so many, whatever the blank's logit, and none elsewhere: for random
+    frames_per_token: emit a token in one of this number of frames, whatever the blank's logit, for random
     weights, which have no rate of speech. Graphs have their own.
     """
     start = model.config.vocab_size if start_token is None else start_token

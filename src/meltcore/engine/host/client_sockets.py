@@ -135,8 +135,9 @@ class RemoteClients:
         self._watch.start()
         host = f"[{binding.host}]" if ":" in binding.host else binding.host
         write_port(directory, socket.bind_to_random_port(f"tcp://{host}"))
-        while not self._arrived[0]:
-            self.poll(-1)
+        while not self._arrived[0]:  # an API server may be first
+            socket.poll()
+            self._read()
 
     def poll(self, timeout_ms: int) -> bool:
         """Wait for a message of any client; returns whether there is one."""

@@ -1,0 +1,91 @@
+"""An engine process on another node, started there by a cluster and reached over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from meltcore.backends.engine_link import EngineLink
+from meltcore.backends.engine_process import EngineProcess
+from meltcore.protocol.cluster import StartEngine
+from meltcore.protocol.engines import FromEngine
+from meltcore.protocol.tcp import EngineAddress, write_address
+
+_REASON_S = 0.5  # for the cluster to tell why an engine has ended whose connection is lost
+_KILL_S = 1.0  # for the cluster to tell that a killed engine has ended; its node may be gone
+
+
+class RemoteRun(NamedTuple):
+    """An engine process on a node: where it listens, its process id there, and how it has ended."""
+
+    address: EngineAddress
+    pid: int
+    ended: asyncio.Future[str]
+
+
+class Cluster(Protocol):
+    """What starts engines on other nodes."""
+
+    async def start_engine(self, start: StartEngine) -> RemoteRun:
+        """Start an engine process. Raises EngineDeadError where it does not run."""
+
+    def kill_engine(self, engine: int) -> None:
+        """End an engine process now."""
+
+
+class RemoteEngineProcess(EngineProcess):
+    """Starts an engine on a node, and calls `on_message` for each of its messages to the supervisor.
+
+    It has ended when the cluster says so, or when its connection is lost: then its node ends it, or it ends by itself.
+    """
+
+    def __init__(
+        self, cluster: Cluster, start: StartEngine, on_message: Callable[[FromEngine], None], directory: Path
+    ) -> None:
+        """Prepare an engine process; its address is written into `directory`, for all clients."""
+        super().__init__(on_message)
+        self._cluster = cluster
+        self._start = start
+        self._directory = directory
+        self._run: RemoteRun | None = None
+
+    async def prepare(self) -> None:
+        """Start the process. Raises EngineDeadError."""
+        self._run = await self._cluster.start_engine(self._start)
+        write_address(self._directory, self._run.address)
+
+    async def _launch(self) -> None:
+        self._link = EngineLink(self._directory, 0, self._receive, self.fail, self._on_lost)
+
+    async def _exited(self) -> str:
+        assert self._run is not None
+        return await asyncio.shield(self._run.ended)
+
+    @property
+    def pid(self) -> int | None:
+        """The process id on its node while it runs."""
+        return self._run.pid if self._run is not None and not self._run.ended.done() else None
+
+    def kill(self) -> None:
+        """End the process now, as far as its node can be reached."""
+        if self._run is not None and not self._run.ended.done():
+            self._cluster.kill_engine(self._start.engine)
+            asyncio.get_running_loop().call_later(_KILL_S, self._give_up)
+
+    def is_stopped(self) -> bool:
+        """Return False: a stopped process loses its connection."""
+        return False
+
+    def _give_up(self) -> None:
+        if self._run is not None and not self._run.ended.done():
+            self._run.ended.set_result("its node does not answer")
+
+    def _on_lost(self, reason: str) -> None:
+        asyncio.get_running_loop().call_later(_REASON_S, self._lose, reason)
+
+    def _lose(self, reason: str) -> None:
+        if self._run is not None and not self._run.ended.done():
+            self._run.ended.set_result(reason)
+            self._cluster.kill_engine(self._start.engine)

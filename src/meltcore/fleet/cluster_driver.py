@@ -1,0 +1,155 @@
+"""The supervisor's side of a cluster's driver: starts engines on nodes, and learns when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+import zmq
+
+from meltcore.backends.remote_engine import RemoteRun
+from meltcore.errors import ConfigError, EngineDeadError
+from meltcore.process import STDERR, describe_exit, end_async, start_async
+from meltcore.protocol.cluster import (
+    DRIVER_MODULE,
+    ClusterFailed,
+    EngineEnded,
+    EngineListening,
+    FromDriver,
+    KillEngine,
+    Nodes,
+    ReadNodes,
+    StartEngine,
+    ToDriver,
+)
+from meltcore.protocol.tcp import FleetKeys
+
+_CONNECT_LIMIT_S = 180.0
+_EXIT_LIMIT_S = 10.0
+_LINE_BYTES = 2**24
+
+
+class ClusterDriver:
+    """The driver process of one fleet. When it ends, engines go on; the next start of an engine starts it again."""
+
+    def __init__(self, address: str, report: Callable[[str], None]) -> None:
+        """`report` gets a line when the cluster can no longer be changed."""
+        self._address = address
+        self._report = report
+        pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
+        self.keys = FleetKeys(*pairs)
+        self.problem = ""  # why the cluster cannot be changed; "": it can
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._connected: asyncio.Future[None] | None = None
+        self._starts: dict[int, tuple[StartEngine, asyncio.Future[RemoteRun]]] = {}
+        self._ended: dict[int, asyncio.Future[str]] = {}
+        self._lock = asyncio.Lock()
+
+    async def connect(self) -> None:
+        """Start the driver where none runs, and wait until it has the cluster. Raises ConfigError."""
+        async with self._lock:
+            if self._process is not None and self._process.returncode is None and not self.problem:
+                return
+            await self.stop()
+            self._process = await start_async(
+                [sys.executable, "-m", DRIVER_MODULE, self._address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=STDERR,
+            )
+            self._connected = asyncio.get_running_loop().create_future()
+            self._connected.add_done_callback(lambda future: future.cancelled() or future.exception())
+            self._reading = asyncio.create_task(self._read(self._process))
+            self._send(ReadNodes())
+            try:
+                async with asyncio.timeout(_CONNECT_LIMIT_S):
+                    await asyncio.shield(self._connected)
+            except TimeoutError:
+                self.problem = f"--ray {self._address}: the cluster gave no answer within {_CONNECT_LIMIT_S:g} s"
+                raise ConfigError(self.problem) from None
+            except ConfigError as error:
+                self.problem = str(error)
+                raise
+            self.problem = ""
+
+    async def start_engine(self, start: StartEngine) -> RemoteRun:
+        """Start an engine process. Raises EngineDeadError where it does not run, or the cluster cannot be changed."""
+        try:
+            await self.connect()
+        except ConfigError as error:
+            raise EngineDeadError(f"the cluster cannot be changed: {error}") from error
+        future: asyncio.Future[RemoteRun] = asyncio.get_running_loop().create_future()
+        self._starts[start.engine] = (start, future)
+        self._send(start)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.kill_engine(start.engine)
+            raise
+        finally:
+            self._starts.pop(start.engine, None)
+
+    def kill_engine(self, engine: int) -> None:
+        """End an engine process now. Without a driver the engine ends by itself, without any connection."""
+        self._send(KillEngine(engine))
+
+    async def stop(self) -> None:
+        """End the driver, and with it what it has started."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        assert self._reading is not None
+        self._process.stdin.close()
+        await end_async(self._process, _EXIT_LIMIT_S)
+        self._reading.cancel()
+        self._process = None
+
+    def _send(self, message: ToDriver) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(ConnectionError, RuntimeError):  # it has ended, which the reader reports
+                self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        decode = msgspec.json.Decoder(FromDriver).decode
+        buffer = b""
+        while block := await process.stdout.read(_LINE_BYTES):
+            *lines, buffer = (buffer + block).split(b"\n")
+            for line in lines:
+                self._on_line(decode(line))
+        self._lose(f"its driver has ended ({describe_exit(await process.wait())})")
+
+    def _on_line(self, message: FromDriver) -> None:
+        if isinstance(message, EngineListening):
+            if (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
+                ended = self._ended[message.engine] = asyncio.get_running_loop().create_future()
+                address = self.keys.address(entry[0].node, message.host, message.port)
+                entry[1].set_result(RemoteRun(address, message.pid, ended))
+        elif isinstance(message, EngineEnded):
+            if (run := self._ended.pop(message.engine, None)) is not None and not run.done():
+                run.set_result(message.reason)
+            elif (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
+                entry[1].set_exception(EngineDeadError(message.reason))
+        elif self._connected is not None and not self._connected.done():
+            if isinstance(message, ClusterFailed):
+                self._connected.set_exception(ConfigError(message.message))
+            elif isinstance(message, Nodes):
+                self._connected.set_result(None)
+
+    def _lose(self, reason: str) -> None:
+        """Fail what has been asked. Engines that run go on, for as long as they can be reached."""
+        error = f"--ray {self._address}: {reason}"
+        if self._connected is not None and not self._connected.done():
+            self._connected.set_exception(ConfigError(error))
+        for _, future in self._starts.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(f"the cluster cannot be changed: {error}"))
+        self._ended.clear()
+        if not self.problem:
+            self.problem = error
+            self._report(f"the cluster cannot be changed: {error}; its engines go on")

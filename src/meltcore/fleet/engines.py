@@ -1,0 +1,50 @@
+"""Creates the engine process of a replica: on this machine, or on the node of a cluster that the plan has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meltcore.backends.engine_process import EngineProcess, LocalEngineProcess
+from meltcore.backends.remote_engine import RemoteEngineProcess
+from meltcore.config import PriorityClass
+from meltcore.fleet.placement import Placement, shared_engine
+from meltcore.fleet.replica import Replica, ServerParts
+from meltcore.protocol.cluster import StartEngine
+from meltcore.protocol.engines import FromEngine
+
+
+def new_engine(
+    parts: ServerParts, replica: Replica, priority_class: PriorityClass, on_message: Callable[[FromEngine], None]
+) -> EngineProcess:
+    """Return an engine that has not been started. Without sockets it never will be."""
+    directory = replica.sockets or parts.sockets
+    if parts.cluster is not None:
+        return RemoteEngineProcess(
+            parts.cluster, _start(parts, replica.placement, directory.name), on_message, directory
+        )
+    return LocalEngineProcess(
+        shared_engine(replica.placement, parts.sharing, priority_class, parts.sockets),
+        parts.engine_command,
+        on_message,
+        directory=directory,
+        client_count=parts.client_count,
+        environment=replica.placement.environment | parts.environment(replica.placement, priority_class),
+        log=replica.log,
+    )
+
+
+def _start(parts: ServerParts, placement: Placement, number: str) -> StartEngine:
+    """Return the order to start an engine on its node. Its number is that of its folder of sockets."""
+    assert parts.cluster is not None
+    size_bytes = placement.engine.memory_bytes or 0
+    return StartEngine(
+        engine=int(number) if number.isdigit() else -1,
+        node=placement.node,
+        command=list(parts.engine_command[1:]),
+        config=placement.engine,
+        client_count=parts.client_count,
+        binding=parts.cluster.keys.binding(""),
+        gpus=list(placement.gpus),
+        gib=size_bytes / 2**30,
+        cpu_engines=parts.cpu_engines(placement.node),
+    )

@@ -1,0 +1,125 @@
+"""A fleet on two raylets: replicas on both, the same answers, and every fault that ends an engine but no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_nodes import start_nodes
+
+from meltcore.errors import ConfigError
+from meltcore.fleet.planned import FleetPlanner
+from meltcore.fleet.replica import RestartPolicy
+from meltcore.process import start_ticks
+
+sys.path.append(str(Path(__file__).parents[1] / "fleet"))
+from server_harness import MODEL, RunningServer, fleet_command, make_model, running, wait_until
+
+pytestmark = pytest.mark.slow
+POLICY = RestartPolicy(first_pause_s=0.2, max_pause_s=0.5, max_deaths=20)
+START_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with start_nodes(tmp_path_factory.mktemp("nodes"), [], [40, 40]) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    checkpoint = make_model(tmp_path / "model")
+    path = tmp_path / "fleet.yaml"
+    load = f"checkpoint: {checkpoint}, load_format: dummy"
+    path.write_text(
+        "server: {port: 0}\nmodels:\n"
+        f"  {MODEL}: {{{load}, device: cpu, memory: 64MiB, replicas: 2}}\n  gpu: {{{load}, memory: 2.5GiB}}\n"
+    )
+    return path
+
+
+def engine_pids() -> set[int]:
+    """Processes of scripted engines that run under an actor."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = path.read_bytes()
+        except OSError:
+            continue
+        if b"scripted_engine.py" in arguments and b"meltcore-engine-" in arguments:
+            found.add(int(path.parent.name))
+    return {pid for pid in found if start_ticks(pid) is not None}
+
+
+def rows(server: RunningServer, path: Path) -> list[dict[str, Any]]:
+    from meltcore.fleet.admin import call_admin
+    from meltcore.fleet.daemon import find_fleet
+
+    return call_admin(find_fleet(server.port).admin, "GET", "/ps")
+
+
+def all_ready(server: RunningServer, path: Path) -> bool:
+    return [row["state"] for row in rows(server, path)] == ["ready"] * 3
+
+
+def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: Any, fleet_file: Path) -> None:
+    with running(fleet_command(fleet_file, POLICY, cluster.address), fleet_file.with_suffix(".err")) as server:
+        wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
+        wait_until(lambda: all_ready(server, fleet_file), "both ready", START_S)
+        found = rows(server, fleet_file)
+        pids = [row["pid"] for row in found]
+        assert engine_pids() == set(pids)
+        environments = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids]
+        assert [b"CUDA_VISIBLE_DEVICES=0" in each for each in environments] == [False, False, True]
+        threads = [name for each in environments for name in each if name.startswith(b"OMP_NUM_THREADS=")]
+        assert len(threads) == 2
+        answers = {
+            server.chat("same words", max_tokens=20, seed=1).json["choices"][0]["message"]["content"] for _ in range(6)
+        }
+        assert len(answers) == 1
+
+        # A killed engine fails its own requests; the other goes on, and the replica comes back.
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(lambda: "has died: killed by signal 9" in server.stderr, "death reported", 5)
+        assert server.chat("other", max_tokens=3).status == 200
+        wait_until(lambda: all_ready(server, fleet_file), "back", START_S)
+
+        # One that hangs is lost by its connection.
+        hanging = rows(server, fleet_file)[1]["pid"]
+        os.kill(hanging, signal.SIGSTOP)
+        started_s = time.monotonic()
+        wait_until(lambda: "cannot be reached: the connection is lost" in server.stderr, "loss reported", 5)
+        assert time.monotonic() - started_s < 5
+        assert server.chat("other", max_tokens=3).status == 200
+        wait_until(lambda: all_ready(server, fleet_file), "back", START_S)
+        wait_until(lambda: start_ticks(hanging) is None, "ended", 10)
+
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        wait_until(lambda: not engine_pids(), "no engine left", 10)
+
+
+def test_killed_supervisor_leaves_no_engine(cluster: Any, fleet_file: Path) -> None:
+    with running(fleet_command(fleet_file, POLICY, cluster.address), fleet_file.with_suffix(".err")) as server:
+        wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
+        wait_until(lambda: all_ready(server, fleet_file), "both ready", START_S)
+        assert len(engine_pids()) == 3
+        server.process.kill()
+        wait_until(lambda: not engine_pids(), "no engine left", 15)
+
+
+def test_checkpoint_that_a_node_lacks_is_named_before_anything_starts(cluster: Any, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("models: {a: {checkpoint: /none/here, device: cpu, memory: 64MiB}}\n")
+    with pytest.raises(
+        ConfigError, match=r"models\.a\.checkpoint: /none/here is not on node .*; copy it, or name a hub id"
+    ):
+        FleetPlanner(path, ray=cluster.address).config()
+    assert not engine_pids()
