@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,11 +14,14 @@ from task_server import serve_tasks
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.load.config import IntRange, Timeouts
+from meltcore.load.connection import resolve_target
 from meltcore.load.fleet_config import DEFAULT_MIX, FleetLoadConfig, Sizes, parse_mix, shares_of, split_connections
 from meltcore.load.fleet_experiment import MIXED, choose_models, experiment_gates, load_experiment, stream_workload
 from meltcore.load.fleet_health import fleet_health
 from meltcore.load.fleet_models import ServedModel, default_workload
 from meltcore.load.fleet_run import measure_fleet
+from meltcore.load.fleet_streams import NUM_WARMUPS, Stream, StreamRunner
+from meltcore.load.record import RecordFile
 from meltcore.report.fleet_load import fleet_load_page
 from meltcore.report.html import render_html
 from meltcore.results.fingerprint import take_fingerprint
@@ -274,6 +278,26 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert statuses["busy (mt): throughput"] == "PASS"
     assert statuses["speech (ears): p95 of end to end"] == "NOT RUN"
     assert "Interference: x" in render_html(fleet_load_page(result))
+
+
+def test_no_process_is_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One without any would wait forever, as in a warm-up of 4 requests by 6 processes.
+    started: list[int] = []
+    make_workers = StreamRunner._make_workers
+
+    def make_local(self: StreamRunner, stream: Any, level: Any, num_processes: int, on_records: Any) -> Any:
+        started.append(num_processes)
+        return make_workers(self, stream, level, 0, on_records)
+
+    monkeypatch.setattr(StreamRunner, "_make_workers", make_local)
+    with serve_tasks(models=CARDS[2:3]) as server:
+        settings: dict[str, Any] = {"parts": ("mixed",), "levels": (8,), "level_s": 0.1, "processes": 6}
+        measure_fleet(config(server.url, **settings), [])
+        target = resolve_target(server.url)
+        runner = StreamRunner(target, RecordFile(None), processes=6, seed=0, timeouts=Timeouts())
+        workload = "translate:src=eng_Latn,tgt=guj_Gujr"
+        asyncio.run(runner.warm_up([Stream(name="a", model="mt", workload=workload, connections=256)]))
+    assert started == [1, 6, NUM_WARMUPS]
 
 
 def test_options_of_the_other_kind_of_load_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,8 @@ class StreamRunner:
             return on_records
 
         for position, (stream, level) in enumerate(zip(streams, levels, strict=True)):
-            workers = self._make_workers(stream, level, self._num_processes(stream, streams), receiver(position))
+            num_processes = min(self._num_processes(stream, streams), level.num_connections or level.num_requests)
+            workers = self._make_workers(stream, level, num_processes, receiver(position))
             self._workers += workers
             owners += [position] * len(workers)
         progress = asyncio.ensure_future(self._report(label, records))

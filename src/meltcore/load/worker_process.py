@@ -115,8 +115,11 @@ class WorkerProcess:
         return message.result
 
     def stop(self) -> None:
-        """Fail the requests in flight as interrupted and send no more, so that `run` returns."""
-        self._send(Stop())
+        """Fail the requests in flight as interrupted and send no more, so that `run` returns. No effect afterwards."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._send(Stop())
 
     def _send(self, message: Any) -> None:
         assert self._process is not None
