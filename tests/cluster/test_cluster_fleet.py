@@ -115,6 +115,16 @@ def test_killed_supervisor_leaves_no_engine(cluster: Any, fleet_file: Path) -> N
         wait_until(lambda: not engine_pids(), "no engine left", 15)
 
 
+def children(pid: int, argument: bytes) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(each) for each in found if argument in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def is_on(pid: int, node: Any) -> bool:
+    """Whether an engine was started by a worker of this raylet, whose GPUs are in the environment."""
+    return b"SCRIPTED_GIB=40,40" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
 def test_checkpoint_that_a_node_lacks_is_named_before_anything_starts(cluster: Any, tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("models: {a: {checkpoint: /none/here, device: cpu, memory: 64MiB}}\n")
@@ -123,3 +133,29 @@ def test_checkpoint_that_a_node_lacks_is_named_before_anything_starts(cluster: A
     ):
         FleetPlanner(path, ray=cluster.address).config()
     assert not engine_pids()
+
+
+def test_replica_starts_elsewhere_and_engines_outlive_the_driver(cluster: Any, fleet_file: Path) -> None:
+    with running(fleet_command(fleet_file, POLICY, cluster.address), fleet_file.with_suffix(".err")) as server:
+        wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
+        wait_until(lambda: all_ready(server, fleet_file), "all ready", START_S)
+        pids = engine_pids()
+        (driver,) = children(server.process.pid, b"meltcore.cluster.driver")
+        os.kill(driver, signal.SIGKILL)
+        problem = "the cluster cannot be changed: --ray"
+        wait_until(lambda: rows(server, fleet_file)[0]["reason"].startswith(problem), "the problem in ps", 5)
+        time.sleep(3.0)  # Ray ends the actors of a driver that has died
+        assert engine_pids() == pids
+        assert server.chat("go on", max_tokens=3).status == 200
+
+        # The next start of an engine connects again; its node is gone then.
+        node = cluster.list_all_nodes()[-1]
+        (lost,) = [row["pid"] for row in rows(server, fleet_file)[:2] if is_on(row["pid"], node)]
+        cluster.remove_node(node, allow_graceful=False)
+        os.kill(lost, signal.SIGKILL)
+        wait_until(lambda: "its engine of" in server.stderr, "a start on another node", START_S)
+        wait_until(lambda: [row["state"] for row in rows(server, fleet_file)][:2] == ["ready"] * 2, "both", START_S)
+        assert server.chat("go on", max_tokens=3).status == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        wait_until(lambda: not engine_pids(), "no engine left", 15)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from meltcore.cluster.engine_actor import EngineActor
-from meltcore.cluster.nodes import KEEP_VISIBLE, connect, living_nodes, read_nodes
+from meltcore.cluster.nodes import KEEP_ENGINES, KEEP_VISIBLE, connect, living_nodes, read_nodes
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.protocol.cluster import (
     ClusterFailed,
@@ -61,7 +61,10 @@ class Driver:
             self._answer(ClusterFailed(str(error)))
 
     async def _keep_engine(self, message: StartEngine) -> None:
-        self._answer(EngineEnded(message.engine, await self._run_engine(message)))
+        if message.node not in dict(living_nodes()):
+            self._answer(EngineEnded(message.engine, f"the node {message.node} is gone", is_node_gone=True))
+        else:
+            self._answer(EngineEnded(message.engine, await self._run_engine(message)))
 
     async def _run_engine(self, message: StartEngine) -> str:
         """Start an engine and wait until it has ended; returns how."""
@@ -69,9 +72,7 @@ class Driver:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         try:
-            node = next((each for name, each in living_nodes() if name == message.node), None)
-            if node is None:
-                return f"the node {message.node} is gone"
+            node = dict(living_nodes())[message.node]
             # The plan has chosen the node. Ray counts the memory, so that no other job takes it.
             actor = self._actors[message.engine] = (
                 ray.remote(EngineActor)
@@ -80,7 +81,7 @@ class Driver:
                     max_concurrency=_CALLS,
                     resources={gpu_resource(number): message.gib for number in message.gpus},
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-                    runtime_env={"env_vars": KEEP_VISIBLE},
+                    runtime_env={"env_vars": KEEP_VISIBLE | KEEP_ENGINES},
                 )
                 .remote()
             )
@@ -92,7 +93,7 @@ class Driver:
             return f"node {message.node}: the engine does not listen within {_START_LIMIT_S:g} s"
         except ray.exceptions.RayTaskError as error:
             return f"node {message.node}: {error.cause}"
-        except (ray.exceptions.RayError, EngineDeadError) as error:
+        except (ray.exceptions.RayError, EngineDeadError, KeyError) as error:
             first_line = str(error).strip().partition("\n")[0]
             return f"node {message.node} is gone, or its actor has died: {first_line}"
         finally:

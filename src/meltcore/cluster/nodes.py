@@ -18,6 +18,8 @@ STORE_BYTES = 100 * 2**20  # of a local cluster: nothing large travels through i
 PROBE_LIMIT_S = 90.0  # NVML takes up to 60 s, a worker process several seconds to start
 # Ray would hide the GPUs from tasks and actors without its resource `GPU`. The plan says which one an engine takes.
 KEEP_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Engines outlive an actor whose driver or head node is gone: their server ends them, or they end without it.
+KEEP_ENGINES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 _ID_DIGITS = 6
 
 

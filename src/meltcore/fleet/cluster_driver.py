@@ -13,10 +13,12 @@ import zmq
 
 from meltcore.backends.remote_engine import RemoteRun
 from meltcore.errors import ConfigError, EngineDeadError
+from meltcore.fleet.plan import HOST_PROCESS_BYTES
 from meltcore.process import STDERR, describe_exit, end_async, start_async
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,
     ClusterFailed,
+    ClusterNode,
     EngineEnded,
     EngineListening,
     FromDriver,
@@ -33,6 +35,15 @@ _EXIT_LIMIT_S = 10.0
 _LINE_BYTES = 2**24
 
 
+class NodeGoneError(EngineDeadError):
+    """Reports that the node of an engine is not in the cluster."""
+
+
+def free_gpus(node: ClusterNode, memory_bytes: int) -> list[int]:
+    """Return the GPUs of a node with that much memory free now, by their numbers."""
+    return [gpu.number for gpu in node.machine.gpus if gpu.total_bytes - gpu.used_bytes >= memory_bytes]
+
+
 class ClusterDriver:
     """The driver process of one fleet. When it ends, engines go on; the next start of an engine starts it again."""
 
@@ -46,6 +57,7 @@ class ClusterDriver:
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._connected: asyncio.Future[None] | None = None
+        self._nodes: asyncio.Future[list[ClusterNode]] | None = None  # of a question after the first
         self._starts: dict[int, tuple[StartEngine, asyncio.Future[RemoteRun]]] = {}
         self._ended: dict[int, asyncio.Future[str]] = {}
         self._lock = asyncio.Lock()
@@ -83,6 +95,34 @@ class ClusterDriver:
             await self.connect()
         except ConfigError as error:
             raise EngineDeadError(f"the cluster cannot be changed: {error}") from error
+        try:
+            return await self._start_on_node(start)
+        except NodeGoneError as error:
+            return await self._start_on_node(await self._elsewhere(start, error))
+
+    async def _elsewhere(self, start: StartEngine, gone: NodeGoneError) -> StartEngine:
+        """Return the same engine for another node that has room now. Raises NodeGoneError where none has."""
+        model, memory_bytes = start.config.model, start.config.memory_bytes or 0
+        paths = [model] if model.startswith("/") else []
+        self._nodes = asyncio.get_running_loop().create_future()
+        self._send(ReadNodes(paths))
+        try:
+            async with asyncio.timeout(_CONNECT_LIMIT_S):
+                nodes = await asyncio.shield(self._nodes)
+        except (TimeoutError, ConfigError) as error:
+            raise gone from error
+        room = [(free_gpus(node, memory_bytes), node) for node in nodes if not node.missing]
+        if start.gpus:
+            found = [(gpus[: len(start.gpus)], node) for gpus, node in room if len(gpus) >= len(start.gpus)]
+        else:
+            found = [([], node) for _, node in room if node.machine.host_bytes >= memory_bytes + HOST_PROCESS_BYTES]
+        if not found:
+            raise NodeGoneError(f"{gone}, and no other node has {memory_bytes / 2**30:.2f} GiB free for it")
+        gpus, node = max(found, key=lambda each: each[1].machine.host_bytes)
+        self._report(f"{gone}: its engine of {model} is started on {node.name}")
+        return msgspec.structs.replace(start, node=node.name, gpus=gpus)
+
+    async def _start_on_node(self, start: StartEngine) -> RemoteRun:
         future: asyncio.Future[RemoteRun] = asyncio.get_running_loop().create_future()
         self._starts[start.engine] = (start, future)
         self._send(start)
@@ -134,7 +174,12 @@ class ClusterDriver:
             if (run := self._ended.pop(message.engine, None)) is not None and not run.done():
                 run.set_result(message.reason)
             elif (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
-                entry[1].set_exception(EngineDeadError(message.reason))
+                entry[1].set_exception((NodeGoneError if message.is_node_gone else EngineDeadError)(message.reason))
+        elif self._nodes is not None and not self._nodes.done():
+            if isinstance(message, ClusterFailed):
+                self._nodes.set_exception(ConfigError(message.message))
+            else:
+                self._nodes.set_result(message.nodes)
         elif self._connected is not None and not self._connected.done():
             if isinstance(message, ClusterFailed):
                 self._connected.set_exception(ConfigError(message.message))

@@ -215,7 +215,7 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
         task=getattr(limits, "task", None) or task or "unknown",
         state="failed" if model.status == "failed" else state,
         status=model.status,
-        reason="" if model.status == "ready" else model.reason,
+        reason=model.cluster_problem if model.status == "ready" else model.reason,
         pid=model.engines[replica.index].pid,
         memory_bytes=replica.resident_bytes
         if replica.state == "sleeping"

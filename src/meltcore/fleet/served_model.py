@@ -455,6 +455,12 @@ class ServedModel:
 
     # --- engines
 
+    @property
+    def cluster_problem(self) -> str:
+        """Why the cluster of the engines cannot be changed; "": it can, or there is none."""
+        problem = self._parts.cluster.problem if self._parts.cluster is not None else ""
+        return problem and f"the cluster cannot be changed: {problem}"
+
     def _new_engine(self, replica: Replica) -> EngineProcess:
         on_message = partial(self._on_engine_message, replica)
         return new_engine(self._parts, replica, self.config.priority_class, on_message)

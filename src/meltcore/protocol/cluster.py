@@ -96,6 +96,7 @@ class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
 
     engine: int
     reason: str
+    is_node_gone: bool = False  # before it could be started: another node may take it
 
 
 ToDriver = ReadNodes | StartEngine | KillEngine
