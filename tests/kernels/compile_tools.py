@@ -51,7 +51,7 @@ class Binary(NamedTuple):
 class Task(NamedTuple):
     """The compile cases of one kernel file, by the module's name, for one architecture, model and type.
 
-    first, stride: which of the cases, as of a slice.
+    first, stride: which of the cases, as of a slice. is_once: each kernel once, as the first of these cases has it.
     """
 
     module: str
@@ -60,6 +60,7 @@ class Task(NamedTuple):
     dtype: torch.dtype
     first: int = 0
     stride: int = 1
+    is_once: bool = False
 
 
 class CompilePool:
@@ -95,6 +96,7 @@ class CompilePool:
 
 
 _compiled: list[Binary] = []  # since the last task of this process
+_once = False  # whether that task compiles each kernel once
 
 
 def only_compile_for(capability: int) -> None:
@@ -104,6 +106,8 @@ def only_compile_for(capability: int) -> None:
     run = JITFunction.run
 
     def compile_only(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if _once and any(each.kernel == function.__name__ for each in _compiled):
+            return
         binary = run(function, *args, grid=grid, warmup=True, **kwargs)
         made = binary.metadata
         _compiled.append(Binary(function.__name__, made.target.arch, made.shared, "cubin" in binary.asm, binary.hash))
@@ -111,7 +115,9 @@ def only_compile_for(capability: int) -> None:
     JITFunction.run = compile_only
 
 
-def compile_launches(launches: Iterable[Callable[[], object]]) -> list[Binary]:
+def compile_launches(launches: Iterable[Callable[[], object]], *, is_once: bool = False) -> list[Binary]:
+    global _once
+    _once = is_once
     _compiled.clear()
     for launch in launches:
         launch()
@@ -124,4 +130,5 @@ def compile_file(task: Task) -> list[Binary]:
     import compile_cases_gemm
 
     cases = (compile_cases_attention.BY_NAME | compile_cases_gemm.BY_NAME)[task.module]
-    return compile_launches(cases(task.shape, task.dtype)[task.first :: task.stride])
+    chosen = cases(task.shape, task.dtype)[task.first :: task.stride]
+    return compile_launches(chosen, is_once=task.is_once)

@@ -135,10 +135,13 @@ OF_THREE = (ggml_decode, ggml_gemm, ggml_experts, block_fp8, block_fp8_gemm, blo
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module not in (*OF_HOPPER, *OF_THREE)]
 
 
-# Files whose cases differ by sizes alone: only sm_90, sm_120 and one of the least shared memory compile all of them.
+# Files whose cases differ by sizes alone: sm_120 and other models compile a part of them.
 # GEMMs have four layers by four numbers of tokens, of which every fifth case is each layer and each number once.
 THINNED = {split_k: 5, fp8_split_k: 5, decode: 2, prefill: 2, stream_k: 2, grouped_gemm: 2}
-WHOLE = (86, 90, 120)
+ATTENTION = (decode, prefill, stream_k)
+# These launch as another one with as much shared memory does, which compiles all sizes: each kernel once.
+ONCE = (80, 89, 100)
+SMALL_MODELS = ("sums", "small hybrid")
 # Of files of their own, so that `pytest -n` compiles for several architectures concurrently.
 AMPERE, ADA_AND_BLACKWELL = (80, 86), (89, 100, 120)
 
@@ -151,32 +154,35 @@ def thinned(module: ModuleType, capability: int, shape: ModelShape, dtype: torch
 
 
 def cases() -> Iterator[Task]:
-    """Every file for every architecture; other sizes and float32 where shared memory is least."""
+    """Every file for every architecture; all sizes, other models and float32 where shared memory is least."""
     for module in KERNEL_FILES:
         main, *others = OF_MODELS.get(module, ("Qwen3-0.6B", "sums"))
         capabilities = [each for each in SHARED_LIMIT_KIB if each >= getattr(module, "MIN_CAPABILITY", 0)]
         smallest = min(capabilities, key=lambda capability: SHARED_LIMIT_KIB[capability])
         for capability in capabilities:
-            given = capability, MODELS[main], torch.bfloat16
-            is_whole = capability in (*WHOLE, smallest)
-            yield Task(module.__name__, *given) if is_whole else thinned(module, *given)
+            task = Task(module.__name__, capability, MODELS[main], torch.bfloat16)
+            if capability in (smallest, 90) or (capability == 120 and module in ATTENTION):
+                yield task
+            else:
+                yield task._replace(is_once=True) if capability in ONCE else thinned(module, *task[1:4])
         # GEMMs take float16 then, which is as large as bfloat16.
         given = smallest, MODELS[main], torch.float32
         is_gemm = module in (split_k, fp8_split_k)
         yield thinned(module, *given) if is_gemm else Task(module.__name__, *given)
         for model in others:
-            yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16)
+            yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16, is_once=model in SMALL_MODELS)
     for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
         yield Task(grouped_gemm.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
     yield Task(all_reduce.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # shares summed over choices
     for module in OF_THREE:
         for capability in (80, 90, 120):
             if capability >= getattr(module, "MIN_CAPABILITY", 0):
-                yield Task(module.__name__, capability, MODELS["Qwen3-30B-A3B"], torch.bfloat16)
+                given = capability, MODELS["Qwen3-30B-A3B"], torch.bfloat16
+                yield Task(module.__name__, *given, is_once=capability != 120)
     for module in OF_HOPPER:
         for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"):
             yield Task(module.__name__, 90, MODELS[model], torch.bfloat16)
-    yield Task(decode.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # FP8 caches of wide heads
+    yield thinned(decode, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # FP8 caches of wide heads
     # Sliding windows: where shared memory is least, with FP8 caches, and on Hopper, with packed heads.
     for module, capability, model in (
         (decode, 120, "Gemma-3-4B"),
