@@ -179,7 +179,9 @@ def test_sleep_and_wake_by_command_restart_and_reload(
 
         def states() -> dict[str, str]:
             main(["ps", "--port", str(server.port), "--json"])
-            return {row["model"]: row["state"] for row in json.loads(capsys.readouterr().out)}
+            output = capsys.readouterr()
+            assert output.out, output.err
+            return {row["model"]: row["state"] for row in json.loads(output.out)}
 
         def run(*command: str) -> tuple[int, str, str]:
             status = main([*command, "--port", str(server.port)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.daemon import SOCKET_NAME
 from meltcore.fleet.operations import FleetOperations
 
+_START_LIMIT_S, _START_POLL_S = 10.0, 0.005
 _CLOSE_LIMIT_S = 2.0
 _PS_LIMIT_S = 10.0
 CHANGE_LIMIT_S = 3600.0  # of a restart: every model may drain and load
@@ -62,9 +64,15 @@ class AdminServer:
             self._servers.append((EmbeddedServer(uvicorn.Config(app, **settings)), [listener]))
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """Start to serve."""
+    async def start(self) -> None:
+        """Start to serve. Raises MeltcoreError when requests are not accepted in time."""
         self._tasks = [asyncio.create_task(server.serve(sockets=sockets)) for server, sockets in self._servers]
+        deadline_s = time.monotonic() + _START_LIMIT_S
+        while not all(server.started for server, _ in self._servers):
+            if time.monotonic() > deadline_s or any(task.done() for task in self._tasks):
+                await self.stop()
+                raise MeltcoreError(f"the fleet's commands are not answered within {_START_LIMIT_S:g} s of the start")
+            await asyncio.sleep(_START_POLL_S)
 
     async def stop(self) -> None:
         """Stop serving; requests in progress are ended."""

@@ -106,13 +106,16 @@ def serve(
         fleet = replace(fleet, log_folder=_new_log_folder(fleet.log_folder, port))
     raise_file_limit()
     folder = SocketFolder("server")
-    try:
-        print_listening(config.host, port)
-        print_substitutes(config.routes.substitute)
+
+    def announce() -> None:
         if on_bound is not None:
             on_bound(port, folder.path)
+        print_listening(config.host, port)
+        print_substitutes(config.routes.substitute)
+
+    try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_supervise(config, engine_command, placements, folder, listener, fleet, admin))
+            return runner.run(_supervise(config, engine_command, placements, folder, listener, fleet, admin, announce))
     finally:
         folder.remove()
 
@@ -125,8 +128,9 @@ async def _supervise(
     listener: socket.socket,
     fleet: FleetOptions | None,
     admin: socket.socket | None,
+    announce: Callable[[], None],
 ) -> int:
-    return await Supervisor(config, engine_command, placements, folder, fleet).run(listener, admin)
+    return await Supervisor(config, engine_command, placements, folder, fleet).run(listener, admin, announce)
 
 
 class Supervisor:
@@ -183,8 +187,13 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._stopped_s: float | None = None  # when the first signal came
 
-    async def run(self, listener: socket.socket, admin_listener: socket.socket | None = None) -> int:
-        """Load, serve and drain; returns the exit status. Raises MeltcoreError when loading fails."""
+    async def run(
+        self, listener: socket.socket, admin_listener: socket.socket | None, announce: Callable[[], None]
+    ) -> int:
+        """Load, serve and drain; returns the exit status. Raises MeltcoreError when loading fails.
+
+        announce: called once commands such as `ps` are answered.
+        """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
@@ -192,9 +201,10 @@ class Supervisor:
             loop.add_signal_handler(signal.SIGHUP, self._on_sighup)
         acceptor = Acceptor(listener, self._pool.assign, self._on_exhausted)
         self.port = int(listener.getsockname()[1])
-        admin = self._admin_server(admin_listener)
+        admin = await self._admin_server(admin_listener)
         rotation = None if self._fleet is None else asyncio.create_task(_rotate_logs(self._fleet))
         try:
+            announce()
             return await self._load_and_serve()
         finally:
             if admin is not None:
@@ -275,13 +285,13 @@ class Supervisor:
         model = self.models[number] = ForeignModel(number, config, stats, self._parts)
         return model
 
-    def _admin_server(self, listener: socket.socket | None) -> AdminServer | None:
+    async def _admin_server(self, listener: socket.socket | None) -> AdminServer | None:
         if self._fleet is None:
             return None
         metrics = Metrics(self._stats, lambda: {model.name: model.stats for model in self.models.values()})
         operations = FleetOperations(self, self._fleet.read_config)
         server = AdminServer(operations, metrics, self._folder.path, listener)
-        server.start()
+        await server.start()
         return server
 
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
