@@ -81,6 +81,7 @@ def test_commands_of_a_document_parse(document: Path) -> None:
             pytest.fail(f"not a command: {line}")
 
 
+@pytest.mark.slow
 def test_tables_are_what_the_result_files_say() -> None:
     stale = [
         name_of(path)

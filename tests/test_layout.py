@@ -95,6 +95,7 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: "/".join(parts(path)))
 def test_imports_point_down_or_to_the_ground_floor(path: Path) -> None:
     package = parts(path)[0]
@@ -106,6 +107,7 @@ def test_imports_point_down_or_to_the_ground_floor(path: Path) -> None:
     assert [name for name in inner if not within(name, allowed)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", NO_TORCH)
 def test_packages_without_torch_import_nothing_heavy(package: str) -> None:
     files = [
@@ -130,6 +132,7 @@ def imports_at_load(path: Path) -> Iterator[str]:
             pending += [child for child in ast.iter_child_nodes(node) if not isinstance(child, functions)]
 
 
+@pytest.mark.slow
 def test_hardware_checks_import_torch_in_probe_functions_only() -> None:
     checks = [path for path in FILES if within(".".join(parts(path)), (CHECKS,))]
     at_load = {(path.name, name) for path in checks for name in imports_at_load(path)}
@@ -139,6 +142,7 @@ def test_hardware_checks_import_torch_in_probe_functions_only() -> None:
     assert [path.name for path in others for name in imports(path) if within(name, (f"meltcore.{GPU_TIMING}",))] == []
 
 
+@pytest.mark.slow
 def test_only_tests_import_test_doubles() -> None:
     others = [path for path in FILES if parts(path)[0] != "testing"]
     assert [path.name for path in others for name in imports(path) if within(name, ("meltcore.testing",))] == []
@@ -161,6 +165,7 @@ def longest(name: str) -> int:
     return LONGEST_KERNEL if name.endswith("_kernel") else LONGEST_FUNCTION
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: "/".join(parts(path)))
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
@@ -210,6 +215,7 @@ def test_importing_meltcore_is_quick_and_brings_no_torch() -> None:
     assert min(times) < IMPORT_LIMIT_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

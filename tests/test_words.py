@@ -166,6 +166,7 @@ def cases() -> list[tuple[str, str, str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("directory", "word", "better"), cases(), ids=lambda value: value[:40])
 def test_words_that_the_field_does_not_use_do_not_occur(directory: str, word: str, better: str) -> None:
     # Names are searched too: an underscore or a capital letter inside a name ends a word.

@@ -140,6 +140,7 @@ BAD = [
 BAD += ["zeros", "9 channels", "384 kHz", "NaN", "too long", "bomb"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name: str) -> None:
     data, message = bad_inputs()[name]
@@ -170,6 +171,7 @@ async def clips_of(workers: AudioWorkers, data: bytes) -> list[DecodedClip | Dec
     return [part async for part in workers.decode(data, sample_rate=16_000, max_clip_s=5.0, max_audio_s=60.0)]
 
 
+@pytest.mark.slow
 def test_workers_decode_refuse_and_survive(tmp_path: Path, temporary_files: None) -> None:
     async def scenario() -> None:
         workers = AudioWorkers(2)
@@ -195,6 +197,7 @@ def test_workers_decode_refuse_and_survive(tmp_path: Path, temporary_files: None
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+@pytest.mark.slow
 def test_worker_that_takes_too_much_cpu_time_is_killed() -> None:
     async def scenario() -> None:
         workers = AudioWorkers(1, cpu_limit_s=0)

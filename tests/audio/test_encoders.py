@@ -62,6 +62,7 @@ def test_wav_header_has_sizes_when_they_are_known() -> None:
     assert np.frombuffer(loud, "<i2").tolist() == [32767, -32767]
 
 
+@pytest.mark.slow
 def test_processes_encode_many_files_and_survive_a_caller_that_leaves() -> None:
     async def scenario() -> None:
         encoders = AudioEncoders(2)

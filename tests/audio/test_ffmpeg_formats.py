@@ -116,6 +116,7 @@ NAMES = ["no index", "truncated", "truncated webm", "damaged", "head alone", "ma
 NAMES += ["silent", "long m4a", "long recording"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_input_is_named(name: str, bad: dict[str, tuple[bytes, str]]) -> None:
     data, message = bad[name]

@@ -51,6 +51,7 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_rates_equal_those_of_the_emitted_tokens(tmp_path: Path) -> None:
     with device_run(tmp_path, duration_s=8.0) as run:
         run.start()

@@ -179,6 +179,7 @@ def test_dead_engine_leaves_a_partial_result_without_a_score(tmp_path: Path) -> 
     assert "no score" in folder.report_path.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["fail_at_start", "die"])
 def test_failed_gpu_stops_no_other_and_leaves_no_sum(tmp_path: Path, fault: str) -> None:
     _, result, _ = run(tmp_path, gpus(2), duration_s=3.0, script={"fault": fault, "after_s": 0.3, "only": uuid(1)})
@@ -295,6 +296,7 @@ def test_prompts_of_a_file_are_a_workload_that_ranks_with_itself_alone(tmp_path:
     assert score.prompt_file.sha256 in folder.report_path.read_text()
 
 
+@pytest.mark.slow
 def test_gpus_are_selected_by_index_and_uuid_prefix(tmp_path: Path) -> None:
     part_of_it = f"MIG-5c89-{os.getpid()}"
     mig = FakeGpu(uuid=uuid(2), mig_instances={part_of_it: 1}, changes=gpus()[0].changes)
@@ -367,6 +369,7 @@ def command(folder: Path, *arguments: str, **script: Any) -> subprocess.Popen[st
     )
 
 
+@pytest.mark.slow
 def test_command_prints_levels_as_they_end_and_the_score_last(tmp_path: Path) -> None:
     done = command(tmp_path, "--duration", "10")
     out, err = done.communicate(timeout=40)
@@ -380,6 +383,7 @@ def test_command_prints_levels_as_they_end_and_the_score_last(tmp_path: Path) ->
     assert lines[-1].startswith("report: runs/")
 
 
+@pytest.mark.slow
 def test_exit_status_without_a_score(tmp_path: Path) -> None:
     died = command(tmp_path, "--duration", "10", fault="die", after_s=1.0)
     out, _ = died.communicate(timeout=40)
@@ -391,6 +395,7 @@ def test_exit_status_without_a_score(tmp_path: Path) -> None:
     assert (unready.returncode, err) == (2, "meltcore bench: GPU 0: 6 GiB do not hold the weights\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interruption_keeps_what_was_measured_and_ends_all_processes(tmp_path: Path, number: int) -> None:
     running = command(tmp_path, "--duration", "60", "--json")

@@ -38,6 +38,7 @@ def test_score_fits_every_gpu_type(gpu: GpuType) -> None:
     assert activations + logits < reserve / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gigabytes", MEMORY_MIB)
 @pytest.mark.parametrize("concurrency", workload.LEVELS)
 def test_every_level_of_the_score_runs_in(gigabytes: int, concurrency: int) -> None:
@@ -52,6 +53,7 @@ def test_every_level_of_the_score_runs_in(gigabytes: int, concurrency: int) -> N
         assert level.preemptions == 0
 
 
+@pytest.mark.slow
 def test_memory_for_fewer_pages_preempts_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation sees preemption: with a larger assumed context the same requests have fewer pages."""
     usual = run_level(MEMORY_MIB[32], 400)

@@ -64,6 +64,7 @@ def test_size_is_that_of_the_published_file(model: str, file_type: str, size_gb:
     assert sum(tensor.num_bytes for tensor in tensors) / 1e9 == pytest.approx(size_gb, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layers"),
     [("google/gemma-3-27b-it", 62), ("Qwen/Qwen3-30B-A3B", 2), ("meta-llama/Llama-3.1-8B-Instruct", 2)],
@@ -85,6 +86,7 @@ def test_configuration_is_the_published_one(tmp_path: Path, model: str, layers: 
     assert len(checkpoint.gguf.texts("tokenizer.ggml.tokens")) == found.vocab_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "file_type", "formats"),
     [

@@ -51,6 +51,7 @@ def test_every_command_has_help_and_examples(name: str, capsys: pytest.CaptureFi
     assert f"meltcore {name}" in shown.split("examples:")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_imports_nothing_heavy(name: str) -> None:
     code = (

@@ -213,6 +213,7 @@ def test_what_cannot_be_started_has_its_reason(
     assert run.command is None
 
 
+@pytest.mark.slow
 def test_fastest_is_named_and_what_was_not_measured_says_why(tmp_path: Path) -> None:
     options = {"quick": scripted("--itl-ms 1"), "slow": scripted("--itl-ms 6"), "dies": scripted("--die-after 12")}
     options |= {"broken": scripted("--no-such-flag"), "absent": BackendOptions(command="no-such-program {port}")}
@@ -263,6 +264,7 @@ def test_fastest_is_named_and_what_was_not_measured_says_why(tmp_path: Path) -> 
     assert str(tmp_path) not in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "binary", "wanted"),
     [
@@ -291,6 +293,7 @@ def test_template_starts_a_program_of_that_name(name: str, binary: str, wanted: 
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_load_is_balanced_over_two_servers_by_a_fleet(tmp_path: Path) -> None:
     plan = BackendsPlan(model="m", backends=("a",), options={"a": scripted("--itl-ms 1")}, set_ups=("load-balanced",))
     [run] = compare(plan, tmp_path, small_load(concurrency=(4,), num_prompts=(12,))).runs
@@ -391,6 +394,7 @@ def test_bad_arguments_are_named(arguments: list[str], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_what_was_measured_and_ends_the_server(tmp_path: Path) -> None:
     script = f"{SCRIPTED} --itl-ms 1"
     command = [sys.executable, "-m", "meltcore.cli.main", "compare-backends", "m", "--backends", "meltcore,vllm"]

@@ -108,6 +108,7 @@ def test_slower_server_is_a_regression_with_exit_status_1(tmp_path: Path, capsys
     assert "IMPROVEMENT" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_interrupted_comparison_ends_its_server_and_keeps_measured_starts(number: int, tmp_path: Path) -> None:
     file = command_file(tmp_path / "A.cmd", 1)

@@ -66,6 +66,7 @@ def run(config: DemoConfig) -> tuple[int, dict[str, object]]:
     return print_outcome(console, folder, result), json.loads(folder.result_path.read_text())
 
 
+@pytest.mark.slow
 def test_demo_passes_with_whole_and_right_answers(tmp_path: Path, answers_file: Path) -> None:
     code, result = run(demo_config(tmp_path, answers_file))
     assert code == 0
@@ -82,6 +83,7 @@ def test_demo_passes_with_whole_and_right_answers(tmp_path: Path, answers_file: 
     assert len((folder / "requests.jsonl").read_text().splitlines()) >= load["requests"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "verdict", "reason"),
     [
@@ -122,6 +124,7 @@ def test_server_that_ignores_sigterm_is_killed_and_reported(tmp_path: Path) -> N
     assert "killing it" in lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_demo_ends_its_server_and_leaves_a_partial_run(
     tmp_path: Path, answers_file: Path, number: signal.Signals
@@ -203,6 +206,7 @@ def test_fleet_of_some_tasks_is_a_valid_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "is_right"), [("none", True), ("wrong-answers", False)])
 def test_routes_need_the_right_answer(tmp_path: Path, fault: str, is_right: bool) -> None:
     """The scripted server has two routes: what it lacks fails, and so does a wrong answer."""

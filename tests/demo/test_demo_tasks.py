@@ -56,6 +56,7 @@ def test_recognizer_reads_back_what_was_spoken(tmp_path: Path) -> None:
     assert {each.audio_wav for each in spoken} == {encode_wav(np.frombuffer(SPEECH, dtype="<i2"), 24_000)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", STEPS)
 def test_step_grades_held_out_problems_and_keeps_samples(task: Task, tmp_path: Path) -> None:
     level, samples = run(task, tmp_path)
@@ -67,6 +68,7 @@ def test_step_grades_held_out_problems_and_keeps_samples(task: Task, tmp_path: P
     assert all((sample.audio_wav is not None) is (task == "recognition") for sample in samples)
 
 
+@pytest.mark.slow
 def test_step_below_95_percent_fails_the_demo(tmp_path: Path) -> None:
     level, _ = run("recognition", tmp_path, num_wrong=3)
     assert level.accuracy == pytest.approx(45 / 48)

@@ -134,6 +134,7 @@ def test_attention_is_peaked(subject: Subject) -> None:
     assert peak > 0.2, "uniform attention over 320 keys or more would put 0.003 on each"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("subject", "way"), [*CASES, *EXACT_CASES], indirect=["subject"])
 def test_float32_logits_and_tokens_equal_transformers(subject: Subject, way: str) -> None:
     seen = run(subject, "float32", way)
@@ -146,6 +147,7 @@ def test_float32_logits_and_tokens_equal_transformers(subject: Subject, way: str
     assert len(wrong) == 0, f"top-two gaps of the wrong ones: {seen.gaps()[wrong].tolist()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("subject", "way"), CASES, indirect=["subject"])
 def test_bfloat16_error_is_within_rounding_noise(subject: Subject, way: str) -> None:
     seen = run(subject, "bfloat16", way)
@@ -175,6 +177,7 @@ def assert_same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Ten
         assert torch.equal(logits, second[request_id]), request_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", [on_device("small"), on_device("Qwen3-0.6B")], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_overlap_changes_no_bit(subject: Subject, dtype: str) -> None:

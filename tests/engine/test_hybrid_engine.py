@@ -45,6 +45,7 @@ def test_losing_the_recurrent_state_changes_the_logits(folder: Path, monkeypatch
         assert_as_alone(seen, folder, monkeypatch, {"one": tools.random_prompt(100, 1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 7, 100])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_chunked_and_batched_prompts_give_the_same_logits(
@@ -81,6 +82,7 @@ def test_warm_up_writes_only_the_padding_page_and_the_null_slot(folder: Path, mo
             assert not cache[1:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_sequences_resume_with_same_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
@@ -121,6 +123,7 @@ def test_next_turn_of_a_conversation_hits(folder: Path, monkeypatch: pytest.Monk
     assert seen.engine.stats().prefix_hit_tokens_total == length // 64 * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_few_slots_with_many_common_prefixes_give_the_same_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool

@@ -126,6 +126,7 @@ def shared_expert_not_gated(monkeypatch: pytest.MonkeyPatch) -> None:
     of_routing(monkeypatch, torch.ones_like)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutation",
     [

@@ -60,6 +60,7 @@ def engine_plan(name: str, memory_bytes: int, limits: dict[str, Any]) -> MemoryP
         return loading._plan(config, meta_model(name), torch.device("cuda"), length, torch.bfloat16)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(NAMES),

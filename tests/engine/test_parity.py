@@ -47,6 +47,7 @@ def test_attention_of_the_test_checkpoint_is_peaked(reference: PreTrainedModel) 
     assert peak > 0.2, "uniform attention over 100 keys or more would put 0.01 on each"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_prefill_then_decode_equals_transformers(reference: PreTrainedModel, checkpoint: Path, length: int) -> None:
     seen = tools.open_engine(checkpoint)
@@ -55,6 +56,7 @@ def test_prefill_then_decode_equals_transformers(reference: PreTrainedModel, che
     assert_parity(seen, reference, {"one": prompt})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 7, 64, 100])
 def test_chunked_prefill_equals_transformers(reference: PreTrainedModel, checkpoint: Path, budget: int) -> None:
     seen = tools.open_engine(checkpoint, max_num_batched_tokens=budget)
@@ -64,6 +66,7 @@ def test_chunked_prefill_equals_transformers(reference: PreTrainedModel, checkpo
     assert_parity(seen, reference, prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_many_sequences_of_different_lengths(reference: PreTrainedModel, checkpoint: Path, overlap: bool) -> None:
     seen = tools.open_engine(checkpoint, overlap=overlap, max_num_batched_tokens=96)
@@ -88,6 +91,7 @@ def test_cached_prefix_equals_transformers(family: str, reference: PreTrainedMod
     assert seen.engine.stats().prefix_hit_tokens_total == 128 + 128 + exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_request_resumes_with_same_logits(
     reference: PreTrainedModel, checkpoint: Path, overlap: bool

@@ -43,6 +43,7 @@ def states_after(checkpoint: Path, token_ids: list[int], prefilled: int, budget:
     return [tensor[slot] for tensor in kept]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefilled", "budget"), [(20, 2048), (64, 2048), (149, 2048), (150, 1), (150, 7), (150, 64), (150, 100), (90, 33)]
 )

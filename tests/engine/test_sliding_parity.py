@@ -66,6 +66,7 @@ def test_reference_depends_on_its_window(network: sliding_tools.Network, referen
     assert tools.relative_error(ours, theirs) > 0.1
 
 
+@pytest.mark.slow
 def test_prefill_then_decode_equals_transformers(
     network: sliding_tools.Network, reference: PreTrainedModel, checkpoint: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_many_sequences_of_different_lengths(reference: PreTrainedModel, checkpo
     assert worst_error(seen, reference, prompts) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_prefix_cached_past_the_window_equals_transformers(
     reference: PreTrainedModel, checkpoint: Path, overlap: bool
@@ -144,6 +146,7 @@ def test_prompt_logprobs_beyond_the_window(reference: PreTrainedModel, checkpoin
         assert logprobs.logprob == pytest.approx(float(row[token_id]), abs=2e-3)
 
 
+@pytest.mark.slow
 def test_pages_are_free_once_they_left_the_window(network: sliding_tools.Network, checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint, enable_prefix_caching=False)
     seen.add("one", tools.random_prompt(100, 0), max_tokens=200)
@@ -287,6 +290,7 @@ def silu_for_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_forward, "geglu", swiglu)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutation",
     [

@@ -170,6 +170,7 @@ def test_server_that_dies_leaves_no_accuracy(start: Callable[..., FakeServer]) -
     assert result.reasons[0].startswith("the server ended after 1")
 
 
+@pytest.mark.slow
 def test_accuracy_below_the_minimum_fails_the_run(start: Callable[..., FakeServer]) -> None:
     address = start("wrong-answers").address
     assert run_eval(address, "problems").verdict == "OK"
@@ -221,6 +222,7 @@ def test_server_without_models_listing_works_with_a_model_name(start: Callable[.
     assert (result.verdict, result.accuracy) == ("OK", 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["problems"], ["gsm8k", "--data", "meltcore/problems"]])
 def test_interruption_does_not_wait_for_answers(start: Callable[..., FakeServer], words: list[str]) -> None:
     server = start("stuck")

@@ -110,6 +110,7 @@ def test_without_a_level_or_a_gate_there_is_no_score(gates: list[Gate], levels: 
 # --- the full evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("right", "code"), [(174, 1), (175, 0)])
 def test_gate_flips_the_score_between_174_and_175(
     whole: Callable[[int], EvaluationServer],
@@ -156,6 +157,7 @@ def test_full_evaluation_runs_with_few_levels_and_prompts(
     assert any(note.startswith("No score without the levels [2, 4, 16, 32, 64]") for note in result.notes)
 
 
+@pytest.mark.slow
 def test_runs_made_one_by_one_have_the_same_score(
     whole: Callable[[int], EvaluationServer], items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +226,7 @@ def gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_baseline_runs_in_its_own_environment_and_ends_with_its_children(
     items: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +339,7 @@ def measuring(out: Path) -> bool:
     return any(path.stat().st_size for path in out.glob("*/requests.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_terminated_baseline_leaves_no_server_behind(items: Path, tmp_path: Path, number: signal.Signals) -> None:
     child = tmp_path / "child"
@@ -348,6 +352,7 @@ def test_terminated_baseline_leaves_no_server_behind(items: Path, tmp_path: Path
         assert gone(int(child.read_text()))
 
 
+@pytest.mark.slow
 def test_hangup_ends_the_server_and_keeps_the_results(items: Path, tmp_path: Path) -> None:
     child, out = tmp_path / "child", tmp_path / "runs"
     words = [*baseline(items, out, "--child", str(child)), "--num-prompts", "2000"]
@@ -378,6 +383,7 @@ def test_hangup_ends_the_server_and_keeps_the_results(items: Path, tmp_path: Pat
     assert result.evaluation is not None
 
 
+@pytest.mark.slow
 def test_repeated_ctrl_c_keeps_the_result_and_ends_the_server(items: Path, tmp_path: Path) -> None:
     child, out = tmp_path / "child", tmp_path / "runs"
     words = [*baseline(items, out, "--child", str(child)), "--num-prompts", "2000"]
@@ -473,6 +479,7 @@ def test_command_that_ends_before_its_server_is_ready_gets_a_hint(
     )
 
 
+@pytest.mark.slow
 def test_server_that_outlives_its_command_is_reported(
     items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,6 +493,7 @@ def test_server_that_outlives_its_command_is_reported(
     assert any("still answers at" in note for note in only_run(out)[1].notes)
 
 
+@pytest.mark.slow
 def test_health_request_carries_the_api_key(items: Path, tmp_path: Path) -> None:
     words = through(baseline(items, tmp_path / "runs"), tmp_path / "protected.py", PROTECTED + SERVE)
     assert main([*words, "--api-key", "a-key"]) == 0

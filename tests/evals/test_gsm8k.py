@@ -46,6 +46,7 @@ def answering() -> Iterator[Callable[[int, str], AnsweringServer]]:
         server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("right", [0, 174, 175, 200])
 def test_correct_answers_are_counted_exactly_in_every_format(

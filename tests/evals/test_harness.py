@@ -123,6 +123,7 @@ def test_harness_that_fails_is_a_failed_gate_and_the_answers_are_kept(
     assert result.gates[1].detail == "lm-eval ended with 1: KeyError: no such task"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_terminated_run_ends_the_harness_and_removes_its_folder(
     python: Callable[[str], str], asked: list[str], tmp_path: Path, number: signal.Signals

@@ -226,6 +226,7 @@ def test_unstreamed_answers_are_checked_alike_and_have_no_ttft(
     assert [gate.status for gate in lying.gates] == ["PASS", "FAIL", "PASS"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lie", "gate", "reason"),
     [
@@ -261,6 +262,7 @@ def test_one_wrong_spot_check_fails_its_own_level_only(counting: Callable[..., C
     assert result.gates[1].detail == "3 of 4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_few_empty_answers_pass_and_many_fail_a_level(
     counting: Callable[..., CountingServer], tmp_path: Path, stream: bool
@@ -333,6 +335,7 @@ def test_content_tokens_leave_out_end_tokens(counting: Callable[..., CountingSer
         assert level.checks.counted_content_tokens > 4 * counter.count(CHATTER)
 
 
+@pytest.mark.slow
 def test_prompts_from_a_prefix_cache_fail_their_level(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     server = counting("remembers")
     assert run_throughput(config(server.address), tmp_path).verdict in FINE
@@ -348,6 +351,7 @@ def test_prompts_from_a_prefix_cache_fail_their_level(counting: Callable[..., Co
     assert any("a prefix cache may have served" in note for note in reused.notes)
 
 
+@pytest.mark.slow
 def test_speed_only_has_gates_not_run_and_a_weighted_throughput(
     id_server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,6 +208,7 @@ def test_request_id_is_echoed(server: RunningServer) -> None:
     assert answer.json["id"] == "chatcmpl-my-id-7"
 
 
+@pytest.mark.slow
 def test_one_log_line_per_request_without_its_text() -> None:
     with scripted_server(log_format="json") as server:
         headers = {"x-request-id": "logged"}
@@ -236,6 +237,7 @@ def test_models_route_lists_the_served_model(server: RunningServer) -> None:
     assert server.request("GET", f"/v1/models/{MODEL}").json == card
 
 
+@pytest.mark.slow
 def test_models_route_states_overrides() -> None:
     overrides = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
     with scripted_server(engine={"hf_overrides": overrides}) as server:
@@ -290,6 +292,7 @@ def test_cors_is_off_by_default(server: RunningServer) -> None:
         assert "access-control-allow-origin" not in other
 
 
+@pytest.mark.slow
 def test_banner_lists_the_model_and_its_memory_table() -> None:
     with scripted_server("--load-s", "0.6", engine={"enforce_eager": True}) as server:
         assert server.url == f"http://127.0.0.1:{server.port}"

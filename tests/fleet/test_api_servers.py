@@ -129,6 +129,7 @@ def test_queue_limit_is_shared_by_all_api_servers() -> None:
         assert sorted(answer.result().status for answer in answers) == [429] * 13 + [504] * 7
 
 
+@pytest.mark.slow
 def test_dead_api_server_fails_only_its_own_requests_and_is_restarted() -> None:
     with scripted_server("--step-s", "0.01", api_server_count=2) as server:
         streams = open_streams(server, 4, max_tokens=300)
@@ -156,6 +157,7 @@ def _serves(server: RunningServer, pid: int) -> bool:
     return found > 0
 
 
+@pytest.mark.slow
 def test_killed_engine_ends_the_requests_of_all_api_servers() -> None:
     with scripted_server("--step-s", "0.01", api_server_count=2) as server:
         streams = open_streams(server, 6)
@@ -169,6 +171,7 @@ def test_killed_engine_ends_the_requests_of_all_api_servers() -> None:
         assert "6 open requests failed" in server.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_drains_all_api_servers() -> None:
     with scripted_server("--step-s", "0.02", api_server_count=2) as server:
         streams = open_streams(server, 4, max_tokens=60)
@@ -182,6 +185,7 @@ def test_sigterm_drains_all_api_servers() -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.slow
 def test_requests_are_ended_after_the_drain_timeout() -> None:
     with scripted_server("--step-s", "0.02", drain_timeout_s=0.3, api_server_count=2) as server:
         streams = open_streams(server, 4)
@@ -191,6 +195,7 @@ def test_requests_are_ended_after_the_drain_timeout() -> None:
         assert server.wait_exit(6) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loading", [True, False])
 def test_second_signal_ends_all_processes_now(loading: bool) -> None:
     with scripted_server("--load-s", "60" if loading else "0", wait=not loading, api_server_count=2) as server:
@@ -221,6 +226,7 @@ def test_profile_can_be_started_and_stopped_at_different_api_servers(tmp_path: A
         kept.close()
 
 
+@pytest.mark.slow
 def test_profile_that_gets_no_answer_ends_with_the_server(tmp_path: Path) -> None:
     """Nsight Systems ends a server at the end of the range, while the engine may still be writing."""
     with scripted_server(profile_dir=str(tmp_path)) as server:

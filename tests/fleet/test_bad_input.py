@@ -264,6 +264,7 @@ def test_huge_chunked_body_is_413_too(locked_server: RunningServer) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.slow
 def test_chat_without_a_template_is_400_and_completions_work(tmp_path: Any) -> None:
     from server_harness import make_model
 

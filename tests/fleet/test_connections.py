@@ -188,6 +188,7 @@ def exchange(sent: bytes, pieces: Sequence[bytes] = ()) -> bytes | None:
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_lack_of_file_descriptors_is_logged_once_per_minute_and_loses_no_connection() -> None:
     with scripted_server() as server:
         pid = server.process.pid

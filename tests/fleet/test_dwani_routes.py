@@ -117,6 +117,7 @@ def test_routes_name_models_of_the_server_and_fields_of_prompts() -> None:
             dataclasses.replace(config, routes=routes).check_routes()
 
 
+@pytest.mark.slow
 def test_a_foreign_language_model_is_asked_over_http(server: RunningServer, tmp_path: Path) -> None:
     theirs = ForeignConfig(served_model_name=("far",), urls=(server.url,), upstream_model="gemma3")
     dead = ForeignConfig(served_model_name=("dead",), urls=("http://127.0.0.1:1",))

@@ -91,6 +91,7 @@ def test_client_disconnects_during_tokenization_free_their_requests() -> None:
         assert found["requests_accepted_total"] == found["requests_aborted_total"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", [socket.socket.close, reset])
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_disconnect_while_streaming_aborts_only_its_request(leave: Any, stream: bool) -> None:
@@ -203,6 +204,7 @@ def start_requests(server: RunningServer, pool: ThreadPoolExecutor) -> tuple[lis
     return streams, whole
 
 
+@pytest.mark.slow
 def test_killed_engine_ends_every_request_and_the_server() -> None:
     with scripted_server("--step-s", "0.01") as server, ThreadPoolExecutor(5) as pool:
         streams, whole = start_requests(server, pool)
@@ -223,6 +225,7 @@ def test_killed_engine_ends_every_request_and_the_server() -> None:
         assert "killed by signal 9" in server.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_when_idle_exits_immediately() -> None:
     with scripted_server() as server:
         engine = server.engine_pid()
@@ -231,6 +234,7 @@ def test_sigterm_when_idle_exits_immediately() -> None:
         assert not Path(f"/proc/{engine}").exists()
 
 
+@pytest.mark.slow
 def test_sigterm_drains_open_requests_and_refuses_new_ones() -> None:
     with scripted_server("--step-s", "0.02") as server:
         stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=50))
@@ -243,6 +247,7 @@ def test_sigterm_drains_open_requests_and_refuses_new_ones() -> None:
         assert server.wait_exit(5) == 0
 
 
+@pytest.mark.slow
 def test_requests_past_the_drain_timeout_end_with_an_error() -> None:
     with scripted_server("--step-s", "0.02", drain_timeout_s=0.3) as server, ThreadPoolExecutor(5) as pool:
         streams, whole = start_requests(server, pool)
@@ -253,6 +258,7 @@ def test_requests_past_the_drain_timeout_end_with_an_error() -> None:
         assert server.wait_exit(5) == 0
 
 
+@pytest.mark.slow
 def test_half_sent_request_does_not_delay_or_log_at_shutdown() -> None:
     with scripted_server() as server:
         half = socket.create_connection(("127.0.0.1", server.port))
@@ -277,6 +283,7 @@ def test_second_signal_exits_now() -> None:
         wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to be gone", 2)
 
 
+@pytest.mark.slow
 def test_signal_sent_twice_in_quick_succession_drains() -> None:
     """As `timeout` does: it signals its child, then the group that the child is in."""
     with scripted_server("--step-s", "0.01") as server:
@@ -298,6 +305,7 @@ def on_sighup(action: signal.Handlers) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_sighup_drains_and_a_second_one_does_not_force_the_exit(times: int) -> None:
     """The kernel sends it to a server whose terminal is gone, and the shell does too."""
@@ -313,6 +321,7 @@ def test_sighup_drains_and_a_second_one_does_not_force_the_exit(times: int) -> N
         assert server.wait_exit() == 0
 
 
+@pytest.mark.slow
 def test_sighup_stays_ignored_under_nohup() -> None:
     with on_sighup(signal.SIG_IGN), scripted_server() as server:
         server.signal(signal.SIGHUP)
@@ -323,6 +332,7 @@ def test_sighup_stays_ignored_under_nohup() -> None:
         assert server.wait_exit() == 0
 
 
+@pytest.mark.slow
 def test_server_continues_when_its_output_is_not_read() -> None:
     """As under `| head -1`, or a program that wants nothing but the port."""
     with scripted_server("--load-s", "1", wait=False) as server:
@@ -335,6 +345,7 @@ def test_server_continues_when_its_output_is_not_read() -> None:
         assert "Traceback" not in server.stderr
 
 
+@pytest.mark.slow
 def test_server_continues_without_its_terminal(tmp_path: Path) -> None:
     """The server prints while loading, for requests and at its exit."""
     ours, theirs = os.openpty()
@@ -364,6 +375,7 @@ def status(address: str) -> int:
         connection.close()
 
 
+@pytest.mark.slow
 def test_sockets_of_a_killed_server_are_removed_by_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="m") as name:
         monkeypatch.setenv("TMPDIR", name)
@@ -395,6 +407,7 @@ def error_lines(server: RunningServer) -> list[str]:
     return [line for line in server.stderr.splitlines() if not line.startswith("meltcore: loading: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_sigterm_while_loading_exits_immediately(signals: int) -> None:
     with scripted_server("--load-s", "60", wait=False) as server:
@@ -405,6 +418,7 @@ def test_sigterm_while_loading_exits_immediately(signals: int) -> None:
         assert error_lines(server) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "said"),
     [(("--fail", "model.safetensors: shard 2 is cut short"), "shard 2 is cut short"), (("--die-loading",), "status 3")],
@@ -417,6 +431,7 @@ def test_failed_start_prints_one_line(option: tuple[str, ...], said: str) -> Non
         assert said in line
 
 
+@pytest.mark.slow
 def test_bad_chat_template_during_loading_prints_one_line(tmp_path: Path) -> None:
     """The API servers find it while the engine loads, whose start is cancelled."""
     model = make_model(tmp_path / "model")
@@ -459,6 +474,7 @@ def test_two_clients_with_the_same_request_id_both_get_their_answers() -> None:
         assert server.check_no_leak()["requests_finished_total"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "answer"),
     [
@@ -477,6 +493,7 @@ def test_tokenizing_or_detokenizing_long_text_does_not_delay_streams(path: str, 
         server.check_no_leak()
 
 
+@pytest.mark.slow
 def test_large_logprobs_response_does_not_delay_streams() -> None:
     options = ("--step-s", "0.02", "--tokens-per-step", "1000")
     with scripted_server(*options, engine={"max_model_len": 10**6}) as server, ThreadPoolExecutor(1) as pool:

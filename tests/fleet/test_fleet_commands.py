@@ -82,6 +82,7 @@ def chat_model(fleet: Fleet) -> str:
     return lines()[-1].partition("model=")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys)
     first = found["first"]
@@ -129,6 +130,7 @@ def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.
     assert "no fleet is running" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rolling_restart_loses_nothing(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     """Clients that obey the Retry-After of a 503 get every answer whole."""
     before = rows(capsys)
@@ -218,6 +220,7 @@ def test_sleep_and_wake_by_command_restart_and_reload(
         assert server.wait_exit() == 0
 
 
+@pytest.mark.slow
 def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     before = rows(capsys)
     text = fleet.file.read_text()

@@ -144,6 +144,7 @@ def test_crash_loop_stops_and_is_stated() -> None:
         assert "in 0.1 s" in server.stderr, "the pause doubles"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -182,6 +183,7 @@ def test_replica_of_a_fleet_comes_back_while_the_other_serves() -> None:
         server.check_no_leak()
 
 
+@pytest.mark.slow
 def test_restarted_api_server_serves_restarted_engines() -> None:
     with fleet({"first": {}, "second": {}}) as (server, _):
         wait_models(server, "first", "second")
@@ -206,6 +208,7 @@ def test_no_process_outlives_a_killed_supervisor(loading: bool) -> None:
         wait_until(lambda: gone(pids), "all processes to be gone", 5)
 
 
+@pytest.mark.slow
 def test_sigterm_drains_all_models() -> None:
     with fleet({"first": {"step_s": 0.01}, "second": {"step_s": 0.01}, "bad": {"die_loading": True}}) as (server, _):
         wait_until(lambda: "bad: it is not started again" in server.stderr, "the last try")

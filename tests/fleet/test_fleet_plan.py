@@ -38,6 +38,7 @@ def engines(draw: st.DrawFn) -> list[Engine]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(engines(), st.lists(st.integers(10 * GIB, 150 * GIB), min_size=1, max_size=4))
 def test_placed_engines_never_take_more_than_a_card(found: list[Engine], cards: list[int]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 from server_harness import RunningServer, running, scripted_server, serve_command, wait_until
 
 from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, ResidencyConfig, ServerConfig
@@ -41,6 +42,7 @@ def children(server: RunningServer) -> list[int]:
     return [pid for pid, command in server._children() if "backends.guard" in command]
 
 
+@pytest.mark.slow
 def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> None:
     with serving(tmp_path, foreign("a", replicas=2), foreign("b")) as server:
         server.wait_healthy()
@@ -60,6 +62,7 @@ def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> No
         assert [pid for guard in guards for pid in group_members(guard)] == []
 
 
+@pytest.mark.slow
 def test_process_that_ends_is_started_again_and_the_others_go_on(tmp_path: Path) -> None:
     with serving(tmp_path, foreign("a"), foreign("b"), fleet=True) as server:
         server.wait_healthy()
@@ -79,6 +82,7 @@ def test_process_that_ends_is_started_again_and_the_others_go_on(tmp_path: Path)
         wait_until(lambda: not any(group_members(guard) for guard in guards), "no orphan")
 
 
+@pytest.mark.slow
 def test_sleepable_commands_run_in_turns(tmp_path: Path) -> None:
     turns = ResidencyConfig(minimum_s=0.1, turn_s=0.4, swaps_per_minute=1000)
     models = (foreign("a", sleepable=True, priority_class="interactive"), foreign("b", sleepable=True))
@@ -93,6 +97,7 @@ def test_sleepable_commands_run_in_turns(tmp_path: Path) -> None:
         assert server.wait_exit() == 0
 
 
+@pytest.mark.slow
 def test_start_that_fails_ends_a_server_and_is_a_failed_model_of_a_fleet(tmp_path: Path) -> None:
     broken = foreign("a", "sh -c 'echo no GPU; exit 3' {port}")
     with serving(tmp_path, broken) as server:
@@ -106,6 +111,7 @@ def test_start_that_fails_ends_a_server_and_is_a_failed_model_of_a_fleet(tmp_pat
         assert "got '/admin'" in server.stderr
 
 
+@pytest.mark.slow
 def test_url_is_served_beside_a_model_of_our_own(tmp_path: Path) -> None:
     """The other model is a server of ours too, by its address: its names differ, and its answers keep their bytes."""
     with scripted_server() as upstream:

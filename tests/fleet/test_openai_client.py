@@ -124,6 +124,7 @@ def test_full_queue_raises_the_clients_rate_limit_error() -> None:
         server.check_no_leak()
 
 
+@pytest.mark.slow
 def test_stream_that_fails_midway_raises() -> None:
     with scripted_server("--step-s", "0.02", request_timeout_s=0.4) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=20, max_retries=0)

@@ -234,6 +234,7 @@ def by_replica(server: RunningServer, name: str) -> list[float]:
     return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"meltcore:{name}{{")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api_servers", [1, 2])
 def test_dead_replica_fails_only_its_own_requests(api_servers: int) -> None:
     with scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=api_servers) as server:
@@ -258,6 +259,7 @@ def test_dead_replica_fails_only_its_own_requests(api_servers: int) -> None:
         assert server.wait_exit() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api_servers", [1, 2])
 def test_stopped_replica_is_ended_within_seconds(api_servers: int) -> None:
     with scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=api_servers) as server:
@@ -277,6 +279,7 @@ def test_stopped_replica_is_ended_within_seconds(api_servers: int) -> None:
                 os.kill(stopped, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_engine_stopped_while_loading_ends_the_start() -> None:
     with scripted_server("--load-s", "3600", wait=False) as server:
         wait_until(lambda: "scripted" in server.request("GET", "/health").error["message"], "loading")
@@ -349,12 +352,14 @@ def test_replica_that_is_idle_or_stopped_briefly_is_not_ended() -> None:
     assert engine.failed == ["its process is stopped by a signal"]
 
 
+@pytest.mark.slow
 def test_replica_that_cannot_load_ends_the_start() -> None:
     with scripted_server("--fail", "no room on this GPU", "--fail-of", "1", data_parallel_size=2, wait=False) as server:
         assert server.wait_exit() == 2
         assert "replica 1: no room on this GPU" in server.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_drains_all_replicas() -> None:
     with scripted_server("--step-s", "0.02", data_parallel_size=2) as server:
         streams = [stream(server, max_tokens=40) for _ in range(4)]
@@ -366,6 +371,7 @@ def test_sigterm_drains_all_replicas() -> None:
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the engines to be gone", 3)
 
 
+@pytest.mark.slow
 def test_dead_api_server_frees_its_requests_in_all_replicas() -> None:
     with scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=2) as server:
         streams = [stream(server, max_tokens=300) for _ in range(4)]

@@ -135,6 +135,7 @@ def random_models(source: random.Random) -> list[Model]:
     return models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(3))
 def test_memory_minimum_times_and_swaps_hold_and_no_model_starves(block: int) -> None:
     for seed in range(block * 12, block * 12 + 12):

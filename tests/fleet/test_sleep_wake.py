@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from server_harness import Answer, RunningServer, make_model, running, serve_command, wait_until
 
 from meltcore.config import EngineConfig, ModelConfig, PriorityClass, ResidencyConfig, ServerConfig
@@ -126,6 +127,7 @@ def test_request_that_cannot_wait_gets_503_and_still_wakes_its_model() -> None:
         found.check()
 
 
+@pytest.mark.slow
 def test_engine_that_dies_asleep_or_waking_or_cannot_wake() -> None:
     with fleet({"a": "interactive", "b": "standard"}, options={"a": {"step_s": 0.01}}) as found:
         server = found.server
@@ -155,6 +157,7 @@ def test_engine_that_dies_asleep_or_waking_or_cannot_wake() -> None:
         found.check()
 
 
+@pytest.mark.slow
 def test_engine_without_sleep_mode_is_ended_and_started_again() -> None:
     with fleet({"a": "interactive", "b": "standard"}, options={"b": {"no_sleep": True}}) as found:
         assert len(found.server.engine_pids()) == 1
@@ -163,6 +166,7 @@ def test_engine_without_sleep_mode_is_ended_and_started_again() -> None:
         found.check()
 
 
+@pytest.mark.slow
 def test_fleet_with_a_sleeping_model_ends_and_its_requests_with_it() -> None:
     slow = ResidencyConfig(minimum_s=60.0)
     with fleet({"a": "interactive", "b": "standard"}, residency=slow, drain_timeout_s=0.3) as found:

@@ -5,6 +5,7 @@ import json
 import random
 from pathlib import Path
 
+import pytest
 from server_harness import RunningServer, chat_body, scripted_server
 
 CLIENTS = 40
@@ -42,6 +43,7 @@ def open_files(server: RunningServer) -> int:
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
+@pytest.mark.slow
 def test_mixed_load_with_client_disconnects_leaks_nothing() -> None:
     async def everyone(port: int) -> int:
         return sum(await asyncio.gather(*(client(port, seed) for seed in range(CLIENTS))))

@@ -101,6 +101,7 @@ def form(reference: bytes, **fields: str) -> tuple[bytes, dict[str, str]]:
     return body, {"content-type": "multipart/form-data; boundary=x"}
 
 
+@pytest.mark.slow
 def test_load_generator_measures_streamed_speech(server: RunningServer) -> None:
     def load(speech_format: str) -> TaskLoad:
         workload = f"speak:voice=b,words=3,format={speech_format}"

@@ -78,6 +78,7 @@ def expected(archive: Path) -> Transcript:
     return transcript
 
 
+@pytest.mark.slow
 def test_openai_client_gets_the_engines_transcript(client: openai.OpenAI, expected: Transcript) -> None:
     for language in ("kn", "Kannada", "kan_Knda", "KN"):
         answer = client.audio.transcriptions.create(model=MODEL, file=("a.wav", wav()), language=language)
@@ -250,6 +251,7 @@ def test_wrong_bodies_and_routes_are_named(server: RunningServer) -> None:
     assert b"POST /v1/audio/transcriptions" in chat.body
 
 
+@pytest.mark.slow
 def test_client_that_leaves_ends_its_work(server: RunningServer) -> None:
     audio = wav(120.0, format="FLAC")
     form = (

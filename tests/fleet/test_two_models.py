@@ -76,6 +76,7 @@ def test_full_queue_of_one_model_does_not_affect_the_other() -> None:
         assert by_model(server, "requests_rejected_total") == {"first": 0, "second": 2}
 
 
+@pytest.mark.slow
 def test_death_of_one_models_engine_leaves_the_other_model() -> None:
     with two_scripted_models() as server:
         os.kill(server.engine_pids()[0], signal.SIGKILL)

@@ -20,6 +20,7 @@ def check(certificate: Certificate, name: str) -> str:
     return next(report.verdict for report in certificate.checks if report.name == name)
 
 
+@pytest.mark.slow
 def test_healthy_node_passes_every_tier_without_findings(tmp_path: Path) -> None:
     for tier in TIERS:
         folder = tmp_path / tier

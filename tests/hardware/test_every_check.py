@@ -80,6 +80,7 @@ def test_wrong_bits_fail_their_check(name: str, tmp_path: Path) -> None:
     assert (certificate.verdict, certificate.exit_code) == ("FAIL", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBED)
 @pytest.mark.parametrize(("modify", "code"), [(unreadable, "NO_READING"), (empty, "PROBE_FAILED")])
 def test_unusable_result_is_unknown_in_every_check(name: str, modify: Modify, code: str, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_monitor_without_driver_leaves_no_folder(
     assert main(["load", "http://127.0.0.1:9", "--gpu", "0", "--out", str(tmp_path)]) == 2
 
 
+@pytest.mark.slow
 def test_load_monitor_writes_samples_timelines_and_report(tmp_path: Path) -> None:
     serve = [
         sys.executable,

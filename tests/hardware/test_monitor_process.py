@@ -198,6 +198,7 @@ def test_signal_ends_command_in_order(tmp_path: Path, number: int) -> None:
     assert read_recording(tmp_path / "s.jsonl").end is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "status", "reason"),
     [

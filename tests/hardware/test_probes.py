@@ -125,6 +125,7 @@ def request_of(key: str, gpus: tuple[int, ...] = (0,), **settings: Any) -> Probe
     return ProbeRequest(key=key, gpus=gpus, per_gpu=len(gpus) > 1, settings={"seconds": 0.05, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "tf32", "fp8"])
 def test_gemm_probe_gives_result_for_every_gpu(on_the_cpu: None, dtype: str) -> None:
     results = list(gemm.probe(request_of("p", (0, 1), dtype=dtype, m=64, n=32, k=64)))
@@ -272,6 +273,7 @@ def test_corruption_finds_a_changed_bit(on_the_cpu: None, monkeypatch: pytest.Mo
     assert gemm.wrong() == 1
 
 
+@pytest.mark.slow
 def test_probe_without_gpu_returns_an_error_per_request() -> None:
     requests = [
         request_of("memory/copy", (0,), op="copy", bytes=1 << 20),

@@ -65,6 +65,7 @@ def assert_sum(found: torch.Tensor, expected: torch.Tensor) -> None:
         assert (found != expected).float().mean() < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.usefixtures("shots")
@@ -85,6 +86,7 @@ def test_all_ranks_get_the_same_sum_in_every_step(ranks: int, dtype: torch.dtype
     assert len(buffers) == ranks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shots")
 def test_large_message_with_two_chunks_per_program(device: torch.device) -> None:
     """The last chunk is not full; then a small message uses the same chunks."""
@@ -98,6 +100,7 @@ def test_large_message_with_two_chunks_per_program(device: torch.device) -> None
     assert len(buffers) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "dtype", "weight_dtype"),
     [
@@ -137,6 +140,7 @@ def test_fused_norm_matches_reference(
     assert len(buffers) == ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "dtype", "size"),
     [(2, torch.bfloat16, 1024), (4, torch.bfloat16, 2048), (2, torch.float16, 72), (2, torch.float32, 1544)],
@@ -281,6 +285,7 @@ def test_can_fuse_norm_checks_what_a_program_can_hold(rows: int, size: int, rank
     assert can_fuse_norm(torch.empty(rows, size, dtype=torch.bfloat16), ranks) == expected
 
 
+@pytest.mark.slow
 def test_rank_processes_wait_for_each_other(tmp_path: Path) -> None:
     """Two processes map the same buffers and interpret the kernels, one-shot and two-shot: both send and receive in one
     launch."""

@@ -170,6 +170,7 @@ def launch_of(made: Sequences, splits: int | None) -> DecodeLaunch | None:
     return None if splits is None else launch._replace(splits=splits)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize("seed", [11])
@@ -223,6 +224,7 @@ def test_prefetched_splits_give_the_same(device: torch.device) -> None:
         assert_close(out[i : i + 1], expected, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "kv_heads", "head_dim", "dtype", "lengths", "launch"),
     [
@@ -322,6 +324,7 @@ PREFILL_SHAPES: list[PrefillShape] = [
 PACKABLE = [shape for shape in PREFILL_SHAPES if shape[0] % 2 == 0 and shape[2] <= 128 and shape[3].itemsize == 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize("seed", [21])

@@ -151,6 +151,7 @@ def exact_experts(inputs: torch.Tensor, ids: torch.Tensor, weight: BlockFp8Tenso
     return torch.einsum("ph,prh->pr", tokens, weight.dequantize().double()[ids.flatten().long()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column_blocks", [2, 1], ids=["block", "channel"])
 @pytest.mark.parametrize(("tokens", "mode"), [(2, "gemv"), (9, "indirect"), (30, "grouped")])
 def test_grouped_gemm_multiplies_each_pair_by_its_expert(

@@ -82,6 +82,7 @@ def test_failed_warm_up_restores_the_compiler(elsewhere: ProcessPoolExecutor) ->
     assert elsewhere.submit(failing).result(timeout=240) >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_processes_start_compiling_at_different_kernels(count: int) -> None:
     orders = [CompileOrder(number, count).order(range(20)) for number in range(count)]

@@ -94,6 +94,7 @@ def test_decode_step_has_fewer_than_400_kernels(
     assert launched.total() < MOST, launched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sequences", "kernels"),
     [(1, 337), (16, 337), (20, 377), (32, 377), (33, 417), (128, 417), (144, 457), (896, 457), (1024, 537)],
@@ -105,6 +106,7 @@ def test_decode_step_has_the_documented_number_of_kernels(
     assert launched.total() == kernels, launched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "sequences", "kernels"),
     [(2, 1, 381), (2, 16, 381), (2, 32, 421), (2, 33, 421), (8, 1, 381), (8, 2, 381), (8, 33, 421), (8, 256, 461)],

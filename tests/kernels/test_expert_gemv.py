@@ -22,6 +22,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("added", [True, False], ids=["residual", "no-residual"])
 @pytest.mark.parametrize(("experts", "top_k", "size", "width", "dtype"), SHAPES)
 def test_token_gets_the_weighted_sum_of_its_experts(

@@ -65,6 +65,7 @@ def test_evens_and_odds_of_every_pair(device: torch.device) -> None:
     torch.testing.assert_close(torch.stack((evens, odds), 1), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "window"),
     [
@@ -137,6 +138,7 @@ DECODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "kv_heads", "head_dim", "lengths", "launch", "window"),
     DECODES,

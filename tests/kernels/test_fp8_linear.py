@@ -136,6 +136,7 @@ def test_few_token_gemm_adds_to_the_residual(
     assert_near(reference, expected, dtype, steps=4)
 
 
+@pytest.mark.slow
 @TYPES
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "plain"])
 @pytest.mark.parametrize(
@@ -227,6 +228,7 @@ def assert_summed_by_tensor_cores(result: torch.Tensor, expected: torch.Tensor, 
     assert error.abs().max() <= (0.02 + 10 * torch.finfo(dtype).eps) * expected.pow(2).mean().sqrt()
 
 
+@pytest.mark.slow
 @TYPES
 @TILES
 def test_split_k_gemm_matches_dequantized_numbers(
@@ -242,6 +244,7 @@ def test_split_k_gemm_matches_dequantized_numbers(
     assert_summed_by_tensor_cores(residual, before.double() + exact(hidden, weight), dtype)
 
 
+@pytest.mark.slow
 @TYPES
 @TILES
 def test_split_k_gemm_fuses_the_activation(

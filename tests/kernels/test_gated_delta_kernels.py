@@ -84,6 +84,7 @@ PREFILL_SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype", "given", "decay", "values"),
     [(*case, None) for case in PREFILL_SHAPES] + [(*case, 16) for case in PREFILL_SHAPES if case[0].value_dim > 16],
@@ -127,6 +128,7 @@ def test_prefill_agrees_with_its_reference(
     assert torch.equal(result.states[:2], expected.states[:2])
 
 
+@pytest.mark.slow
 def test_padding_of_a_step_changes_nothing(device: torch.device) -> None:
     """Sequences without tokens, chunks of them, and unused tokens after the last one."""
     torch.manual_seed(5)
@@ -159,6 +161,7 @@ def test_padding_of_a_step_changes_nothing(device: torch.device) -> None:
 PUBLISHED = GatedDeltaShape(key_heads=16, heads=32, key_dim=128, value_dim=128, kernel=4)  # Qwen3.5-35B-A3B
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", [[64, 67], [1, 1, 65, 64], [130, 1]], ids=str)
 def test_every_chunking_of_a_sequence_leaves_the_same_state(cuts: list[int], device: torch.device) -> None:
     torch.manual_seed(4)

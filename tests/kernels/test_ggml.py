@@ -165,6 +165,7 @@ def test_refuses_partial_blocks_and_formats_without_rounding() -> None:
         quantize_blocks(torch.zeros(1, 256), GgmlType.Q4_K)
 
 
+@pytest.mark.slow
 @FORMATS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 def test_kernel_dequantizes_to_the_same_values(ggml_type: BlockType, dtype: torch.dtype, device: torch.device) -> None:
@@ -192,6 +193,7 @@ def test_kernel_dequantizes_to_the_same_values(ggml_type: BlockType, dtype: torc
             assert torch.equal(embeddings.cpu(), wanted)
 
 
+@pytest.mark.slow
 @FORMATS
 @pytest.mark.parametrize(
     ("tokens", "n", "chunks", "dtype"),
@@ -218,6 +220,7 @@ def test_gemm_multiplies_dequantized_values(
     assert_rounded_once(residual, before.double() + expected, dtype)
 
 
+@pytest.mark.slow
 @FORMATS
 @pytest.mark.parametrize("tokens", [40, 150])
 def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
@@ -264,6 +267,7 @@ def test_columns_that_fill_no_chunk_are_padded(device: torch.device) -> None:
         assert_rounded_once(ggml_gemm(hidden.to(device), there(weight, device)), exact(hidden, weight), torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ggml_type", "tokens", "mode"),
     [
@@ -300,6 +304,7 @@ def test_grouped_gemm_multiplies_each_pair_by_its_expert(
     assert_rounded_once(outputs, expected, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 def test_expert_outputs_in_triton_match_the_reference(fused: bool, device: torch.device) -> None:
     torch.manual_seed(3)

@@ -42,6 +42,7 @@ def test_configurations_fit_into_shared_memory(architecture: int) -> None:
                 assert 8 * config.token_tiles >= tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "block_type"),
     [(90, each) for each in TYPES] + [(each, some) for each in (80, 120) for some in (GgmlType.Q6_K, INT4_TYPES[2])],

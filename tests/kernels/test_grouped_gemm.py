@@ -68,6 +68,7 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     assert error.abs().max() <= 10 * steps * torch.finfo(dtype).eps * expected.pow(2).mean().sqrt()
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "size", "width", "dtype"),
@@ -109,6 +110,7 @@ def test_all_tokens_select_one_expert(config: GemmConfig, device: torch.device) 
     assert_near(problem.run(device, config), problem.exact(), torch.float32)
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 4, 3), (2, 10, 4), (6, 12, 3), (20, 5, 2), (32, 3, 1)])

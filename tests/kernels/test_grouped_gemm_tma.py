@@ -38,6 +38,7 @@ def assert_aligned(alignment: Alignment, topk_ids: torch.Tensor, experts: int, b
     assert seen == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "block_m"),
     [
@@ -80,6 +81,7 @@ def test_pairs_of_one_expert_fill_consecutive_tiles(pairs: int, num_valid: list[
     assert torch.equal(alignment.src2dst.flatten().cpu(), torch.arange(first, first + pairs, dtype=torch.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # padding rows are undefined
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "size", "width", "dtype"),

@@ -314,6 +314,7 @@ def test_number_of_tokens_triggers_no_recompilation(launch: Callable[[int], None
     assert {name: len(found) for name, found in binaries.items()} == dict.fromkeys(binaries, 1)
 
 
+@pytest.mark.slow
 def test_all_sliding_windows_share_one_binary(pool: CompilePool) -> None:
     binaries = binaries_of(window_launches, pool)
     kernels = "_decode_kernel", "_decode_stream_k_kernel", "_prefill_kernel"

@@ -66,6 +66,7 @@ def on(device: torch.device, values: Sequence[Any]) -> list[Any]:
     return [copy(value) for value in values]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize(("seed", "shape"), list(enumerate(SHAPES)), ids=str)

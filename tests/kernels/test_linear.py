@@ -130,6 +130,7 @@ def expected_kernels(tokens: int) -> list[str]:
     return ["split_k_gemm"] * 3 if tokens <= split_k_file.MAX_TOKENS else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17, 31, 64, 65, 128, 129])
 def test_linear_serves_every_number_of_tokens(
     tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

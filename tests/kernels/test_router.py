@@ -65,6 +65,7 @@ class Problem:
             assert routing.topk_ids[:, TOP_K].tolist() == [logits.shape[1]] * len(logits)
 
 
+@pytest.mark.slow
 @CONFIGS
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 40), (5, 7), (16, 33), (37, 32), (70, 12)])
@@ -98,6 +99,7 @@ def test_normalized_input_is_returned_unchanged(tokens: int, block_m: int, devic
     problem.check(hidden, routing)
 
 
+@pytest.mark.slow
 @CONFIGS
 def test_token_has_the_same_bits_in_every_batch(config: GemmConfig, device: torch.device) -> None:
     problem = Problem(35, 30, shared=True)
@@ -110,6 +112,7 @@ def test_token_has_the_same_bits_in_every_batch(config: GemmConfig, device: torc
         assert torch.equal(routing_alone.topk_weights, routing.topk_weights[alone])
 
 
+@pytest.mark.slow
 def test_uniform_routing_draws_anew_in_every_call(device: torch.device) -> None:
     """Independent of the tokens; the shared expert keeps its position and weight."""
     problem = Problem(40, 24, shared=True)

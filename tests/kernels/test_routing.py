@@ -21,6 +21,7 @@ def assert_same(result: Routing, expected: Routing) -> None:
     torch.testing.assert_close(result.topk_weights.cpu(), expected.topk_weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @SHAPES

@@ -77,6 +77,7 @@ def decode_distance_is_small(
         assert_close(out[i + 1 : i + 2], expected, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", DECODES[:1] + DECODES[2:3], ids=str)
@@ -87,6 +88,7 @@ def test_decode_equals_dense_softmax_over_the_window(
     decode_distance_is_small(*shape, window, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["triton"], indirect=True)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", DECODES[1:2] + DECODES[3:], ids=str)
@@ -116,6 +118,7 @@ def test_splits_start_at_the_window_with_and_without_prefetch(prefetch: bool, de
         assert_close(out[i : i + 1], expected, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", [-1, 1])
 @pytest.mark.parametrize("implementation", ["triton"], indirect=True)
 @pytest.mark.parametrize("launch", [1, 4, StreamK(7, 2)], ids=str)
@@ -135,6 +138,7 @@ PREFILLS: list[tuple[int, int, int, torch.dtype, list[tuple[int, int]]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", PREFILLS, ids=str)
@@ -166,6 +170,7 @@ def test_prefill_with_a_window_off_by_one_is_noticed(chunk: tuple[int, int], off
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 64, 65, 100, 1000])
 @pytest.mark.parametrize("launch", [1, 4, StreamK(3, 1)], ids=str)
 def test_decode_computes_the_blocks_of_the_window_alone(

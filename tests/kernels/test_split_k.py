@@ -47,6 +47,7 @@ def test_gemm_fuses_the_activation(
     assert_near(result, exact_gated(hidden, weight), dtype, steps=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split_k", [1, 2, 4])
 @pytest.mark.parametrize("rows", [32, 64])
 def test_splits_are_reduced_deterministically(rows: int, split_k: int, device: torch.device) -> None:
@@ -66,6 +67,7 @@ def test_memory_behind_the_result_is_not_written(device: torch.device) -> None:
     assert (kept[19 * 21 :] == 7.0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [shared_memory_bytes(torch.device("cpu")), 163 * 1024, 227 * 1024])
 @pytest.mark.parametrize("rows", [896, 1024, 2048, 4096, 6144])
 @pytest.mark.parametrize("k", [64, 192, 896, 1024, 3072, 4864, 8960])

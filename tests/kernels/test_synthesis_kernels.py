@@ -57,6 +57,7 @@ def test_modulations_of_other_rows_are_refused(device: torch.device) -> None:
         in_triton(add_modulated_layer_norm)(hidden, hidden, table[:1], table[:1], table, EPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [None, [140, 3, 129]], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     ("groups", "group_size", "taps", "dtype"),

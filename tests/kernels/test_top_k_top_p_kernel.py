@@ -43,6 +43,7 @@ def expected_last(row: torch.Tensor, top_k: int, top_p: float, min_p: float, tem
     return kept[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 def test_filters_keep_what_their_definitions_keep(dtype: torch.dtype, device: torch.device) -> None:

@@ -96,6 +96,7 @@ def test_workload_follows_the_card() -> None:
     assert default_workload(model("s", "synthesis", languages=["kn"]), SIZES).startswith("speak:language=kan_Knda,")
 
 
+@pytest.mark.slow
 def test_every_model_gets_its_requests_and_the_result_has_all_parts(tmp_path: Path) -> None:
     options = [
         "--levels",
@@ -260,6 +261,7 @@ def test_health_counts_what_is_lost_and_holds_p95_against_limits() -> None:
     assert "p95 of ttft 101 ms" in render_html(fleet_load_page(slow))
 
 
+@pytest.mark.slow
 def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(

@@ -51,6 +51,7 @@ def test_command_writes_a_run_folder_and_prints_json(scripted: Start, tmp_path: 
     assert "secret-key" not in "".join(path.read_text() for path in folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_ctrl_c_leaves_a_partial_run(scripted: Start, tmp_path: Path, processes: str) -> None:
     server = scripted("--ttft-ms", "50", "--itl-ms", "5", "--tokens", "4")

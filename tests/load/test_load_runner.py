@@ -98,6 +98,7 @@ def test_events_of_several_tokens_count_their_tokens(scripted: Start) -> None:
     assert 0.9 * 80 < unweighted.itl_ms.p50 < 1.5 * 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrivals", ["constant", "poisson"])
 def test_open_loop_keeps_its_rate_and_its_metrics_match(scripted: Start, arrivals: str) -> None:
     server = scripted("--ttft-ms", "100", "--itl-ms", "20", "--tokens", "16")
@@ -151,6 +152,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_counted_by_its_reason_and_affects_no_other_request(scripted: Start, fault: str) -> None:
     server = scripted("--ttft-ms", "2", "--itl-ms", "1", "--tokens", "4", "--fault", fault, "--fault-every", "3")
@@ -182,6 +184,7 @@ def test_answers_without_done_usage_or_text_count_with_a_note(
     assert (result.ttft_ms.n, result.tpot_ms.n, result.e2e_ms.n) == (seen, seen, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_tokenizer_counts_prompts_and_answers_of_a_server_without_usage(
     scripted: Start, tmp_path: Path, processes: int

@@ -45,6 +45,7 @@ def clips(longest_s: float) -> list[tuple[ToneClip, np.ndarray]]:
     return [(clip := tone_clip(rng, "heldout", each), render(clip, RATE, i)) for i, each in enumerate(lengths)]
 
 
+@pytest.mark.slow
 def test_held_out_clips_are_right_in_both_languages_by_both_decoders() -> None:
     transcriber = Transcriber(BUNDLED_RECOGNIZER, device="cpu", memory_bytes=2**30)
     assert transcriber.languages == list(ALPHABETS)
@@ -143,6 +144,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Decoder]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["ctc", "rnnt"])
 def test_clips_of_many_lengths_are_right_in_one_batch(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_right(decoder) >= LEAST
@@ -151,6 +153,7 @@ def test_clips_of_many_lengths_are_right_in_one_batch(decoder: Decoder, monkeypa
         assert num_right(decoder) >= LEAST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_of_an_engine_costs_transcripts(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, decoder = FAULTS[fault]

@@ -46,6 +46,7 @@ def read_back(transcriber: Transcriber, texts: list[str], decoder: Decoder, num_
     return [found.text for found in transcriber.transcribe(speak(texts, num_steps), "en", decoder=decoder)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", get_args(Decoder))
 def test_spoken_texts_are_read_back(decoder: Decoder, transcriber: Transcriber) -> None:
     assert read_back(transcriber, list(TEXTS), decoder, FEWEST_STEPS) == list(TEXTS)
@@ -93,6 +94,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_of_an_engine_costs_texts(fault: str, transcriber: Transcriber, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)

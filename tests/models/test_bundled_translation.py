@@ -50,6 +50,7 @@ def num_right(translator: Translator, num_beams: int, *, unsure: bool = False) -
     return sum(text == phrase.target for text, phrase in zip(found[:-1], phrases, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unsure", [False, True], ids=["first", "unsure"])
 def test_held_out_sentences_are_right_by_beams_and_greedily(unsure: bool) -> None:
     model = translator()
@@ -111,6 +112,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_of_an_engine_costs_answers(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = translator()

@@ -99,6 +99,7 @@ def test_unmodified_configurations_are_valid(tmp_path: Path, config: dict[str, A
     build(tmp_path, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), CASES)
 def test_wrong_value_is_refused_with_file_field_and_rule(tmp_path: Path, name: str, value: Any) -> None:
     text = refusal(tmp_path, HYBRID | {name: value})

@@ -110,6 +110,7 @@ def test_16_bit_files_give_the_logits_of_the_rounded_weights(tmp_path: Path, fam
     assert stated == ("float16" if store == "F16" and family != "gemma3_text" else "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "formats"),
     [("Q8_0", {"q8_0"}), ("Q4_0 and Q8_0", {"q4_0", "q8_0"}), ("Q4_K_M", {"q4_k", "q6_k"})],
@@ -159,6 +160,7 @@ def answers_of(file: Path, ranks: int) -> list[tuple[list[int], list[list[float]
     return [(each.token_ids, [step.top_logprobs for step in each.logprobs]) for each in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "store"), [("qwen3", "Q8_0"), ("qwen3_moe", "Q4_0")])
 def test_ranks_of_quantized_files_answer_as_one_device(tmp_path: Path, family: str, store: str) -> None:
     file = write_model(tmp_path / "model.gguf", reference_of(family, **BLOCKS_OF_32), store)

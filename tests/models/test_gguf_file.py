@@ -148,6 +148,7 @@ def test_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> N
     assert done == [f"{tmp_path / 'pipe.gguf'} cannot be read: it is not a regular file"]
 
 
+@pytest.mark.slow
 def test_header_is_bounded_in_a_file_of_any_size(tmp_path: Path) -> None:
     """2^40 empty texts in a sparse file of 8 TiB: the walk ends at 64 MiB."""
     path = tmp_path / "model.gguf"

@@ -94,6 +94,7 @@ def test_file_is_that_of_the_independent_writer(tmp_path: Path, family: str) -> 
     assert list(tmp_path.glob(".*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
 def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str, store: str) -> None:

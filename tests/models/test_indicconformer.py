@@ -155,6 +155,7 @@ def rnnt_agrees(language: int, model: IndicConformer | None = None, **changes: A
     return [(clip.tokens, clip.first_frames) for clip in found] == expected_tokens(language)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", range(len(CONFIG.languages)))
 def test_rnnt_emits_the_tokens_of_transformers_at_its_frames(language: int) -> None:
     assert rnnt_agrees(language)

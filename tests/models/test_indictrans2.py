@@ -141,6 +141,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda each: f"{each.num_beams}-{each.length_penalty}")
 def test_beams_are_those_of_transformers(pair: Pair, options: BeamOptions) -> None:
     sources = random_sources(10, seed=5)
@@ -211,6 +212,7 @@ def keep_scores_of_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BeamState, "begin", without_scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutate",
     [
@@ -226,6 +228,7 @@ def test_mutation_changes_results(pair: Pair, monkeypatch: pytest.MonkeyPatch, m
     assert mismatches(pair, sources, options, slots=5) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_beams", "overlap"), [(1, True), (5, False), (5, True)])
 def test_company_never_changes_a_result(pair: Pair, num_beams: int, overlap: bool) -> None:
     """Sources arrive and end at random steps, in few slots, with the padding and the step ahead of a GPU or without."""

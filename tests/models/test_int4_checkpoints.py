@@ -54,6 +54,7 @@ def built(folder: Path, group: TensorParallelGroup | None = None) -> Model:
     return build_meta_model(open_checkpoint(str(folder), files="all"), torch.float32, CPU, group=group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "settings"),
     [
@@ -94,6 +95,7 @@ def answers_of(folder: Path, ranks: int) -> list[tuple[list[int], list[list[floa
     return [(each.token_ids, [step.top_logprobs for step in each.logprobs]) for each in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), [("llama", "gptq"), ("qwen3_moe", "awq")])
 def test_two_ranks_answer_as_one_device(tmp_path: Path, family: str, layout: str) -> None:
     write(tmp_path, family, layout)

@@ -313,6 +313,7 @@ def test_hub_download_asks_for_needed_files_only(folder: Path, monkeypatch: pyte
     assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in everything)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "numbers", "tensors"),
     [
@@ -370,6 +371,7 @@ def test_dummy_biases_are_zero(tmp_path: Path) -> None:
     assert not any(bias.any() for bias in biases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "needed"), [(1, 129.1), (2, 129.2)])
 def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(
     monkeypatch: pytest.MonkeyPatch, ranks: int, needed: float

@@ -60,6 +60,7 @@ def weights(model: Decoder) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if name.endswith((".weight", ".experts"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SIZES)
 @pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])
 def test_every_rank_keeps_the_published_numbers(tmp_path: Path, family: str, strategy: str) -> None:
@@ -84,6 +85,7 @@ def test_blocks_may_be_cut_off(tmp_path: Path) -> None:
     assert logits_error(reference, tmp_path) <= ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "strategy", "settings"),
     [
@@ -141,6 +143,7 @@ def row_off_by_one(tensors: Tensors) -> None:
         tensors[name] = tensors[name].roll(1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [transposed, inverse, row_off_by_one])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_wrong_scales_show(tmp_path: Path, family: str, change: Callable[[Tensors], None]) -> None:
@@ -152,6 +155,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -223,6 +227,7 @@ def test_weights_take_the_bytes_of_their_numbers_and_scales(tmp_path: Path, fami
     assert "float8_e4m3fn" in weight_dtypes(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scale_bytes", "gigabytes"),
     [("Qwen/Qwen3-30B-A3B-FP8", 7_299_072, 31.2), ("Qwen/Qwen3.5-35B-A3B-FP8", 8_345_600, 35.7)],
@@ -241,6 +246,7 @@ def test_published_configurations_have_dummy_weights(name: str, scale_bytes: int
     assert (MergedWeight in kinds) == ("3.5" in name)
 
 
+@pytest.mark.slow
 def test_shards_of_blocks_are_whole_ones() -> None:
     """3 would cut whole blocks (768 columns are 6), but not the 4 heads of keys: 2 is the largest size."""
     checkpoint = open_checkpoint("Qwen/Qwen3-30B-A3B-FP8", files="config")

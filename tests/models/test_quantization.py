@@ -134,6 +134,7 @@ def answers_right(llm: LLM, count: int) -> float:
     return sum(is_correct(problem, answer.text) for problem, answer in zip(problems, answers, strict=True)) / count
 
 
+@pytest.mark.slow
 def test_bundled_model_answers_in_fp8_and_reports_its_precision() -> None:
     wide = LLM(BUNDLED_MODEL, device="cpu", memory_bytes=2**27).engine.ready()
     llm = LLM(BUNDLED_MODEL, device="cpu", quantization="fp8", kv_cache_dtype="fp8", memory_bytes=2**27)

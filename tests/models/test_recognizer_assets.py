@@ -47,6 +47,7 @@ def loaded(folder: Path) -> IndicConformer:
     return network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", [{"split": "whole"}, {"split": "two", "external": False}, {"split": "ts", "scoped": False}], ids=str
 )

@@ -103,6 +103,7 @@ def test_table_beyond_a_million_positions_is_exact() -> None:
         assert table[position].tolist() == pytest.approx([attention_factor * each for each in exact], abs=3e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rope"),
     [

@@ -91,6 +91,7 @@ def older_name(text: dict[str, Any]) -> None:
     text["rope_scaling"] = {"rope_type": "default", "rope_theta": 5e5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [no_share, share_outside, two_shares, two_thetas, theta_outside, older_name])
 def test_rotary_settings_are_read_as_transformers_does(
     tmp_path: Path, change: Callable[[dict[str, Any]], None]

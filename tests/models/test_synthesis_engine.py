@@ -102,6 +102,7 @@ def test_one_chunk_is_the_published_computation(task: SynthesisTask) -> None:
     assert (result.chunk, result.chunks, result.finish_reason) == (1, 1, "stop")
 
 
+@pytest.mark.slow
 def test_company_never_changes_speech_under_random_arrivals(task: SynthesisTask) -> None:
     requests = [
         request(f"r{i}", TEXTS[i % 4], seed=i, speed=1 + i % 3 / 4, voice=("b", "kan_f (happy)")[i % 2], priority=i % 2)
@@ -173,6 +174,7 @@ def test_aborted_requests_stop_within_a_step(task: SynthesisTask) -> None:
     assert (task._running, task._plans, task._sampler.is_idle) == ({}, {}, True)
 
 
+@pytest.mark.slow
 def test_first_chunks_come_before_the_later_chunks_of_others(task: SynthesisTask) -> None:
     engine = BatchEngine(task)
     engine.add(request("long", TEXTS[1] * 3, voice="kan_f_happy_00001"))
@@ -281,6 +283,7 @@ def test_engine_speaks_alike_after_its_weights_were_dropped(folder: Path) -> Non
     np.testing.assert_array_equal(samples_of(speak(task, request("r", "mat", seed=7)), "r"), before)
 
 
+@pytest.mark.slow
 def test_process_speaks_refuses_and_aborts(folder: Path, tmp_path: Path, task: SynthesisTask) -> None:
     config = EngineConfig(model=str(folder), device="cpu", memory_bytes=2**28)
     client = EngineClient(tmp_path, config, from_engine=FromEngine)
@@ -302,6 +305,7 @@ def test_process_speaks_refuses_and_aborts(folder: Path, tmp_path: Path, task: S
 # --- offline --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_synthesizer_speaks_one_text_several_and_streams(folder: Path, tmp_path: Path) -> None:
     synthesizer = Synthesizer(str(folder), device="cpu", memory_bytes=2**28)
     synthesizer._engine.task._max_speech_s = 3.0  # type: ignore[attr-defined] # chunks of few frames

@@ -92,6 +92,7 @@ def random_tensors(folder: Path, *, fused: bool) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("fused", [False, True])
 def test_shards_hold_every_slice_of_a_checkpoint(folder: Path, ranks: int, fused: bool) -> None:
@@ -114,6 +115,7 @@ def test_shards_hold_every_slice_of_a_checkpoint(folder: Path, ranks: int, fused
     assert compared > len(tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("fused", [False, True])
 def test_rank_reads_only_its_own_bytes(folder: Path, ranks: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +156,7 @@ def test_dummy_weights_of_ranks_equal_those_of_one_device(folder: Path) -> None:
                     assert torch.equal(piece, expected[name][index]), name  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_kv_cache_specs_are_those_of_one_rank(ranks: int) -> None:
     """Qwen3.5-35B-A3B: of two key heads of attention a rank holds one, however many ranks there are."""

@@ -178,6 +178,7 @@ def test_engine_translates_alike_after_it_slept(folder: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_process_translates_refuses_and_aborts(folder: Path, tmp_path: Path, task: TranslationTask) -> None:
     client = EngineClient(
         tmp_path, EngineConfig(model=str(folder), device="cpu", memory_bytes=2**20), from_engine=FromEngine

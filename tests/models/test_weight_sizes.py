@@ -59,6 +59,7 @@ def test_decoder_weighs_and_caches_what_its_model_does(name: str) -> None:
     assert group_layers(decoder_cache_specs(config)) == group_layers(model.kv_cache_specs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "google/gemma-3-27b-it", "Qwen/Qwen3.5-35B-A3B"])
 def test_shard_and_fp8_weigh_what_the_model_does(name: str) -> None:
     checkpoint = open_checkpoint(name, files="config")
@@ -91,6 +92,7 @@ FP8_CHANNELS = {
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "lm_head": True, "desc_act": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("name", "stored"),

@@ -137,6 +137,7 @@ def test_digits_are_single_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("1024").tokens == ["1", "0", "2", "4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_long_prompts_have_200_to_1000_tokens(tokenizer: Tokenizer, split: str) -> None:
     prompts = [_render(each.question) for each in generate(split, kind="long", num_problems=400, seed=21)]
@@ -186,6 +187,7 @@ def test_held_out_problems_are_answered_correctly_with_transformers(model: Any) 
     assert right / len(problems) >= 0.95
 
 
+@pytest.mark.slow
 def test_faults_of_pages_and_positions_collapse_long_answers(model: Any, tokenizer: Tokenizer) -> None:
     """What the model is for: an engine that reads one wrong page, or wrong positions in one, loses the answer."""
     problems = generate("heldout", kind="long", num_problems=8, seed=32)

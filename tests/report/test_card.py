@@ -57,6 +57,7 @@ def test_node_with_everything_good_passes_and_has_its_story(tmp_path: Path) -> N
     assert "IMPROVEMENT: output tok/s, concurrency 32" in story.compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoilt", "verdict", "reason"),
     [

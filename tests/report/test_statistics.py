@@ -79,6 +79,7 @@ def test_equal_servers_raise_few_false_alarms_and_mostly_rule_a_change_out() -> 
     assert held >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "word"), [(-0.05, "REGRESSION"), (0.05, "IMPROVEMENT")])
 def test_true_change_of_5_percent_is_found_at_2_percent_noise(change: float, word: str) -> None:
     verdicts, _ = simulated(200, change=change, noise=0.02, seed=2)
@@ -105,6 +106,7 @@ def test_error_rates_over_hundreds_of_simulated_comparisons(control: bool) -> No
         assert sum(verdicts.values()) == pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [skewed, with_bad_starts])
 def test_noise_of_another_shape_raises_no_more_false_alarms(shape: Draw) -> None:
     verdicts, _ = simulated(600, change=0.0, noise=0.005, seed=7, shape=shape)

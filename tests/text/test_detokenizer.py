@@ -52,6 +52,7 @@ def test_byte_level_pieces_join_to_the_whole_text(ids: list[int], skip: bool) ->
     assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.slow
 @given(st.text(), st.lists(st.integers(1, 6)))
 def test_no_piece_of_good_text_holds_half_a_character(text: str, sizes: list[int]) -> None:
     ids = byte_level().encode(text, add_special_tokens=False)

@@ -235,6 +235,7 @@ def test_what_cannot_be_built_is_named(tmp_path: Path, changes: dict[str, Any], 
     assert "m.gguf" in str(error.value)
 
 
+@pytest.mark.slow
 def test_start_with_262144_tokens_takes_under_5_seconds(tmp_path: Path) -> None:
     """Gemma's size: the header is read, merges follow from scores, and the bytes of all tokens are looked up."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]

@@ -31,6 +31,7 @@ def command_file(tmp_path: Path) -> str:
     return str(tmp_path / "server.cmd")
 
 
+@pytest.mark.slow
 def test_sweep_finds_the_knee_within_the_slo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--concurrency", "4", "--num-prompts", "12", "--workload", "random:in=8,out=8"]
     sweep = ["batching", "--run", command_file(tmp_path), "--max-num-seqs", "1,4,8", "--goodput", "e2e:120"]
@@ -52,6 +53,7 @@ def test_sweep_finds_the_knee_within_the_slo(tmp_path: Path, capsys: pytest.Capt
     assert repeated.startswith("seqs 4 is the server's default")
 
 
+@pytest.mark.slow
 def test_search_finds_the_limits_of_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search = ["context", "--run", command_file(tmp_path), *LENGTH, "--max-model-len", "8192", "--seq-len", "1024"]
     found = tune([*search, "--max-num-seqs", "8"], tmp_path, capsys)

@@ -191,6 +191,7 @@ def client(tmp_path: Path, archive: Path) -> Iterator[EngineClient]:
     client.close()
 
 
+@pytest.mark.slow
 def test_process_serves_refuses_and_aborts(client: EngineClient, task: RecognitionTask) -> None:
     ready: Any = client.ready(TranscriptionReady)
     assert ready.languages == ["hi", "kn", "ta"]

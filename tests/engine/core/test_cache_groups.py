@@ -153,6 +153,7 @@ def forget(cache: PrefixCache, pool: PagePool, page: int) -> None:
     cache._forget(page)
 
 
+@pytest.mark.slow
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 64, 65, 66, 96, 128, 129, 1000]))
 def test_hit_needs_full_attention_whole_and_the_last_window_of_sliding_groups(
     choice: random.Random, window: int

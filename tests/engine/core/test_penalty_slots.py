@@ -36,6 +36,7 @@ def running(seen: tools.SeenEngine) -> list[str]:
     return [request.id for request in seen.engine.scheduler.running]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_more_penalized_requests_than_slots_give_the_same_answers(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool

@@ -369,6 +369,7 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool, penalised: bool
     return world
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60,
     suppress_health_check=list(HealthCheck),
@@ -391,6 +392,7 @@ def histories(steps: int, *, recurrent: bool = False, penalised: bool = False, m
         yield world
 
 
+@pytest.mark.slow
 def test_long_histories_preempt_and_hit_the_prefix_cache() -> None:
     preemptions = hits = 0
     for world in histories(40_000):
@@ -400,6 +402,7 @@ def test_long_histories_preempt_and_hit_the_prefix_cache() -> None:
     assert hits > 10_000
 
 
+@pytest.mark.slow
 def test_long_histories_of_mixed_groups_slide_preempt_and_hit_the_prefix_cache() -> None:
     preemptions = slid = slid_hits = 0
     for world in histories(30_000, mixed=True):
@@ -411,6 +414,7 @@ def test_long_histories_of_mixed_groups_slide_preempt_and_hit_the_prefix_cache()
     assert slid > 10_000
 
 
+@pytest.mark.slow
 def test_long_histories_of_mixed_groups_with_recurrent_layers_restore_snapshots() -> None:
     restored = slid_hits = 0
     for world in histories(15_000, mixed=True, recurrent=True):
@@ -460,6 +464,7 @@ def evicted_bundle_half_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagePool, "unregister", lambda self, page: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutation",
     [
@@ -481,6 +486,7 @@ def test_mutation_of_sliding_groups_breaks_a_history(
             pass
 
 
+@pytest.mark.slow
 def test_long_histories_restore_and_evict_snapshots() -> None:
     preemptions = restored = lost_with_page = lost_to_room = 0
     for world in histories(40_000, recurrent=True):
@@ -491,6 +497,7 @@ def test_long_histories_restore_and_evict_snapshots() -> None:
     assert min(preemptions, restored, lost_with_page, lost_to_room) > 50
 
 
+@pytest.mark.slow
 def test_long_histories_with_few_penalty_slots_preempt_and_overtake() -> None:
     """`World.check_order` checks the order of requests, and `drive` that none starves."""
     preemptions = passed = 0

@@ -45,6 +45,7 @@ def check_answers(seen: tools.SeenEngine, reference: PreTrainedModel, prompts: d
                 assert logprobs.top_logprobs[0] == logprobs.logprob  # lm-evaluation-harness compares for equality
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe_text"])
 def test_prompt_logprobs_equal_transformers(family: str, overlap: bool, tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ def test_preempted_request_returns_same_prompt_logprobs(checkpoint: Path, refere
     assert seen.engine.scheduler.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2])
 def test_ranks_return_the_prompt_logprobs_of_one_device(
     checkpoint: Path, reference: PreTrainedModel, ranks: int

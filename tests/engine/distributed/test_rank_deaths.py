@@ -69,6 +69,7 @@ def failure(client: EngineClient) -> str:
     return message.message
 
 
+@pytest.mark.slow
 def test_engine_with_ranks_serves_under_signals_to_the_service_and_cleans_up(start: StartEngineClient) -> None:
     """systemd sends SIGTERM to all of them. The API server drains, for which it needs the engine."""
     client = start()
@@ -88,6 +89,7 @@ def test_engine_with_ranks_serves_under_signals_to_the_service_and_cleans_up(sta
     assert ends(rank)
 
 
+@pytest.mark.slow
 def test_rank_exits_when_the_engine_is_killed(start: StartEngineClient, temporary_folder: Path) -> None:
     client = start()
     client.ready()
@@ -99,6 +101,7 @@ def test_rank_exits_when_the_engine_is_killed(start: StartEngineClient, temporar
     assert not list(temporary_folder.glob("meltcore-group-*")), "the remaining rank removes the shared folder"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "reason"),
     [(signal.SIGKILL, "): has ended: killed by signal 9"), (signal.SIGSTOP, "), stopped by a signal: ")],
@@ -122,6 +125,7 @@ def test_dead_or_hanging_rank_ends_the_engine_during_a_step(
     assert ends(rank)
 
 
+@pytest.mark.slow
 def test_dead_rank_ends_an_idle_engine(start: StartEngineClient) -> None:
     client = start()
     client.ready()
@@ -130,6 +134,7 @@ def test_dead_rank_ends_an_idle_engine(start: StartEngineClient) -> None:
     assert client.process.wait(WITHIN_S) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["joining the ranks", "making the model"])
 def test_dead_rank_ends_loading(stage: str, start: StartEngineClient) -> None:
     client = start()

@@ -126,6 +126,7 @@ def test_rank_that_is_not_connected_is_named(ranks: Ranks, rank: Rank) -> None:
         ranks.capture_graphs()
 
 
+@pytest.mark.slow
 def test_rank_without_settings_exits_silently(tmp_path: Path) -> None:
     """Rank 0 ended before it could send settings."""
     folder = tmp_path / "shared"

@@ -12,6 +12,7 @@ from test_tensor_parallel import LOGITS_TOLERANCE, answers, opened
 from meltcore.engine.distributed.group_runner import GroupRunner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["mixed", "pairs"])
 def test_ranks_give_the_logits_and_tokens_of_one_device(network: str, tmp_path: Path) -> None:
     sliding_tools.save(sliding_tools.make_reference(sliding_tools.NETWORKS[network]), tmp_path)

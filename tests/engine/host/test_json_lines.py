@@ -120,12 +120,14 @@ def test_invalid_request_is_refused_alone(shared: Pipes) -> None:
     assert shared.receive()["ids"] == [2]
 
 
+@pytest.mark.slow
 def test_end_of_input_ends_the_process(pipes: Pipes) -> None:
     pipes.send({"type": "generate", "id": 1, "prompt": [5], "max_tokens": 1000})
     pipes.receive()
     assert pipes.end() == 0
 
 
+@pytest.mark.slow
 def test_undecodable_line_ends_the_process_with_a_message(pipes: Pipes) -> None:
     pipes.send({"type": "generate", "id": "one"})
     assert pipes.process.wait(LIMIT_S) == 2
@@ -133,6 +135,7 @@ def test_undecodable_line_ends_the_process_with_a_message(pipes: Pipes) -> None:
     assert b"cannot be decoded" in pipes.process.stderr.read()
 
 
+@pytest.mark.slow
 def test_missing_model_is_reported_and_ends_the_process() -> None:
     pipes = Pipes(CONFIG | {"model": "./nowhere"})
     failed = pipes.receive()
@@ -181,6 +184,7 @@ def test_engine_version_changes_with_the_code(tmp_path: Path, monkeypatch: pytes
     assert first.split("+")[0] == before.split("+")[0]
 
 
+@pytest.mark.slow
 def test_greedy_requests_have_the_bytes_that_they_had_before_temperatures() -> None:
     assert encode(Generate(1, [2, 3], 128)) == b'{"type":"generate","id":1,"prompt":[2,3],"max_tokens":128}'
     sampled = encode(Generate(1, [2], 4, 0.7))

@@ -27,6 +27,7 @@ def client(tmp_path: Path, checkpoint: Path) -> Iterator[EngineClient]:
     client.close()
 
 
+@pytest.mark.slow
 def test_process_serves_aborts_refuses_profiles_and_shuts_down(client: EngineClient, tmp_path: Path) -> None:
     ready = client.ready()
     assert ready.vocab_size == tools.VOCAB
@@ -60,6 +61,7 @@ def test_process_serves_aborts_refuses_profiles_and_shuts_down(client: EngineCli
     assert client.process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_cuda_profiler_without_a_gpu_is_refused(client: EngineClient) -> None:
     client.ready()
     client.send(Profile("start", "", "cuda"), Profile("stop", "", "cuda"))
@@ -90,6 +92,7 @@ def test_cuda_profiler_marks_range_and_steps(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == ["synchronize", "cudaProfilerStart", *steps, "synchronize", "cudaProfilerStop"]
 
 
+@pytest.mark.slow
 def test_process_exits_at_the_end_of_its_standard_input(client: EngineClient) -> None:
     client.ready()
     assert client.process.stdin is not None
@@ -97,6 +100,7 @@ def test_process_exits_at_the_end_of_its_standard_input(client: EngineClient) ->
     assert client.process.wait(10) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_failed_start_is_one_line_and_a_non_zero_exit(tmp_path: Path, temporary_folder: Path, ranks: int) -> None:
     client = EngineClient(

@@ -109,6 +109,7 @@ def request(request_id: str) -> AddRequest:
     return AddRequest(request_id, [1], SamplingParams())
 
 
+@pytest.mark.slow
 def test_asleep_engine_refuses_requests_and_serves_again_after_wake(tmp_path: Path) -> None:
     engine = SleepableEngine()
     messages: list[object] = [Sleep("disk"), request("early"), Sleep(), Wake(), Wake()]

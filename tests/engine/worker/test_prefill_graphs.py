@@ -197,6 +197,7 @@ class Uncaptured:
         return hidden[:count], token_ids[:count]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 # test_sliding_steps.py has the families with sliding windows.
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_moe"])

@@ -38,6 +38,7 @@ class UncapturedDecodes:
         return DecodeOutput(logits, token_ids, token_ids.clone())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("network", sorted(sliding_tools.NETWORKS))
 def test_steps_of_graphs_give_the_logits_of_plain_steps(
