@@ -7,7 +7,8 @@ import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from server_harness import MODEL, WAIT_S, RunningServer, scripted_server, wait_u
 from meltcore.api import http_server
 from meltcore.api.http import read_body, send_bytes
 from meltcore.api.stats import ServerStats
+from meltcore.fleet.listener import raise_file_limit
 
 BODY = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 3}).encode()
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
@@ -186,6 +188,57 @@ def exchange(sent: bytes, pieces: Sequence[bytes] = ()) -> bytes | None:
         return came
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_clients_that_never_send_do_not_keep_others_waiting(server: RunningServer, count: int) -> None:
+    raise_file_limit()
+    before = open_files(server)
+    request = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(server)) for _ in range(count)]
+        wait_until(lambda: open_files(server) >= before + count, "all connections are accepted")
+        speaking = clients[::10]
+        for client in speaking:
+            client.sendall(request)
+        for client in speaking:
+            assert read_answer(client).startswith(b"HTTP/1.1 200")
+        for client in (each for index, each in enumerate(clients) if index % 10):
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):  # open, and without an answer
+                client.recv(1)
+    wait_until(lambda: open_files(server) <= before, "all connections are closed")
+
+
+def open_files(server: RunningServer) -> int:
+    return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in server.api_server_pids())
+
+
+def test_clients_that_never_send_are_disconnected_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "SILENT_LIMIT_S", 0.3)
+    monkeypatch.setattr(http_server, "LATE_CHECK_S", 0.05)
+    raise_file_limit()
+
+    async def run() -> tuple[float, int]:
+        stats = ServerStats()
+        server = http_server.HttpServer(echo, stats)
+        serving = asyncio.create_task(server.serve())
+        pairs = [socket.socketpair() for _ in range(900)]
+        for ours, theirs in pairs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            server.add_connection(theirs)
+        began_s, loop = time.monotonic(), asyncio.get_running_loop()
+        async with asyncio.timeout(10):
+            ends = await asyncio.gather(*(loop.sock_recv(ours, 1) for ours, _ in pairs))
+        for ours, _ in pairs:
+            ours.close()
+        server.stop()
+        await serving
+        return time.monotonic() - began_s, sum(data == b"" for data in ends)
+
+    took_s, ended = asyncio.run(run())
+    assert (ended, took_s >= 0.3) == (900, True)
 
 
 @pytest.mark.slow

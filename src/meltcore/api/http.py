@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import re
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ _ERROR_TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_MAX_COPY_BYTES = 2**20  # on the event loop; bytes.join releases the GIL from here on
 _DISCARD_BYTES = 256 * 2**20
 _DISCARD_S = 5.0
 _MAX_MESSAGE_CHARS = 2048  # of an error: parts of it are what the client sent
@@ -76,7 +77,14 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
             raise _body_too_large_error(f"more than {limit_bytes:,} bytes", limit_bytes)
         chunks.append(body)
         if not message.get("more_body", False):
-            return b"".join(chunks)
+            return await join_pieces(chunks)
+
+
+async def join_pieces(pieces: Sequence[bytes]) -> bytes:
+    """Return the pieces as one. Above 1 MiB another thread copies: Python lets the event loop run meanwhile."""
+    if sum(map(len, pieces)) < _MAX_COPY_BYTES:
+        return b"".join(pieces)
+    return await asyncio.to_thread(b"".join, pieces)
 
 
 async def discard_body(receive: Receive) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import re
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ MAX_HEAD_BYTES = 64 * 1024  # of request line and headers; the last data that is
 MAX_PIPELINED = 16  # requests that a client may send ahead of its responses; more are left unread until then
 GC_THRESHOLDS = (50_000, 20, 100)  # young objects are requests: a collection every 700 would only pause streams
 IDLE_CHECK_S = 1.0
+LAG_CHECK_S = 0.05
 MIN_EVENTS = 256  # requests and ends of connections; what fewer leave behind is not worth a walk through the heap
 
 # A client that offers HTTP/2 this way (Java's, `curl --http2`) continues with HTTP/1.1 when the offer is not accepted.
@@ -64,6 +66,7 @@ class HttpServer:
     async def serve(self) -> None:
         """Serve until `stop`, then until the connections are closed or CLOSE_S have passed."""
         IdleTrim(self._stats)
+        _LagWatch(self._stats)
         self._disconnect_late()
         await self._server.serve(sockets=[])
 
@@ -133,6 +136,23 @@ class IdleTrim:
             self._trimmed = events
             trim_memory()
         asyncio.get_running_loop().call_later(IDLE_CHECK_S, self._check)
+
+
+class _LagWatch:
+    """Observes how late a timer runs: as long as every other event of the loop waits at that moment."""
+
+    def __init__(self, stats: ServerStats) -> None:
+        self._stats = stats
+        self._start()
+
+    def _start(self) -> None:
+        # uvloop's clock counts whole milliseconds, and stands still within a turn of the loop.
+        self._due_s = time.monotonic() + LAG_CHECK_S
+        asyncio.get_running_loop().call_later(LAG_CHECK_S, self._check)
+
+    def _check(self) -> None:
+        self._stats.event_loop_lag.observe(max(0.0, time.monotonic() - self._due_s))
+        self._start()
 
 
 class _JoinedWrites:

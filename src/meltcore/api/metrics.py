@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from meltcore.api.stats import (
     CLASSES,
+    EVENT_LOOP_LAG,
     HISTOGRAMS,
     QUEUE_WAIT,
     REFUSALS,
@@ -134,6 +135,9 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             PREFIX + "api_server_cpu_seconds", "CPU time of the API server processes", stats.total("cpu_s")
         )
+        name, help, _ = EVENT_LOOP_LAG
+        buckets, total = stats.event_loop_lag.totals()
+        yield HistogramMetricFamily(PREFIX + name, help, buckets=buckets, sum_value=total)
         yield CounterMetricFamily(
             PREFIX + "log_lines_dropped",
             "Log lines dropped because they were not read",

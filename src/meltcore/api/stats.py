@@ -38,6 +38,11 @@ QUEUE_WAIT = (
     "Time in the queue before the engines, by class; 0 where none was needed",
     _REQUEST_BOUNDS_S,
 )
+EVENT_LOOP_LAG = (
+    "event_loop_lag_seconds",
+    "How late a timer of each API server's event loop ran",
+    (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0),
+)
 CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 # Why a request of a class was refused: the queue was full, or its deadline passed while it waited.
 REFUSALS = ("full", "deadline")
@@ -184,10 +189,12 @@ class ServerStats(_Columns):
         `replicas`: number per model; `process_index`: the row of this process; `fds`: another process's `fds`;
         `keys`: the number of API keys.
         """
-        names = [f"server/{name}" for name in _PROCESS_COLUMNS]
+        lag, _, bounds = EVENT_LOOP_LAG
+        names = [f"server/{name}" for name in (*_PROCESS_COLUMNS, *_histogram_columns(lag, bounds))]
         names += [f"server/key_{key}/{name}" for key in range(keys) for name in _KEY_COLUMNS]
         super().__init__(SharedStats(names, num_processes, fds[0] if fds else None), process_index, "server/")
         self._process_index = process_index
+        self.event_loop_lag = Histogram(self.shared, process_index, self._column[f"{lag}/0"], bounds)
         self._models: dict[int, ModelStats] = {}
         for model, num_replicas in enumerate(replicas):
             self.add_model(model, num_replicas, fds[1 + model] if fds else None)
@@ -420,5 +427,9 @@ def _model_columns(replicas: int) -> Iterator[str]:
         *((name, bounds) for name, _, bounds in HISTOGRAMS),
         *((f"{QUEUE_WAIT[0]}/{each}", QUEUE_WAIT[2]) for each in CLASSES),
     ]:
-        yield from (f"{histogram}/{bound}" for bound in range(len(bounds) + 1))
-        yield f"{histogram}/sum"
+        yield from _histogram_columns(histogram, bounds)
+
+
+def _histogram_columns(name: str, bounds: Sequence[float]) -> Iterator[str]:
+    yield from (f"{name}/{bound}" for bound in range(len(bounds) + 1))
+    yield f"{name}/sum"

@@ -11,9 +11,12 @@ MAX_MESSAGE_BYTES = 2**31
 
 
 class Decode(msgspec.Struct, tag="decode", array_like=True, frozen=True):
-    """Asks for the clips of one file. Limits: see AudioLimits; cpu_s: of CPU time, until the worker is killed."""
+    """Asks for the clips of one file, whose `num_bytes` bytes follow the message.
 
-    data: bytes
+    Limits: see AudioLimits; cpu_s: of CPU time, until the worker is killed.
+    """
+
+    num_bytes: int
     sample_rate: int
     max_clip_s: float
     max_audio_s: float

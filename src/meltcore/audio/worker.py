@@ -51,14 +51,15 @@ def main() -> int:
         if isinstance(request, Encode):
             write(stdout, Encoded(_encode(request, files)))
             continue
+        data = stdin.read(request.num_bytes)
         try:
-            for part in decode(request.data, AudioLimits(request.sample_rate, request.max_clip_s, request.max_audio_s)):
+            for part in decode(data, AudioLimits(request.sample_rate, request.max_clip_s, request.max_audio_s)):
                 write(stdout, DecodedClip(*part) if isinstance(part, Clip) else Decoded(part))
         except RequestError as error:
             write(stdout, NotDecoded(error.message))
         except MemoryError:
             write(stdout, NotDecoded(f"the audio needs more than {_MEMORY_BYTES / 2**30:.0f} GiB of memory to decode"))
-        del request
+        del request, data
     return 0
 
 
