@@ -103,9 +103,9 @@ def test_routes_of_images_and_documents_say_that_they_are_not_supported(
 
 
 def test_routes_name_models_of_the_server_and_fields_of_prompts() -> None:
-    with pytest.raises(ConfigError, match=r"translate_prompt may hold .source. and .target."):
+    with pytest.raises(ConfigError, match=r"translate_prompt: got .* may hold .source. and .target."):
         RoutesConfig(translate_prompt="{text}")
-    with pytest.raises(ConfigError, match=r"chat_prompt may hold .language."):
+    with pytest.raises(ConfigError, match=r"chat_prompt: got .* may hold .language."):
         RoutesConfig(chat_prompt="{")
     config = server_config(EngineConfig(model="m"), routes=RoutesConfig(translate_model="scripted"))
     for routes, key in [
