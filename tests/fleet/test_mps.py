@@ -78,6 +78,7 @@ def test_daemon_that_does_not_start_is_an_error(control: Path, tmp_path: Path, m
         MpsDaemon(tmp_path / "mps").start()
     control.write_text("#!/bin/sh\nsleep 60\n")
     monkeypatch.setattr(mps, "_START_LIMIT_S", 0.2)
+    monkeypatch.setattr(mps, "_END_LIMIT_S", 0.5)
     with pytest.raises(ConfigError, match=r"was not ready within 0\.2 s: a line of its log"):
         MpsDaemon(tmp_path / "mps").start()
     monkeypatch.setenv("PATH", str(tmp_path))
