@@ -1,18 +1,33 @@
-"""A Ray cluster of several raylets on this machine, whose NVML is scripted: `start_nodes`."""
+"""A Ray cluster of several raylets on this machine, whose NVML is scripted, and a fleet of scripted engines on it."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import meltcore
+from meltcore.fleet.admin import call_admin
+from meltcore.fleet.daemon import find_fleet
+from meltcore.fleet.replica import RestartPolicy
+from meltcore.process import start_ticks
 
+sys.path.append(str(Path(__file__).parents[1] / "fleet"))
+from server_harness import MODEL, RunningServer, make_model, wait_until
+
+POLICY = RestartPolicy(first_pause_s=0.2, max_pause_s=0.5, max_deaths=20)
+START_S = 60.0
+SCRIPTED_ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py").encode()
 STORE_BYTES = 80 * 2**20  # the least that Ray takes: nothing large travels through it
 PYNVML = """
 import os
@@ -31,13 +46,17 @@ nvmlDeviceGetName = lambda size: f"Scripted {size}"
 
 
 @contextmanager
-def start_nodes(folder: Path, *gib: Sequence[int]) -> Iterator[Any]:
-    """Start a raylet per entry, the head first, with GPUs of these sizes; yields Ray's cluster, with `address`."""
+def start_nodes(folder: Path, *gib: Sequence[int], settings: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """Start a raylet per entry, the head first, with GPUs of these sizes; yields Ray's cluster, with `address`.
+
+    settings: environment of Ray's own processes.
+    """
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs ray: pip install 'meltcore[cluster]'")
     (folder / "pynvml.py").write_text(PYNVML)
     with pytest.MonkeyPatch.context() as patch:  # what raylets and their workers inherit
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(meltcore.__file__).parents[1]), *sys.path]))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in ({"RAY_USAGE_STATS_ENABLED": "0"} | dict(settings or {})).items():
+            patch.setenv(name, value)
         cluster = cluster_utils.Cluster()
         try:
             for index, sizes in enumerate(gib):
@@ -58,3 +77,82 @@ def start_nodes(folder: Path, *gib: Sequence[int]) -> Iterator[Any]:
             yield cluster
         finally:
             cluster.shutdown()
+
+
+def write_fleet(folder: Path, *, step_s: float = 0.002) -> Path:
+    """A fleet.yaml with two replicas on CPUs and a model on a GPU, all scripted. step_s: of their engines."""
+    checkpoint = make_model(folder / "model")
+    (checkpoint / "engine.json").write_bytes(msgspec.json.encode({"step_s": step_s}))
+    path = folder / "fleet.yaml"
+    load = f"checkpoint: {checkpoint}, load_format: dummy"
+    path.write_text(
+        "server: {port: 0}\nmodels:\n"
+        f"  {MODEL}: {{{load}, device: cpu, memory: 64MiB, replicas: 2}}\n  gpu: {{{load}, memory: 2.5GiB}}\n"
+    )
+    return path
+
+
+def engine_pids() -> set[int]:
+    """Processes of scripted engines that run under an actor."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = path.read_bytes()
+        except OSError:
+            continue
+        if SCRIPTED_ENGINE in arguments and b"meltcore-engine-" in arguments:
+            found.add(int(path.parent.name))
+    return {pid for pid in found if start_ticks(pid) is not None}
+
+
+def rows(server: RunningServer) -> list[dict[str, Any]]:
+    return call_admin(find_fleet(server.port).admin, "GET", "/ps")
+
+
+def is_on_gpu_node(pid: int) -> bool:
+    """Whether an engine was started by a worker of the raylet with two GPUs of 40 GiB."""
+    return b"SCRIPTED_GIB=40,40" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+class Stream:
+    """An open answer over HTTP, read on a thread of its own: how it ended, and when something came of it."""
+
+    def __init__(self, server: RunningServer, model: str, max_tokens: int) -> None:
+        body = {"model": model, "prompt": "ab", "max_tokens": max_tokens, "stream": True}
+        self._connection = server.open("/v1/completions", body)
+        self._data = b""
+        self.arrived_s: list[float] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self.arrived_s, f"the first token of {model}")
+
+    def _read(self) -> None:
+        with suppress(OSError):
+            while b"0\r\n\r\n" not in self._data and (block := self._connection.recv(65_536)):
+                self._data += block
+                self.arrived_s.append(time.monotonic())
+
+    def end(self, limit_s: float) -> str:
+        """Wait for the end; returns "done", or the message of its error."""
+        self._thread.join(limit_s)
+        assert not self._thread.is_alive(), f"the answer has not ended within {limit_s:g} s"
+        self._connection.close()
+        last = [line for line in self._data.decode().split("\n") if line.startswith("data: ")]
+        if last[-1] == "data: [DONE]" and '"error"' not in last[-2]:
+            return "done"
+        (error,) = [line for line in last if '"error"' in line]
+        return str(json.loads(error.removeprefix("data: "))["error"]["message"])
+
+    @property
+    def longest_gap_s(self) -> float:
+        """The longest time without a token."""
+        return max(after - before for before, after in pairwise(self.arrived_s))
+
+
+def children(pid: int, argument: bytes) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(each) for each in found if argument in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def all_ready(server: RunningServer) -> bool:
+    return [row["state"] for row in rows(server)] == ["ready"] * 3

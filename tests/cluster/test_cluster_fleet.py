@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_nodes import start_nodes
+from ray_nodes import POLICY, START_S, all_ready, children, engine_pids, is_on_gpu_node, rows, start_nodes, write_fleet
 
 from meltcore.errors import ConfigError
 from meltcore.fleet.planned import FleetPlanner
-from meltcore.fleet.replica import RestartPolicy
 from meltcore.process import start_ticks
 
 sys.path.append(str(Path(__file__).parents[1] / "fleet"))
-from server_harness import MODEL, RunningServer, fleet_command, make_model, running, wait_until
+from server_harness import fleet_command, running, wait_until
 
 pytestmark = pytest.mark.slow
-POLICY = RestartPolicy(first_pause_s=0.2, max_pause_s=0.5, max_deaths=20)
-START_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -35,45 +32,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    checkpoint = make_model(tmp_path / "model")
-    path = tmp_path / "fleet.yaml"
-    load = f"checkpoint: {checkpoint}, load_format: dummy"
-    path.write_text(
-        "server: {port: 0}\nmodels:\n"
-        f"  {MODEL}: {{{load}, device: cpu, memory: 64MiB, replicas: 2}}\n  gpu: {{{load}, memory: 2.5GiB}}\n"
-    )
-    return path
-
-
-def engine_pids() -> set[int]:
-    """Processes of scripted engines that run under an actor."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            arguments = path.read_bytes()
-        except OSError:
-            continue
-        if b"scripted_engine.py" in arguments and b"meltcore-engine-" in arguments:
-            found.add(int(path.parent.name))
-    return {pid for pid in found if start_ticks(pid) is not None}
-
-
-def rows(server: RunningServer, path: Path) -> list[dict[str, Any]]:
-    from meltcore.fleet.admin import call_admin
-    from meltcore.fleet.daemon import find_fleet
-
-    return call_admin(find_fleet(server.port).admin, "GET", "/ps")
-
-
-def all_ready(server: RunningServer, path: Path) -> bool:
-    return [row["state"] for row in rows(server, path)] == ["ready"] * 3
+    return write_fleet(tmp_path)
 
 
 def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: Any, fleet_file: Path) -> None:
     with running(fleet_command(fleet_file, POLICY, cluster.address), fleet_file.with_suffix(".err")) as server:
         wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
-        wait_until(lambda: all_ready(server, fleet_file), "both ready", START_S)
-        found = rows(server, fleet_file)
+        wait_until(lambda: all_ready(server), "both ready", START_S)
+        found = rows(server)
         pids = [row["pid"] for row in found]
         assert engine_pids() == set(pids)
         environments = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids]
@@ -89,16 +55,16 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
         os.kill(pids[0], signal.SIGKILL)
         wait_until(lambda: "has died: killed by signal 9" in server.stderr, "death reported", 5)
         assert server.chat("other", max_tokens=3).status == 200
-        wait_until(lambda: all_ready(server, fleet_file), "back", START_S)
+        wait_until(lambda: all_ready(server), "back", START_S)
 
         # One that hangs is lost by its connection.
-        hanging = rows(server, fleet_file)[1]["pid"]
+        hanging = rows(server)[1]["pid"]
         os.kill(hanging, signal.SIGSTOP)
         started_s = time.monotonic()
         wait_until(lambda: "cannot be reached: the connection is lost" in server.stderr, "loss reported", 5)
         assert time.monotonic() - started_s < 5
         assert server.chat("other", max_tokens=3).status == 200
-        wait_until(lambda: all_ready(server, fleet_file), "back", START_S)
+        wait_until(lambda: all_ready(server), "back", START_S)
         wait_until(lambda: start_ticks(hanging) is None, "ended", 10)
 
         server.process.send_signal(signal.SIGTERM)
@@ -109,20 +75,10 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
 def test_killed_supervisor_leaves_no_engine(cluster: Any, fleet_file: Path) -> None:
     with running(fleet_command(fleet_file, POLICY, cluster.address), fleet_file.with_suffix(".err")) as server:
         wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
-        wait_until(lambda: all_ready(server, fleet_file), "both ready", START_S)
+        wait_until(lambda: all_ready(server), "both ready", START_S)
         assert len(engine_pids()) == 3
         server.process.kill()
         wait_until(lambda: not engine_pids(), "no engine left", 15)
-
-
-def children(pid: int, argument: bytes) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(each) for each in found if argument in Path(f"/proc/{each}/cmdline").read_bytes()]
-
-
-def is_on(pid: int, node: Any) -> bool:
-    """Whether an engine was started by a worker of this raylet, whose GPUs are in the environment."""
-    return b"SCRIPTED_GIB=40,40" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def test_checkpoint_that_a_node_lacks_is_named_before_anything_starts(cluster: Any, tmp_path: Path) -> None:
@@ -138,23 +94,23 @@ def test_checkpoint_that_a_node_lacks_is_named_before_anything_starts(cluster: A
 def test_replica_starts_elsewhere_and_engines_outlive_the_driver(cluster: Any, fleet_file: Path) -> None:
     with running(fleet_command(fleet_file, POLICY, cluster.address), fleet_file.with_suffix(".err")) as server:
         wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
-        wait_until(lambda: all_ready(server, fleet_file), "all ready", START_S)
+        wait_until(lambda: all_ready(server), "all ready", START_S)
         pids = engine_pids()
         (driver,) = children(server.process.pid, b"meltcore.cluster.driver")
         os.kill(driver, signal.SIGKILL)
         problem = "the cluster cannot be changed: --ray"
-        wait_until(lambda: rows(server, fleet_file)[0]["reason"].startswith(problem), "the problem in ps", 5)
+        wait_until(lambda: rows(server)[0]["reason"].startswith(problem), "the problem in ps", 5)
         time.sleep(3.0)  # Ray ends the actors of a driver that has died
         assert engine_pids() == pids
         assert server.chat("go on", max_tokens=3).status == 200
 
         # The next start of an engine connects again; its node is gone then.
         node = cluster.list_all_nodes()[-1]
-        (lost,) = [row["pid"] for row in rows(server, fleet_file)[:2] if is_on(row["pid"], node)]
+        (lost,) = [row["pid"] for row in rows(server)[:2] if is_on_gpu_node(row["pid"])]
         cluster.remove_node(node, allow_graceful=False)
         os.kill(lost, signal.SIGKILL)
         wait_until(lambda: "its engine of" in server.stderr, "a start on another node", START_S)
-        wait_until(lambda: [row["state"] for row in rows(server, fleet_file)][:2] == ["ready"] * 2, "both", START_S)
+        wait_until(lambda: [row["state"] for row in rows(server)][:2] == ["ready"] * 2, "both", START_S)
         assert server.chat("go on", max_tokens=3).status == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0

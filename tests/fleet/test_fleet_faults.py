@@ -173,7 +173,8 @@ def test_replica_of_a_fleet_comes_back_while_the_other_serves() -> None:
         wait_models(server, "pair")
         victim = server.engine_pids()[0]
         os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: health(server) == {"status": "degraded", "replicas": "1 of 2"}, "one replica")
+        missing = {"status": "degraded", "replicas": "1 of 2", "models": {"pair": "1 of 2 replicas serve"}}
+        wait_until(lambda: health(server) == missing, "one replica")
         assert {complete(server, "pair").status for _ in range(4)} == {200}
         wait_until(lambda: health(server) == {"status": "ready", "replicas": "2 of 2"}, "both replicas")
         streams = [begin_stream(server, "pair", 200) for _ in range(4)]

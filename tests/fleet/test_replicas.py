@@ -245,7 +245,11 @@ def test_dead_replica_fails_only_its_own_requests(api_servers: int) -> None:
         found = [rest(connection) for connection in streams]
         assert sum(b"[DONE]" in data for data in found) == 3
         assert sum(b"the replica that worked on this has died" in data for data in found) == 3
-        assert server.request("GET", "/health").json == {"status": "degraded", "replicas": "1 of 2"}
+        assert server.request("GET", "/health").json == {
+            "status": "degraded",
+            "replicas": "1 of 2",
+            "models": {MODEL: "1 of 2 replicas serve"},
+        }
         assert {server.chat("new", max_tokens=3).status for _ in range(4)} == {200}
         page = server.check_no_leak()
         assert (page["requests_finished_total"], page["requests_failed_total"], page["replicas"]) == (7, 3, 1)
@@ -270,7 +274,11 @@ def test_stopped_replica_is_ended_within_seconds(api_servers: int) -> None:
             found = [rest(connection) for connection in streams]
             assert sum(b"[DONE]" in data for data in found) == 2
             assert sum(b"the replica that worked on this has died" in data for data in found) == 2
-            assert server.request("GET", "/health").json == {"status": "degraded", "replicas": "1 of 2"}
+            assert server.request("GET", "/health").json == {
+                "status": "degraded",
+                "replicas": "1 of 2",
+                "models": {MODEL: "1 of 2 replicas serve"},
+            }
             assert {server.chat("new", max_tokens=3).status for _ in range(3)} == {200}
             assert "replica 0 has died: its process is stopped by a signal (killed by signal 9)" in server.stderr
             server.check_no_leak()

@@ -169,7 +169,7 @@ class _Handlers:
         self._status = Status(models, config.routes)
 
     async def health(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
-        """Answer "ready", or "degraded" where a model or a replica cannot serve; 503 where no model can.
+        """Answer "ready", or "degraded" and which models where one or a replica cannot serve; 503 where none can.
 
         A model that sleeps can: its requests wait.
         """
@@ -188,6 +188,10 @@ class _Handlers:
         answer: dict[str, Any] = {"status": "ready" if num_live == replicas and not reasons else "degraded"}
         if replicas > 1:
             answer["replicas"] = f"{num_live} of {replicas}"
+        for backend in awake:
+            live = len(backend.stats.live_replicas())
+            if live < backend.stats.replicas:
+                reasons.setdefault(backend.names[0], f"{live} of {backend.stats.replicas} replicas serve")
         if reasons:
             answer["models"] = reasons
         if sleeping:

@@ -1,0 +1,100 @@
+"""Open answers over HTTP while a node or the head of the cluster goes: those of lost engines end, others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from ray_nodes import (
+    POLICY,
+    START_S,
+    Stream,
+    all_ready,
+    engine_pids,
+    is_on_gpu_node,
+    rows,
+    start_nodes,
+    write_fleet,
+)
+from server_harness import MODEL, RunningServer, fleet_command, running, wait_until
+
+pytestmark = pytest.mark.slow
+STEP_S, TOKENS = 0.02, 600
+# Ray gives up a head that is gone after a minute, and a node after several lost signs of life.
+QUICK: Mapping[str, str] = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def wait_all_ready(server: RunningServer) -> None:
+    wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
+    wait_until(lambda: all_ready(server), "all ready", START_S)
+
+
+def end(server: RunningServer) -> None:
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
+    wait_until(lambda: not engine_pids(), "no engine left", 15)
+
+
+def test_answers_of_a_lost_node_end_and_health_names_its_model(tmp_path: Path) -> None:
+    path = write_fleet(tmp_path, step_s=STEP_S)
+    with (
+        start_nodes(tmp_path, [], [40, 40]) as cluster,
+        running(fleet_command(path, POLICY, cluster.address), tmp_path / "err") as server,
+    ):
+        wait_all_ready(server)
+        on_node = {pid for pid in engine_pids() if is_on_gpu_node(pid)}
+        assert len(on_node) == 2
+        streams = [Stream(server, model, TOKENS) for model in (MODEL, MODEL, "gpu")]
+        cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+        for pid in on_node:
+            os.kill(pid, signal.SIGKILL)
+        lost_s = time.monotonic()
+        ends = [stream.end(STEP_S * TOKENS + 10) for stream in streams]
+        assert sorted(each == "done" for each in ends) == [False, False, True]
+        for stream, how in zip(streams, ends, strict=True):
+            if how == "done":
+                assert stream.longest_gap_s < 2
+                assert stream.arrived_s[-1] > lost_s + 5
+            else:
+                assert "has died" in how or "cannot be reached" in how
+                assert stream.arrived_s[-1] < lost_s + 5
+
+        # The replica on a CPU has room on the head; the model on a GPU has none, and is named.
+        wait_until(lambda: [row["state"] for row in rows(server)][:2] == ["ready"] * 2, "both replicas", START_S)
+        wait_until(lambda: "no other node has 2.50 GiB free" in server.stderr, "no room", START_S)
+        health = server.request("GET", "/health").json
+        assert (health["status"], list(health["models"])) == ("degraded", ["gpu"])
+        assert "is gone, and no other node has 2.50 GiB free for it" in health["models"]["gpu"]
+        assert server.post("/v1/completions", {"model": MODEL, "prompt": "ab", "max_tokens": 2}).status == 200
+        assert server.post("/v1/completions", {"model": "gpu", "prompt": "ab", "max_tokens": 2}).status == 503
+        end(server)
+
+
+def test_answers_go_on_without_the_head_and_ps_says_so(tmp_path: Path) -> None:
+    path = write_fleet(tmp_path, step_s=STEP_S)
+    with (
+        start_nodes(tmp_path, [], [40, 40], settings=QUICK) as cluster,
+        running(fleet_command(path, POLICY, cluster.address), tmp_path / "err") as server,
+    ):
+        wait_all_ready(server)
+        pids = engine_pids()
+        streams = [Stream(server, model, TOKENS) for model in (MODEL, MODEL, "gpu")]
+        cluster.head_node.kill_gcs_server()
+        problem = "the cluster cannot be changed: --ray"
+        wait_until(lambda: all(row["reason"].startswith(problem) for row in rows(server)), "ps", 30)
+        assert [stream.end(STEP_S * TOKENS + 10) for stream in streams] == ["done"] * 3
+        assert max(stream.longest_gap_s for stream in streams) < 2
+        assert engine_pids() == pids
+        assert [row["state"] for row in rows(server)] == ["ready"] * 3
+        assert server.request("GET", "/health").json["status"] == "ready"
+        assert Stream(server, "gpu", 3).end(10) == "done"
+        end(server)
