@@ -74,6 +74,40 @@ def test_sleepable_models_take_turns_only_where_all_do_not_fit() -> None:
     assert plan.sleeping == ("qwen", "mt")
 
 
+def test_weights_that_sleep_are_counted_in_host_memory() -> None:
+    spec = parse_fleet(MODELS)
+    plan, _ = plan_fleet(spec, [34 * GIB], host_bytes=64 * GIB)
+    assert plan is not None
+    rows = {name: {row.name: row.size_bytes for row in plan.needs[name].rows} for name in plan.sleeping}
+    pinned = sum(sizes["weights"] + sizes["rounding"] for sizes in rows.values())
+    assert [host.pinned_bytes for host in plan.hosts] == [pinned]
+    assert plan_fleet(spec, [34 * GIB], host_bytes=pinned)[0] is not None
+    assert plan_fleet(spec, [34 * GIB], host_bytes=pinned - 1)[0] is None
+    assert plan_fleet(spec, [80 * GIB], host_bytes=1)[0] is not None, "all stay awake"
+    dropped, _ = plan_fleet(parse_fleet("residency: {keep: disk}" + MODELS), [34 * GIB], host_bytes=1)
+    assert dropped is not None
+    on_cpu = parse_fleet(MODELS + "  sums: {checkpoint: meltcore/sums, device: cpu, memory: 2GiB}")
+    plan, _ = plan_fleet(on_cpu, [34 * GIB], host_bytes=pinned + 3 * GIB)
+    assert plan is not None
+    assert plan.hosts[0].free_bytes == GIB // 4
+    assert plan_fleet(on_cpu, [34 * GIB], host_bytes=pinned + 2 * GIB)[0] is None
+
+
+def test_ranks_of_tensor_parallelism_have_a_budget_each_and_memory_for_nccl() -> None:
+    text = "models: {a: {checkpoint: none/here, shapes: google/gemma-3-27b-it, max_model_len: 4096, max_num_seqs: 4%s}}"
+    cards = [80 * GIB, 80 * GIB]
+    alone, halves = (
+        plan_fleet(parse_fleet(text % more), cards)[0] for more in ("", ", tensor_parallel_size: 2, device: [0, 1]")
+    )
+    assert alone is not None
+    assert halves is not None
+    budget = halves.needs["a"].budget_bytes
+    assert 0.45 < budget / alone.needs["a"].budget_bytes < 0.6
+    assert {gpu.used_bytes for gpu in halves.gpus} == {DRIVER_BYTES + CONTEXT_BYTES + ASSUMED.nccl_bytes + budget}
+    assert ASSUMED.nccl_bytes > 0
+    assert alone.gpus[0].used_bytes == DRIVER_BYTES + CONTEXT_BYTES + alone.needs["a"].budget_bytes
+
+
 def test_nearest_plan_fits_and_says_its_changes() -> None:
     plan, nearest = plan_fleet(parse_fleet(MODELS), [24 * GIB])
     assert plan is None
@@ -118,6 +152,21 @@ def test_written_fleet_is_planned(
     page = (tmp_path / "plan.html").read_text()
     assert "gemma-3-27b" in page
     assert "Tensor parallelism and MIG exclude each other" in page
+
+
+def test_plan_says_what_it_takes_of_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(MODELS + "  sums: {checkpoint: meltcore/sums, device: cpu, memory: 2GiB}\n")
+    assert main.main(["plan", str(path), "--vram", "34", "--host-memory", "8"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Host memory: 2.75 GiB for models on the CPU and 3.4" in output
+    assert "pinned for weights that sleep, of 8.00 GiB that are available." in output
+    assert "NCCL, assumed" not in output
+    assert main.main(["plan", str(path), "--vram", "34", "--host-memory", "6"]) == 1
+    path.write_text(MODELS + "  big: {checkpoint: x, shapes: Qwen/Qwen3-0.6B, tensor_parallel_size: 2}\n")
+    assert main.main(["plan", str(path), "--vram", "80,80"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "takes 1024 MiB more for NCCL, assumed" in output
 
 
 def test_picture_of_the_documents_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,13 @@ def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -
     assert "The nearest plan that fits: models.a.max_num_seqs: " in str(error.value)
     with pytest.raises(ConfigError, match=r"No plan fits, .*: remove a model or add a GPU"):
         planned("models: {a: {checkpoint: meltcore/sums, memory: 90GiB}}", machine(80))
+    turns = f"models: {{a: {{{QWEN}, residency: sleepable}}, b: {{{QWEN}, residency: sleepable}}}}"
+    planned(turns, machine(5.5, host_gib=3))
+    with pytest.raises(
+        ConfigError, match=r"weights of models that sleep 2\.\d+ GiB pinned, .*`residency: \{keep: disk\}`"
+    ):
+        planned(turns, machine(5.5, host_gib=2))
+    planned(f"residency: {{keep: disk}}\n{turns}", machine(5.5, host_gib=2))
     file = tmp_path / "fleet.yaml"
     file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 4000GiB}}")
     state = tmp_path / "state"

@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vram", type=sizes, metavar="GIB,...", help="Memory of each GPU in GiB (default: the GPUs of this machine)."
     )
     machine.add_argument("--ray", metavar="ADDRESS", help="Plan for a Ray cluster: auto, local or HOST:PORT.")
+    parser.add_argument(
+        "--host-memory",
+        type=number(float, exclusive_minimum=0, maximum=2**20),
+        metavar="GIB",
+        help="Host memory for models on the CPU and weights that sleep (default: what is available; with --vram: any).",
+    )
     parser.add_argument("--html", metavar="FILE", help="Write the plan as a page with a picture of each GPU.")
 
 
@@ -45,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.fleet.machine import read_gpus
     from meltcore.fleet.plan import describe_plan, plan_fleet
     from meltcore.fleet.planned import check_gpus
+    from meltcore.host_memory import host_available_bytes
     from meltcore.protocol.fleet_file import load_fleet
     from meltcore.report.console import print_page
     from meltcore.report.fleet_plan import plan_page
@@ -62,6 +69,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{place} has no NVIDIA GPU; name the memory of one in GiB, as --vram 141")
     contexts = find_contexts(gpus[0].name if gpus else None, driver)
     nodes: dict[str, Any] = {}
+    if args.host_memory:
+        if cluster is not None:
+            raise ConfigError("--host-memory: the nodes of a Ray cluster have their own; leave it out with --ray")
+        nodes = {"host_bytes": round(args.host_memory * 2**30)}
+    elif not args.vram and cluster is None:
+        nodes = {"host_bytes": host_available_bytes()}
     if cluster is not None:
         nodes = {"gpu_nodes": cluster.gpu_nodes, "host_bytes": cluster.host_bytes}
     plan, nearest = plan_fleet(spec, gpu_bytes, contexts=contexts, **nodes)

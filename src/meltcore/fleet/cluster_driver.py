@@ -13,7 +13,7 @@ import zmq
 
 from meltcore.backends.remote_engine import RemoteRun
 from meltcore.errors import ConfigError, EngineDeadError
-from meltcore.fleet.plan import HOST_PROCESS_BYTES
+from meltcore.fleet.needs import HOST_PROCESS_BYTES
 from meltcore.process import STDERR, describe_exit, end_async, start_async
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,

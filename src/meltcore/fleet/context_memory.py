@@ -17,23 +17,30 @@ _MIB = 2**20
 _TABLE = "context_memory.json"
 
 
-class ContextMemory(msgspec.Struct, frozen=True, kw_only=True):
+class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes on one type of GPU with one driver. gpu, driver: as NVML names them; "" where nothing was measured.
 
     driver_bytes: what the driver keeps of a GPU without a process; processes: of an engine process of each task, beside
-    its budget; measured: the date.
+    its budget; nccl_bytes: of each rank of a tensor-parallel engine, for NCCL's buffers and peers' memory, assumed
+    unless a row has it; measured: the date.
     """
 
     gpu: str = ""
     driver: str = ""
     driver_bytes: int
     processes: Mapping[FleetTask, int]
+    nccl_bytes: int = 1024 * _MIB
     measured: str = ""
     is_other_driver: bool = False
 
-    def process_bytes(self, task: FleetTask) -> int:
-        """Return the bytes of an engine process of this task beside its budget."""
-        return self.processes[task]
+    def process_bytes(self, task: FleetTask, ranks: int = 1) -> int:
+        """Return the bytes of an engine process of this task beside its budget. ranks: of the tensor-parallel group."""
+        return self.processes[task] + (self.nccl_bytes if ranks > 1 else 0)
+
+    @property
+    def nccl_note(self) -> str:
+        """What ranks of tensor-parallel engines take besides, in a sentence."""
+        return f"Each rank of a tensor-parallel engine takes {self.nccl_bytes / _MIB:.0f} MiB more for NCCL, assumed."
 
     @property
     def note(self) -> str:

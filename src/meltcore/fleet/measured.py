@@ -28,7 +28,8 @@ def add_measured(rows: list[dict[str, Any]]) -> str:
         task = _TASKS.get(row["task"], row["task"])
         row["with context"] = row["NVML"] = None
         if row["gpus"] and row["memory_bytes"] and task in contexts.processes:
-            row["with context"] = row["gpus"] * (row["memory_bytes"] + contexts.process_bytes(task))
+            each_bytes = row["memory_bytes"] + contexts.process_bytes(task, row["gpus"])
+            row["with context"] = row["gpus"] * each_bytes
             planned += row["with context"]
             row["NVML"] = by_process.get(row["pid"])
     used = sum(gpu.used_bytes for gpu in gpus)

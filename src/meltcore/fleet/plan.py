@@ -11,16 +11,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from meltcore.engine.host.memory_needs import EngineNeeds, UnknownSizesError, engine_needs
+from meltcore.engine.host.memory_needs import EngineNeeds
 from meltcore.errors import ConfigError
 from meltcore.fleet.context_memory import ASSUMED, ContextMemory
+from meltcore.fleet.needs import cpu_engines, fleet_needs, named_needs, pinned_bytes
 from meltcore.fleet.placement import replica_gpus
 from meltcore.protocol.fleet_spec import FleetSpec, ModelSection, Size
-from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedModel, PlannedPart
+from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, PlannedPart
 
 GIB = 2**30
-# Of the process of an engine on a CPU beside its budget: interpreter, torch and their libraries. Not measured.
-HOST_PROCESS_BYTES = 768 * 2**20
 _LEAST_CONTEXT = 2048  # tokens below which a plan does not shorten a context
 _PRIORITIES = ("batch", "standard", "interactive")
 # Share of memory and compute slices of MIG profiles, in eighths and sevenths, and the usual layouts of a GPU.
@@ -62,17 +61,26 @@ class Gpu(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The host memory of a node (None: no limit) for engines on its CPU, each as (model, replica, bytes)."""
+    """The host memory of a node (None: no limit) for engines on its CPU, each as (model, replica, bytes).
+
+    pinned_bytes: what engines on its GPUs keep of their weights while they sleep.
+    """
 
     node: str  # of a cluster; "": this machine
     total_bytes: int | None
     engines: tuple[tuple[str, int, int], ...] = ()
+    pinned_bytes: int = 0
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of the engines on the CPU."""
+        return sum(size for _, _, size in self.engines)
 
     @property
     def free_bytes(self) -> float:
         """Bytes that are left, infinite without a limit."""
         total = float("inf") if self.total_bytes is None else self.total_bytes
-        return total - sum(size for _, _, size in self.engines)
+        return total - self.pinned_bytes - self.engine_bytes
 
 
 class Plan(NamedTuple):
@@ -139,6 +147,8 @@ def place_on_hosts(engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host
     engines: (model, replica, bytes). Returns the hosts with their engines, None where one does not fit.
     """
     placed = list(hosts)
+    if any(host.free_bytes < 0 for host in placed):
+        return None
     for engine in sorted(engines, key=lambda each: (-each[2], each[0], each[1])):
         fitting = [index for index, host in enumerate(placed) if host.free_bytes >= engine[2]]
         if not fitting:
@@ -209,49 +219,20 @@ def _try(spec: FleetSpec, gpus: Sequence[Gpu], contexts: ContextMemory, hosts: S
     """Return the plan with all models awake, else with sleepable ones asleep, None where neither fits."""
     needs = fleet_needs(spec)
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
-    placed_hosts = place_on_hosts(list(_cpu_engines(spec, needs)), hosts)
-    if placed_hosts is None:
-        return None
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
     for sleeping in dict.fromkeys(((), sleepable)):
         placed = place(list(_engines(spec, needs, sleeping, contexts)), gpus)
-        if placed is not None:
+        if placed is None:
+            continue
+        pinned: Counter[str] = Counter()  # by node
+        for gpu in placed:
+            for engine in gpu.engines:
+                pinned[gpu.node] += pinned_bytes(spec, needs, engine.model) if engine.sleeps else 0
+        with_pinned = [host._replace(pinned_bytes=pinned[host.node]) for host in hosts]
+        placed_hosts = place_on_hosts(list(cpu_engines(spec, needs)), with_pinned)
+        if placed_hosts is not None:
             return Plan(placed, on_cpu, needs, sleeping, contexts, placed_hosts)
     return None
-
-
-def fleet_needs(spec: FleetSpec) -> dict[str, EngineNeeds]:
-    """Return the memory of each model with an engine of Meltcore's. Raises ConfigError where it cannot be known."""
-    needs = {}
-    for name, model in spec.models.items():
-        if model.kind == "engine":
-            needs[name] = _named_needs(name, model)
-        elif model.kind == "command" and model.memory is None and model.device != "cpu":
-            raise ConfigError(f"models.{name}: a plan needs the memory of a command: name `memory`")
-    return needs
-
-
-def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> int:
-    """Return the bytes of host memory of all engines on the CPU, with what their processes take themselves."""
-    return sum(size for _, _, size in _cpu_engines(spec, needs))
-
-
-def _cpu_engines(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> Iterator[tuple[str, int, int]]:
-    for name, model in spec.models.items():
-        if name in needs and model.device == "cpu":
-            for replica in range(model.replicas):
-                yield name, replica, HOST_PROCESS_BYTES + needs[name].budget_bytes
-
-
-def _named_needs(name: str, model: ModelSection) -> EngineNeeds:
-    try:
-        return engine_needs(model, on_cpu=model.device == "cpu")
-    except UnknownSizesError as error:
-        if model.memory is not None:  # the file knows them
-            return EngineNeeds(model.task, int(model.memory), [], model.max_model_len, model.max_num_seqs or 0, "file")
-        raise UnknownSizesError(f"models.{name}: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"models.{name}: {error}") from error
 
 
 def _engines(
@@ -261,7 +242,8 @@ def _engines(
         if model.device == "cpu" or model.kind == "url":
             continue
         size = needs[name].budget_bytes if name in needs else int(model.memory or 0)
-        context_bytes, ranks = contexts.process_bytes(model.task), model.tensor_parallel_size
+        ranks = model.tensor_parallel_size
+        context_bytes = contexts.process_bytes(model.task, ranks)
         for replica, only in enumerate(replica_gpus(model)):
             yield Engine(name, replica, size + context_bytes, ranks, only, name in sleeping, context_bytes)
 
@@ -279,13 +261,13 @@ def _smaller(spec: FleetSpec) -> Iterator[tuple[FleetSpec, tuple[str, ...]]]:
     generation = [name for name in by_priority if models[name].task == "generation"]
     for _ in range(3):  # to an eighth of the sequences, in turns
         for name in by_priority:
-            seqs = models[name].max_num_seqs or _named_needs(name, models[name]).concurrency
+            seqs = models[name].max_num_seqs or named_needs(name, models[name]).concurrency
             if seqs > 1:
                 models[name] = msgspec.structs.replace(models[name], max_num_seqs=max(1, seqs // 2))
                 yield current()
     while True:  # the longest contexts first
         lengths = {
-            name: models[name].max_model_len or _named_needs(name, models[name]).max_model_len or 0
+            name: models[name].max_model_len or named_needs(name, models[name]).max_model_len or 0
             for name in generation
         }
         longest = max(lengths, key=lambda name: lengths[name], default=None)
@@ -364,6 +346,7 @@ def describe_plan(spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool
         )
         for gpu in plan.gpus
     ]
+    has_ranks = any(engine.gpus > 1 for gpu in plan.gpus for engine in gpu.engines)
     return FleetPlan(
         source=source,
         fits=fits,
@@ -371,7 +354,16 @@ def describe_plan(spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool
         models=[_describe_model(spec, plan, name) for name in spec.models],
         changes=list(plan.changes),
         mig=mig_layouts(plan, plan.gpus[0].total_bytes) if plan.gpus else [],
-        context_note=plan.contexts.note,
+        context_note=f"{plan.contexts.note} {plan.contexts.nccl_note}" if has_ranks else plan.contexts.note,
+        hosts=[
+            PlannedHost(
+                node=host.node,
+                total_bytes=host.total_bytes,
+                engine_bytes=host.engine_bytes,
+                pinned_bytes=host.pinned_bytes,
+            )
+            for host in plan.hosts
+        ],
     )
 
 

@@ -16,8 +16,9 @@ from meltcore.fleet.cluster import Cluster, checkpoint_paths, on_nodes
 from meltcore.fleet.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
+from meltcore.fleet.needs import fleet_needs, host_needs
 from meltcore.fleet.placement import replica_gpus, visible_gpus
-from meltcore.fleet.plan import Plan, fleet_needs, host_needs, plan_fleet, with_plan
+from meltcore.fleet.plan import Plan, plan_fleet, with_plan
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.protocol.fleet_spec import FleetSpec
 from meltcore.protocol.machine import Machine
@@ -177,11 +178,13 @@ def _does_not_fit(spec: FleetSpec, nearest: Plan | None, gpu_bytes: Sequence[int
     parts = []
     if on_gpus:
         parts.append(f"on GPUs it needs {', '.join(on_gpus)}, and there is {there}")
-    host_bytes = host_needs(spec, needs)
-    if host_bytes > machine.host_bytes or not parts:
+    cpu_bytes, pinned_bytes = host_needs(spec, needs)
+    if cpu_bytes + pinned_bytes > machine.host_bytes or not parts:
+        pinned = f", and weights of models that sleep {pinned_bytes / _GIB:.2f} GiB pinned" if pinned_bytes else ""
+        drop = "; with `residency: {keep: disk}` those are read again instead" if pinned_bytes else ""
         parts.append(
-            f"its models on the CPU need {host_bytes / _GIB:.2f} GiB of host memory, "
-            f"and {machine.host_bytes / _GIB:.2f} GiB are available"
+            f"its models on the CPU need {cpu_bytes / _GIB:.2f} GiB of host memory{pinned}, "
+            f"and {machine.host_bytes / _GIB:.2f} GiB are available{drop}"
         )
     if nearest is None:
         advice = "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meltcore.report.charts import NUM_COLORS, stacked_bar
 from meltcore.report.page import Box, Cell, Column, Figure, Figures, Page, Row, Section, Table, Text, numeric_columns
-from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedModel
+from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel
 
 _GIB = 2**30
 _NOTE = "Budgets are those of the engines' own memory plans."
@@ -25,6 +25,8 @@ def plan_page(plan: FleetPlan) -> Page:
         columns = [Column("slices", align="text"), Column("all models", align="text")]
         mig = Table(columns, rows, _MIG_NOTE)
         sections.append(Section(f"MIG layouts of GPU {plan.gpus[0].number}, beside sharing with budgets", [mig]))
+    if hosts := [_host_text(host) for host in plan.hosts if host.engine_bytes or host.pinned_bytes]:
+        sections.append(Section("Host memory", [Text(" ".join(hosts))]))
     if plan.changes:
         lead = "Nearest plan that fits, which the tables show:"
         sections.insert(0, Section("", [Box(style="unsure", title="Changes", lead=lead, items=plan.changes)]))
@@ -74,6 +76,14 @@ def _picture(gpu: PlannedGpu) -> Figure:
     title = f"{_name(gpu)}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
     legend = ", ".join(f"{part.name} {part.size_bytes / _GIB:.1f} GiB" for part in gpu.parts)
     return Figure(title, stacked_bar(parts, float(gpu.total_bytes), title), caption=legend)
+
+
+def _host_text(host: PlannedHost) -> str:
+    """Return a sentence about the host memory of a machine."""
+    parts = [(host.engine_bytes, "for models on the CPU"), (host.pinned_bytes, "pinned for weights that sleep")]
+    text = " and ".join(f"{size / _GIB:.2f} GiB {what}" for size, what in parts if size)
+    there = "" if host.total_bytes is None else f", of {host.total_bytes / _GIB:.2f} GiB that are available"
+    return f"{host.node or 'Host memory'}: {text}{there}."
 
 
 def _models(plan: FleetPlan) -> Table:

@@ -41,6 +41,18 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""  # of a cluster
 
 
+class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
+    """The host memory of one machine: of engines on its CPU, and pinned for weights that sleep.
+
+    total_bytes: what there is for both, None where it is not known.
+    """
+
+    node: str = ""
+    total_bytes: int | None
+    engine_bytes: int
+    pinned_bytes: int
+
+
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan of a fleet. fits: the file fits as it is; changes: those of the nearest plan that fits, which this is.
 
@@ -55,3 +67,4 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     changes: list[str]
     mig: list[tuple[str, bool]]
     context_note: str
+    hosts: list[PlannedHost] = []
