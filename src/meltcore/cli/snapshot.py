@@ -15,14 +15,19 @@ EXAMPLES = """\
   meltcore snapshot --json > machine.json
   meltcore snapshot --diff machine.json
   meltcore snapshot --diff runs/20261121T120000Z-certify/certificate.json
+  meltcore snapshot --ray auto        all nodes of the Ray cluster that this machine belongs to
 
 exit status of --diff: 0 no difference, 1 some, 2 error
+exit status of --ray: 0 nodes with the same GPUs are alike, 1 some differ, 2 a node failed or was late, or error
 """
 EXIT_CHANGED = 1
+_NODE_LIMIT_S = 120.0  # NVML takes up to 60 s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `meltcore snapshot`."""
+    from meltcore.cli.all_nodes import add_ray_options
+
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="Print JSON, which --diff reads.")
     form.add_argument(
@@ -31,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="ID,...", help="GPU indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all GPUs)."
     )
+    add_ray_options(parser, f"{_NODE_LIMIT_S:g}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,6 +45,11 @@ def run(args: argparse.Namespace) -> int:
 
     from meltcore.hardware.snapshot import snapshot_lines
 
+    if args.ray:
+        from meltcore.cli.all_nodes import exit_status, refuse_with_ray, run_on_all_nodes
+
+        refuse_with_ray(args, "diff", "gpu")
+        return exit_status(run_on_all_nodes(args, ["snapshot", "--json"], limit_s=_NODE_LIMIT_S))
     snapshot = _take_snapshot(args.gpu)
     if args.diff:
         return _print_diff(args.diff, snapshot)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from meltcore.cluster.command_actor import run_on_nodes
 from meltcore.cluster.engine_actor import EngineActor
 from meltcore.cluster.nodes import KEEP_ENGINES, KEEP_VISIBLE, connect, living_nodes, read_nodes
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
@@ -22,6 +23,7 @@ from meltcore.protocol.cluster import (
     KillEngine,
     Nodes,
     ReadNodes,
+    RunOnNodes,
     StartEngine,
     ToDriver,
     gpu_resource,
@@ -50,7 +52,10 @@ class Driver:
                 if (actor := self._actors.get(message.engine)) is not None:
                     actor.kill.remote()
             else:
-                task = asyncio.create_task(self._keep_engine(message))
+                if isinstance(message, RunOnNodes):
+                    task = asyncio.create_task(run_on_nodes(message, self._answer))
+                else:
+                    task = asyncio.create_task(self._keep_engine(message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 

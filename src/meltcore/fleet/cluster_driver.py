@@ -178,7 +178,7 @@ class ClusterDriver:
         elif self._nodes is not None and not self._nodes.done():
             if isinstance(message, ClusterFailed):
                 self._nodes.set_exception(ConfigError(message.message))
-            else:
+            elif isinstance(message, Nodes):
                 self._nodes.set_result(message.nodes)
         elif self._connected is not None and not self._connected.done():
             if isinstance(message, ClusterFailed):

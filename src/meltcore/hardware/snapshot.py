@@ -136,6 +136,30 @@ def _topology_lines(snapshot: Snapshot) -> list[str]:
     return ["".join(f"{cell:<{width}}" for cell in row).rstrip() for row in rows]
 
 
+# --- nodes of a cluster ----------------------------------------------------------------------------------------------
+
+
+def shared_facts(snapshot: Snapshot) -> dict[str, str]:
+    """Returns the facts that nodes of one kind have in common, as text by name: no ids, readings or counters.
+
+    Host memory is in whole GiB, as kernels keep different parts of it.
+    """
+    facts = {"driver": snapshot.driver, "CUDA of the driver": snapshot.cuda_driver}
+    for field, name in _HOST.items():
+        value = getattr(snapshot.fingerprint, field)
+        facts |= {"host memory, GiB": f"{value / _GIB:.0f}"} if field == "memory_bytes" else {name: str(value)}
+    facts |= snapshot.fingerprint.versions | snapshot.libraries
+    for gpu in snapshot.gpus:
+        for key, value in gpu.facts.items():
+            fact = FACT_BY_KEY.get(key)
+            if fact is not None and fact.type == "fixed" and key != "bus_id":
+                facts[f"GPU {gpu.index} {fact.name}"] = str(value)
+        facts[f"GPU {gpu.index} NVLinks up"] = str(len(gpu.links_up()))
+    for gpu, row in zip(snapshot.gpus, snapshot.topology, strict=True):
+        facts[f"paths of GPU {gpu.index}"] = " ".join(row)
+    return facts
+
+
 # --- differences -----------------------------------------------------------------------------------------------------
 
 

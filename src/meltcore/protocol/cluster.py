@@ -6,6 +6,8 @@ Ray stays within the driver: a cluster that loses its head node ends the driver,
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from meltcore.config import EngineConfig
@@ -51,6 +53,21 @@ class KillEngine(msgspec.Struct, tag="kill_engine", frozen=True):
     """Ends an engine process now. `EngineEnded` follows."""
 
     engine: int
+
+
+class RunOnNodes(msgspec.Struct, tag="run_on_nodes", frozen=True):
+    """Asks every node to run a command of Meltcore as a process. Answered by `CommandStarted`, `CommandEnded` per node.
+
+    command: its name and options; limit_s: for each node; needs_gpu: nodes without a GPU leave it out; takes_gpus: Ray
+    gives all GPUs of the node to the command, so that no other Ray job runs there; has_folder: the command writes a
+    run folder, which the node removes.
+    """
+
+    command: list[str]
+    limit_s: float
+    needs_gpu: bool = False
+    takes_gpus: bool = False
+    has_folder: bool = False
 
 
 # --- from the driver -----------------------------------------------------------------------------------------------
@@ -99,5 +116,26 @@ class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
     is_node_gone: bool = False  # before it could be started: another node may take it
 
 
-ToDriver = ReadNodes | StartEngine | KillEngine
-FromDriver = Nodes | ClusterFailed | EngineListening | EngineEnded
+class CommandStarted(msgspec.Struct, tag="command_started", frozen=True):
+    """The names of the nodes that are asked to run a command."""
+
+    nodes: list[str]
+
+
+class CommandEnded(msgspec.Struct, tag="command_ended", frozen=True):
+    """What a node has of its command. `late`: it was ended at its limit; `failed`: there is no process that ended.
+
+    output: what it wrote to its standard output; reason: its last line on standard error, or why it did not end.
+    """
+
+    node: str
+    status: Literal["ended", "late", "failed", "no GPU"]
+    reason: str = ""
+    returncode: int | None = None
+    output: bytes = b""
+    has_gpu: bool = False
+    duration_s: float = 0.0
+
+
+ToDriver = ReadNodes | StartEngine | KillEngine | RunOnNodes
+FromDriver = Nodes | ClusterFailed | EngineListening | EngineEnded | CommandStarted | CommandEnded

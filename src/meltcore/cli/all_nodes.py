@@ -1,0 +1,101 @@
+"""Runs `meltcore snapshot`, `certify` or `bench` on all nodes of a Ray cluster, and reports on them together."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meltcore.results.nodes import NodesReport
+
+EXIT_DEVIATES, EXIT_NODE_FAILED = 1, 2
+
+
+def add_ray_options(parser: argparse.ArgumentParser, default_limit: str) -> None:
+    """Add `--ray` and the time limit of a node, whose default is described by `default_limit`."""
+    from meltcore.options import number
+
+    group = parser.add_argument_group("several nodes")
+    group.add_argument(
+        "--ray", metavar="ADDRESS", help="Run on all nodes of a Ray cluster and compare them: auto, local or HOST:PORT."
+    )
+    group.add_argument(
+        "--node-limit",
+        type=number(float, exclusive_minimum=0, maximum=3600 * 24 * 400),
+        metavar="S",
+        help=f"Seconds that a node may take (default: {default_limit}).",
+    )
+
+
+def refuse_with_ray(args: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError for the first of these options that was given: it is about one node."""
+    from meltcore.errors import ConfigError
+
+    for name in names:
+        if getattr(args, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is for one node; it excludes --ray")
+
+
+def run_on_all_nodes(
+    args: argparse.Namespace,
+    command: Sequence[str],
+    *,
+    limit_s: float,
+    needs_gpu: bool = False,
+    takes_gpus: bool = False,
+    out: str | None = None,
+) -> "NodesReport":
+    """Run the command, which prints one JSON document, on all nodes; print and write the report, and return it.
+
+    out: parent of the run folder with nodes.json and report.html; None: neither is written. Raises ConfigError where
+    the cluster cannot be reached, and where no node has a GPU that the command needs.
+    """
+    import time
+    from datetime import UTC, datetime
+
+    import msgspec
+    from rich.console import Console
+
+    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.cluster.client import run_on_nodes
+    from meltcore.errors import ConfigError
+    from meltcore.hardware.snapshot import shared_facts
+    from meltcore.protocol.cluster import CommandEnded, RunOnNodes
+    from meltcore.report.console import print_page
+    from meltcore.report.html import write_page
+    from meltcore.report.nodes import nodes_page
+    from meltcore.results.files import write_document
+    from meltcore.results.nodes import NODES_FILE, make_report
+    from meltcore.results.runfolder import RunFolder
+
+    console = Console(stderr=args.json, highlight=False, soft_wrap=True)
+
+    def announce(ended: CommandEnded) -> None:
+        reason = f": {ended.reason}" if ended.status != "ended" else ""
+        console.print(f"{ended.node}: {ended.status}{reason}", markup=False)
+
+    request = RunOnNodes(
+        list(command),
+        args.node_limit or limit_s,
+        needs_gpu=needs_gpu,
+        takes_gpus=takes_gpus,
+        has_folder=out is not None,
+    )
+    started, began_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    with signals_as_ctrl_c():
+        ended = run_on_nodes(args.ray, request, announce)
+    if all(each.status == "no GPU" for each in ended):
+        raise ConfigError(f"--ray {args.ray}: no node of the cluster has an NVIDIA GPU")
+    report = make_report(command[0], ended, shared_facts, started=started, duration_s=time.monotonic() - began_s)
+    print_page(nodes_page(report), console)
+    if out is not None:
+        folder = RunFolder.create(out, f"{command[0]}-nodes")
+        write_document(folder.path / NODES_FILE, report)
+        console.print(f"report: {write_page(folder.report_path, nodes_page(report))}")
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    return report
+
+
+def exit_status(report: "NodesReport") -> int:
+    """Return 0 where all nodes are alike, 1 where one deviates, 2 where one has no result."""
+    return {"ALIKE": 0, "DEVIATES": EXIT_DEVIATES, "FAILED": EXIT_NODE_FAILED}[report.verdict]
