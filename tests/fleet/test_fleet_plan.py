@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import plan_picture
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +18,9 @@ from meltcore.errors import ConfigError
 from meltcore.fleet.context_memory import ASSUMED, context_table, find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.plan import GIB, Engine, Gpu, place, plan_fleet, with_plan
+from meltcore.fleet.planned import FleetPlanner
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
+from meltcore.protocol.machine import Machine, VisibleGpu
 
 CONTEXT_BYTES, DRIVER_BYTES = ASSUMED.process_bytes("generation"), ASSUMED.driver_bytes
 MODELS = """
@@ -114,7 +118,72 @@ def test_nearest_plan_fits_and_says_its_changes() -> None:
     assert nearest is not None
     assert any(change.startswith("models.gemma.max_num_seqs: ") for change in nearest.changes)
     assert all(gpu.used_bytes <= gpu.total_bytes for gpu in nearest.gpus)
-    assert plan_fleet(parse_fleet(MODELS), [4 * GIB]) == (None, None)
+    assert plan_fleet(parse_fleet(MODELS), [4 * GIB], host_bytes=16 * GIB) == (None, None)
+
+
+def changed(text: str, lines: Sequence[str]) -> str:
+    """The file with the lines of a plan written into it, as a person would."""
+    fleet = yaml.safe_load(text)
+    for line in lines:
+        path, value = line.split(": ", 1)
+        *keys, last = path.split(".")
+        section = fleet
+        for key in keys:
+            section = section.setdefault(key, {})
+        section[last] = yaml.safe_load(value.partition(" (was ")[0])
+    return str(yaml.safe_dump(fleet, sort_keys=False))
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(st.integers(17, 33), st.sampled_from([1, 4, 8, 64]))
+def test_changes_of_the_nearest_plan_are_enough_and_none_is_in_vain(card: int, host: int) -> None:
+    def fits(text: str) -> bool:
+        plan, _ = plan_fleet(parse_fleet(text), [card * GIB], host_bytes=host * GIB)
+        return plan is not None
+
+    plan, found = plan_fleet(parse_fleet(MODELS), [card * GIB], host_bytes=host * GIB)
+    if found is None:
+        assert plan is not None or card < 22
+        return
+    for lines in filter(None, (found.changes, found.whole_changes)):
+        assert fits(changed(MODELS, lines))
+        for line in lines:
+            assert not fits(changed(MODELS, [each for each in lines if each != line])), f"{line} is not needed"
+    assert not any(".max_" in line for line in found.whole_changes)
+
+
+@pytest.mark.parametrize(("vram", "sleeping", "on_cpu"), [(80, 3, 0), (32, 2, 2)])
+def test_small_cards_get_plans_that_sleep_and_offload_and_that_start(
+    vram: int, sleeping: int, on_cpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    file = tmp_path / "fleet.yaml"
+    assert main.main(["fleet", "init", str(file)]) == 0
+    text = file.read_text()
+    row = context_table()[0]
+    there = Machine((VisibleGpu(0, row.gpu, vram * GIB, row.driver_bytes),), row.driver, 128 * GIB)
+    with pytest.raises(ConfigError, match="Or, with context and concurrency as they are"):
+        FleetPlanner(file, there).config()
+    _, found = plan_fleet(load_fleet(file), [vram * GIB], contexts=row, host_bytes=there.host_bytes)
+    assert found is not None
+    for lines in (found.changes, found.whole_changes):
+        file.write_text(changed(text, lines))
+        assert main.main(["plan", str(file), "--vram", str(vram), "--host-memory", "128"]) == 0
+        config = FleetPlanner(file, there).config()
+    budgets = {model.names[0]: (model.engine.memory_bytes or 0) for model in config.models}
+    asleep = {model.names[0] for model in config.models if model.sleepable}
+    hosted = {model.names[0] for model in config.models if model.engine.device == "cpu"}
+    assert len(asleep) >= sleeping
+    assert len(hosted) >= on_cpu
+    assert all(model.engine.enable_sleep_mode == (model.names[0] in asleep) for model in config.models)
+    awake = sum(size for name, size in budgets.items() if name not in asleep | hosted)
+    room = config.residency.room_bytes["0"]
+    contexts = sum(row.process_bytes(load_fleet(file).models[name].task) for name in budgets if name not in hosted)
+    assert room >= max(budgets[name] for name in asleep)
+    assert awake + room + contexts + row.driver_bytes == vram * GIB
+    whole = {name: (model.max_num_seqs, model.max_model_len) for name, model in parse_fleet(text).models.items()}
+    assert {n: (m.max_num_seqs, m.max_model_len) for n, m in load_fleet(file).models.items()} == whole
 
 
 def test_what_fits_with_a_longer_context_fits_with_a_shorter_one() -> None:

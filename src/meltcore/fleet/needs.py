@@ -12,12 +12,18 @@ from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
 HOST_PROCESS_BYTES = 768 * 2**20
 
 
-def fleet_needs(spec: FleetSpec) -> dict[str, EngineNeeds]:
-    """Return the memory of each model with an engine of Meltcore's. Raises ConfigError where it cannot be known."""
-    needs = {}
+def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) -> dict[str, EngineNeeds]:
+    """Return the memory of each model with an engine of Meltcore's. Raises ConfigError where it cannot be known.
+
+    known: of models that were asked for before; new ones are added.
+    """
+    known, needs = {} if known is None else known, {}
     for name, model in spec.models.items():
         if model.kind == "engine":
-            needs[name] = named_needs(name, model)
+            key = f"{name}: {model!r}"
+            if key not in known:
+                known[key] = named_needs(name, model)
+            needs[name] = known[key]
         elif model.kind == "command" and model.memory is None and model.device != "cpu":
             raise ConfigError(f"models.{name}: a plan needs the memory of a command: name `memory`")
     return needs

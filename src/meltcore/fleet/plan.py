@@ -14,14 +14,13 @@ import msgspec
 from meltcore.engine.host.memory_needs import EngineNeeds
 from meltcore.errors import ConfigError
 from meltcore.fleet.context_memory import ASSUMED, ContextMemory
-from meltcore.fleet.needs import cpu_engines, fleet_needs, named_needs, pinned_bytes
+from meltcore.fleet.nearest import nearest
+from meltcore.fleet.needs import cpu_engines, fleet_needs, pinned_bytes
 from meltcore.fleet.placement import replica_gpus
-from meltcore.protocol.fleet_spec import FleetSpec, ModelSection, Size
+from meltcore.protocol.fleet_spec import FleetSpec, Size
 from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, PlannedPart
 
 GIB = 2**30
-_LEAST_CONTEXT = 2048  # tokens below which a plan does not shorten a context
-_PRIORITIES = ("batch", "standard", "interactive")
 # Share of memory and compute slices of MIG profiles, in eighths and sevenths, and the usual layouts of a GPU.
 MIG_PROFILES = {"1g": (1, 1), "2g": (2, 2), "3g": (4, 3), "4g": (4, 4), "7g": (8, 7)}
 MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g"), ("1g",) * 7)
@@ -86,7 +85,8 @@ class Host(NamedTuple):
 class Plan(NamedTuple):
     """The result: GPUs with their engines, models on the CPU, needs by model, and what was changed to fit.
 
-    changes: empty for the file as it is; sleeping: models that take turns.
+    changes: empty for the file as it is; sleeping: models that take turns. whole_changes: others that are enough too,
+    with concurrency and context as in the file.
     """
 
     gpus: tuple[Gpu, ...]
@@ -96,6 +96,7 @@ class Plan(NamedTuple):
     contexts: ContextMemory
     hosts: tuple[Host, ...]
     changes: tuple[str, ...] = ()
+    whole_changes: tuple[str, ...] = ()
 
     def replicas(self, model: str) -> tuple[tuple[int, ...], ...]:
         """Return the GPU numbers of each replica of a model, empty for one on the CPU."""
@@ -184,14 +185,18 @@ def plan_fleet(
     ]
     by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}
     hosts = [Host(node, total) for node, total in by_node.items()]
-    plan = _try(spec, gpus, contexts, hosts)
-    if plan is not None:
+    known: dict[str, EngineNeeds] = {}
+
+    def try_plan(changed: FleetSpec) -> Plan | None:
+        return _try(changed, gpus, contexts, hosts, known)
+
+    if (plan := try_plan(spec)) is not None:
         return plan, None
-    for changed, changes in _smaller(spec):
-        plan = _try(changed, gpus, contexts, hosts)
-        if plan is not None:
-            return None, plan._replace(changes=changes)
-    return None, None
+    found = nearest(spec, try_plan, may_shrink=True)
+    if found is None:
+        return None, None
+    whole = nearest(spec, try_plan, may_shrink=False) if found.shrinks else None
+    return None, found.plan._replace(changes=found.changes, whole_changes=whole.changes if whole else ())
 
 
 def _check_one_node(spec: FleetSpec, gpu_nodes: Sequence[str]) -> None:
@@ -215,9 +220,18 @@ def _check_one_node(spec: FleetSpec, gpu_nodes: Sequence[str]) -> None:
                 )
 
 
-def _try(spec: FleetSpec, gpus: Sequence[Gpu], contexts: ContextMemory, hosts: Sequence[Host]) -> Plan | None:
-    """Return the plan with all models awake, else with sleepable ones asleep, None where neither fits."""
-    needs = fleet_needs(spec)
+def _try(
+    spec: FleetSpec,
+    gpus: Sequence[Gpu],
+    contexts: ContextMemory,
+    hosts: Sequence[Host],
+    known: dict[str, EngineNeeds],
+) -> Plan | None:
+    """Return the plan with all models awake, else with sleepable ones asleep, None where neither fits.
+
+    known: needs of models, kept from one fleet to the next.
+    """
+    needs = fleet_needs(spec, known)
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
     for sleeping in dict.fromkeys(((), sleepable)):
@@ -246,52 +260,6 @@ def _engines(
         context_bytes = contexts.process_bytes(model.task, ranks)
         for replica, only in enumerate(replica_gpus(model)):
             yield Engine(name, replica, size + context_bytes, ranks, only, name in sleeping, context_bytes)
-
-
-def _smaller(spec: FleetSpec) -> Iterator[tuple[FleetSpec, tuple[str, ...]]]:
-    """Yield fleets that need less and less memory, and the changes: concurrency, context, sleep, then the CPU."""
-    original, models = spec.models, dict(spec.models)
-
-    def current() -> tuple[FleetSpec, tuple[str, ...]]:
-        changes = [line for name in models for line in _differences(name, original[name], models[name])]
-        return msgspec.structs.replace(spec, models=dict(models)), tuple(changes)
-
-    engines = [name for name, model in models.items() if model.kind == "engine" and model.memory is None]
-    by_priority = sorted(engines, key=lambda name: _PRIORITIES.index(models[name].priority))
-    generation = [name for name in by_priority if models[name].task == "generation"]
-    for _ in range(3):  # to an eighth of the sequences, in turns
-        for name in by_priority:
-            seqs = models[name].max_num_seqs or named_needs(name, models[name]).concurrency
-            if seqs > 1:
-                models[name] = msgspec.structs.replace(models[name], max_num_seqs=max(1, seqs // 2))
-                yield current()
-    while True:  # the longest contexts first
-        lengths = {
-            name: models[name].max_model_len or named_needs(name, models[name]).max_model_len or 0
-            for name in generation
-        }
-        longest = max(lengths, key=lambda name: lengths[name], default=None)
-        if longest is None or lengths[longest] <= _LEAST_CONTEXT:
-            break
-        shorter = max(_LEAST_CONTEXT, lengths[longest] // 2)
-        models[longest] = msgspec.structs.replace(models[longest], max_model_len=shorter)
-        yield current()
-    by_priority = [name for name in by_priority if models[name].device != "cpu"]
-    for name in by_priority:
-        if models[name].residency == "always_on":
-            models[name] = msgspec.structs.replace(models[name], residency="sleepable")
-            yield current()
-    for name in by_priority:
-        if models[name].task != "generation" and models[name].tensor_parallel_size == 1:
-            models[name] = msgspec.structs.replace(models[name], device="cpu", residency="always_on")
-            yield current()
-
-
-def _differences(name: str, before: ModelSection, after: ModelSection) -> Iterator[str]:
-    for field in ("max_num_seqs", "max_model_len", "residency", "device"):
-        old, new = getattr(before, field), getattr(after, field)
-        if old != new:
-            yield f"models.{name}.{field}: {new}" + ("" if old is None else f" (was {old})")
 
 
 def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
@@ -353,6 +321,7 @@ def describe_plan(spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool
         gpus=gpus,
         models=[_describe_model(spec, plan, name) for name in spec.models],
         changes=list(plan.changes),
+        whole_changes=list(plan.whole_changes),
         mig=mig_layouts(plan, plan.gpus[0].total_bytes) if plan.gpus else [],
         context_note=f"{plan.contexts.note} {plan.contexts.nccl_note}" if has_ranks else plan.contexts.note,
         hosts=[

@@ -190,4 +190,6 @@ def _does_not_fit(spec: FleetSpec, nearest: Plan | None, gpu_bytes: Sequence[int
         advice = "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."
     else:
         advice = f"The nearest plan that fits: {'; '.join(nearest.changes)}"
+        if nearest.whole_changes:
+            advice += f". Or, with context and concurrency as they are: {'; '.join(nearest.whole_changes)}"
     return f"the fleet does not fit: {'; '.join(parts)}. {advice}"

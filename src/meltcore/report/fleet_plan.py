@@ -29,7 +29,11 @@ def plan_page(plan: FleetPlan) -> Page:
         sections.append(Section("Host memory", [Text(" ".join(hosts))]))
     if plan.changes:
         lead = "Nearest plan that fits, which the tables show:"
-        sections.insert(0, Section("", [Box(style="unsure", title="Changes", lead=lead, items=plan.changes)]))
+        boxes = [Box(style="unsure", title="Changes", lead=lead, items=plan.changes)]
+        if plan.whole_changes:
+            lead = "Or these, with context and concurrency as they are:"
+            boxes.append(Box(style="unsure", title="Without smaller settings", lead=lead, items=plan.whole_changes))
+        sections.insert(0, Section("", [*boxes]))
     return Page(
         title="Fleet plan",
         name=plan.source,

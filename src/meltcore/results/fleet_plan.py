@@ -56,6 +56,7 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan of a fleet. fits: the file fits as it is; changes: those of the nearest plan that fits, which this is.
 
+    whole_changes: others that are enough too, with concurrency and context as they are.
     mig: each layout of MIG slices of the first GPU, and whether the engines fit into it; context_note: what is known
     of the memory of CUDA contexts and of the driver.
     """
@@ -65,6 +66,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[PlannedGpu]
     models: list[PlannedModel]
     changes: list[str]
+    whole_changes: list[str] = []
     mig: list[tuple[str, bool]]
     context_note: str
     hosts: list[PlannedHost] = []
