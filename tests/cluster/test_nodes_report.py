@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 from rich.console import Console
 
+from meltcore.cli.all_nodes import certificate_status, exit_status
+from meltcore.hardware.certify.judge import straggler_fraction
 from meltcore.hardware.snapshot import shared_facts
 from meltcore.protocol.cluster import CommandEnded
 from meltcore.report.console import print_page
 from meltcore.report.html import render_html
 from meltcore.report.nodes import nodes_page
+from meltcore.results.certificate import Certificate, CertificateRow, CheckReport, Verdict
 from meltcore.results.nodes import NodesReport, make_report
 from meltcore.results.schema import Fingerprint
 from meltcore.results.snapshot import GpuSnapshot, Snapshot
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+
+from sample_scores import sample_device, sample_scored_run
 
 GIB = 2**30
 
@@ -39,7 +49,9 @@ def ended(node: str, document: msgspec.Struct, returncode: int = 0, *, has_gpu: 
 
 
 def report_on(*nodes: CommandEnded, command: str = "snapshot") -> NodesReport:
-    return make_report(command, nodes, shared_facts, started="2026-11-24T00:00:00+00:00", duration_s=1.0)
+    return make_report(
+        command, nodes, shared_facts, straggler_fraction, started="2026-11-24T00:00:00+00:00", duration_s=1.0
+    )
 
 
 def printed(report: NodesReport) -> str:
@@ -104,3 +116,76 @@ def test_node_without_a_result_is_named_with_its_reason_beside_the_others(node: 
     assert report.verdict == "FAILED"
     assert report.nodes[0].status == "done"
     assert "1 of 2 nodes have a result; failed: b" in shown
+
+
+def certificate(copy: float, gemm: float, verdict: Verdict = "PASS") -> Certificate:
+    """Of two GPUs, of which the second has these rates, and the first is faster."""
+    rates = [("memory/copy", "GB/s bus", copy), ("gemm/bf16/8192x8192x8192", "TFLOP/s", gemm), ("bits", "% correct", 1)]
+    rows = [
+        CertificateRow(
+            key=key, subject=f"GPU {gpu}", gpus=[gpu], unit=unit, verdict="PASS", measured=value + 10 - 10 * gpu
+        )
+        for key, unit, value in rates
+        for gpu in (0, 1)
+    ]
+    return Certificate(
+        tier="quick",
+        verdict=verdict,
+        required=["memory"],
+        started="2026-11-24T00:00:00+00:00",
+        duration_s=1.0,
+        snapshot=snapshot(700.0, 700.0),
+        checks=[CheckReport(name="memory", title="Memory", verdict="PASS", rows=rows)],
+    )
+
+
+def test_slowest_part_of_the_slowest_node_is_beside_the_median() -> None:
+    """A power-limited rate may be 20 % lower, others 7 %."""
+    documents = {"a": certificate(4000, 600), "b": certificate(3700, 700), "c": certificate(4040, 710)}
+    report = report_on(*(ended(name, each) for name, each in documents.items()), command="certify")
+    copy, gemm = report.metrics
+    assert [(each.node, each.value, each.subject, each.is_slow) for each in copy.values] == [
+        ("b", 3700, "GPU 1", True),
+        ("a", 4000, "GPU 1", False),
+        ("c", 4040, "GPU 1", False),
+    ]
+    assert (copy.median, copy.values[0].ratio) == (4000, 0.925)
+    assert (gemm.values[0].node, gemm.values[0].ratio, gemm.values[0].is_slow) == ("a", 600 / 700, False)
+    assert (report.slow, certificate_status(report)) == (["b"], 1)
+    assert "memory/copy b GPU 1 3,700 4,000 0.925 0.93 GB/s bus SLOW" in printed(report)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "status"),
+    [
+        ([ended("b", certificate(4000, 700))], 0),
+        ([ended("b", certificate(4000, 700, "WARN"), 1)], 1),
+        ([ended("b", certificate(4000, 700, "UNKNOWN"), 3)], 3),
+        ([ended("b", certificate(4000, 700, "FAIL"), 2)], 2),
+        ([CommandEnded("b", "late", "it did not end")], 3),
+        ([CommandEnded("b", "ended", "meltcore certify: FAIL: GPU 1 is lost", 2)], 2),
+        ([CommandEnded("b", "late"), ended("c", certificate(4000, 700, "FAIL"), 2)], 2),
+        ([CommandEnded("b", "no GPU", "no NVIDIA GPU")], 0),
+    ],
+)
+def test_certificates_have_the_status_of_the_worst_node(nodes: list[CommandEnded], status: int) -> None:
+    report = report_on(ended("a", certificate(4000, 700)), *nodes, command="certify")
+    assert certificate_status(report) == status
+    assert (report.verdict == "ALIKE") == (status == 0)
+    printed(report)
+
+
+def test_scores_are_compared_by_node_and_by_slowest_gpu() -> None:
+    runs = {
+        name: sample_scored_run([sample_device(), sample_device(peak, "GPU 1")])
+        for name, peak in (("a", 32_000.0), ("b", 32_000.0), ("c", 26_000.0))
+    }
+    report = report_on(*(ended(name, run) for name, run in runs.items()), command="bench")
+    score, slowest = report.metrics
+    assert (score.values[0].node, slowest.values[0].node, slowest.values[0].subject) == ("c", "c", "GPU 1")
+    assert (score.values[0].is_slow, slowest.values[0].is_slow) == (True, True)
+    assert exit_status(report) == 1
+
+    runs["b"].verdict, runs["b"].reasons = "FAILED", ["the engine ended"]
+    report = report_on(*(ended(name, run, 1) for name, run in runs.items()), command="bench")
+    assert (report.nodes[1].status, report.nodes[1].reason, exit_status(report)) == ("failed", "the engine ended", 2)

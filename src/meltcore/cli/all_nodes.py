@@ -58,6 +58,7 @@ def run_on_all_nodes(
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.cluster.client import run_on_nodes
     from meltcore.errors import ConfigError
+    from meltcore.hardware.certify.judge import straggler_fraction
     from meltcore.hardware.snapshot import shared_facts
     from meltcore.protocol.cluster import CommandEnded, RunOnNodes
     from meltcore.report.console import print_page
@@ -85,7 +86,9 @@ def run_on_all_nodes(
         ended = run_on_nodes(args.ray, request, announce)
     if all(each.status == "no GPU" for each in ended):
         raise ConfigError(f"--ray {args.ray}: no node of the cluster has an NVIDIA GPU")
-    report = make_report(command[0], ended, shared_facts, started=started, duration_s=time.monotonic() - began_s)
+    report = make_report(
+        command[0], ended, shared_facts, straggler_fraction, started=started, duration_s=time.monotonic() - began_s
+    )
     print_page(nodes_page(report), console)
     if out is not None:
         folder = RunFolder.create(out, f"{command[0]}-nodes")
@@ -97,5 +100,20 @@ def run_on_all_nodes(
 
 
 def exit_status(report: "NodesReport") -> int:
-    """Return 0 where all nodes are alike, 1 where one deviates, 2 where one has no result."""
+    """Return 0 where all nodes are alike, 1 where one deviates, 2 where one has failed."""
     return {"ALIKE": 0, "DEVIATES": EXIT_DEVIATES, "FAILED": EXIT_NODE_FAILED}[report.verdict]
+
+
+def certificate_status(report: "NodesReport") -> int:
+    """Return the exit status of the worst node, as Nagios defines it: UNKNOWN of a failed one, WARN of a slow one."""
+    from meltcore.results.certificate import EXIT_CODES, Certificate, RowVerdict, worst
+
+    verdicts: list[RowVerdict] = [
+        node.document.verdict for node in report.nodes if isinstance(node.document, Certificate)
+    ]
+    # A command whose GPU was lost before it could write a certificate says FAIL by its exit status.
+    verdicts += ["FAIL" if node.returncode == EXIT_CODES["FAIL"] else "UNKNOWN" for node in report.failed]
+    if report.slow or report.differences:
+        verdicts.append("WARN")
+    found = worst(verdicts)
+    return EXIT_CODES[found] if found in ("PASS", "WARN", "FAIL") else EXIT_CODES["UNKNOWN"]

@@ -18,20 +18,25 @@ EXAMPLES = """\
   meltcore bench --sweep                 concurrency × output length × temperature, as charts; no score
   meltcore bench --model ./Qwen3-0.6B --prompts mine.txt    your prompts; never ranked against the score
   meltcore leaderboard                   your newest runs among the shipped references
+  meltcore bench --ray auto              all nodes of the Ray cluster that this machine belongs to
 
 A GPU divided by MIG is measured slice by slice, concurrently. An interruption keeps what was measured, without a score.
 
 exit status: 0 a score, 1 none (an engine failed), 2 could not start, 130 interrupted
+with --ray: 0 nodes with the same GPUs are alike, 1 one is slow, unlike the others or degraded, 2 one has no score
 """
 
 METRICS = ("score", "score_ttft_ms", "score_itl_ms", "tokens_per_joule", "health", "utilization", "nvml_utilization")
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+_RAY_OPTIONS = ("cpu", "duration_s", "precision", "model", "out")
+_START_LIMIT_S = 900.0  # beyond --duration, for a node to load the model and compile the kernels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     from meltcore.bench.config import BenchConfig
+    from meltcore.cli.all_nodes import add_ray_options
     from meltcore.options import add_options
 
     add_options(parser, BenchConfig)
@@ -39,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--export", metavar="FILE", help="Also write the charts into one .svg or .png file (PNG: meltcore[png])."
     )
     parser.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
+    add_ray_options(parser, f"{_START_LIMIT_S:g} more than --duration")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.report.console import print_page
     from meltcore.report.score import level_line, score_page
 
+    if args.ray:
+        return _run_on_all_nodes(args)
     console = Console(stderr=args.json, highlight=False)
     if args.export:
         check_export(Path(args.export))  # before minutes of measuring
@@ -78,3 +86,25 @@ def run(args: argparse.Namespace) -> int:
     if result.verdict == "PARTIAL":
         return EXIT_INTERRUPTED
     return EXIT_FAILED if result.verdict == "FAILED" else 0
+
+
+def _run_on_all_nodes(args: argparse.Namespace) -> int:
+    """Run the command on all nodes of a cluster; returns the exit code."""
+    from meltcore.bench.config import BenchConfig
+    from meltcore.cli.all_nodes import exit_status, refuse_with_ray, run_on_all_nodes
+    from meltcore.options import check_unused, from_options
+
+    refuse_with_ray(args, "export")
+    check_unused(args, BenchConfig, "is for one node; it excludes --ray", *_RAY_OPTIONS)
+    config = from_options(BenchConfig, args)
+    command = ["bench", "--json", "--duration", f"{config.duration_s!r}", "--precision", config.precision]
+    command += ["--cpu"] * config.cpu + (["--model", config.model] if config.model else [])
+    report = run_on_all_nodes(
+        args,
+        command,
+        limit_s=config.duration_s + _START_LIMIT_S,
+        needs_gpu=not config.cpu,
+        takes_gpus=not config.cpu,
+        out=config.out,
+    )
+    return exit_status(report)

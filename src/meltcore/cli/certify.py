@@ -16,6 +16,7 @@ EXAMPLES = """\
   meltcore certify --tier full --baseline runs/20261121T120000Z-certify/certificate.json
   meltcore certify --tier soak --hours 72
   meltcore certify --gpu 0,3
+  meltcore certify --ray auto                        all nodes of the Ray cluster that this machine belongs to
 
 tiers and the checks that each requires:
   quick      60 s    state, gemm (bf16, one size), memory (copy), host, collectives (one all-reduce)
@@ -24,12 +25,16 @@ tiers and the checks that each requires:
   soak      --hours  the same as full, with sustained and corruption for that long
 
 exit status, as Nagios defines it: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, interrupted, nothing to check, wrong usage
+with --ray: that of the worst node; 1 also where a node is slow or unlike the others, 3 where one failed or was late
 """
 EXIT_UNKNOWN = 3
+# What a node may take at most: a probe on a slow GPU takes three times as long, and torch has to load.
+_NODE_LIMITS_S = {"quick": 600.0, "standard": 1800.0, "full": 5400.0, "soak": 5400.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `meltcore certify`."""
+    from meltcore.cli.all_nodes import add_ray_options
     from meltcore.options import number
 
     def exit_unknown(message: str) -> NoReturn:
@@ -61,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", default="runs", metavar="DIR", help="Parent of the run folder (default: runs).")
     parser.add_argument("--json", action="store_true", help="Print the certificate as JSON.")
+    add_ray_options(parser, "600, 1800 and 5400 by tier; soak: 5400 and its hours")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,6 +100,7 @@ def _certify(args: argparse.Namespace) -> int:
     from pynvml import NVMLError
     from rich.console import Console
 
+    from meltcore.cli.all_nodes import certificate_status, refuse_with_ray, run_on_all_nodes
     from meltcore.hardware.certify.expectations import make_baseline
     from meltcore.hardware.certify.run import certify, check_hours
     from meltcore.hardware.node import Node
@@ -105,6 +112,14 @@ def _certify(args: argparse.Namespace) -> int:
     from meltcore.results.runfolder import RunFolder
 
     check_hours(args.tier, args.hours)
+    if args.ray:
+        refuse_with_ray(args, "gpu", "baseline")
+        hours = ["--hours", f"{args.hours!r}"] if args.hours else []
+        limit_s = _NODE_LIMITS_S[args.tier] + 3600 * args.hours
+        command = ["certify", "--json", "--tier", args.tier, *hours]
+        return certificate_status(
+            run_on_all_nodes(args, command, limit_s=limit_s, needs_gpu=True, takes_gpus=True, out=args.out)
+        )
     baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
     node = Node(connect(Nvml))
     gpus = select_gpus(node.nvml, args.gpu)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from meltcore.report.page import Block, Cell, Column, Details, Page, Row, Section, Style, Table, numeric_columns
 from meltcore.results.formatting import format_duration, format_number, format_time
-from meltcore.results.nodes import SLOW_RATIO, NodeMetric, NodeResult, NodesReport, NodeValue
+from meltcore.results.nodes import NodeMetric, NodeResult, NodesReport, NodeValue
 
 _STYLES: dict[str, Style] = {
     **dict.fromkeys(("OK", "PASS", "ALIKE"), "good"),
-    **dict.fromkeys(("WARN", "UNKNOWN", "DEVIATES", "PARTIAL"), "unsure"),
+    **dict.fromkeys(("WARN", "UNKNOWN", "DEGRADED", "DEVIATES", "PARTIAL"), "unsure"),
     "NO GPU": "plain",
 }  # others are bad
 _RATE_NOTE = (
-    "Each node's rate is that of its slowest part. The median is of the nodes with the same hardware; "
-    f"SLOW is less than {100 * SLOW_RATIO:.0f} % of it."
+    "Each node's rate is that of its slowest part. The median is of the nodes with the same hardware. A node whose "
+    "ratio to it is below the limit is SLOW; power-limited rates have a lower limit, as healthy GPUs differ in them."
 )
 _TIE_NOTE = "Most nodes with the same hardware have the other value; of two nodes that differ, the second is named."
 
@@ -56,10 +56,13 @@ def _conclusion(report: NodesReport) -> str:
         parts.append("failed: " + ", ".join(f"{node.node} ({node.status})" for node in report.failed))
     if report.slow:
         parts.append("slow: " + ", ".join(report.slow))
+    judged = [f"{node.node} ({node.verdict})" for node in report.nodes if node.status == "done"]
+    if bad := [each for each in judged if not each.endswith(("(OK)", "(PASS)"))]:
+        parts.append("verdict: " + ", ".join(bad))
     different = list(dict.fromkeys(each.node for each in report.differences))
     if different:
         parts.append("not like the others: " + ", ".join(different))
-    elif not report.slow and done > 1:
+    elif not report.slow and not bad and done > 1:
         parts.append("no node deviates")
     return "; ".join(parts)
 
@@ -76,7 +79,7 @@ def _nodes(report: NodesReport) -> Table:
 def _slowest(metrics: list[NodeMetric]) -> Table:
     columns = [
         *(Column(name, align="text") for name in ("rate", "slowest node")),
-        *numeric_columns("value", "median", "ratio"),
+        *numeric_columns("value", "median", "ratio", "limit"),
         Column("unit", align="left"),
         Column("verdict", align="left"),
     ]
@@ -91,7 +94,7 @@ def _slowest(metrics: list[NodeMetric]) -> Table:
 def _all_nodes(metric: NodeMetric) -> Block:
     columns = [
         Column("node", align="text"),
-        *numeric_columns(metric.unit, "median", "ratio"),
+        *numeric_columns(metric.unit, "median", "ratio", "limit"),
         Column("verdict", align="left"),
     ]
     rows = [
@@ -103,7 +106,7 @@ def _all_nodes(metric: NodeMetric) -> Block:
 
 
 def _numbers(value: NodeValue, metric: NodeMetric) -> list[str]:
-    return [format_number(value.value), format_number(metric.median), f"{value.ratio:.3f}"]
+    return [format_number(value.value), format_number(metric.median), f"{value.ratio:.3f}", f"{metric.slow_below:.2f}"]
 
 
 def _judged(value: NodeValue) -> Cell:

@@ -20,9 +20,8 @@ from meltcore.results.score import ScoredRun
 from meltcore.results.snapshot import Snapshot
 
 NODES_FILE = "nodes.json"
-# Certified nodes of one type differ by a few percent between runs (hardware/certify/expectations.py).
-SLOW_RATIO = 0.95
-_RATE = "/s"  # at the end of the unit of what is better when it is higher
+_RATE = "/s"  # in the unit of what is better when it is higher
+_DOUBTFUL = ("WARN", "UNKNOWN", "DEGRADED")  # verdicts of a node
 
 NodeDocument = Snapshot | Certificate | ScoredRun
 NodesVerdict = Literal["ALIKE", "DEVIATES", "FAILED"]
@@ -50,21 +49,21 @@ class NodeValue(msgspec.Struct, kw_only=True):
     node: str
     value: float
     ratio: float
+    is_slow: bool
     subject: str = ""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the node is below the median by more than nodes of one type differ."""
-        return self.ratio < SLOW_RATIO
 
 
 class NodeMetric(msgspec.Struct, kw_only=True):
-    """A rate of all nodes with the same hardware, the slowest node first. Each node's is that of its slowest part."""
+    """A rate of all nodes with the same hardware, the slowest node first. Each node's is that of its slowest part.
+
+    `slow_below`: the ratio to the median below which a node is slow.
+    """
 
     key: str
     unit: str
     hardware: str
     median: float
+    slow_below: float
     values: list[NodeValue]
 
 
@@ -105,13 +104,18 @@ def make_report(
     command: str,
     ended: Sequence[CommandEnded],
     facts: Callable[[Snapshot], Mapping[str, str]],
+    slow_below: Callable[[str], float],
     *,
     started: str,
     duration_s: float,
 ) -> NodesReport:
-    """Return the report of all nodes. `facts`: what of a snapshot is compared, by name."""
+    """Return the report of all nodes.
+
+    facts: what of a snapshot is compared, by name; slow_below: the ratio to the median below which a node is slow in a
+    metric, by its key.
+    """
     nodes = [_node_result(each) for each in ended]
-    metrics = _metrics(nodes)
+    metrics = _metrics(nodes, slow_below)
     snapshots = [(node, node.document) for node in nodes if isinstance(node.document, Snapshot)]
     differences = [
         *_gpu_differences(nodes),
@@ -126,7 +130,10 @@ def make_report(
         metrics=metrics,
         differences=differences,
     )
-    report.verdict = "FAILED" if report.failed else "DEVIATES" if differences or report.slow else "ALIKE"
+    if report.failed or any(node.verdict == "FAIL" for node in nodes):
+        report.verdict = "FAILED"
+    elif differences or report.slow or any(node.verdict in _DOUBTFUL for node in nodes):
+        report.verdict = "DEVIATES"
     return report
 
 
@@ -163,16 +170,20 @@ def _node_result(ended: CommandEnded) -> NodeResult:
 def _verdict(document: NodeDocument) -> str:
     if isinstance(document, Certificate):
         return document.verdict
-    return document.verdict if isinstance(document, ScoredRun) else "OK"
+    return "DEGRADED" if isinstance(document, ScoredRun) and document.score.health == "DEGRADED" else "OK"
 
 
 def _findings(document: NodeDocument) -> str:
+    if isinstance(document, ScoredRun):
+        return "; ".join(
+            reason for device in document.score.devices if device.health is not None for reason in device.health.reasons
+        )
     found = document.findings if isinstance(document, Certificate) else []
     return "; ".join(f"{each.code} {each.subject}: {each.message}" for each in found)
 
 
 def _hardware(document: NodeDocument) -> str:
-    """Return the GPUs of a document, "" where it is of a CPU."""
+    """Return the GPUs of a document, or its CPU where it has none."""
     if isinstance(document, ScoredRun):
         return format_counts([device.name for device in document.score.devices])
     snapshot = document.snapshot if isinstance(document, Certificate) else document
@@ -186,7 +197,7 @@ def _cpu(fingerprint: Fingerprint) -> str:
 # --- rates -----------------------------------------------------------------------------------------------------------
 
 
-def _metrics(nodes: Sequence[NodeResult]) -> list[NodeMetric]:
+def _metrics(nodes: Sequence[NodeResult], slow_below: Callable[[str], float]) -> list[NodeMetric]:
     """Return every rate that at least two nodes with the same hardware have."""
     by_metric: dict[tuple[str, str, str], list[tuple[str, float, str]]] = {}
     for node in nodes:
@@ -199,11 +210,14 @@ def _metrics(nodes: Sequence[NodeResult]) -> list[NodeMetric]:
     for (hardware, key, unit), values in by_metric.items():
         middle = median(value for _, value, _ in values)
         if len(values) > 1 and middle > 0:
+            limit = slow_below(key)
             of_nodes = [
-                NodeValue(node=node, value=value, ratio=value / middle, subject=subject)
+                NodeValue(node=node, value=value, ratio=value / middle, is_slow=value < limit * middle, subject=subject)
                 for node, value, subject in sorted(values, key=lambda each: each[1])
             ]
-            metrics.append(NodeMetric(key=key, unit=unit, hardware=hardware, median=middle, values=of_nodes))
+            metrics.append(
+                NodeMetric(key=key, unit=unit, hardware=hardware, median=middle, slow_below=limit, values=of_nodes)
+            )
     return metrics
 
 
@@ -211,7 +225,7 @@ def _rates(document: NodeDocument | None) -> Iterator[tuple[str, str, float, str
     """Return (key, unit, value, subject) of each rate that was measured."""
     if isinstance(document, Certificate):
         for row in (row for check in document.checks for row in check.rows):
-            if row.measured is not None and row.unit.endswith(_RATE) and row.verdict != "INVALID":
+            if row.measured is not None and _RATE in row.unit and row.verdict != "INVALID":
                 yield row.key, row.unit, row.measured, row.subject
     elif isinstance(document, ScoredRun):
         score = document.score

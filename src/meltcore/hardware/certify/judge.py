@@ -125,6 +125,11 @@ def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequenc
         judged.set_verdict("UNKNOWN", "NO_EXPECTATION", "there is no expectation to compare it with")
 
 
+def straggler_fraction(key: str) -> float:
+    """Returns the fraction of the median, of equal GPUs or nodes, below which a metric is that of a straggler."""
+    return GEMM_FLOOR if power_limited(key) else STRAGGLER_FRACTION
+
+
 def _find_stragglers(group: Sequence[Judgement]) -> None:
     """Changes PASS to WARN in rows of one metric that are far below the median of all GPUs or pairs."""
     values = [judgement.row.measured for judgement in group if judgement.row.measured is not None]
@@ -133,7 +138,7 @@ def _find_stragglers(group: Sequence[Judgement]) -> None:
     middle = median(values)
     for judgement in group:
         measured = judgement.row.measured
-        minimum = (GEMM_FLOOR if power_limited(judgement.row.key) else STRAGGLER_FRACTION) * middle
+        minimum = straggler_fraction(judgement.row.key) * middle
         if judgement.row.verdict == "PASS" and measured is not None and measured < minimum:
             judgement.set_verdict(
                 "WARN", "STRAGGLER", f"{100 * measured / middle:.0f} % of the median of {len(values)}"
