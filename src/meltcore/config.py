@@ -262,7 +262,8 @@ class ForeignConfig:
     environment: dict[str, str] = field(default_factory=dict)  # variables added for `command`
     max_model_len: int | None = None  # tokens of prompt and output, for templates and model cards
     max_num_seqs: int | None = None  # requests that a replica runs concurrently, for templates
-    sleepable: bool = False  # as in ModelConfig; of `command`: its process is ended, and started again
+    sleepable: bool = False  # as in ModelConfig; of `command`
+    sleep_mode: Literal["restart", "vllm"] = "restart"  # vllm: asked at /sleep and /wake_up, else ended and started
     upstream_model: str | None = None  # its name there; None: the first of `served_model_name`
     api_key_variable: str | None = None  # environment variable with the key that the upstream wants
     paths: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")  # that are forwarded

@@ -54,6 +54,7 @@ TEMPLATES: Mapping[str, ServerTemplate] = {
             "tensor_parallel_size": "--tensor-parallel-size {tensor_parallel_size}",
             "data_parallel_size": "--data-parallel-size {data_parallel_size}",
             "memory_fraction": "--gpu-memory-utilization {memory_fraction}",
+            "sleep_mode": "--enable-sleep-mode",
         },
     ),
     "sglang": ServerTemplate(

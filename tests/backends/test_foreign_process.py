@@ -103,6 +103,10 @@ def test_settings_that_are_not_given_add_no_flag(tmp_path: Path) -> None:
         plain = foreign_command(config(template, checkpoint="c", python=str(tmp_path / "python")), 0, 1).arguments
         assert not {"--max-model-len", "--context-length", "--ctx-size", "--parallel", "--tp-size"} & set(plain)
         assert "1" in plain
+    settings = {"checkpoint": "c", "python": str(tmp_path / "python"), "sleep_mode": "vllm", "environment": {"A": "1"}}
+    sleeps = foreign_command(config("vllm", **settings), 0, 1)
+    assert sleeps.arguments[-1] == "--enable-sleep-mode"
+    assert (sleeps.environment["VLLM_SERVER_DEV_MODE"], sleeps.environment["A"]) == ("1", "1")
 
 
 @pytest.mark.parametrize(

@@ -83,16 +83,40 @@ def test_process_that_ends_is_started_again_and_the_others_go_on(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_sleepable_commands_run_in_turns(tmp_path: Path) -> None:
+def test_sleepable_commands_take_turns_asleep_or_ended(tmp_path: Path) -> None:
+    """Models a and b have vLLM's routes and sleep; c has none, so it is ended and started again."""
     turns = ResidencyConfig(minimum_s=0.1, turn_s=0.4, swaps_per_minute=1000)
-    models = (foreign("a", sleepable=True, priority_class="interactive"), foreign("b", sleepable=True))
+    without = {"PYTHONPATH": SOURCE, "VLLM_SERVER_DEV_MODE": "0"}
+    models = (
+        foreign("a", sleepable=True, sleep_mode="vllm", priority_class="interactive"),
+        foreign("b", sleepable=True, sleep_mode="vllm"),
+        foreign("c", sleepable=True, sleep_mode="vllm", environment=without, priority_class="batch"),
+    )
+
+    def ask(name: str) -> None:
+        answer = server.post("/v1/chat/completions", {"model": name, "messages": QUESTION})
+        assert answer.status == 200, answer.body
+
+    def alive() -> set[int]:
+        return {guard for guard in children(server) if group_members(guard)}
+
     with serving(tmp_path, *models, fleet=True, residency=turns) as server:
-        wait_until(lambda: server.request("GET", "/health").json.get("sleeping") == ["b"], "both have been started")
-        for name in ("b", "a", "b"):
-            answer = server.post("/v1/chat/completions", {"model": name, "messages": QUESTION})
-            assert answer.status == 200, answer.body
-            assert len([guard for guard in children(server) if group_members(guard)]) == 1
-        server.wait_metric("wakes_total", 3)
+        started = {"status": "ready", "sleeping": ["b", "c"]}
+        wait_until(lambda: server.request("GET", "/health").json == started and len(alive()) == 2, "the start")
+        asleep = alive()
+        text = server.request("GET", "/metrics").body.decode()
+        assert 'engine_sleep_state{model_name="b",sleep_state="weights_offloaded"} 1.0' in text
+        assert 'engine_sleep_state{model_name="c",sleep_state="discard_all"} 1.0' in text
+        for name in ("b", "a", "c", "b"):
+            ask(name)
+            assert asleep <= alive(), "a and b keep their processes"
+        assert "the server of c cannot sleep (/sleep?level=1 answers with status 404" in server.stderr
+        server.wait_metric("wakes_total", 4)
+        for guard in sorted(alive()):
+            os.kill(max(group_members(guard)), signal.SIGKILL)  # one that sleeps among them
+        wait_until(lambda: "the server of a has ended asleep" in server.stderr, "the report")
+        ask("a")
+        ask("b")
         server.signal()
         assert server.wait_exit() == 0
 

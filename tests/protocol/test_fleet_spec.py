@@ -175,6 +175,14 @@ models:
             "models.a.replicas: got 2; a model with a url has no such setting",
         ),
         (
+            "models: {a: {checkpoint: x, command: vllm, sleep_mode: vllm}}",
+            "models.a.sleep_mode: got 'vllm' for a model that is always_on; add residency: sleepable",
+        ),
+        (
+            "models: {a: {checkpoint: x, residency: sleepable, sleep_mode: vllm}}",
+            "models.a.sleep_mode: is for a url or a command, and this model has neither",
+        ),
+        (
             "{models: {a: {checkpoint: x}}, routes: {translate: {prompt: hi}}}",
             "routes.translate.prompt: is for backend llm",
         ),

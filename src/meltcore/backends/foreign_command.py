@@ -7,6 +7,9 @@ from typing import NamedTuple
 from meltcore.config import FOREIGN_TEMPLATES, ForeignConfig
 from meltcore.server_templates import TEMPLATES, fill_command, find_program, server_environment
 
+# With it vLLM has the routes /sleep and /wake_up.
+_SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+
 
 class ForeignCommand(NamedTuple):
     """How one replica is started. environment: the whole environment of the process."""
@@ -32,10 +35,13 @@ def foreign_command(config: ForeignConfig, replica: int, port: int) -> ForeignCo
             command += f" {template.flags['max_num_seqs']}"
         if config.tensor_parallel_size > 1:
             command += f" {template.flags['tensor_parallel_size']}"
+        if config.sleep_mode == "vllm":
+            command += f" {template.flags.get('sleep_mode', '')}"
     name = config.names[0]
     arguments = fill_command(command, _values(config, replica, port), name)
     gpus = config.gpus[replica] if config.gpus else None
-    environment = server_environment(config.python, gpus, config.environment)
+    added = (_SLEEP_ENVIRONMENT if config.sleep_mode == "vllm" else {}) | config.environment
+    environment = server_environment(config.python, gpus, added)
     return ForeignCommand([*find_program(arguments, environment, config.python, name), *config.arguments], environment)
 
 

@@ -105,6 +105,16 @@ class ForeignProcess:
         if self._process is not None:
             self._process.stop(0.0)
 
+    async def post(self, path: str, limit_s: float) -> None:
+        """Send an empty POST. Raises ConfigError for an answer that is not 200, and for none within the limit."""
+        try:
+            answer = await self._upstream.ask("POST", path, limit_s=limit_s)
+        except UpstreamError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if answer.status != 200:
+            text = answer.body[:200].decode(errors="replace")
+            raise ConfigError(f"{path} answers with status {answer.status}: {text}")
+
     @property
     def pid(self) -> int | None:
         """The id of the process group while it runs."""

@@ -26,6 +26,8 @@ from meltcore.fleet.placement import Placement
 from meltcore.fleet.replica import ServerParts
 from meltcore.fleet.served_model import POLL_S, log_path
 
+# Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
+_SLEEP_PATH, _WAKE_PATH = "/sleep?level=1", "/wake_up"
 ServerState = Literal["waiting", "loading", "ready", "draining", "sleeping", "pausing", "failed"]
 
 
@@ -39,6 +41,7 @@ class ForeignServer:
         self.state: ServerState = "waiting"
         self.reason = ""
         self.restarts = 0
+        self.is_asleep = False  # its process lives, and has given its memory back
         self.deaths_s: list[float] = []  # monotonic
         self.process: ForeignProcess | None = None
         self.task: asyncio.Task[None] | None = None
@@ -126,6 +129,12 @@ class ForeignModel:
                 assert server.process is not None
                 reason = await server.process.wait()
                 failure = EngineDeadError(reason)
+                if server.is_asleep:  # it is started again when it is wanted
+                    await server.process.stop()
+                    self._parts.report(f"the server of {self.name} has ended asleep: {reason}")
+                    server.is_asleep = False
+                    server.restarts += 1
+                    continue
             if server.process is not None:
                 await server.process.stop()  # what it left in its group
             pause_s = self._after_end(server, reason)
@@ -230,7 +239,7 @@ class ForeignModel:
             server.task = asyncio.create_task(self._keep(server))
             await server.started
 
-    # --- sleeping: a process is ended, and started again
+    # --- sleeping: a process is ended, and started again, or it sleeps by itself
 
     @property
     def is_loading(self) -> bool:
@@ -245,18 +254,55 @@ class ForeignModel:
                 self.stats.mark_replica_asleep(server.index)
         self.update_status()
 
-    async def end_servers(self) -> None:
-        """End all processes; they are started again once the model may run."""
-        for server in self.servers:
-            if server.state == "failed":
-                continue
-            await self._end_process(server)
-            deaths_s = server.deaths_s
-            server.begin()
-            server.state, server.deaths_s = "sleeping", deaths_s
-            server.restarts += 1
-            if not self._draining:
-                server.task = asyncio.create_task(self._keep(server))
+    async def sleep_servers(self, keep: Literal["host", "disk"], limit_s: float) -> Literal["host", "disk"]:
+        """Let servers sleep that can, and end the others, which are started again; returns where weights are now.
+
+        keep: where they shall be. limit_s: for a server's answer.
+        """
+        await asyncio.gather(*(self._sleep(server, keep, limit_s) for server in self.servers))
+        return "host" if any(server.is_asleep for server in self.servers) else "disk"
+
+    async def _sleep(self, server: ForeignServer, keep: Literal["host", "disk"], limit_s: float) -> None:
+        if server.state == "failed":
+            return
+        if self.config.sleep_mode == "vllm" and keep == "host" and server.state == "ready" and server.process:
+            server.is_asleep = True  # before it is asked: it may end meanwhile
+            try:
+                await server.process.post(_SLEEP_PATH, limit_s)
+            except ConfigError as error:
+                server.is_asleep = False
+                self._parts.report(f"the server of {self.name} cannot sleep ({error}): it is ended, and started again")
+            else:
+                server.state = "sleeping"
+                return
+        await self._end_server(server)
+
+    async def wake_servers(self, limit_s: float) -> None:
+        """Wake the servers that sleep; one that does not wake is ended, and started again."""
+        await asyncio.gather(*(self._wake(server, limit_s) for server in self.servers if server.is_asleep))
+
+    async def _wake(self, server: ForeignServer, limit_s: float) -> None:
+        assert server.process is not None, "it sleeps"
+        try:
+            await server.process.post(_WAKE_PATH, limit_s)
+        except ConfigError as error:
+            if server.is_asleep:  # else it has ended
+                self._parts.report(f"the server of {self.name} could not be woken ({error}): it is started again")
+                await self._end_server(server)
+            return
+        server.is_asleep = False
+        server.state = "ready"
+        self.stats.mark_replica_ready(server.index)
+
+    async def _end_server(self, server: ForeignServer) -> None:
+        """End a process; it is started again once the model may run."""
+        await self._end_process(server)
+        deaths_s = server.deaths_s
+        server.begin()
+        server.state, server.deaths_s, server.is_asleep = "sleeping", deaths_s, False
+        server.restarts += 1
+        if not self._draining:
+            server.task = asyncio.create_task(self._keep(server))
 
     def begin_wake(self) -> None:
         """Let processes be started."""

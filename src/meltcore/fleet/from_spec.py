@@ -151,6 +151,7 @@ def foreign_config(spec: FleetSpec, name: str) -> ForeignConfig:
         max_model_len=model.max_model_len,
         max_num_seqs=model.max_num_seqs,
         sleepable=model.residency == "sleepable" and model.command is not None,
+        sleep_mode=model.sleep_mode,
         upstream_model=model.upstream_model,
         api_key_variable=model.upstream_key_env,
         paths=_FOREIGN_PATHS[model.task],

@@ -32,7 +32,7 @@ def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) ->
 def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> tuple[int, int]:
     """Return the bytes of host memory of all engines on the CPU, and those pinned for weights that sleep."""
     pinned = (
-        model.replicas * pinned_bytes(spec, needs, name)
+        model.replicas * model.tensor_parallel_size * pinned_bytes(spec, needs, name)
         for name, model in spec.models.items()
         if model.residency == "sleepable" and model.device != "cpu"
     )
@@ -48,12 +48,17 @@ def cpu_engines(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> Iterator[tupl
 
 
 def pinned_bytes(spec: FleetSpec, needs: dict[str, EngineNeeds], name: str) -> int:
-    """Return the pinned host memory that one engine of a sleeping model keeps: its weights, as its GPU holds them.
+    """Return the pinned host memory that an engine of a sleeping model keeps for each of its GPUs: its weights there.
 
     0 where weights are dropped, and for an engine without a sleep mode, which is ended. Where the file alone knows the
-    model's memory all of it counts.
+    model's memory, also that of a vLLM server, all of it counts.
     """
-    if spec.residency.keep != "host" or name not in needs or spec.models[name].tensor_parallel_size > 1:
+    model = spec.models[name]
+    if spec.residency.keep != "host":
+        return 0
+    if name not in needs:
+        return int(model.memory or 0) if model.sleep_mode == "vllm" else 0
+    if model.tensor_parallel_size > 1:
         return 0
     rows = needs[name].rows
     if not rows:

@@ -32,7 +32,7 @@ async def put_to_sleep(model: Model, config: ResidencyConfig, drain_limit_s: flo
     """
     async with model.changing:
         model.begin_sleep()
-        keep = config.keep if isinstance(model, ServedModel) else "disk"
+        keep = config.keep
         if isinstance(model, ServedModel):
             awake = [replica for replica in model.replicas if replica.state == "ready"]
             others = [replica for replica in model.replicas if replica.state not in ("ready", "failed")]
@@ -44,7 +44,7 @@ async def put_to_sleep(model: Model, config: ResidencyConfig, drain_limit_s: flo
             )
         else:
             await asyncio.gather(*(_drain(model, replica.index, drain_limit_s) for replica in model.servers))
-            await model.end_servers()
+            keep = await model.sleep_servers(config.keep, config.wake_timeout_s)
         model.stats.set("sleep_level", _LEVELS[keep])
         model.update_status()
 
@@ -66,6 +66,8 @@ async def wake_up(model: Model, config: ResidencyConfig) -> str:
                 return problems[0]
             for replica, _ in failed:
                 await model.end_engine(replica)  # it is started like one that has died
+        else:
+            await model.wake_servers(config.wake_timeout_s)
         await _wait_started(model, config.start_timeout_s)
         model.end_wake(time.monotonic() - began_s)
         return ""

@@ -29,7 +29,7 @@ _PROCESS_ONLY = (
         "tensor_parallel_size",
         "device",
     ),
-    *("replicas", "residency"),
+    *("replicas", "residency", "sleep_mode"),
 )
 
 
@@ -102,7 +102,7 @@ def _check_kind(model: ModelSection, path: str) -> None:
         )
     changed = _changed(model)
     if model.kind == "engine":
-        foreign = sorted(changed & {"environment", "python", "upstream_model", "upstream_key_env"})
+        foreign = sorted(changed & {"environment", "python", "sleep_mode", "upstream_model", "upstream_key_env"})
         if foreign:
             raise FleetError(f"{path}.{foreign[0]}", "is for a url or a command, and this model has neither")
         return
@@ -113,6 +113,11 @@ def _check_kind(model: ModelSection, path: str) -> None:
         value = getattr(model, refused[0])
         raise FleetError(
             f"{path}.{refused[0]}", f"got {value!r}; a model with a {model.kind} has no such setting: remove it"
+        )
+    if "sleep_mode" in changed and model.residency != "sleepable":
+        raise FleetError(
+            f"{path}.sleep_mode",
+            f"got {model.sleep_mode!r} for a model that is {model.residency}; add residency: sleepable",
         )
     if model.command is not None:
         _check_command(model, model.command, f"{path}.command")

@@ -192,6 +192,13 @@ class ModelSection(_Section, frozen=True, kw_only=True):
         Literal["always_on", "sleepable"],
         Meta(description="sleepable: its memory may be given to others in turns; see `residency` of the file."),
     ] = "always_on"
+    sleep_mode: Annotated[
+        Literal["restart", "vllm"],
+        Meta(
+            description="How a sleepable `command` sleeps. restart: its process is ended, and started again; vllm: by "
+            "vLLM's /sleep and /wake_up."
+        ),
+    ] = "restart"
     priority: Annotated[Priority, Meta(description="Class of its requests against those of other models.")] = "standard"
     max_queue: Annotated[
         Annotated[int, Meta(ge=0)] | None, Meta(description="Requests that may wait (default: limits.max_queue).")

@@ -34,7 +34,7 @@ Fault = Literal[
     "plain",  # an answer that is not a stream
 ]
 
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 429: "Too Many Requests"}
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 429: "Too Many Requests", 500: "Internal Server Error"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +96,8 @@ class ScriptedServer:
         self.requests = 0
         self.in_flight = 0
         self.in_flight_peak = 0
+        self.is_asleep = False
+        self.has_sleep_mode = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"  # as vLLM's routes /sleep and /wake_up
         self._server: asyncio.Server | None = None
         self.connections: set[_ServerConnection] = set()
 
@@ -164,7 +166,12 @@ class _ServerConnection(asyncio.Protocol):
         self._serve(method, path, body[:length])
 
     def _serve(self, method: str, path: str, body: bytes) -> None:
-        if method == "POST" and path in ("/v1/chat/completions", "/v1/completions"):
+        if method == "POST" and path in ("/sleep?level=1", "/wake_up") and self.server.has_sleep_mode:
+            self.server.is_asleep = path != "/wake_up"
+            self.reply(200, "")
+        elif method == "POST" and self.server.is_asleep:
+            self.reply_error(500, "the server sleeps")
+        elif method == "POST" and path in ("/v1/chat/completions", "/v1/completions"):
             try:
                 request = _decode_request(body)
             except msgspec.DecodeError as error:
