@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +25,16 @@ from meltcore.protocol.cluster import RunOnNodes
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def folder() -> Iterator[Path]:
+    """TMPDIR of the nodes; short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="m") as name, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
     """A node without a GPU, and one that Ray believes to have one and whose driver shows none."""
-    folder = tmp_path_factory.mktemp("nodes")
     with start_nodes(folder, [], [80]) as cluster:
         (folder / "pynvml.py").unlink()  # the commands ask the real one
         yield cluster.address
@@ -150,6 +159,37 @@ def test_killed_driver_leaves_no_process_and_every_node_is_named(address: str) -
         ended = result.result(60)
         assert {each.reason for each in ended} == {"the driver of the cluster ended before the node answered"}
         server.wait(lambda found: not found)
+
+
+@pytest.mark.slow
+def test_interruption_ends_the_processes_and_leaves_no_file(address: str, folder: Path) -> None:
+    def interrupt(server: SilentServer) -> None:
+        server.wait(lambda found: len(found) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = set(folder.glob("meltcore-node-*"))
+    with SilentServer() as server, ThreadPoolExecutor(1) as threads:
+        interrupted = threads.submit(interrupt, server)
+        with pytest.raises(KeyboardInterrupt):
+            run_on_nodes(address, server.request(100.0), lambda ended: None)
+        interrupted.result(5)
+        assert server.processes() == []
+    assert set(folder.glob("meltcore-node-*")) <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "status"), [("snapshot", 2), ("certify", 3), ("bench", 2)])
+def test_cluster_that_is_not_there_is_one_error(
+    command: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install 'meltcore[cluster]'")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        out = [] if command == "snapshot" else ["--out", str(tmp_path / "runs")]
+        assert main([command, "--ray", address, *out]) == status
+    assert f"--ray {address}: nothing answers there" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def run_on_all_nodes(
     from meltcore.errors import ConfigError
     from meltcore.hardware.certify.judge import straggler_fraction
     from meltcore.hardware.snapshot import shared_facts
+    from meltcore.process import describe_exit
     from meltcore.protocol.cluster import CommandEnded, RunOnNodes
     from meltcore.report.console import print_page
     from meltcore.report.html import write_page
@@ -71,8 +72,8 @@ def run_on_all_nodes(
     console = Console(stderr=args.json, highlight=False, soft_wrap=True)
 
     def announce(ended: CommandEnded) -> None:
-        reason = f": {ended.reason}" if ended.status != "ended" else ""
-        console.print(f"{ended.node}: {ended.status}{reason}", markup=False)
+        result = ended.reason if ended.returncode is None else describe_exit(ended.returncode)
+        console.print(f"{ended.node}: {ended.status}, {result}", markup=False)
 
     request = RunOnNodes(
         list(command),

@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_CODES["FAIL"]
     except (MeltcoreError, NVMLError) as error:
         print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
+    except KeyboardInterrupt:  # with --ray, or before anything was measured
+        print("meltcore certify: UNKNOWN: interrupted", file=sys.stderr)
     except Exception:
         traceback.print_exc()
     return EXIT_UNKNOWN

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,6 +93,7 @@ class CommandActor:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_done = threading.Event()
 
     def has_gpu(self, ray_gpus: int) -> bool:
         """Return whether Ray counts GPUs here, or the machine has an NVIDIA one on its PCI bus without them."""
@@ -116,6 +118,7 @@ class CommandActor:
             )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            self._is_done.set()
         last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         is_late = done.returncode is None
         reason = f"it did not end within {message.limit_s:g} s" + (f": {last_line}" if last_line else "")
@@ -133,9 +136,10 @@ class CommandActor:
         self._process = process
 
     def end(self) -> None:
-        """End the process and its group, first with SIGTERM."""
-        if self._process is not None and self._process.poll() is None:
+        """End the process and its group, first with SIGTERM, and wait until its folder is removed."""
+        if self._process is not None and not self._is_done.is_set():
             end_group(self._process, _TERMINATE_LIMIT_S / 2)
+            self._is_done.wait(_TERMINATE_LIMIT_S / 4)
 
 
 def _is_nvidia_gpu(device: Path) -> bool:

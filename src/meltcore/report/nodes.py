@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meltcore.report.page import Block, Cell, Column, Details, Page, Row, Section, Style, Table, numeric_columns
 from meltcore.results.formatting import format_duration, format_number, format_time
-from meltcore.results.nodes import NodeMetric, NodeResult, NodesReport, NodeValue
+from meltcore.results.nodes import NodeMetric, NodesReport, NodeValue
 
 _STYLES: dict[str, Style] = {
     **dict.fromkeys(("OK", "PASS", "ALIKE"), "good"),
@@ -38,11 +38,6 @@ def nodes_page(report: NodesReport) -> Page:
         style=_style(report.verdict),
         conclusion=_conclusion(report),
     )
-
-
-def node_line(node: NodeResult) -> str:
-    """Return one line on a node that has ended: its name, verdict and reason."""
-    return f"{node.node}: {node.verdict}" + (f" ({node.reason})" if node.reason else "")
 
 
 def _style(verdict: str) -> Style:
