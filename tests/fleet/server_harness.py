@@ -213,6 +213,20 @@ def read_daemon_url(stdout: str) -> str:
     return line.split()[3]
 
 
+def connections(pid: int, port: int) -> int:
+    """How many connections to `port` the process holds."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" and row[9] in inodes for row in rows)
+
+
 def wait_until(condition: Any, what: str, timeout_s: float = WAIT_S) -> None:
     """Poll until `condition()` holds; fail with `what` after the limit."""
     deadline_s = time.monotonic() + timeout_s

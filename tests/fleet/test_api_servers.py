@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import MODEL, RunningServer, chat_body, scripted_server, wait_until
+from server_harness import MODEL, RunningServer, chat_body, connections, scripted_server, wait_until
 
 CHAT = "/v1/chat/completions"
 
@@ -32,20 +32,6 @@ def open_streams(server: RunningServer, count: int, **fields: Any) -> list[socke
     for stream in streams:
         read_until(stream, b"data: ")
     return streams
-
-
-def connections(pid: int, port: int) -> int:
-    """How many connections to `port` the process holds."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = str(descriptor.readlink())
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" and row[9] in inodes for row in rows)
 
 
 def test_connections_are_distributed_evenly() -> None:
