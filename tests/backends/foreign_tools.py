@@ -156,10 +156,10 @@ class Served:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
         return self.session.post(self.url + path, json=body | ({"stream": True} if stream else {}))
 
-    async def open(self, path: str = CHAT) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Ask for a stream over a raw connection, and leave the answer unread."""
+    async def open(self, path: str = CHAT, *, stream: bool = True) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send a request over a raw connection, and leave the answer unread."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1024)
-        body = b'{"model":"m","stream":true}'
+        body = b'{"model":"m","stream":true}' if stream else b'{"model":"m"}'
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         return reader, writer

@@ -242,7 +242,7 @@ def test_request_takes_no_longer_than_its_limit() -> None:
 # --- clients
 
 
-@pytest.mark.parametrize("part", ["connecting", "silent", "streaming", "full"])
+@pytest.mark.parametrize("part", ["connecting", "silent", "unstreamed", "half an answer", "streaming", "full"])
 def test_disconnect_ends_the_upstream_within_100_ms(part: str) -> None:
     """Before the first byte, within the stream, and where the client had stopped to read."""
 
@@ -252,7 +252,11 @@ def test_disconnect_ends_the_upstream_within_100_ms(part: str) -> None:
             writer.write(chunk(EVENT * 200))
             await writer.drain()
 
-    behave = {"silent": sends(then="hang"), "streaming": sends(stream(EVENT), then="hang"), "full": flood}
+    behave = {
+        "half an answer": sends(answer(WHOLE)[:-3], then="hang"),
+        "streaming": sends(stream(EVENT), then="hang"),
+        "full": flood,
+    }
 
     async def check() -> None:
         upstream = Upstream(behave.get(part, sends(then="hang")))
@@ -266,7 +270,7 @@ def test_disconnect_ends_the_upstream_within_100_ms(part: str) -> None:
                     each.setblocking(False)
                     each.connect_ex(full.getsockname())
                 server.backend.replicas[0]._port = full.getsockname()[1]
-            _reader, writer = await server.open()
+            _reader, writer = await server.open(stream=part not in ("unstreamed", "half an answer"))
             await asyncio.sleep(0.2)
             assert server.stats.models[0].total("in_flight") == 1
             num_closed = len(upstream.closed_s)

@@ -196,6 +196,9 @@ class ScriptedEngine:
         return Awake(0.0, 2**20)
 
     def abort(self, request_ids: list[str]) -> None:
+        if self.options.abort_log:
+            with Path(self.options.abort_log).open("a") as log:
+                log.write(f"{time.monotonic()}\n" * len(request_ids))
         ended = [request_id for request_id in request_ids if self.running.pop(request_id, None)]
         ended += [request.request_id for request in self.waiting if request.request_id in request_ids]
         self.waiting = [request for request in self.waiting if request.request_id not in request_ids]
@@ -247,6 +250,7 @@ def main() -> int:
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--silent-steps", type=int, default=0, help="steps without any output at the start")
     parser.add_argument("--device-folder", default="", help="of engines that take turns: a file for each awake one")
+    parser.add_argument("--abort-log", default="", help="a file for the time of each abort")
     parser.add_argument("--no-sleep", action="store_true")
     parser.add_argument("--wake-s", type=float, default=0.0)
     parser.add_argument("directory")

@@ -60,6 +60,27 @@ def test_client_disconnect_before_the_first_token_frees_its_request(stream: bool
         assert server.check_no_leak()["requests_aborted_total"] == 1
 
 
+def test_request_outlives_its_client_by_less_than_100_ms(tmp_path: Path) -> None:
+    """From the client's close to the abort in the engine; the second of three, so that a busy machine is no failure."""
+    log = tmp_path / "aborts"
+    log.touch()
+    ways = [(leave, stream) for leave in (socket.socket.close, reset) for stream in (True, False)]
+    with scripted_server("--step-s", "0.01", "--abort-log", str(log)) as server:
+        for leave, stream in ways:
+            took_s = []
+            for _ in range(3):
+                num_before = len(log.read_text().splitlines())
+                connection = server.open(CHAT, chat_body(stream=stream))
+                server.wait_metric("num_requests_running", 1)
+                left_s = time.monotonic()
+                leave(connection)
+                wait_until(lambda before=num_before: log.read_text().count("\n") > before, "the abort")
+                took_s.append(float(log.read_text().splitlines()[-1]) - left_s)
+                wait_until(lambda: server.metrics()["num_requests_running"] == 0, "the end in the metrics")
+            assert sorted(took_s)[1] < 0.1, (leave, stream, took_s)
+        assert server.check_no_leak()["requests_aborted_total"] == 3 * len(ways)
+
+
 def test_client_disconnect_after_a_paused_long_body_frees_its_request() -> None:
     with scripted_server("--silent-steps", "100000", engine={"max_model_len": 10**8}) as server:
         connection = server.open(CHAT, chat_body("x" * 2_500_000))
