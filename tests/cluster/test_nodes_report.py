@@ -155,6 +155,21 @@ def test_slowest_part_of_the_slowest_node_is_beside_the_median() -> None:
     assert "memory/copy b GPU 1 3,700 4,000 0.925 0.93 GB/s bus SLOW" in printed(report)
 
 
+def test_rates_of_other_gpus_and_of_busy_ones_do_not_count() -> None:
+    slower, busy = certificate(2000, 300), certificate(1000, 700)
+    for gpu in slower.snapshot.gpus:
+        gpu.name = "A100"
+    for row in busy.checks[0].rows[:2]:
+        row.verdict = "INVALID"
+    documents = {"a": certificate(4000, 700), "b": certificate(4000, 700), "c": slower, "d": busy}
+    report = report_on(*(ended(name, each) for name, each in documents.items()), command="certify")
+    assert {metric.key: [each.node for each in metric.values] for metric in report.metrics} == {
+        "memory/copy": ["a", "b"],
+        "gemm/bf16/8192x8192x8192": ["a", "b", "d"],
+    }
+    assert report.slow == []
+
+
 @pytest.mark.parametrize(
     ("nodes", "status"),
     [
