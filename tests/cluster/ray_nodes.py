@@ -27,6 +27,7 @@ from server_harness import MODEL, RunningServer, make_model, wait_until
 
 POLICY = RestartPolicy(first_pause_s=0.2, max_pause_s=0.5, max_deaths=20)
 START_S = 60.0
+SAID = "a scripted engine starts"
 SCRIPTED_ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py").encode()
 STORE_BYTES = 80 * 2**20  # the least that Ray takes: nothing large travels through it
 PYNVML = """
@@ -82,7 +83,7 @@ def start_nodes(folder: Path, *gib: Sequence[int], settings: Mapping[str, str] |
 def write_fleet(folder: Path, *, step_s: float = 0.002) -> Path:
     """A fleet.yaml with two replicas on CPUs and a model on a GPU, all scripted. step_s: of their engines."""
     checkpoint = make_model(folder / "model")
-    (checkpoint / "engine.json").write_bytes(msgspec.json.encode({"step_s": step_s}))
+    (checkpoint / "engine.json").write_bytes(msgspec.json.encode({"step_s": step_s, "say": SAID}))
     path = folder / "fleet.yaml"
     load = f"checkpoint: {checkpoint}, load_format: dummy"
     path.write_text(

@@ -5,20 +5,32 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_nodes import POLICY, START_S, all_ready, children, engine_pids, is_on_gpu_node, rows, start_nodes, write_fleet
+from ray_nodes import (
+    POLICY,
+    SAID,
+    START_S,
+    all_ready,
+    children,
+    engine_pids,
+    is_on_gpu_node,
+    rows,
+    start_nodes,
+    write_fleet,
+)
 
 from meltcore.errors import ConfigError
 from meltcore.fleet.planned import FleetPlanner
 from meltcore.process import start_ticks
 
 sys.path.append(str(Path(__file__).parents[1] / "fleet"))
-from server_harness import fleet_command, running, wait_until
+from server_harness import MODEL, fleet_command, running, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +62,11 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
             server.chat("same words", max_tokens=20, seed=1).json["choices"][0]["message"]["content"] for _ in range(6)
         }
         assert len(answers) == 1
+        logs = [Path(row["log"]) for row in found]
+        assert [path.name for path in logs] == [f"{MODEL}.0.log", f"{MODEL}.1.log", "gpu.log"]
+        wait_until(lambda: [path.read_text() for path in logs] == [f"{SAID}\n"] * 3, "the log of each engine", 5)
+        marks = [path for folder in marks_folders() for path in folder.iterdir()]
+        assert sorted(path.name for path in marks) == ["marks-cpu", "marks-node:0"]
 
         # A killed engine fails its own requests; the other goes on, and the replica comes back.
         os.kill(pids[0], signal.SIGKILL)
@@ -70,6 +87,13 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
         wait_until(lambda: not engine_pids(), "no engine left", 10)
+        assert not marks_folders()
+        text = logs[0].read_text()
+        assert text.count(SAID) == 2, "that of an engine that died, and of the one after it"
+
+
+def marks_folders() -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob("meltcore-marks-*"))
 
 
 def test_killed_supervisor_leaves_no_engine(cluster: Any, fleet_file: Path) -> None:

@@ -110,6 +110,8 @@ class ScriptedEngine:
                 self.send(StepOutputs(part, self.stats(), time.monotonic()), client_index)
 
     def serve(self) -> int:
+        if self.options.say:
+            print(self.options.say)
         self.send(Loading("scripted", 0.5))
         time.sleep(self.options.load_s)
         if self.options.fail and Path(self.options.directory).name == self.options.fail_of:
@@ -243,6 +245,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-s", type=float, default=0.002)
     parser.add_argument("--load-s", type=float, default=0.0)
+    parser.add_argument("--say", default="", help="printed at the start")
     parser.add_argument("--fail", default="", help="say this instead of becoming ready")
     parser.add_argument("--fail-of", default="0", help="the replica that says it")
     parser.add_argument("--die-loading", action="store_true")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -28,8 +30,8 @@ class RemoteRun(NamedTuple):
 class Cluster(Protocol):
     """What starts engines on other nodes."""
 
-    async def start_engine(self, start: StartEngine) -> RemoteRun:
-        """Start an engine process. Raises EngineDeadError where it does not run."""
+    async def start_engine(self, start: StartEngine, on_output: Callable[[bytes], None]) -> RemoteRun:
+        """Start an engine process; `on_output` gets what it prints. Raises EngineDeadError where it does not run."""
 
     def kill_engine(self, engine: int) -> None:
         """End an engine process now."""
@@ -42,18 +44,27 @@ class RemoteEngineProcess(EngineProcess):
     """
 
     def __init__(
-        self, cluster: Cluster, start: StartEngine, on_message: Callable[[FromEngine], None], directory: Path
+        self,
+        cluster: Cluster,
+        start: StartEngine,
+        on_message: Callable[[FromEngine], None],
+        directory: Path,
+        log: Path | None = None,
     ) -> None:
-        """Prepare an engine process; its address is written into `directory`, for all clients."""
+        """Prepare an engine process; its address is written into `directory`, for all clients.
+
+        `log`: the file to which its output is appended; None: our standard error.
+        """
         super().__init__(on_message)
         self._cluster = cluster
         self._start = start
         self._directory = directory
+        self._log = log
         self._run: RemoteRun | None = None
 
     async def prepare(self) -> None:
         """Start the process. Raises EngineDeadError."""
-        self._run = await self._cluster.start_engine(self._start)
+        self._run = await self._cluster.start_engine(self._start, self._on_output)
         write_address(self._directory, self._run.address)
 
     async def _launch(self) -> None:
@@ -77,6 +88,14 @@ class RemoteEngineProcess(EngineProcess):
     def is_stopped(self) -> bool:
         """Return False: a stopped process loses its connection."""
         return False
+
+    def _on_output(self, data: bytes) -> None:
+        if self._log is None:
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
+            return
+        with suppress(OSError), self._log.open("ab") as log:  # without its log, as on a full disk, the engine serves
+            log.write(data)
 
     def _give_up(self) -> None:
         if self._run is not None and not self._run.ended.done():

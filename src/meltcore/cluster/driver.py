@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from meltcore.protocol.cluster import (
     ClusterFailed,
     EngineEnded,
     EngineListening,
+    EngineOutput,
     FromDriver,
     KillEngine,
     Nodes,
@@ -30,7 +32,8 @@ from meltcore.protocol.cluster import (
 )
 
 _START_LIMIT_S = 120.0  # for a worker process of Ray, and the engine process to listen
-_CALLS = 3  # of one actor that run together: start or wait, and kill
+_CALLS = 4  # of one actor that run together: start or wait, read its output, and kill
+_REST_S = 2.0  # for the last output of an engine that has ended
 
 
 class Driver:
@@ -90,10 +93,14 @@ class Driver:
                 )
                 .remote()
             )
-            async with asyncio.timeout(_START_LIMIT_S):
-                host, port, pid = await actor.start.remote(msgspec.json.encode(message))
-            self._answer(EngineListening(message.engine, host, port, pid))
-            return str(await actor.wait.remote())
+            output = asyncio.create_task(self._pass_output(message.engine, actor))
+            try:
+                async with asyncio.timeout(_START_LIMIT_S):
+                    host, port, pid = await actor.start.remote(msgspec.json.encode(message))
+                self._answer(EngineListening(message.engine, host, port, pid))
+                return str(await actor.wait.remote())
+            finally:
+                await self._close(message.engine, output)
         except TimeoutError:
             return f"node {message.node}: the engine does not listen within {_START_LIMIT_S:g} s"
         except ray.exceptions.RayTaskError as error:
@@ -101,9 +108,25 @@ class Driver:
         except (ray.exceptions.RayError, EngineDeadError, KeyError) as error:
             first_line = str(error).strip().partition("\n")[0]
             return f"node {message.node} is gone, or its actor has died: {first_line}"
-        finally:
-            if (ended := self._actors.pop(message.engine, None)) is not None:
-                ray.kill(ended)
+
+    async def _pass_output(self, engine: int, actor: Any) -> None:
+        """Answer what an engine prints, until it has ended or its actor is gone."""
+        import ray
+
+        with suppress(ray.exceptions.RayError):
+            while data := await actor.read_output.remote():
+                self._answer(EngineOutput(engine, data))
+
+    async def _close(self, engine: int, output: asyncio.Task[None]) -> None:
+        """End an actor whose engine has ended, with its files, once its last output has come."""
+        import ray
+
+        actor = self._actors.pop(engine)
+        with suppress(TimeoutError, ray.exceptions.RayError):
+            async with asyncio.timeout(_REST_S):
+                await output
+                await actor.close.remote()
+        ray.kill(actor)
 
 
 def main() -> int:

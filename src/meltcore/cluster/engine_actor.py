@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
@@ -15,14 +16,17 @@ from pathlib import Path
 import msgspec
 
 from meltcore.errors import EngineDeadError
-from meltcore.fleet.placement import visible_gpus
+from meltcore.fleet.placement import Placement, shared_engine, visible_gpus
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
-from meltcore.process import STDERR, describe_exit, signal_group, start_async
+from meltcore.process import describe_exit, signal_group, start_async
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.tcp import read_port, write_binding
 
 _LISTEN_LIMIT_S = 60.0  # for the interpreter and its imports
 _POLL_S = 0.02
+_OUTPUT_POLL_S = 0.2
+_BLOCK_BYTES = 1 << 16
+_OUTPUT_BYTES = 1 << 20  # of the file of what an engine prints; what has been read of it is dropped then
 
 
 class EngineActor:
@@ -31,6 +35,10 @@ class EngineActor:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="meltcore-engine-"))  # that only this user may enter
+        # A file, and no pipe: an engine that outlives the actor can print.
+        self._output = self._folder / "output"
+        self._output_at = 0
+        self._marks: MarksFolder | None = None
 
     async def start(self, encoded: bytes) -> tuple[str, int, int]:
         """Start the engine of a `StartEngine`, encoded as JSON; returns its host, port and process id.
@@ -42,14 +50,19 @@ class EngineActor:
         message = msgspec.json.decode(encoded, type=StartEngine)
         host = ray.util.get_node_ip_address()
         write_binding(self._folder, msgspec.structs.replace(message.binding, host=host))
-        process = self._process = await start_async(
-            [sys.executable, *message.command, str(self._folder), str(message.client_count)],
-            stdin=subprocess.PIPE,
-            stdout=STDERR,  # which Ray sends to the driver
-            environment=engine_environment(message),
-        )
+        self._marks = MarksFolder(message.fleet)
+        placement = Placement(message.config, {}, "node", tuple(message.gpus))
+        config = shared_engine(placement, message.sharing, message.priority_class, self._marks.path)
+        with self._output.open("ab") as output:
+            process = self._process = await start_async(
+                [sys.executable, *message.command, str(self._folder), str(message.client_count)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                environment=engine_environment(message),
+            )
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(message.config) + b"\n")
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.close()
         port = await self._wait_listening(process)
         return host, port, process.pid
@@ -67,9 +80,35 @@ class EngineActor:
     async def wait(self) -> str:
         """Wait until the process has ended; returns how."""
         assert self._process is not None
-        returncode = await self._process.wait()
+        return describe_exit(await self._process.wait())
+
+    async def read_output(self) -> bytes:
+        """Wait for what the process prints, and return it; b"" when it has ended and all has been read."""
+        while True:
+            has_ended = self._process is not None and self._process.returncode is not None
+            if data := self._new_output():
+                return data
+            if has_ended:
+                return b""
+            await asyncio.sleep(_OUTPUT_POLL_S)
+
+    def _new_output(self) -> bytes:
+        if not self._output.exists():  # the process has not been started
+            return b""
+        with self._output.open("rb") as file:
+            file.seek(self._output_at)
+            data = file.read(_BLOCK_BYTES)
+        self._output_at += len(data)
+        if self._output_at > _OUTPUT_BYTES and len(data) < _BLOCK_BYTES:
+            os.truncate(self._output, 0)  # the process appends
+            self._output_at = 0
+        return data
+
+    def close(self) -> None:
+        """Remove the files of a process that has ended."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        return describe_exit(returncode)
+        if self._marks is not None:
+            self._marks.close()
 
     def kill(self) -> None:
         """End the process and its group now."""
@@ -77,10 +116,33 @@ class EngineActor:
             signal_group(self._process.pid, signal.SIGKILL)
 
 
+class MarksFolder:
+    """The folder of the step marks of a fleet on this node. Who leaves it last removes it."""
+
+    def __init__(self, fleet: str) -> None:
+        """Make the folder, or join those who have it. Only this user may enter."""
+        self.path = Path(tempfile.gettempdir()) / f"meltcore-marks-{fleet}"
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            with suppress(OSError):  # removed meanwhile
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+                if self.path.stat().st_ino == os.fstat(self._descriptor).st_ino:
+                    return
+                os.close(self._descriptor)
+
+    def close(self) -> None:
+        """Leave the folder."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._descriptor)
+
+
 def engine_environment(message: StartEngine) -> dict[str, str]:
     """Return the environment of an engine on this node: its GPUs by name, or its part of the cores."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray sets 1
-    environment |= ONE_ARENA_ENVIRONMENT
+    environment |= ONE_ARENA_ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
     if message.gpus:
         names = visible_gpus()
         return environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in message.gpus)}

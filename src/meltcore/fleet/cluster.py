@@ -99,6 +99,8 @@ def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster) -> ServerConfig
     for foreign in config.foreign:
         if foreign.command:
             raise ConfigError(f"models.{foreign.names[0]}.command: --ray starts engines of Meltcore only; name its url")
+    if config.sharing is not None and config.sharing.mps_sm_percent is not None:
+        raise ConfigError("sharing.means: mps runs on one machine; with --ray it must be pacing or none")
     names = cluster.gpu_names
     models = []
     for model in config.models:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -21,6 +23,7 @@ from meltcore.protocol.cluster import (
     ClusterNode,
     EngineEnded,
     EngineListening,
+    EngineOutput,
     FromDriver,
     KillEngine,
     Nodes,
@@ -39,9 +42,18 @@ class NodeGoneError(EngineDeadError):
     """Reports that the node of an engine is not in the cluster."""
 
 
-def free_gpus(node: ClusterNode, memory_bytes: int) -> list[int]:
-    """Return the GPUs of a node with that much memory free now, by their numbers."""
-    return [gpu.number for gpu in node.machine.gpus if gpu.total_bytes - gpu.used_bytes >= memory_bytes]
+def free_gpus(node: ClusterNode, memory_bytes: int, given: Mapping[tuple[str, int | None], int]) -> list[int]:
+    """Return the GPUs of a node with that much memory free, by their numbers, those with the least given first.
+
+    given: bytes by node and GPU that engines of the fleet have, and may not have taken yet.
+    """
+    taken = {gpu.number: given.get((node.name, gpu.number), 0) for gpu in node.machine.gpus}
+    free = [
+        gpu.number
+        for gpu in node.machine.gpus
+        if gpu.number in node.gib and gpu.total_bytes - max(gpu.used_bytes, taken[gpu.number]) >= memory_bytes
+    ]
+    return sorted(free, key=lambda number: taken[number])
 
 
 class ClusterDriver:
@@ -51,6 +63,7 @@ class ClusterDriver:
         """`report` gets a line when the cluster can no longer be changed."""
         self._address = address
         self._report = report
+        self.name = secrets.token_hex(8)  # of the fleet, on its nodes
         pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
         self.keys = FleetKeys(*pairs)
         self.problem = ""  # why the cluster cannot be changed; "": it can
@@ -58,8 +71,12 @@ class ClusterDriver:
         self._reading: asyncio.Task[None] | None = None
         self._connected: asyncio.Future[None] | None = None
         self._nodes: asyncio.Future[list[ClusterNode]] | None = None  # of a question after the first
+        self._paths: set[str] = set()  # checkpoints of engines that may be started elsewhere
+        self._running: dict[int, StartEngine] = {}
+        self._moved: set[int] = set()  # those of them that are not where the plan has them
         self._starts: dict[int, tuple[StartEngine, asyncio.Future[RemoteRun]]] = {}
         self._ended: dict[int, asyncio.Future[str]] = {}
+        self._outputs: dict[int, Callable[[bytes], None]] = {}
         self._lock = asyncio.Lock()
 
     async def connect(self) -> None:
@@ -89,8 +106,12 @@ class ClusterDriver:
                 raise
             self.problem = ""
 
-    async def start_engine(self, start: StartEngine) -> RemoteRun:
-        """Start an engine process. Raises EngineDeadError where it does not run, or the cluster cannot be changed."""
+    async def start_engine(self, start: StartEngine, on_output: Callable[[bytes], None]) -> RemoteRun:
+        """Start an engine process, and give what it prints to `on_output`.
+
+        Raises EngineDeadError where it does not run, or the cluster cannot be changed.
+        """
+        self._outputs[start.engine] = on_output
         try:
             await self.connect()
         except ConfigError as error:
@@ -103,36 +124,65 @@ class ClusterDriver:
     async def _elsewhere(self, start: StartEngine, gone: NodeGoneError) -> StartEngine:
         """Return the same engine for another node that has room now. Raises NodeGoneError where none has."""
         model, memory_bytes = start.config.model, start.config.memory_bytes or 0
-        paths = [model] if model.startswith("/") else []
-        self._nodes = asyncio.get_running_loop().create_future()
-        self._send(ReadNodes(paths))
+        if model.startswith("/"):
+            self._paths.add(model)
         try:
             async with asyncio.timeout(_CONNECT_LIMIT_S):
-                nodes = await asyncio.shield(self._nodes)
+                nodes = await self._read_nodes()
         except (TimeoutError, ConfigError) as error:
             raise gone from error
-        room = [(free_gpus(node, memory_bytes), node) for node in nodes if not node.missing]
-        if start.gpus:
-            found = [(gpus[: len(start.gpus)], node) for gpus, node in room if len(gpus) >= len(start.gpus)]
-        else:
-            found = [([], node) for _, node in room if node.machine.host_bytes >= memory_bytes + HOST_PROCESS_BYTES]
-        if not found:
+        # Many engines may have lost their node with it. What is given to one is not free for the next, loaded or not.
+        given: Counter[tuple[str, int | None]] = Counter()
+        for number, other in self._running.items():
+            other_bytes = other.config.memory_bytes or 0
+            given.update({(other.node, gpu): other_bytes for gpu in other.gpus})
+            if not other.gpus and number in self._moved:
+                given[other.node, None] += other_bytes + HOST_PROCESS_BYTES
+        room = []
+        for node in nodes:
+            host_bytes = node.machine.host_bytes - given[node.name, None]
+            gpus = free_gpus(node, memory_bytes, given)[: len(start.gpus)]
+            has_room = len(gpus) == len(start.gpus) if start.gpus else host_bytes >= memory_bytes + HOST_PROCESS_BYTES
+            if has_room and model not in node.missing:
+                load = sum(given[node.name, gpu] for gpu in node.gib) if start.gpus else 0
+                room.append((load, -host_bytes, node.name, gpus))
+        if not room:
             raise NodeGoneError(f"{gone}, and no other node has {memory_bytes / 2**30:.2f} GiB free for it")
-        gpus, node = max(found, key=lambda each: each[1].machine.host_bytes)
-        self._report(f"{gone}: its engine of {model} is started on {node.name}")
-        return msgspec.structs.replace(start, node=node.name, gpus=gpus)
+        *_, name, gpus = min(room)
+        self._moved.add(start.engine)
+        self._report(f"{gone}: its engine of {model} is started on {name}")
+        return msgspec.structs.replace(start, node=name, gpus=gpus)
+
+    async def _read_nodes(self) -> list[ClusterNode]:
+        """Return all living nodes; those who ask meanwhile get the same answer. Raises ConfigError."""
+        if self._nodes is None or self._nodes.done():
+            self._nodes = asyncio.get_running_loop().create_future()
+            self._nodes.add_done_callback(lambda future: future.cancelled() or future.exception())
+            self._send(ReadNodes(sorted(self._paths)))
+        return await asyncio.shield(self._nodes)
 
     async def _start_on_node(self, start: StartEngine) -> RemoteRun:
         future: asyncio.Future[RemoteRun] = asyncio.get_running_loop().create_future()
         self._starts[start.engine] = (start, future)
+        self._running[start.engine] = start
         self._send(start)
         try:
-            return await future
+            run = await future
         except asyncio.CancelledError:
             self.kill_engine(start.engine)
+            self._forget(start.engine)
+            raise
+        except EngineDeadError:
+            self._forget(start.engine)
             raise
         finally:
             self._starts.pop(start.engine, None)
+        run.ended.add_done_callback(lambda _ended: self._forget(start.engine))
+        return run
+
+    def _forget(self, engine: int) -> None:
+        self._running.pop(engine, None)
+        self._moved.discard(engine)
 
     def kill_engine(self, engine: int) -> None:
         """End an engine process now. Without a driver the engine ends by itself, without any connection."""
@@ -170,7 +220,12 @@ class ClusterDriver:
                 ended = self._ended[message.engine] = asyncio.get_running_loop().create_future()
                 address = self.keys.address(entry[0].node, message.host, message.port)
                 entry[1].set_result(RemoteRun(address, message.pid, ended))
+        elif isinstance(message, EngineOutput):
+            if (on_output := self._outputs.get(message.engine)) is not None:
+                on_output(message.data)
         elif isinstance(message, EngineEnded):
+            if not message.is_node_gone:  # else it may be started elsewhere
+                self._outputs.pop(message.engine, None)
             if (run := self._ended.pop(message.engine, None)) is not None and not run.done():
                 run.set_result(message.reason)
             elif (entry := self._starts.get(message.engine)) is not None and not entry[1].done():

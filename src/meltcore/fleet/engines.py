@@ -19,9 +19,8 @@ def new_engine(
     """Return an engine that has not been started. Without sockets it never will be."""
     directory = replica.sockets or parts.sockets
     if parts.cluster is not None:
-        return RemoteEngineProcess(
-            parts.cluster, _start(parts, replica.placement, directory.name), on_message, directory
-        )
+        start = _start(parts, replica.placement, directory.name, priority_class)
+        return RemoteEngineProcess(parts.cluster, start, on_message, directory, replica.log)
     return LocalEngineProcess(
         shared_engine(replica.placement, parts.sharing, priority_class, parts.sockets),
         parts.engine_command,
@@ -33,7 +32,7 @@ def new_engine(
     )
 
 
-def _start(parts: ServerParts, placement: Placement, number: str) -> StartEngine:
+def _start(parts: ServerParts, placement: Placement, number: str, priority_class: PriorityClass) -> StartEngine:
     """Return the order to start an engine on its node. Its number is that of its folder of sockets."""
     assert parts.cluster is not None
     size_bytes = placement.engine.memory_bytes or 0
@@ -47,4 +46,7 @@ def _start(parts: ServerParts, placement: Placement, number: str) -> StartEngine
         gpus=list(placement.gpus),
         gib=size_bytes / 2**30,
         cpu_engines=parts.cpu_engines(placement.node),
+        fleet=parts.cluster.name,
+        sharing=parts.sharing,
+        priority_class=priority_class,
     )

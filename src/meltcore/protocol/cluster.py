@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.config import EngineConfig
+from meltcore.config import EngineConfig, PriorityClass, SharingConfig
 from meltcore.protocol.machine import Machine
 from meltcore.protocol.tcp import Binding
 
@@ -35,7 +35,8 @@ class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     """Asks for an engine process on a node. Answered by `EngineListening` or `EngineEnded`.
 
     engine: its number; command: that starts it, after the interpreter; gpus: numbers among those of the node that Ray
-    may use; gib: on each of them; cpu_engines: that share the cores of the node.
+    may use; gib: on each of them; cpu_engines: that share the cores of the node. sharing: of the engines of one GPU,
+    and `fleet` names those that have regard to each other; None: none has.
     """
 
     engine: int
@@ -47,6 +48,9 @@ class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     gpus: list[int] = []
     gib: float = 0.0
     cpu_engines: int = 1
+    fleet: str = ""
+    sharing: SharingConfig | None = None
+    priority_class: PriorityClass = "standard"
 
 
 class KillEngine(msgspec.Struct, tag="kill_engine", frozen=True):
@@ -108,6 +112,13 @@ class EngineListening(msgspec.Struct, tag="listening", frozen=True):
     pid: int
 
 
+class EngineOutput(msgspec.Struct, tag="output", frozen=True):
+    """What an engine process has printed since the last time."""
+
+    engine: int
+    data: bytes
+
+
 class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
     """An engine process has ended, or could not be started."""
 
@@ -138,4 +149,4 @@ class CommandEnded(msgspec.Struct, tag="command_ended", frozen=True):
 
 
 ToDriver = ReadNodes | StartEngine | KillEngine | RunOnNodes
-FromDriver = Nodes | ClusterFailed | EngineListening | EngineEnded | CommandStarted | CommandEnded
+FromDriver = Nodes | ClusterFailed | EngineListening | EngineOutput | EngineEnded | CommandStarted | CommandEnded
