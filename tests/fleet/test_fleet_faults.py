@@ -18,7 +18,7 @@ from meltcore.config import EngineConfig, ModelConfig, ServerConfig
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.readiness import PROBE_ID, probe_error, probe_request
 from meltcore.fleet.replica import RestartPolicy
-from meltcore.fleet.start_gate import StartGate
+from meltcore.fleet.start_gate import WAVE, StartGate
 from meltcore.protocol.batch import BatchStats
 from meltcore.protocol.generation import EngineStats, GenerationReady, SequenceOutput, StepOutputs
 from meltcore.protocol.synthesis import SynthesisReady
@@ -266,6 +266,9 @@ def test_engines_that_measure_memory_load_alone_on_their_gpus(monkeypatch: pytes
     assert asyncio.run(load_all([with_budget, without, with_budget])) == [[0], [1], [2]], "no overtaking"
     assert asyncio.run(load_all([without, placement("cuda:1", None)])) == [[0, 1], [1]], "other GPUs"
     assert asyncio.run(load_all([placement("cpu", None), placement("cpu", None)])) == [[0, 1], [1]]
+    on_nodes = [with_budget._replace(node=f"n{number}", gpus=(0,)) for number in range(WAVE + 2)]
+    waves = asyncio.run(load_all(on_nodes))
+    assert waves[:2] == [list(range(WAVE)), list(range(1, WAVE + 1))], "engines of a cluster, in waves"
 
 
 def test_readiness_request_of_each_task() -> None:

@@ -23,6 +23,7 @@ from meltcore.protocol.tcp import (
 )
 
 CONNECT_LIMIT_S = 10.0
+_MAX_SOCKETS = 65_535  # of a process: three for each engine of a cluster, and ZeroMQ allows 1,023 by default
 
 
 class EngineSockets(Protocol):
@@ -78,18 +79,18 @@ class RemoteSocket:
     """One encrypted TCP socket, connected to an engine on another machine, and what watches its connection.
 
     `on_lost` is called with one line when there is no connection within CONNECT_LIMIT_S, and when one is lost. ZeroMQ
-    connects again by itself.
+    connects again by itself. All sockets of a process share one context, whose two threads serve any number of engines.
     """
 
     is_shared = True
+    _context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def __init__(self, address: EngineAddress, client_index: int, on_lost: Callable[[str], object]) -> None:
         self._address = address
         self._on_lost = on_lost
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = socket = self._context.socket(zmq.DEALER)
+        self._socket = socket = self._shared_context().socket(zmq.DEALER)
         socket.set_hwm(0)  # as for LocalSockets
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
@@ -125,7 +126,13 @@ class RemoteSocket:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
-        self._context.term()
+
+    @staticmethod
+    def _shared_context() -> zmq.Context[zmq.Socket[bytes]]:
+        if RemoteSocket._context is None:
+            RemoteSocket._context = zmq.Context()
+            RemoteSocket._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        return RemoteSocket._context
 
     def _on_event(self) -> None:
         while not self._is_closed and self._monitor.poll(0):

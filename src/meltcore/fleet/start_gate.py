@@ -9,22 +9,25 @@ from typing import NamedTuple
 
 from meltcore.fleet.placement import Placement, placed_gpus
 
+WAVE = 64  # engines of a cluster that load at the same time: they read their checkpoints from the same storage
+
 
 class _Start(NamedTuple):
     """An engine that is loading or wants to. `measures`: it takes what is free, instead of a number of bytes."""
 
     gpus: frozenset[str]
     measures: bool
+    in_cluster: bool = False
 
     def excludes(self, other: _Start) -> bool:
-        return bool(self.gpus & other.gpus) and (self.measures or other.measures)
+        return (self.measures or other.measures) and bool(self.gpus & other.gpus)
 
 
 class StartGate:
     """Lets engines load in the order in which they ask, in parallel where their memory allows.
 
     Engines with `memory_bytes` load concurrently. One without takes all that is free of its GPUs, so it loads alone
-    there. An engine on a CPU waits for none.
+    there. An engine on a CPU waits for none. Engines of a cluster start in waves of at most WAVE.
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,7 @@ class StartGate:
     @asynccontextmanager
     async def loading(self, placement: Placement) -> AsyncIterator[None]:
         """Wait until the engine of `placement` may load; the block is its loading."""
-        start = _Start(placed_gpus(placement), placement.engine.memory_bytes is None)
+        start = _Start(placed_gpus(placement), placement.engine.memory_bytes is None, bool(placement.node))
         self._starts.append(start)
         try:
             async with self._changed:
@@ -46,9 +49,9 @@ class StartGate:
                 self._changed.notify_all()
 
     def _is_blocked(self, start: _Start) -> bool:
-        for other in self._starts:
+        for position, other in enumerate(self._starts):
             if other is start:
                 return False
-            if start.excludes(other):
+            if start.excludes(other) or (start.in_cluster and position + 1 >= WAVE):
                 return True
         return False

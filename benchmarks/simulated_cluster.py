@@ -1,0 +1,281 @@
+"""A cluster without machines: answers the lines of `protocol/cluster.py` as the driver of a Ray cluster does.
+
+`python -m simulated_cluster RACKSxNODESxGPUS` is the driver: nodes n00, n01 and so on with GPUs of 40 GiB. One process
+per rack holds all engines of its nodes. Each has a socket of its own with CURVE and heartbeats, and gives every request
+one token per step. A rack that is killed takes its nodes out of the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from meltcore.process import KILL_LIMIT_S, end_async, start_async
+from meltcore.protocol.cluster import (
+    ClusterNode,
+    EngineEnded,
+    EngineListening,
+    FromDriver,
+    KillEngine,
+    Nodes,
+    ReadNodes,
+    StartEngine,
+    ToDriver,
+)
+from meltcore.protocol.generation import (
+    AddRequest,
+    EngineStats,
+    GenerationReady,
+    RequestTimes,
+    SequenceOutput,
+    StepOutputs,
+    ToEngine,
+)
+from meltcore.protocol.machine import Machine, VisibleGpu
+from meltcore.protocol.shell import AbortRequests, ForgetClient, Loading, MemoryRow, Shutdown
+from meltcore.protocol.tcp import client_identity, decode_message, encode_message, set_heartbeats
+
+GIB = 2**30
+GPU_GIB = 40
+STEP_S = float(os.environ.get("SIMULATED_STEP_S", "2"))
+LOAD_S = float(os.environ.get("SIMULATED_LOAD_S", "1"))
+VOCAB_SIZE, MAX_MODEL_LEN = 512, 4096
+_HOST = "127.0.0.1"
+
+
+class Engine:
+    """One engine of a rack. Its times are those of the rack's loop."""
+
+    def __init__(self, start: StartEngine, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.start = start
+        self.socket = socket = context.socket(zmq.ROUTER)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.curve_server = True
+        binding = start.binding
+        socket.curve_publickey, socket.curve_secretkey = binding.public_key.encode(), binding.secret_key.encode()
+        set_heartbeats(socket)
+        self.port = socket.bind_to_random_port(f"tcp://{_HOST}")
+        self.identities = [client_identity(index) for index in range(start.client_count)]
+        self.running: dict[str, list[Any]] = {}  # request, client, tokens so far, times of schedule and first token
+        self.steps = 0
+        self.is_loaded = self.is_asked = False
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, client: int, message: Any) -> None:
+        self.socket.send_multipart([self.identities[client], encode_message(self._encoder, message)])
+
+    def load(self) -> None:
+        limits = (MAX_MODEL_LEN, self.start.config.max_num_seqs or 256, VOCAB_SIZE, 64, 64)
+        memory = [MemoryRow("weights", 0, "none"), MemoryRow("KV pages", 2**20)]
+        self.send(0, GenerationReady("CPU", "float32", "dummy", memory, 0.0, *limits, ["float32"], "float32", "none"))
+        self.is_loaded = True
+
+    def handle(self, client: int, message: Any) -> None:
+        if isinstance(message, AddRequest):
+            self.running[message.request_id] = [message, client, 0, time.monotonic(), 0.0]
+        elif isinstance(message, AbortRequests):
+            for request_id in message.request_ids:
+                self.running.pop(request_id, None)
+        elif isinstance(message, ForgetClient):
+            self.running = {name: each for name, each in self.running.items() if each[1] != message.client_index}
+
+    def step(self) -> None:
+        parts: dict[int, list[SequenceOutput]] = {}
+        now_s = time.monotonic()
+        for request_id, entry in list(self.running.items()):
+            request, client, tokens, scheduled_s, first_token_s = entry
+            entry[2], entry[4] = tokens + 1, first_token_s or now_s
+            reason, times = None, None
+            if entry[2] == request.sampling.max_tokens:
+                reason, times = "length", RequestTimes(request.arrived_s, scheduled_s, entry[4], now_s)
+                del self.running[request_id]
+            token = request.prompt[tokens % len(request.prompt)]
+            parts.setdefault(client, []).append(SequenceOutput(request_id, [token], reason, times=times))
+        self.steps += 1
+        stats = EngineStats(running=len(self.running), steps_total=self.steps)
+        for client, outputs in parts.items():
+            self.send(client, StepOutputs(outputs, stats, now_s))
+
+
+class Rack:
+    """All engines of a rack, on one thread: what has arrived, then the steps that are due."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        self._engines: dict[zmq.Socket[bytes], Engine] = {}
+        self._due: list[tuple[float, int, Engine]] = []
+        self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
+        self._lines = b""
+
+    def run(self) -> None:
+        """Serve until the end of the input."""
+        while True:
+            wait_s = max(0.0, self._due[0][0] - time.monotonic()) if self._due else 1.0
+            for source, _ in self._poller.poll(wait_s * 1000):
+                if isinstance(source, int):
+                    block = os.read(source, 2**20)
+                    if not block:
+                        return
+                    *lines, self._lines = (self._lines + block).split(b"\n")
+                    for line in lines:
+                        self._on_line(msgspec.json.decode(line, type=ToDriver))
+                elif (engine := self._engines.get(source)) is not None:
+                    self._receive(engine)
+            now_s = time.monotonic()
+            while self._due and self._due[0][0] <= now_s:
+                self._step(heapq.heappop(self._due)[2])
+
+    def _on_line(self, message: ToDriver) -> None:
+        if isinstance(message, StartEngine):
+            engine = Engine(message, self._context)
+            self._engines[engine.socket] = engine
+            self._poller.register(engine.socket, zmq.POLLIN)
+            answer(EngineListening(message.engine, _HOST, engine.port, os.getpid()))
+        elif isinstance(message, KillEngine):
+            for engine in list(self._engines.values()):
+                if engine.start.engine == message.engine:
+                    self._end(engine, "killed by signal 9")
+
+    def _receive(self, engine: Engine) -> None:
+        while engine.socket in self._engines and engine.socket.poll(0):
+            identity, data = engine.socket.recv_multipart()
+            client = engine.identities.index(identity)
+            if client == 0 and not engine.is_asked:
+                engine.is_asked = True
+                engine.send(0, Loading("simulated", 0.5))
+                self._schedule(engine, LOAD_S)
+            messages, _ = decode_message(self._decoder, data)
+            was_idle = not engine.running
+            for message in messages:
+                if isinstance(message, Shutdown):
+                    self._end(engine, "exit status 0")
+                    return
+                engine.handle(client, message)
+            if was_idle and engine.running:
+                self._schedule(engine, STEP_S)
+
+    def _schedule(self, engine: Engine, wait_s: float) -> None:
+        heapq.heappush(self._due, (time.monotonic() + wait_s, id(engine), engine))
+
+    def _step(self, engine: Engine) -> None:
+        if engine.socket not in self._engines:
+            return
+        if not engine.is_loaded:
+            engine.load()
+            return
+        engine.step()
+        if engine.running:
+            self._schedule(engine, STEP_S)
+
+    def _end(self, engine: Engine, how: str) -> None:
+        self._poller.unregister(engine.socket)
+        del self._engines[engine.socket]
+        engine.socket.close()
+        answer(EngineEnded(engine.start.engine, how))
+
+
+class Driver:
+    """Answers for all nodes, and passes what is for an engine to the process of its rack."""
+
+    def __init__(self, racks: int, nodes: int, gpus: int) -> None:
+        self._nodes_per_rack, self._gpus = nodes, gpus
+        self._living = {f"n{number:02}": number // nodes for number in range(racks * nodes)}
+        self._racks: dict[int, asyncio.subprocess.Process] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._engines: dict[int, StartEngine] = {}
+        self._listening: set[int] = set()
+
+    async def run(self) -> None:
+        """Answer until the end of the input, then end all racks."""
+        while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+            message = msgspec.json.decode(line, type=ToDriver)
+            if isinstance(message, ReadNodes):
+                answer(Nodes([self._node(name, message.paths) for name in sorted(self._living)]))
+            elif isinstance(message, KillEngine):
+                if (start := self._engines.get(message.engine)) is not None and start.node in self._living:
+                    self._write(self._living[start.node], line)
+            elif message.node not in self._living:
+                answer(EngineEnded(message.engine, f"the node {message.node} is gone", is_node_gone=True))
+            else:
+                self._engines[message.engine] = message
+                rack = self._living[message.node]
+                if rack not in self._racks:
+                    await self._start_rack(rack)
+                self._write(rack, line)
+        await asyncio.gather(*(self._end_rack(process) for process in self._racks.values()))
+
+    def _node(self, name: str, paths: list[str]) -> ClusterNode:
+        given = [0] * self._gpus
+        for start in self._engines.values():
+            for gpu in start.gpus if start.node == name else []:
+                given[gpu] += start.config.memory_bytes or 0
+        cards = tuple(
+            VisibleGpu(number, "NVIDIA Simulated", GPU_GIB * GIB, GIB // 2 + taken)
+            for number, taken in enumerate(given)
+        )
+        gib = dict.fromkeys(range(self._gpus), float(GPU_GIB))
+        missing = [path for path in paths if not Path(path).exists()]
+        return ClusterNode(name, name, _HOST, Machine(cards, "570.1", 64 * GIB), gib, missing)
+
+    def _write(self, rack: int, line: bytes) -> None:
+        stdin = self._racks[rack].stdin
+        assert stdin is not None
+        stdin.write(line)
+
+    async def _start_rack(self, rack: int) -> None:
+        command = [sys.executable, "-m", "simulated_cluster", "--rack", str(rack)]
+        self._racks[rack] = await start_async(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        task = asyncio.create_task(self._follow(rack, self._racks[rack]))
+        self._tasks.add(task)
+
+    async def _follow(self, rack: int, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            message = msgspec.json.decode(line, type=FromDriver)
+            if isinstance(message, EngineListening):
+                self._listening.add(message.engine)
+            elif isinstance(message, EngineEnded):
+                self._engines.pop(message.engine, None)
+            answer(message)
+        lost = {name for name, its_rack in self._living.items() if its_rack == rack}
+        self._living = {name: its_rack for name, its_rack in self._living.items() if its_rack != rack}
+        for number in [number for number, start in self._engines.items() if start.node in lost]:
+            node = self._engines.pop(number).node
+            answer(EngineEnded(number, f"the node {node} is gone", is_node_gone=number not in self._listening))
+
+    async def _end_rack(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        await end_async(process, KILL_LIMIT_S)
+
+
+def answer(message: FromDriver) -> None:
+    """Write a line to who has started this process."""
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> int:
+    """Be the driver of a cluster, or one of its racks."""
+    if sys.argv[1] == "--rack":
+        Rack().run()
+        os._exit(0)  # its connections need no farewell
+    asyncio.run(Driver(*map(int, sys.argv[1].split("x"))).run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
