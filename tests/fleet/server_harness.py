@@ -256,7 +256,9 @@ def serve_command(
     return [*serve, *engine, *engine_options]
 
 
-def fleet_command(path: Path, policy: RestartPolicy, ray: str = "") -> list[str]:
+def fleet_command(
+    path: Path, policy: RestartPolicy, ray: str = "", engine: Sequence[str] = (sys.executable, _ENGINE)
+) -> list[str]:
     """Serves a fleet.yaml over scripted engines, as `meltcore up` does over real ones, on this machine or a cluster."""
     return [
         sys.executable,
@@ -265,8 +267,7 @@ def fleet_command(path: Path, policy: RestartPolicy, ray: str = "") -> list[str]
         str(path),
         msgspec.json.encode(policy).decode(),
         ray,
-        sys.executable,
-        _ENGINE,
+        *engine,
     ]
 
 
