@@ -18,9 +18,9 @@ from meltcore.api.backend import ModelTable
 from meltcore.api.exchange import Exchange
 from meltcore.api.model_choice import ModelChoice
 from meltcore.api.protocol import TranslateRequest
-from meltcore.api.speech import speech_request
 from meltcore.api.stats import ServerStats
 from meltcore.api.task_backends import SynthesisRequest
+from meltcore.api.transcription_form import speech_request
 from meltcore.backends import synthesis_engine
 from meltcore.backends.audio_backend import _RUNNING_REQUESTS
 from meltcore.backends.local_engine import LocalEngine

@@ -12,8 +12,8 @@ from meltcore.api.exchange import Endpoint, Exchange
 from meltcore.api.forms import is_multipart, read_multipart
 from meltcore.api.http import finish_all, while_connected
 from meltcore.api.protocol import SpeechBatchRequest, decode_request
-from meltcore.api.speech import speech_request
 from meltcore.api.task_backends import SpeechBackend, SpeechRequest, SpokenPart, SynthesisBackend, SynthesisRequest
+from meltcore.api.transcription_form import speech_request
 from meltcore.errors import RequestError
 
 TRANSCRIBE_BATCH_PATHS = ("/transcribe_batch/", "/transcribe_batch", "/v1/transcribe_batch/", "/v1/transcribe_batch")

@@ -44,9 +44,9 @@ from meltcore.api.protocol import (
     TokenizeRequest,
     decode_request,
 )
+from meltcore.api.speech import SpeechEndpoint
 from meltcore.api.speech_to_speech import SpeechToSpeechEndpoint
 from meltcore.api.status import Status
-from meltcore.api.synthesis import SynthesisEndpoint
 from meltcore.api.tracing import Tracing
 from meltcore.api.transcriptions import TranscriptionsEndpoint
 from meltcore.api.translate import TranslateEndpoint
@@ -60,7 +60,7 @@ Handler = Callable[[Scope, Receive], Awaitable[Any]]
 _TASK_ENDPOINTS: tuple[type[Endpoint], ...] = (
     TranscriptionsEndpoint,
     TranscribeBatchEndpoint,
-    SynthesisEndpoint,
+    SpeechEndpoint,
     SpeechBatchEndpoint,
     TranslateEndpoint,
     DwaniChatEndpoint,

@@ -1,120 +1,125 @@
-"""Transcripts as OpenAI has them: the form of a request, and the formats of its answer."""
+"""POST /v1/audio/speech in OpenAI's form and in dwani.ai's, from the text to the audio."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
-import msgspec
-
+from meltcore.api.exchange import Endpoint, Exchange
 from meltcore.api.forms import is_multipart, read_multipart
+from meltcore.api.http import while_connected
 from meltcore.api.log import shorten
-from meltcore.api.task_backends import ResponseFormat, SpeechRequest
+from meltcore.api.protocol import SynthesisFields, convert_fields, decode_request
+from meltcore.api.task_backends import SpokenPart, SynthesisBackend, SynthesisRequest
 from meltcore.errors import RequestError
-from meltcore.text.transcripts import Transcription
 
-_DECODERS = ("rnnt", "ctc")
-_GRANULARITIES = ("word", "segment")
-# Fields that are accepted with these values only: what they ask for otherwise is not supported.
-_NEUTRAL = {
-    "temperature": ("0", "0.0"),
-    "prompt": ("",),
-    "chunking_strategy": ("auto",),
+PATHS = ("/v1/audio/speech", "/audio/speech")
+CONTENT_TYPES: dict[str, bytes] = {
+    "mp3": b"audio/mpeg",
+    "opus": b"audio/ogg",
+    "aac": b"audio/aac",
+    "flac": b"audio/flac",
+    "wav": b"audio/wav",
+    "pcm": b"audio/pcm",
 }
-_FIELDS = {"file", "model", "language", "response_format", "timestamp_granularities[]", "timestamp_granularities"}
-_FIELDS |= {"decoder", "stream", "user", *_NEUTRAL}
-_TRUTH = {"true": True, "1": True, "false": False, "0": False}
-_CONTENT_TYPES: dict[str, bytes] = {
-    "text": b"text/plain; charset=utf-8",
-    "srt": b"application/x-subrip; charset=utf-8",
-    "vtt": b"text/vtt; charset=utf-8",
-}
+_REFERENCE_FILES = ("reference", "ref_audio")
 
 
-async def read_form(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SpeechRequest:
-    """Parse the body of a request. query: fields in its URL. Raises RequestError (400) that names a field."""
-    if content_type is None or not is_multipart(content_type):
-        raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
-    parts = await read_multipart(body, content_type)
-    texts = dict(query)
-    data, granularities = None, set()
-    for name, value in parts:
-        if name not in _FIELDS:
-            raise RequestError(f"unknown field {shorten(name)!r}", param=shorten(name))
-        if isinstance(value, bytes):
-            if name != "file":
-                raise RequestError(f"{name} must be text, not a file", param=name)
-            data = value
-        elif name.startswith("timestamp_granularities"):
-            granularities.add(_one_of(value, _GRANULARITIES, "timestamp_granularities"))
+class SpeechEndpoint(Endpoint):
+    """Reads a request, and sends the speech of its text part by part."""
+
+    paths = dwani_paths = PATHS  # a query without a body is dwani.ai's form of the first
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        body, content_type = await exchange.body(self.upload_limit_bytes)
+        request = await read_request(body, content_type, exchange.query)
+        exchange.fields |= {"model": request.model, "user": request.user}
+        backend = self.choices.synthesizer(request.language, request.model)
+        await while_connected(exchange.scope, send_speech(exchange, backend, request))
+
+
+async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: SynthesisRequest) -> None:
+    """Send the speech of a text as it is spoken: a file, or OpenAI's events. Raises RequestError."""
+    content_type = CONTENT_TYPES[request.response_format]
+    if request.is_whole:
+        disposition = f'attachment; filename="speech.{request.response_format}"'
+        exchange.headers += [(b"content-disposition", disposition.encode()), (b"cache-control", b"no-cache")]
+
+    async def on_part(part: SpokenPart) -> None:
+        if request.is_events:
+            await exchange.event({"type": "speech.audio.delta", "audio": base64.b64encode(part.data).decode()})
+        elif part.is_last and exchange.content_type is None:
+            await exchange.answer(part.data, content_type)
         else:
-            texts[name] = value
-    if data is None:
-        raise RequestError("the field file is missing: it must hold the audio, with a file name", param="file")
-    return speech_request(texts, data, frozenset(granularities))
+            await exchange.stream(part.data, content_type)
+            if part.is_last:
+                await exchange.end()
+
+    duration_s = await backend.synthesize(request, exchange.identity, on_part)
+    exchange.fields["audio_s"] = round(duration_s, 3)
+    if request.is_events:
+        await exchange.event({"type": "speech.audio.done"})
+        await exchange.end()
 
 
-def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozenset[str] = frozenset()) -> SpeechRequest:
-    """Return the request of a file with the fields in `texts`. Raises RequestError (400) that names a field."""
-    if unknown := texts.keys() - _FIELDS:
-        raise RequestError(f"unknown field {shorten(min(unknown))!r}", param=shorten(min(unknown)))
-    for name, accepted in _NEUTRAL.items():
-        if name in texts and texts[name] not in accepted:
-            raise RequestError(f"{name} is not supported; leave it out or set {accepted[0]!r}", param=name)
-    format_name = _one_of(texts.get("response_format", "json"), get_args(ResponseFormat), "response_format")
-    if granularities and format_name != "verbose_json":
-        raise RequestError(
-            "timestamp_granularities needs response_format verbose_json", param="timestamp_granularities"
-        )
-    is_streamed = _TRUTH[_one_of(texts.get("stream", "false").lower(), tuple(_TRUTH), "stream")]
-    if is_streamed and format_name not in ("json", "text"):
-        raise RequestError("stream needs response_format json or text", param="stream")
-    return SpeechRequest(
-        data=data,
-        model=texts.get("model"),
-        language=texts.get("language") or None,
-        response_format=format_name,  # type: ignore[arg-type] # checked above
-        granularities=granularities or frozenset({"segment"}),
-        decoder=_one_of(texts.get("decoder", "rnnt"), _DECODERS, "decoder"),
-        is_streamed=is_streamed,
-        user=texts.get("user"),
+async def read_request(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SynthesisRequest:
+    """Parse a request: JSON, a form with a reference, or without a body dwani.ai's query. Raises RequestError (400)."""
+    reference = None
+    if is_multipart(content_type):
+        fields: dict[str, Any] = {}
+        for name, value in await read_multipart(body, content_type or ""):
+            if name in fields:
+                raise RequestError(f"{shorten(name)} is given twice", param=shorten(name))
+            if isinstance(value, str):
+                fields[name] = value
+            elif name in _REFERENCE_FILES:
+                reference = value
+            else:
+                shown = shorten(name)
+                raise RequestError(f"{shown} must be text; a file goes into the field reference", param=shown)
+        request = convert_fields(fields, SynthesisFields)
+    elif body:
+        request = decode_request(body, SynthesisFields)
+    else:
+        request = convert_fields(dict(query), SynthesisFields)
+    return _request_of(request, reference, is_query=not body)
+
+
+def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: bool) -> SynthesisRequest:
+    for name in ("text", "ref_audio_name", "ref_text"):  # dwani.ai's names of other fields
+        other = {"text": "input", "ref_audio_name": "voice", "ref_text": "reference_text"}[name]
+        if getattr(fields, name) is not None and getattr(fields, other) is not None:
+            raise RequestError(f"{name} and {other} mean the same; give one", param=name)
+    is_worker_form = fields.text is not None
+    text = fields.text if fields.input is None else fields.input
+    if text is None or not text.strip():
+        raise RequestError("input is empty: it must hold the text to speak", param="input")
+    if fields.instructions:
+        raise RequestError("instructions is not supported; leave it out", param="instructions")
+    voice = fields.ref_audio_name if fields.voice is None else fields.voice
+    if isinstance(voice, dict):
+        if not isinstance(voice.get("id"), str):
+            raise RequestError("voice must be a name, or an object whose id is one", param="voice")
+        voice = voice["id"]
+    reference_text = fields.ref_text if fields.reference_text is None else fields.reference_text
+    if reference is not None and voice is not None:
+        raise RequestError("voice and reference exclude each other: the reference is the voice", param="voice")
+    if reference is not None and not (reference_text or "").strip():
+        raise RequestError("reference_text is missing: what is said in the reference", param="reference_text")
+    return SynthesisRequest(
+        text=text,
+        voice=voice,
+        reference=reference,
+        reference_text=reference_text or "",
+        response_format=fields.response_format or ("wav" if is_worker_form else "mp3"),
+        speed=1.0 if fields.speed is None else fields.speed,
+        seed=fields.seed or 0,
+        num_steps=fields.num_steps,
+        is_whole=is_query or is_worker_form,
+        is_events=fields.stream_format == "sse",
+        language=fields.language,
+        model=fields.model,
+        user=fields.user,
     )
-
-
-def _one_of(value: str, accepted: tuple[str, ...], param: str) -> str:
-    if value not in accepted:
-        raise RequestError(f"{param} must be one of {', '.join(accepted)}; got {shorten(value)!r}", param=param)
-    return value
-
-
-def render(result: Transcription, request: SpeechRequest) -> tuple[bytes, bytes]:
-    """Return the body of an answer and its content type."""
-    format_name = request.response_format
-    if format_name == "json":
-        return msgspec.json.encode({"text": result.text}), b"application/json"
-    if format_name == "verbose_json":
-        return msgspec.json.encode(_verbose(result, request.granularities)), b"application/json"
-    content = f"{result.text}\n" if format_name == "text" else result.subtitles(format_name)
-    return content.encode(), _CONTENT_TYPES[format_name]
-
-
-def _verbose(result: Transcription, granularities: frozenset[str]) -> dict[str, Any]:
-    answer: dict[str, Any] = {
-        "task": "transcribe",
-        "language": result.language,
-        "duration": round(result.duration_s, 3),
-        "text": result.text,
-    }
-    if "segment" in granularities:
-        answer["segments"] = [
-            {
-                "id": index,
-                "start": segment[0].start_s,
-                "end": segment[-1].end_s,
-                "text": " ".join(word.text for word in segment),
-            }
-            for index, segment in enumerate(result.segments())
-        ]
-    if "word" in granularities:
-        answer["words"] = [{"word": word.text, "start": word.start_s, "end": word.end_s} for word in result.words]
-    return answer

@@ -11,9 +11,9 @@ from meltcore.api.exchange import Endpoint, Exchange
 from meltcore.api.forms import is_multipart, read_multipart
 from meltcore.api.http import header, while_connected
 from meltcore.api.protocol import SpeechToSpeechFields, convert_fields
-from meltcore.api.speech import speech_request
-from meltcore.api.synthesis import send_speech
+from meltcore.api.speech import send_speech
 from meltcore.api.task_backends import SpokenPart, SynthesisRequest
+from meltcore.api.transcription_form import speech_request
 from meltcore.errors import RequestError
 
 _MAX_SESSION_BYTES = 128

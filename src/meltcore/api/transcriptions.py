@@ -6,8 +6,8 @@ import asyncio
 
 from meltcore.api.exchange import Endpoint, Exchange
 from meltcore.api.http import while_connected
-from meltcore.api.speech import read_form, render
 from meltcore.api.task_backends import SpeechBackend, SpeechRequest
+from meltcore.api.transcription_form import read_form, render
 from meltcore.text.transcripts import SpokenWord, Transcription, text_of
 
 # dwani.ai's clients write the path with a slash at its end, and its own servers one without /v1.
