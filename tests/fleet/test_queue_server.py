@@ -27,7 +27,7 @@ def test_a_request_that_waits_past_its_deadline_leaves_the_queue() -> None:
         waiting.close()
         wait_until(lambda: server.metrics()["queue_requests"] == 0, "an empty queue")
         metrics = server.request("GET", "/metrics").body.decode()
-        labels = 'model_name="scripted",priority_class="interactive",reason="deadline",task="text"'
+        labels = 'model_name="scripted",priority_class="interactive",reason="deadline",task="generation"'
         assert f"meltcore:queue_refused_total{{{labels}}} 1.0" in metrics
         for connection in running:
             connection.close()

@@ -258,7 +258,7 @@ class ModelStats(_Columns):
             for name in ("last_message_s", "closed", _ENGINE_COLUMNS[0])
         )
         self._unconnected: set[int] = set()
-        self.task = "text"  # of the model, for the label of metrics
+        self.task = "generation"  # of the model, for the label of metrics
         self.histograms = {
             name: Histogram(shared, process_index, self._column[f"{name}/0"], bounds) for name, _, bounds in HISTOGRAMS
         }

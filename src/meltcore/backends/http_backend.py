@@ -79,6 +79,11 @@ class ForeignHealth(Health):
         )
 
 
+def task_of(config: ForeignConfig) -> str:
+    """Return what a foreign model does, by the first of its paths that says so."""
+    return next((task for path, task in _TASKS.items() if path in config.paths), "generation")
+
+
 class HttpBackend:
     """The servers of one foreign model, as one API server process uses them."""
 
@@ -101,8 +106,9 @@ class HttpBackend:
         self._limit_s = request_timeout_s
         self._exchanges: set[Exchange] = set()
         slots = config.max_num_seqs or config.max_connections
+        stats.task = task_of(config)
         self._queue = RequestQueue(
-            next((task for path, task in _TASKS.items() if path in config.paths), "generation"),
+            stats.task,
             stats,
             Admission(max_queue=config.max_queue, max_units=config.max_queue_tokens, max_num_seqs=slots),
             slots=slots,

@@ -53,14 +53,13 @@ def is_recognizer(config: ModelConfig) -> bool:
 
 def find_task(config: ModelConfig) -> Task:
     """Return what kind of backend a model needs, once its configuration is on this machine. Raises ConfigError."""
-    is_translation = False
     if is_recognizer(config):
         task: Task = "recognition"
     elif is_synthesis_model(config.engine.model, dummy=config.engine.load_format == "dummy"):
         task = "synthesis"
     else:
-        task, is_translation = "text", _is_translation(find_checkpoint(config))
-    if config.normalizer != "itt" and not is_translation:
+        task = "translation" if _is_translation(find_checkpoint(config)) else "generation"
+    if config.normalizer != "itt" and task != "translation":
         raise ConfigError(f"--normalizer {config.normalizer}: {config.engine.model} is not a translation checkpoint")
     return task
 

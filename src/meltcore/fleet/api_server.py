@@ -67,7 +67,8 @@ if TYPE_CHECKING:
 
 
 _BACKENDS: dict[Task, type[LocalEngine | SynthesisEngine | TranscriptionEngine]] = {
-    "text": LocalEngine,
+    "generation": LocalEngine,
+    "translation": LocalEngine,
     "recognition": TranscriptionEngine,
     "synthesis": SynthesisEngine,
 }
@@ -199,8 +200,8 @@ class APIServer:
         self._channel.send(ModelOpened(message.model, False))
 
     def _add_model(self, message: AddModel, stats: ModelStats) -> None:
-        backend_class = _BACKENDS[message.task or "text"]
-        stats.task = message.task or "text"
+        task = message.task or "generation"
+        backend_class, stats.task = _BACKENDS[task], task
         backend = backend_class(
             message.config,
             self._stats,

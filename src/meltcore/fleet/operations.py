@@ -208,11 +208,10 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
     limits = replica.limits
     is_open = model.limits is not None
     state = "loading" if replica.state == "ready" and not is_open else replica.state
-    task = "generation" if model.task == "text" else model.task
     return EngineRow(
         model=model.name,
         replica=replica.index,
-        task=getattr(limits, "task", None) or task or "unknown",
+        task=getattr(limits, "task", None) or model.task or "unknown",
         state="failed" if model.status == "failed" else state,
         status=model.status,
         reason=model.cluster_problem if model.status == "ready" else model.reason,

@@ -59,6 +59,7 @@ class ServedModel:
     ) -> None:
         """Create the engines and add the model to all API servers. `task`: None where it could not be found out."""
         self.number, self.config, self.task, self.stats = number, config, task, stats
+        stats.task = task or stats.task  # for the metrics of this process
         self.name = config.names[0]
         self.status: ModelStatus = "loading"
         self.reason = "loading: starting"
