@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import fleet_reference
+import msgspec
 import pytest
 
 from meltcore.config import KeyConfig, SharingConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.from_spec import routes_config, server_config
+from meltcore.protocol.fleet_checks import FleetError, check_fleet
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
+from meltcore.protocol.fleet_spec import FleetSpec
 
 FLEET = """
 server: {port: 9000, log_format: json}
@@ -292,3 +296,32 @@ def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_published_schema_and_reference_are_those_of_the_structs() -> None:
     stale = [path.name for path, text in fleet_reference.files().items() if path.read_text() != text]
     assert stale == [], "run scripts/fleet_reference.py"
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"sharing": {"mps_sm_percent": 40}}, "sharing.mps_sm_percent: got 40, which is for means mps"),
+        ({"sharing": {"means": "none", "mps_sm_percent": 40}}, "sharing.mps_sm_percent: got 40"),
+        (
+            {"sharing": {"means": "none", "min_share": 0.2}},
+            "sharing.min_share: got 0.2, which is for means pacing or mps",
+        ),
+        ({"sharing": {"means": "none", "max_wait_ms": 5}}, "sharing.max_wait_ms: got 5"),
+        ({"sharing": {"means": "none", "step_ms": 5}}, "sharing.step_ms: got 5"),
+        ({"sharing": {"means": "mps", "mps_sm_percent": 40, "min_share": 0.2}}, None),
+        ({"models": {"m": {"checkpoint": "c", "format": "q8_0"}}}, "models.m.format: got 'q8_0', which is of shapes"),
+        (
+            {"models": {"m": {"checkpoint": "c", "task": "synthesis", "generation_config": "auto"}}},
+            "models.m.generation_config: got 'auto'; a model of task synthesis samples nothing",
+        ),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(sections: dict[str, Any], words: str | None) -> None:
+    spec = msgspec.convert({"models": {"m": {"checkpoint": "c"}}} | sections, FleetSpec)
+    if words is None:
+        check_fleet(spec)
+        return
+    with pytest.raises(FleetError) as error:
+        check_fleet(spec)
+    assert str(error.value).startswith(words)

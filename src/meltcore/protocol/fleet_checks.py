@@ -11,7 +11,7 @@ import msgspec
 
 from meltcore.config import FOREIGN_TEMPLATES, PROMPT_FIELDS
 from meltcore.options import braces_fault
-from meltcore.protocol.fleet_spec import PLACEHOLDERS, FleetSpec, FleetTask, ModelSection
+from meltcore.protocol.fleet_spec import PLACEHOLDERS, FleetSpec, FleetTask, ModelSection, SharingSection
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
 _ENGINE_ONLY = (
@@ -52,6 +52,7 @@ def check_fleet(spec: FleetSpec) -> None:
     _check_languages(spec)
     _check_routes(spec)
     _check_keys(spec)
+    _check_sharing(spec)
 
 
 def _check_server(spec: FleetSpec) -> None:
@@ -82,7 +83,7 @@ def _names(spec: FleetSpec) -> Iterator[tuple[str, str]]:
         yield from ((f"models.{name}.aliases[{index}]", alias) for index, alias in enumerate(model.aliases))
 
 
-def _changed(model: ModelSection) -> set[str]:
+def _changed(model: ModelSection | SharingSection) -> set[str]:
     """Return the fields that differ from their defaults."""
     fields = msgspec.structs.fields(model)
     return {field.name for field in fields if getattr(model, field.name) != _default(field)}
@@ -101,6 +102,13 @@ def _check_kind(model: ModelSection, path: str) -> None:
             path, f"has {found}; give a checkpoint (an engine of Meltcore's), a url or a command (other servers)"
         )
     changed = _changed(model)
+    if "format" in changed and model.shapes is None:
+        raise FleetError(f"{path}.format", f"got {model.format!r}, which is of shapes, and the model has none")
+    if "generation_config" in changed and model.task != "generation":
+        raise FleetError(
+            f"{path}.generation_config",
+            f"got {model.generation_config!r}; a model of task {model.task} samples nothing",
+        )
     if model.kind == "engine":
         foreign = sorted(changed & {"environment", "python", "sleep_mode", "upstream_model", "upstream_key_env"})
         if foreign:
@@ -233,3 +241,16 @@ def _check_keys(spec: FleetSpec) -> None:
         if key.name in seen:
             raise FleetError(f"{path}.name", f"got {key.name!r}, which keys[{seen[key.name]}] has; names must differ")
         seen[key.name] = index
+
+
+def _check_sharing(spec: FleetSpec) -> None:
+    """Refuse settings of another means than the chosen one: they would be ignored."""
+    sharing, changed = spec.sharing, _changed(spec.sharing)
+    others = {"none": ("mps_sm_percent", "min_share", "max_wait_ms", "step_ms"), "pacing": ("mps_sm_percent",)}
+    for name in others.get(sharing.means, ()):
+        if name in changed:
+            needed = "mps" if name == "mps_sm_percent" else "pacing or mps"
+            raise FleetError(
+                f"sharing.{name}",
+                f"got {getattr(sharing, name)}, which is for means {needed}, and sharing.means is {sharing.means}",
+            )

@@ -303,7 +303,7 @@ class TimeoutsSection(_Section, frozen=True, kw_only=True):
 
 
 class ResidencySection(_Section, frozen=True, kw_only=True):
-    """When sleepable models that share memory take turns. Requests for a sleeping model wait."""
+    """When sleepable models that share memory take turns. Without effect where no model is sleepable."""
 
     minimum_s: Annotated[float, Meta(ge=0, description="Time that a woken model stays awake.")] = 5.0
     turn_s: Annotated[
