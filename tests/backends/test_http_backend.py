@@ -28,8 +28,11 @@ from foreign_tools import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meltcore.api.stats import ServerStats
 from meltcore.backends.event_stream import MAX_HELD_BYTES, EventBuffer
+from meltcore.backends.http_backend import HttpBackend
 from meltcore.backends.http_connection import MAX_UNREAD_BYTES
+from meltcore.config import ForeignConfig
 
 END = chunk(b"")
 WHOLE = b'{"id":"x", "model":"theirs",\n "choices":[]}'
@@ -511,3 +514,17 @@ def test_open_requests_end_at_a_drain() -> None:
             server.check_no_leak()
 
     run(check())
+
+
+def test_card_and_metrics_name_the_task_by_the_paths() -> None:
+    """The card says it in OpenAI's word, as our own engines' cards do; the label of metrics in that of fleet.yaml."""
+    for path, on_card, label in (
+        ("/v1/chat/completions", "generation", "generation"),
+        ("/v1/translate", "translation", "translation"),
+        ("/v1/audio/transcriptions", "transcription", "recognition"),
+        ("/v1/audio/speech", "synthesis", "synthesis"),
+    ):
+        stats = ServerStats().models[0]
+        config = ForeignConfig(served_model_name=("m",), urls=("http://127.0.0.1:1",), paths=(path,))
+        card = HttpBackend(config, stats, request_timeout_s=1.0).model_card("m")
+        assert (card["task"], stats.task) == (on_card, label)

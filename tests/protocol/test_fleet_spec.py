@@ -305,7 +305,7 @@ def test_published_schema_and_reference_are_those_of_the_structs() -> None:
         ({"sharing": {"means": "none", "mps_sm_percent": 40}}, "sharing.mps_sm_percent: got 40"),
         (
             {"sharing": {"means": "none", "min_share": 0.2}},
-            "sharing.min_share: got 0.2, which is for means pacing or mps",
+            "sharing.min_share: got 0.2, which is for means pacing or",
         ),
         ({"sharing": {"means": "none", "max_wait_ms": 5}}, "sharing.max_wait_ms: got 5"),
         ({"sharing": {"means": "none", "step_ms": 5}}, "sharing.step_ms: got 5"),
