@@ -9,9 +9,16 @@ import torch
 from meltcore.cli.main import main
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A duration below the least that the command accepts: steps on a CPU are counted, not compared."""
+    monkeypatch.setattr("meltcore.bench.config.MIN_DURATION_S", 1.0)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("short")
 def test_cpu_result_is_not_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--cpu", "--duration", "10", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "--cpu", "--duration", "3", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "NOT COMPARABLE" in out
     assert "measured on a CPU" in out
@@ -25,9 +32,10 @@ def test_cpu_result_is_not_comparable(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short")
 def test_cpu_sweeps_a_tiny_grid(tmp_path: Path) -> None:
     grid = ["--sweep-concurrency", "1,4", "--sweep-output-lens", "4", "--sweep-temperatures", "0,1"]
-    assert main(["bench", "--cpu", "--sweep", *grid, "--duration", "10", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "--cpu", "--sweep", *grid, "--duration", "5", "--out", str(tmp_path)]) == 0
     score = json.loads(next(tmp_path.glob("*-bench/result.json")).read_text())["score"]
     assert (score["workload"], score["output_tokens_per_s"]) == ("gpu-sweep/1", None)
     cells = score["devices"][0]["sweep"]
