@@ -38,6 +38,7 @@ models:
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A state folder of fleets, and a folder of Ray, where `auto` looks, whose name is short enough for its sockets."""
+    pytest.importorskip("ray", reason="needs ray: pip install 'meltcore[cluster]'")
     folder = tempfile.mkdtemp(prefix="melt-ray-")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("RAY_TMPDIR", folder)
@@ -52,7 +53,6 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @contextmanager
 def ray_start(log: Path, *arguments: str) -> Iterator[None]:
     """A node of a cluster by Ray's own command, until the end of the block."""
-    pytest.importorskip("ray", reason="needs ray: pip install 'meltcore[cluster]'")
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--block", "--num-cpus", "1"]
     with log.open("w") as output:
         command += ["--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"]
@@ -124,7 +124,6 @@ def test_bundled_models_answer_on_two_nodes_as_on_one(tmp_path: Path) -> None:
 
 
 def test_local_cluster_serves_and_ends_with_the_command(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'meltcore[cluster]'")
     path = write_fleet(tmp_path)
     path.write_text(path.read_text().partition("  gpu:")[0])
     with running(fleet_command(path, RestartPolicy(), "local"), tmp_path / "err") as server:
