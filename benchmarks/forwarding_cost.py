@@ -1,4 +1,4 @@
-"""What a foreign server costs more behind our API server than direct: latency, open streams, memory.
+"""What a foreign server costs more behind our API server than direct: latency, open streams, memory, cancelled work.
 
 Scripted servers answer immediately, so all time beyond them is the API server's. In a run of its own:
 
@@ -9,6 +9,9 @@ Scripted servers answer immediately, so all time beyond them is the API server's
   events/s, CPU time per event of the API server and its memory.
 - memory: resident memory of the API server under the latency run's load, in MB per 10 minutes after the first ten
   (`--minutes`, at least 20).
+- cancel: clients that disconnect, together and one after another, streamed and unstreamed. Stated is the time
+  from the client's close to the end of its upstream request. The scripted server runs in this process, so both times
+  are of one clock, and the delays of its event loop count too.
 
     python benchmarks/forwarding_cost.py
     python benchmarks/forwarding_cost.py --run streams
@@ -39,6 +42,7 @@ from meltcore.fleet.listener import raise_file_limit
 from meltcore.load.connection import HttpConnection, connect, resolve_target
 from meltcore.load.connection import Target as Address
 from meltcore.load.http import ResponseHandler
+from meltcore.testing.scripted_server import Script, ScriptedServer
 
 MODEL = "scripted"
 TOKENS = 64
@@ -46,6 +50,10 @@ RATE = 1000.0  # requests/s through the API server
 LATENCY_TARGETS = {"median": Target(1.0, better="lower"), "p99": Target(5.0, better="lower")}
 STREAMS, EVENTS_PER_S = 10_000, 20_000.0
 OPEN_S = 20.0  # the scripted first token, before which all streams are opened
+CANCELS, CANCELS_TOGETHER = 200, 100
+CANCEL_TARGET = Target(100.0, better="lower")  # ms that an upstream request may outlive its client
+ITL_S, CANCEL_AFTER_S = 0.05, 0.12  # a client leaves within its stream
+POLL_S = 0.0005
 START_LIMIT_S = 30.0
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "What is 7 * 8?"}], "max_tokens": TOKENS}
 SERVE = """
@@ -134,14 +142,19 @@ def servers(*script: str, api_servers: int = 1) -> Iterator[tuple[str, str, list
         with process(command, folder, "scripted") as scripted:
             assert scripted.stdout is not None
             direct = scripted.stdout.readline().split()[-1]
-            foreign = ForeignConfig(served_model_name=(MODEL,), urls=(direct,))
-            config = ServerConfig(models=(), foreign=(foreign,), port=0, api_server_count=api_servers)
-            with process(
-                [sys.executable, "-c", SERVE, msgspec.json.encode(config).decode()], folder, "serve"
-            ) as served:
-                assert served.stdout is not None
-                through = served.stdout.readline().split()[-1]
-                yield direct, through, api_servers_of(served.pid, api_servers)
+            with api_servers_before(direct, folder, api_servers) as (through, pids):
+                yield direct, through, pids
+
+
+@contextmanager
+def api_servers_before(direct: str, folder: Path, api_servers: int = 1) -> Iterator[tuple[str, list[int]]]:
+    """The URL of the API servers before the server at `direct`, and their process ids."""
+    foreign = ForeignConfig(served_model_name=(MODEL,), urls=(direct,))
+    config = ServerConfig(models=(), foreign=(foreign,), port=0, api_server_count=api_servers)
+    with process([sys.executable, "-c", SERVE, msgspec.json.encode(config).decode()], folder, "serve") as served:
+        assert served.stdout is not None
+        through = served.stdout.readline().split()[-1]
+        yield through, api_servers_of(served.pid, api_servers)
 
 
 def api_servers_of(supervisor: int, count: int) -> list[int]:
@@ -312,9 +325,72 @@ def measure_memory(rate: float, minutes: float) -> list[Row]:
     return [Row(work=work, unit="MB", value=growth, target=Target(1.0, better="lower"))]
 
 
+async def reach(server: ScriptedServer, in_flight: int) -> float:
+    """The time at which this many requests are open at the server, to half a millisecond."""
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while server.in_flight != in_flight:
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"{server.in_flight} requests are open at the server instead of {in_flight}")
+        await asyncio.sleep(POLL_S)
+    return time.monotonic()
+
+
+async def cancelled(server: ScriptedServer, client: Client, count: int, *, stream: bool) -> tuple[float, list[float]]:
+    """How long upstream requests outlive clients that disconnect: `count` together, then one at a time; in seconds."""
+    body = json.dumps(BODY | {"stream": stream}).encode()
+    request = client.address.encode_head("POST", "/v1/chat/completions", len(body)) + body
+
+    async def begin() -> asyncio.StreamWriter:
+        _, writer = await asyncio.open_connection(client.address.host, client.address.port)
+        writer.write(request)
+        return writer
+
+    writers = [await begin() for _ in range(count)]
+    await reach(server, count)
+    began_s = time.monotonic()
+    for writer in writers:
+        writer.transport.abort()
+    together_s, single_s = await reach(server, 0) - began_s, []
+    for _ in range(CANCELS):
+        writer = await begin()
+        await reach(server, 1)
+        await asyncio.sleep(CANCEL_AFTER_S)
+        began_s = time.monotonic()
+        writer.transport.abort()
+        single_s.append(await reach(server, 0) - began_s)
+    return together_s, single_s
+
+
+def measure_cancel() -> list[Row]:
+    async def run(folder: Path) -> list[Row]:
+        rows = []
+        server = ScriptedServer(Script(ttft_s=0.0, itl_s=ITL_S, tokens=100_000))
+        direct = f"http://127.0.0.1:{await server.start()}"
+        with api_servers_before(direct, folder) as (through, _):
+            client = Client(through)
+            await wait_ready(client, json.dumps(BODY | {"max_tokens": 1}).encode())
+            for stream in (True, False):
+                together_s, single_s = await cancelled(server, client, CANCELS_TOGETHER, stream=stream)
+                work = f"upstream request after its client has left, {'streamed' if stream else 'unstreamed'}"
+                values = {
+                    f"one of {CANCELS:,} after another, median": statistics.median(single_s),
+                    f"one of {CANCELS:,} after another, longest": max(single_s),
+                    f"the last of {CANCELS_TOGETHER:,} together": together_s,
+                }
+                rows += [
+                    Row(work=f"{work}: {key}", unit="ms", value=value * 1000, target=CANCEL_TARGET)
+                    for key, value in values.items()
+                ]
+        server.stop()
+        return rows
+
+    with tempfile.TemporaryDirectory() as folder:
+        return uvloop.run(run(Path(folder)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run", choices=("latency", "streams", "memory"), default="latency")
+    parser.add_argument("--run", choices=("latency", "streams", "memory", "cancel"), default="latency")
     parser.add_argument("--rate", type=float, default=RATE, help="pairs of requests per second")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -325,6 +401,8 @@ def main() -> None:
         rows = measure_latency(args.rate, args.seconds, args.peer)
     elif args.run == "streams":
         rows = measure_streams(args.seconds)
+    elif args.run == "cancel":
+        rows = measure_cancel()
     else:
         rows = measure_memory(args.rate, args.minutes)
     write_result(rows, {})

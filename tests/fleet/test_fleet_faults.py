@@ -218,7 +218,9 @@ def test_sigterm_drains_all_models() -> None:
         pids = [*server.engine_pids(), *server.api_server_pids()]
         server.signal()
         wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
-        assert complete(server, "first").status == 503
+        for name in ("first", "bad"):
+            refused = complete(server, name)
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
         assert all(b"[DONE]" in rest(each) for each in streams)
         assert server.wait_exit(6) == 0
         assert gone(pids)
