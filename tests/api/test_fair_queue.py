@@ -232,3 +232,42 @@ def test_retry_after_follows_the_drain_rate() -> None:
     assert rate.retry_after_s(5.0, 50, excess=1e9, requests=1) == MAX_RETRY_S
     assert rate.retry_after_s(5.0 + 2 * RATE_WINDOW_S, 50, excess=1, requests=1) == UNKNOWN_RETRY_S  # all too old
     assert DrainRate(4).retry_after_s(1, 1, excess=1, requests=1) == UNKNOWN_RETRY_S
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_request_starts_after_its_deadline_and_those_that_leave_lose_no_room(seed: int) -> None:
+    draw = random.Random(seed)
+
+    async def scenario() -> None:
+        scene = Scene()
+        running: set[int] = set()
+        late: set[int] = set()
+
+        async def request_of(index: int) -> None:
+            await asyncio.sleep(draw.uniform(0, 0.05))
+            started = asyncio.Event()
+
+            def start() -> None:
+                assert index not in late, "it started after its deadline"
+                running.add(index)
+                assert len(running) <= room_of(2)
+                started.set()
+
+            waiting = Waiting(draw.choice(CLASSES), start)
+            scene.queue.admit(waiting, lambda: scene.stats.add("in_flight"))
+            try:
+                await asyncio.wait_for(started.wait(), draw.uniform(0.001, 0.1))
+                await asyncio.sleep(draw.uniform(0, 0.005))
+            except TimeoutError:
+                late.add(index)
+            running.discard(index)
+            scene.end(waiting)
+
+        await asyncio.gather(*map(request_of, range(90)))
+        assert 0 < len(late) < 90
+        assert (len(scene.queue), scene.stats.total("queue_requests"), scene.stats.total("in_flight")) == (0, 0, 0)
+        for _ in range(room_of(2)):
+            scene.admit("after")
+        assert scene.started == ["after"] * room_of(2), "the room is whole again"
+
+    run(scenario)

@@ -143,6 +143,8 @@ def test_event_that_is_too_long_to_hold_passes_in_parts() -> None:
     rest = buffer.add(b"\n")
     assert rest.endswith(b"\n\n")
     assert buffer.is_whole
+    buffer.add(b"data: " + b"x" * MAX_HELD_BYTES + b"\r\n")
+    assert not buffer.is_whole, "its empty line is missing, though only the end of a line is held"
 
 
 # --- faults
