@@ -20,9 +20,10 @@ from ray_nodes import STORE_BYTES, engine_pids, rows, write_fleet
 from server_harness import RunningServer, fleet_command, running, wait_until
 
 import meltcore
+from meltcore.cli.main import main
 from meltcore.fleet.replica import RestartPolicy
 from meltcore.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases
-from meltcore.process import end_group, start
+from meltcore.process import end_group, start, start_ticks
 
 pytestmark = pytest.mark.slow
 START_S = 120.0
@@ -94,9 +95,11 @@ def fleet(path: Path, stderr: Path, *arguments: str) -> Iterator[RunningServer]:
     with running(command, stderr) as server:
         assert server.url, server.stderr
         wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 3, "all ready", START_S)
+        pids = [row["pid"] for row in rows(server)]
         yield server
-        server.process.send_signal(signal.SIGTERM)
+        assert main(["down", "--port", str(server.port)]) == 0
         assert server.process.wait(30) == 0
+        wait_until(lambda: not any(map(start_ticks, pids)), "no engine left", 15)
 
 
 def test_bundled_models_answer_on_two_nodes_as_on_one(tmp_path: Path) -> None:
