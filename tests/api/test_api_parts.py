@@ -25,6 +25,7 @@ from meltcore.api.prompts import chat_prompt, encode_all
 from meltcore.api.protocol import ChatRequest, decode_request
 from meltcore.api.sampling import checkpoint_defaults, sampling_params
 from meltcore.api.stats import ServerStats
+from meltcore.api.status import _model
 from meltcore.backends.engine_process import LocalEngineProcess
 from meltcore.backends.text_model import load_text_model
 from meltcore.cli import serve as serve_cli
@@ -408,3 +409,25 @@ def test_parts_of_a_message_other_than_text_are_named() -> None:
         decode_request(body, ChatRequest)
     with pytest.raises(RequestError, match="the body: Expected `object`, got `array`"):
         decode_request(b"[1]", ChatRequest)
+
+
+def test_the_status_counts_as_waiting_only_what_a_queue_holds() -> None:
+    """A request that an engine has begun without a step's end yet runs, and one of a foreign server too."""
+    stats = ServerStats().models[0]
+    backend = SimpleNamespace(names=("m",), stats=stats, health=SimpleNamespace(status="ready"))
+
+    def counts() -> tuple[float, float]:
+        model = _model(backend)  # type: ignore[arg-type]
+        return model["running"], model["waiting"]
+
+    assert counts() == (0, 0)
+    stats.set_in_flight(1)
+    assert counts() == (1, 0)
+    stats.set_in_flight(5)
+    stats.add("queue_requests", 2)
+    values = dict.fromkeys(EngineStats.__struct_fields__, 0)
+    stats.record_step(EngineStats(**values | {"running": 2, "waiting": 1}), 1.0)
+    assert counts() == (2, 3)
+    stats.set_in_flight(0)  # and the engine has ended no step since
+    stats.add("queue_requests", -2)
+    assert counts() == (0, 0)

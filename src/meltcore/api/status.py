@@ -41,13 +41,16 @@ class Status:
 
 
 def _model(backend: Backend) -> dict[str, Any]:
+    # Counts of engines are as late as their newest step. A request that no queue is known to hold is at work.
     stats = backend.stats
-    engines = stats.engines()
+    in_flight = stats.total("in_flight")
+    waiting = min(in_flight, stats.total("queue_requests") + stats.engines().waiting)
     return {
         "name": backend.names[0],
         "status": backend.health.status,
-        "running": engines.running,
-        "in_flight": stats.total("in_flight"),
+        "running": in_flight - waiting,
+        "waiting": waiting,
+        "in_flight": in_flight,
         "finished": stats.total("finished"),
         "failed": stats.total("failed"),
         "output_tokens": stats.total("generation_tokens"),
