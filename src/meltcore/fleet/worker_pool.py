@@ -52,6 +52,7 @@ _COMMAND = (sys.executable, "-m", "meltcore.fleet.api_server")
 _ALLOCATOR = {"PYTHONMALLOC": "malloc"}
 _EXIT_LIMIT_S = 4.0  # from asking a worker to exit until it is killed; it closes its connections meanwhile
 _RETRY_S = 0.05
+_MAX_EARLY_DEATHS = 3  # in a row, of a worker of a fleet that has served before
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 4
 ModelMessage = OpenModel | StatusChanged | EndRequests | ReplicaStarted | ReplicaEnded
@@ -77,6 +78,8 @@ class APIServerWorker:
         self.channel: Channel[FromAPIServer] | None = None
         self.started = False
         self.opened: set[int] = set()  # models that it can serve
+        self.has_served = False  # it or a predecessor
+        self.early_deaths = 0  # predecessors in a row that ended before they could serve
 
     def send(self, message: ToAPIServer, descriptor: int | None = None) -> None:
         """Send a message. A worker that does not read its messages is killed."""
@@ -313,7 +316,10 @@ class WorkerPool:
             self._fail(f"API server process {worker.worker_id}: {message.message}")
 
     async def _watch(self, worker: APIServerWorker) -> None:
-        """Wait for the end of a worker. It is restarted, unless it ended before it could serve."""
+        """Wait for the end of a worker. It is restarted, unless it ended before it could serve.
+
+        In a fleet a restarted one may do that `_MAX_EARLY_DEATHS` times: one fault must not end all models.
+        """
         assert worker.process is not None
         exit_text = describe_exit(await worker.process.wait())
         assert worker.channel is not None
@@ -323,7 +329,11 @@ class WorkerPool:
         any_open = any(_is_open(model.opened) for model in self._models.values())
         has_served = self._is_available(worker) and (any_open or self._restart_early)
         worker.started, worker.opened = False, set()
-        if not has_served:
+        if has_served:
+            worker.has_served, worker.early_deaths = True, 0
+        elif self._restart_early and worker.has_served and worker.early_deaths < _MAX_EARLY_DEATHS:
+            worker.early_deaths += 1
+        else:
             self._fail(f"API server process {worker.worker_id} ended while starting ({exit_text})")
             return
         self._on_lost(
