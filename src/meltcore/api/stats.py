@@ -307,6 +307,12 @@ class ModelStats(_Columns):
         stats_per_replica = [msgspec.structs.astuple(self.engine(replica)) for replica in range(self.replicas)]
         return EngineStats(*map(sum, zip(*stats_per_replica, strict=True)))
 
+    def count_wake(self, took_s: float) -> None:
+        """Count that the model was woken. For the supervisor."""
+        self.set("sleep_level", 0)
+        self.add("wakes")
+        self.add("wake_s", took_s)
+
     # --- replicas
 
     def live_replicas(self) -> list[int]:

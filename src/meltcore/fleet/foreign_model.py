@@ -311,9 +311,7 @@ class ForeignModel:
 
     def end_wake(self, took_s: float) -> None:
         """Count a wake."""
-        self.stats.set("sleep_level", 0)
-        self.stats.add("wakes")
-        self.stats.add("wake_s", took_s)
+        self.stats.count_wake(took_s)
         self.update_status()
 
     def fail_start(self, replica: int, reason: str) -> None:

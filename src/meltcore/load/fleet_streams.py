@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -21,7 +19,7 @@ from meltcore.load.record import RecordFile, RequestRecord
 from meltcore.load.runner import PROGRESS_INTERVAL_S, RELEASE_DELAY_S
 from meltcore.load.summary import LevelMeasurement, summarize
 from meltcore.load.timeline import InFlight
-from meltcore.load.worker import LoadWorker, LocalWorker, WorkerResult, WorkerSettings, gc_disabled
+from meltcore.load.worker import LoadWorker, LocalWorker, WorkerResult, WorkerSettings, first_interrupt, gc_disabled
 from meltcore.load.worker_process import WorkerProcess
 from meltcore.load.workload import Workload
 from meltcore.load.workloads import open_workload
@@ -126,25 +124,15 @@ class StreamRunner:
         """Whether no further level makes sense."""
         return self.interrupted or self.server_died
 
-    @contextmanager
-    def stop_on_interrupt(self) -> Iterator[None]:
+    def stop_on_interrupt(self) -> AbstractContextManager[None]:
         """Make the first Ctrl-C end the current level in order. A second one raises KeyboardInterrupt."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
 
         def stop() -> None:
             self.interrupted = True
-            loop.remove_signal_handler(signal.SIGINT)
             for worker in self._workers:
                 worker.stop()
 
-        loop.add_signal_handler(signal.SIGINT, stop)
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
+        return first_interrupt(stop)
 
     async def warm_up(self, streams: Sequence[Stream]) -> None:
         """Send a few requests to each model; their records are dropped."""

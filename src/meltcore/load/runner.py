@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -23,7 +21,7 @@ from meltcore.load.probe import InFlightProbe, first_model
 from meltcore.load.record import RecordFile, RequestRecord
 from meltcore.load.summary import LevelMeasurement, summarize
 from meltcore.load.token_counter import TokenCounter
-from meltcore.load.worker import LoadWorker, LocalWorker, OnRecords, WorkerSettings
+from meltcore.load.worker import LoadWorker, LocalWorker, OnRecords, WorkerSettings, first_interrupt
 from meltcore.load.worker_process import WorkerProcess
 from meltcore.load.workloads import open_workload
 from meltcore.results.schema import LevelResult
@@ -140,25 +138,15 @@ class _LoadRun:
         self._workers: list[LoadWorker] = []
         self._interrupted = False
 
-    @contextmanager
-    def stop_on_interrupt(self) -> Iterator[None]:
+    def stop_on_interrupt(self) -> AbstractContextManager[None]:
         """Make the first Ctrl-C end the current level in order. A second one raises KeyboardInterrupt."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread receives signals
-            return
-        loop = asyncio.get_running_loop()
 
         def stop() -> None:
             self._interrupted = True
-            loop.remove_signal_handler(signal.SIGINT)
             for worker in self._workers:
                 worker.stop()
 
-        loop.add_signal_handler(signal.SIGINT, stop)
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
+        return first_interrupt(stop)
 
     async def run_levels(self) -> list[LevelResult]:
         results: list[LevelResult] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -192,3 +194,22 @@ def gc_disabled() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at the first Ctrl-C. A second one raises KeyboardInterrupt, as it does without this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread receives signals
+        return
+    loop = asyncio.get_running_loop()
+
+    def stop_once() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        stop()
+
+    loop.add_signal_handler(signal.SIGINT, stop_once)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
