@@ -69,12 +69,14 @@ def start_nodes(folder: Path, *gib: Sequence[int], settings: Mapping[str, str] |
                     object_store_memory=STORE_BYTES,
                     env_vars={
                         "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]),
+                        "TMPDIR": str(folder),  # of actors and engines
                         "SCRIPTED_GIB": ",".join(map(str, sizes)),
                         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(sizes)))),
                     },
                     **({"include_dashboard": False} if index == 0 else {}),
                 )
             cluster.wait_for_nodes(60)
+            cluster.temporary = folder
             yield cluster
         finally:
             cluster.shutdown()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +64,7 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
         logs = [Path(row["log"]) for row in found]
         assert [path.name for path in logs] == [f"{MODEL}.0.log", f"{MODEL}.1.log", "gpu.log"]
         wait_until(lambda: [path.read_text() for path in logs] == [f"{SAID}\n"] * 3, "the log of each engine", 5)
-        marks = [path for folder in marks_folders() for path in folder.iterdir()]
+        marks = [path for folder in cluster.temporary.glob("meltcore-marks-*") for path in folder.iterdir()]
         assert sorted(path.name for path in marks) == ["marks-cpu", "marks-node:0"]
 
         # A killed engine fails its own requests; the other goes on, and the replica comes back.
@@ -87,13 +86,9 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
         wait_until(lambda: not engine_pids(), "no engine left", 10)
-        assert not marks_folders()
+        assert not list(cluster.temporary.glob("meltcore-*"))
         text = logs[0].read_text()
         assert text.count(SAID) == 2, "that of an engine that died, and of the one after it"
-
-
-def marks_folders() -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob("meltcore-marks-*"))
 
 
 def test_killed_supervisor_leaves_no_engine(cluster: Any, fleet_file: Path) -> None:

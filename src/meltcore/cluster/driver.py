@@ -122,9 +122,9 @@ class Driver:
         import ray
 
         actor = self._actors.pop(engine)
+        await asyncio.wait({output}, timeout=_REST_S)  # it may be cancelled, at the end of this process
         with suppress(TimeoutError, ray.exceptions.RayError):
             async with asyncio.timeout(_REST_S):
-                await output
                 await actor.close.remote()
         ray.kill(actor)
 
