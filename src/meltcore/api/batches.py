@@ -113,17 +113,13 @@ def _speech_requests(fields: SpeechBatchRequest) -> list[SynthesisRequest]:
         SynthesisRequest(
             text=text,
             voice=voices[index] if isinstance(voices, list) else voices,
-            reference=None,
-            reference_text="",
             response_format=fields.response_format or "mp3",
             speed=1.0 if fields.speed is None else fields.speed,
             seed=fields.seed or 0,
             num_steps=fields.num_steps,
             is_whole=True,
-            is_events=False,
             language=fields.language,
             model=fields.model,
-            user=None,
         )
         for index, text in enumerate(texts)
     ]

@@ -59,8 +59,6 @@ class SpeechToSpeechEndpoint(Endpoint):
         speech = SynthesisRequest(
             text=answer,
             voice=fields.voice,
-            reference=None,
-            reference_text="",
             response_format=fields.response_format or "mp3",
             speed=1.0 if fields.speed is None else fields.speed,
             seed=fields.seed or 0,
@@ -68,8 +66,6 @@ class SpeechToSpeechEndpoint(Endpoint):
             is_whole=is_json,
             is_events=is_events,
             language=target,
-            model=None,
-            user=None,
         )
         if not is_json:
             exchange.headers.append(

@@ -54,18 +54,18 @@ class SynthesisRequest(NamedTuple):
     """
 
     text: str
-    voice: str | None
-    reference: bytes | None
-    reference_text: str
-    response_format: AudioFormat
-    speed: float
-    seed: int
-    num_steps: int | None
-    is_whole: bool
-    is_events: bool
-    language: str | None
-    model: str | None
-    user: str | None
+    voice: str | None = None
+    reference: bytes | None = None
+    reference_text: str = ""
+    response_format: AudioFormat = "mp3"
+    speed: float = 1.0
+    seed: int = 0
+    num_steps: int | None = None
+    is_whole: bool = False
+    is_events: bool = False
+    language: str | None = None
+    model: str | None = None
+    user: str | None = None
 
 
 class SpokenPart(NamedTuple):

@@ -18,7 +18,7 @@ from meltcore.api.stats import ModelStats
 from meltcore.backends.engine_process import EngineProcess
 from meltcore.backends.foreign_command import foreign_command
 from meltcore.backends.foreign_process import ForeignProcess, free_port
-from meltcore.backends.http_backend import upstream_api_key
+from meltcore.backends.http_backend import task_of, upstream_api_key
 from meltcore.config import EngineConfig, ForeignConfig
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.fleet.channel import AddForeign, EndRequests, StatusChanged
@@ -61,6 +61,7 @@ class ForeignModel:
         """Add the model to all API servers. Raises ConfigError where the upstream's API key is missing."""
         upstream_api_key(config)  # a message here, not a death of every API server
         self.number, self.config, self.stats = number, config, stats
+        stats.task = task_of(config)  # for the metrics of this process
         self.name = config.names[0]
         self.status: ModelStatus = "loading"
         self.reason = "loading: starting"
