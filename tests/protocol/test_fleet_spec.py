@@ -315,6 +315,10 @@ def test_published_schema_and_reference_are_those_of_the_structs() -> None:
             {"models": {"m": {"checkpoint": "c", "task": "synthesis", "generation_config": "auto"}}},
             "models.m.generation_config: got 'auto'; a model of task synthesis samples nothing",
         ),
+        (
+            {"models": {"m": {"checkpoint": "c", "task": "recognition", "max_queue_tokens": 9}}},
+            "models.m.max_queue_tokens: got 9; a model of task recognition has no queue of tokens",
+        ),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(sections: dict[str, Any], words: str | None) -> None:

@@ -110,6 +110,11 @@ def _check_kind(model: ModelSection, path: str) -> None:
             f"got {model.generation_config!r}; a model of task {model.task} samples nothing",
         )
     if model.kind == "engine":
+        if model.max_queue_tokens is not None and model.task != "generation":
+            raise FleetError(
+                f"{path}.max_queue_tokens",
+                f"got {model.max_queue_tokens}; a model of task {model.task} has no queue of tokens: use max_queue",
+            )
         foreign = sorted(changed & {"environment", "python", "sleep_mode", "upstream_model", "upstream_key_env"})
         if foreign:
             raise FleetError(f"{path}.{foreign[0]}", "is for a url or a command, and this model has neither")
