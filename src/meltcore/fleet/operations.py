@@ -248,5 +248,5 @@ def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
 
 
 def _memory_bytes(rows: Sequence[Any]) -> int:
-    """Return the sum of a memory table. CUDA graphs are taken out of its reserve."""
-    return sum(row.size_bytes for row in rows if row.note != "out of the reserve")
+    """Return the sum of a memory table. CUDA graphs are taken out of its reserve, and weights sleep on the host."""
+    return sum(row.size_bytes for row in rows if row.note != "out of the reserve" and row.name != "weights asleep")

@@ -64,7 +64,7 @@ class GpuSleepMemory:
             self._pools = MemoryPools(device)
         except MeltcoreError as error:
             raise ConfigError(f"--enable-sleep-mode: {error}") from error
-        self._device = device
+        self._device = self._pools.device  # with its number, which some calls of torch need
         self._keep: Keep = "host"
         self._held_bytes = 0  # by torch before the last sleep, of an engine with a budget
 
@@ -76,17 +76,18 @@ class GpuSleepMemory:
 
     def adopt(self, model: nn.Module) -> None:
         """See `SleepMemory`. Tensors of one storage, such as those of an LSTM, stay together."""
-        tensors = _tensors_of(model)
-        pooled: dict[int, torch.Tensor] = {}
-        for storage in _storages(tensors):
-            content = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        owners: dict[int, list[torch.Tensor]] = {}
+        for tensor in _tensors_of(model):
+            owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        # One storage after another, and the old one freed before the next: a budget cannot hold all weights twice.
+        for tensors in owners.values():
+            content = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensors[0].untyped_storage())
             with self._pools.allocating("weights"):
-                pooled[storage.data_ptr()] = content.clone()
-        for tensor in tensors:
-            storage = pooled[tensor.untyped_storage().data_ptr()].untyped_storage()
-            moved = torch.empty(0, dtype=tensor.dtype, device=self._device)
-            tensor.data = moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        del content
+                pooled = content.clone().untyped_storage()
+            for tensor in tensors:
+                moved = torch.empty(0, dtype=tensor.dtype, device=self._device)
+                tensor.data = moved.set_(pooled, tensor.storage_offset(), tensor.shape, tensor.stride())
+            del content
         torch.cuda.empty_cache()
 
     def memory_rows(self) -> list[MemoryRow]:
