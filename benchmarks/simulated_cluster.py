@@ -7,6 +7,7 @@ one token per step. A rack that is killed takes its nodes out of the cluster.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import heapq
 import os
@@ -270,10 +271,15 @@ def answer(message: FromDriver) -> None:
 
 def main() -> int:
     """Be the driver of a cluster, or one of its racks."""
-    if sys.argv[1] == "--rack":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("size", nargs="?", metavar="RACKSxNODESxGPUS", help="be the driver of a cluster of this size")
+    what.add_argument("--rack", type=int, metavar="NUMBER", help="be one rack of it; its driver starts it")
+    args = parser.parse_args()
+    if args.rack is not None:
         Rack().run()
         os._exit(0)  # its connections need no farewell
-    asyncio.run(Driver(*map(int, sys.argv[1].split("x"))).run())
+    asyncio.run(Driver(*map(int, args.size.split("x"))).run())
     return 0
 
 

@@ -441,11 +441,11 @@ def test_breaker_opens_and_a_probe_closes_it() -> None:
             assert (status, code) == (503, "not_ready")
             assert "failed 3 times in a row" in message
             assert len(upstream.received) == num_requests, "open: nothing is sent"
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.25)
             assert (await server.error())[0] == 502, "the probe"
             assert (await server.error())[0] == 503, "open again after one failure"
             upstream.behave = sends(answer(WHOLE))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.25)
             assert [(await server.ask())[0] for _ in range(5)] == [200] * 5
             server.check_no_leak()
 
