@@ -38,6 +38,7 @@ def large_wav() -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_ten_concurrent_uploads_do_not_stop_the_event_loop() -> None:
     wav = large_wav()
     form = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + wav + b"\r\n--x--\r\n"

@@ -126,6 +126,7 @@ def test_bad_input_is_named(name: str, bad: dict[str, tuple[bytes, str]]) -> Non
     assert (caught.value.status, caught.value.param) == (400, "file")
 
 
+@pytest.mark.slow
 def test_workers_read_these_formats_within_their_limits(bad: dict[str, tuple[bytes, str]]) -> None:
     async def scenario() -> None:
         workers = AudioWorkers(1)

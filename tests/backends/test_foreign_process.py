@@ -162,6 +162,7 @@ def test_server_is_ready_after_one_real_request_and_ends_with_its_group(tmp_path
     assert (tmp_path / "log.previous").read_text() == "of before"
 
 
+@pytest.mark.slow
 def test_start_that_fails_names_the_reason_and_the_output(tmp_path: Path) -> None:
     crash = program(tmp_path, "crash", "#!/bin/sh\necho no GPU found\nexit 3\n")
     with pytest.raises(ConfigError, match="ended while starting \\(exit status 3\\):\nno GPU found"):

@@ -118,6 +118,7 @@ def test_event_buffer_under_any_split(events: list[tuple[bytes, bytes]], cuts: l
     assert buffer.is_whole == (not rest.strip(b"\r\n"))
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(cuts=st.lists(st.integers(0, 400), max_size=10))
 def test_stream_passes_under_any_split_of_its_bytes(cuts: list[int]) -> None:
@@ -150,6 +151,7 @@ def test_event_that_is_too_long_to_hold_passes_in_parts() -> None:
 # --- faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behave", "status", "message"),
     [
@@ -247,6 +249,7 @@ def test_request_takes_no_longer_than_its_limit() -> None:
 # --- clients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["connecting", "silent", "unstreamed", "half an answer", "streaming", "full"])
 def test_disconnect_ends_the_upstream_within_100_ms(part: str) -> None:
     """Before the first byte, within the stream, and where the client had stopped to read."""

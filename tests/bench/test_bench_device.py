@@ -90,6 +90,7 @@ def test_engine_gets_its_settings_and_ends_with_the_run(tmp_path: Path) -> None:
     assert run.ready.version == "0.1.0+scripted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

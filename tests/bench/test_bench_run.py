@@ -85,6 +85,7 @@ def check_measured(result: ScoredRun) -> None:
     assert (result.verdict == "OK") == (result.reasons == [])
 
 
+@pytest.mark.slow
 def test_two_gpus_run_concurrently_and_each_engine_sees_its_own(tmp_path: Path) -> None:
     small = FakeGpu(
         uuid=uuid(9), readings={"memory_total_bytes": 6 * GIB, "memory_used_bytes": 0}, changes=gpus()[0].changes
@@ -149,6 +150,7 @@ def _check_telemetry(folder: RunFolder, result: ScoredRun) -> None:
     assert [each.name for each in result.score.expectations] == ["utilization", "temperature", "throughput"]
 
 
+@pytest.mark.slow
 def test_gpu_with_errors_is_degraded(tmp_path: Path) -> None:
     changes = [*gpus()[0].changes, ReadingChange(2.5, "ecc_uncorrected", 2)]
     _, result, _ = run(tmp_path, gpus(changes=changes, refused={"clock_reasons": 4}))
@@ -160,6 +162,7 @@ def test_gpu_with_errors_is_degraded(tmp_path: Path) -> None:
     check_measured(result)  # the score stands; the GPU is degraded
 
 
+@pytest.mark.slow
 def test_lost_gpu_is_degraded_although_its_engine_continues(tmp_path: Path) -> None:
     _, result, _ = run(tmp_path, gpus(lost_after_s=2.5))
     device = result.score.devices[0]
@@ -169,6 +172,7 @@ def test_lost_gpu_is_degraded_although_its_engine_continues(tmp_path: Path) -> N
     assert device.sustained.power_w is None, "nothing is known beyond the last sample"
 
 
+@pytest.mark.slow
 def test_dead_engine_leaves_a_partial_result_without_a_score(tmp_path: Path) -> None:
     folder, result, _ = run(tmp_path, gpus(), script={"fault": "die", "after_s": 2.0})
     assert (result.verdict, result.status) == ("FAILED", "partial")
@@ -195,6 +199,7 @@ def test_no_working_engine_is_an_error(tmp_path: Path) -> None:
         run(tmp_path, gpus(), script={"fault": "fail_at_start"})
 
 
+@pytest.mark.slow
 def test_cpu_result_is_not_comparable(tmp_path: Path) -> None:
     _, result, _ = run(tmp_path, None, cpu=True, script={"ready": {"dtype": "float32", "parameters": 1_929_920}})
     assert result.score.devices[0].health is None
@@ -207,6 +212,7 @@ def test_cpu_result_is_not_comparable(tmp_path: Path) -> None:
     assert result.score.tokens_per_joule is None
 
 
+@pytest.mark.slow
 def test_fp8_is_a_separate_workload(tmp_path: Path) -> None:
     _, result, _ = run(tmp_path, gpus(), precision="fp8", script={"ready": {"dtype": "bfloat16+fp8-weights+fp8-kv"}})
     assert result.score.workload == "gpu-score-fp8/1"
@@ -216,6 +222,7 @@ def test_fp8_is_a_separate_workload(tmp_path: Path) -> None:
     assert settings["enable_prefix_caching"] is False
 
 
+@pytest.mark.slow
 def test_engine_with_another_dtype_is_not_comparable(tmp_path: Path) -> None:
     _, result, _ = run(tmp_path, gpus(), precision="fp8")
     assert "computed in bfloat16, not bfloat16+fp8-weights+fp8-kv" in result.score.not_comparable
@@ -227,6 +234,7 @@ def test_unsupported_precision_is_refused(precision: str, cpu: bool) -> None:
         BenchConfig(precision=precision, cpu=cpu)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_ratio_to_a_reference_is_in_the_result_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--reference b300: no such file"):
         run(tmp_path, gpus(), reference="b300")
@@ -240,6 +248,7 @@ def test_ratio_to_a_reference_is_in_the_result_and_on_the_page(tmp_path: Path, m
     assert read_result(folder.path) == result
 
 
+@pytest.mark.slow
 def test_sweep_measures_every_cell_with_its_length_and_temperature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +288,7 @@ def test_impossible_sweep_is_refused(settings: dict[str, Any], message: str) -> 
         BenchConfig(sweep=True, **settings)
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_are_a_workload_that_ranks_with_itself_alone(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("What is 2 + 2?\nWhat is 3 + 4, and what is 5 + 6?\n")
@@ -312,6 +322,7 @@ def test_gpus_are_selected_by_index_and_uuid_prefix(tmp_path: Path) -> None:
         run(tmp_path, [*gpus(2), mig], gpus="3")
 
 
+@pytest.mark.slow
 def test_gpu_divided_by_mig_is_measured_slice_by_slice(tmp_path: Path) -> None:
     """An engine that sees the GPU's UUID would run on one slice and be reported as the whole GPU."""
     parts = [f"MIG-{number}-{os.getpid()}" for number in (1, 2)]
@@ -322,6 +333,7 @@ def test_gpu_divided_by_mig_is_measured_slice_by_slice(tmp_path: Path) -> None:
     assert all((tmp_path / f"emitted.{part}").exists() for part in parts)
 
 
+@pytest.mark.slow
 def test_only_gpus_of_cuda_visible_devices_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"1,{uuid(1)}")
     _, result, _ = run(tmp_path, gpus(2), duration_s=2.0)
@@ -342,6 +354,7 @@ def test_gpu_of_another_bench_is_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_memory_in_use_by_others_is_noted(tmp_path: Path) -> None:
     _, result, _ = run(tmp_path, gpus(readings={"memory_used_bytes": 12 * GIB}), duration_s=2.0)
     assert result.score.devices[0].memory_in_use_bytes == 12 * GIB
@@ -415,6 +428,7 @@ def test_interruption_keeps_what_was_measured_and_ends_all_processes(tmp_path: P
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_interruption_after_the_measurement_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted_assemble(*args: Any, **kwargs: Any) -> ScoredRun:
         signal.raise_signal(signal.SIGINT)

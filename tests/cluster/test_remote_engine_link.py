@@ -154,6 +154,7 @@ async def test_clients_get_their_own_tokens_and_a_dead_one_is_forgotten(tmp_path
         assert engine.process.returncode == 0
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_engine_that_hangs_is_lost_within_five_seconds(tmp_path: Path) -> None:
     async with remote_engine(tmp_path) as engine:
@@ -166,6 +167,7 @@ async def test_engine_that_hangs_is_lost_within_five_seconds(tmp_path: Path) -> 
         assert engine.lost == ["the engine on node-b cannot be reached: the connection is lost"]
 
 
+@pytest.mark.slow
 @on_event_loop
 async def test_engine_whose_server_is_gone_ends(tmp_path: Path) -> None:
     async with remote_engine(tmp_path, "--step-s", "0.05") as engine:

@@ -106,6 +106,7 @@ def test_failed_start_shows_the_servers_log(tmp_path: Path, answers_file: Path) 
     assert "cannot open the model" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "what"), [("silent", "print its address"), ("never-ready", "become ready")])
 def test_wait_for_a_server_has_a_limit_and_ends_it(tmp_path: Path, fault: str, what: str) -> None:
     fake_server("--fault", fault)

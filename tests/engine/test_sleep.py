@@ -68,6 +68,7 @@ def test_engine_sleeps_three_times_and_answers_alike(family: str, request: pytes
         engine.check_idle()
 
 
+@pytest.mark.slow
 def test_engine_with_requests_or_without_a_sleep_mode_refuses(checkpoint: Path) -> None:
     engine = engine_of(checkpoint)
     engine.add(AddRequest("a", PROMPT, SamplingParams()))
@@ -110,6 +111,7 @@ def test_wake_without_host_memory_takes_none() -> None:
     assert (weights[1].unique().tolist(), caches[0].unique().tolist()) == ([2], [0])
 
 
+@pytest.mark.slow
 def test_engine_process_sleeps_and_wakes(checkpoint: Path, tmp_path: Path) -> None:
     config = EngineConfig(model=str(checkpoint), memory_bytes=16 * 2**20, **SETTINGS)
     client = EngineClient(tmp_path, config)

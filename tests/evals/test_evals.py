@@ -311,6 +311,7 @@ def sends(*parts: bytes) -> Iterator[str]:
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "why"),
     [

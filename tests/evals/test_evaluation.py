@@ -146,6 +146,7 @@ def test_gate_flips_the_score_between_174_and_175(
     assert any("not comparable with published ones" in note for note in result.notes)
 
 
+@pytest.mark.slow
 def test_full_evaluation_runs_with_few_levels_and_prompts(
     whole: Callable[[int], EvaluationServer], items: Path, tmp_path: Path
 ) -> None:
@@ -245,6 +246,7 @@ def test_baseline_runs_in_its_own_environment_and_ends_with_its_children(
     assert gone(int(child.read_text()))
 
 
+@pytest.mark.slow
 def test_baseline_that_does_not_become_ready_is_ended_and_reported(
     items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

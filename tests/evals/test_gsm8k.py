@@ -262,6 +262,7 @@ def test_server_that_dies_leaves_no_accuracy_of_gsm8k(
         score_runs([folder.path])
 
 
+@pytest.mark.slow
 def test_command_prints_the_gate_and_exits_by_it(
     answering: Callable[[int, str], AnsweringServer], data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_api_server_without_file_descriptors_loses_only_connections() -> None:
         server.check_no_leak()
 
 
+@pytest.mark.slow
 def test_every_api_server_has_the_metrics_of_the_whole_server() -> None:
     with scripted_server("--step-s", "0.01", api_server_count=3) as server:
         streams = open_streams(server, 9, max_tokens=150)
@@ -103,6 +104,7 @@ def test_every_api_server_has_the_metrics_of_the_whole_server() -> None:
         assert found["num_requests_running"] == 0
 
 
+@pytest.mark.slow
 def test_queue_limit_is_shared_by_all_api_servers() -> None:
     options = {"engine": {"max_num_seqs": 2}, "max_queue": 5, "request_timeout_s": 2.0}
     with (
@@ -196,6 +198,7 @@ def test_second_signal_ends_all_processes_now(loading: bool) -> None:
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all processes to be gone", 3)
 
 
+@pytest.mark.slow
 def test_all_processes_exit_when_the_supervisor_is_killed() -> None:
     with scripted_server(api_server_count=3) as server:
         pids = [server.engine_pid(), *server.api_server_pids()]
@@ -226,6 +229,7 @@ def test_profile_that_gets_no_answer_ends_with_the_server(tmp_path: Path) -> Non
         assert "Traceback" not in server.stderr
 
 
+@pytest.mark.slow
 def test_delayed_api_server_sends_missed_tokens_in_few_events() -> None:
     """About 300 tokens pass while the API server is stopped; they come as one event."""
     with scripted_server("--step-s", "0.002") as server:

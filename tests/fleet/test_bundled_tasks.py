@@ -39,6 +39,7 @@ def written_fleet(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_planned_fleet_of_bundled_models_answers_right_before_and_after_sleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

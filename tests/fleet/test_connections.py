@@ -97,6 +97,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send_bytes(send, body, b"text/plain")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "stays"),
     [
@@ -117,6 +118,7 @@ def test_stalled_request_head_is_disconnected(monkeypatch: pytest.MonkeyPatch, s
     assert (answer or b"").startswith(b"HTTP/1.1 408 Request Timeout\r\n") == is_late
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "piece", "stays"),
     [

@@ -51,6 +51,7 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_disconnect_before_the_first_token_frees_its_request(stream: bool) -> None:
     with scripted_server("--silent-steps", "100000") as server:
@@ -81,6 +82,7 @@ def test_request_outlives_its_client_by_less_than_100_ms(tmp_path: Path) -> None
         assert server.check_no_leak()["requests_aborted_total"] == 3 * len(ways)
 
 
+@pytest.mark.slow
 def test_client_disconnect_after_a_paused_long_body_frees_its_request() -> None:
     with scripted_server("--silent-steps", "100000", engine={"max_model_len": 10**8}) as server:
         connection = server.open(CHAT, chat_body("x" * 2_500_000))
@@ -126,6 +128,7 @@ def test_client_disconnect_while_streaming_aborts_only_its_request(leave: Any, s
         assert (found["requests_finished_total"], found["requests_aborted_total"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_client_disconnects_around_the_last_step_leak_nothing() -> None:
     with scripted_server("--step-s", "0.005") as server:
         for tokens in range(1, 25):
@@ -146,6 +149,7 @@ def test_half_sent_request_is_dropped_without_a_log_line() -> None:
         assert server.check_no_leak()["requests_accepted_total"] == 1
 
 
+@pytest.mark.slow
 def test_slow_reader_is_disconnected_and_others_continue() -> None:
     options = ("--tokens-per-step", "1000", "--step-s", "0.001")
     with scripted_server(*options, engine={"max_model_len": 10**8}) as server:
@@ -162,6 +166,7 @@ def test_slow_reader_is_disconnected_and_others_continue() -> None:
         slow.close()
 
 
+@pytest.mark.slow
 def test_full_queue_is_429_immediately_and_running_requests_continue() -> None:
     with scripted_server("--step-s", "0.02", engine={"max_num_seqs": 1}, max_queue=1) as server:
         with ThreadPoolExecutor(2) as pool:
@@ -187,6 +192,7 @@ def test_queue_full_by_tokens_is_429_but_one_long_prompt_enters() -> None:
         server.check_no_leak()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_request_past_its_time_limit_is_ended_with_504(stream: bool) -> None:
     with scripted_server("--silent-steps", "100000", request_timeout_s=0.3) as server:
@@ -291,6 +297,7 @@ def test_half_sent_request_does_not_delay_or_log_at_shutdown() -> None:
         half.close()
 
 
+@pytest.mark.slow
 def test_second_signal_exits_now() -> None:
     with scripted_server("--step-s", "0.02") as server:
         engine = server.engine_pid()
@@ -413,6 +420,7 @@ def test_sockets_of_a_killed_server_are_removed_by_the_next_start(monkeypatch: p
             assert not own.exists()
 
 
+@pytest.mark.slow
 def test_port_answers_503_while_loading() -> None:
     with scripted_server("--load-s", "1.5", wait=False) as server:
         wait_until(lambda: "scripted" in server.request("GET", "/health").error["message"], "the stage to be reported")
@@ -478,6 +486,7 @@ def test_port_in_use_fails_before_loading() -> None:
             assert f"port {port}: Address already in use" in server.stderr
 
 
+@pytest.mark.slow
 def test_engine_exits_when_the_supervisor_is_killed() -> None:
     with scripted_server() as server:
         engine = server.engine_pid()

@@ -167,6 +167,7 @@ def test_rolling_restart_loses_nothing(fleet: Fleet, capsys: pytest.CaptureFixtu
     assert fleet.server.check_no_leak()["requests_failed_total"] == 0
 
 
+@pytest.mark.slow
 def test_sleep_and_wake_by_command_restart_and_reload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,7 @@ def test_engine_that_loads_for_too_long_is_ended() -> None:
         wait_until(lambda: len(server.engine_pids()) == 1, "the end of its process")
 
 
+@pytest.mark.slow
 def test_killed_engine_fails_its_requests_immediately_and_comes_back() -> None:
     with fleet({"first": {"step_s": 0.01}, "second": {"step_s": 0.01}}) as (server, _):
         wait_models(server, "first", "second")
@@ -126,6 +127,7 @@ def test_killed_engine_fails_its_requests_immediately_and_comes_back() -> None:
         assert "first: it is started again in 0.05 s" in server.stderr
 
 
+@pytest.mark.slow
 def test_crash_loop_stops_and_is_stated() -> None:
     with fleet({"good": {}, "bad": {"die_at_step": 2}}) as (server, _):  # it survives the readiness request alone
         wait_models(server, "good", "bad")
@@ -168,6 +170,7 @@ def test_model_that_cannot_load_does_not_end_the_others(options: dict[str, Any],
         assert server.wait_exit() == 0
 
 
+@pytest.mark.slow
 def test_replica_of_a_fleet_comes_back_while_the_other_serves() -> None:
     with fleet({"pair": {"step_s": 0.005, "load_s": 0.3}}, replicas=2) as (server, _):
         wait_models(server, "pair")
@@ -199,6 +202,7 @@ def test_restarted_api_server_serves_restarted_engines() -> None:
         server.check_no_leak()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loading", [False, True])
 def test_no_process_outlives_a_killed_supervisor(loading: bool) -> None:
     with fleet({"first": {}, "second": {"load_s": 60 if loading else 0}}) as (server, _):

@@ -153,6 +153,7 @@ def test_changes_of_the_nearest_plan_are_enough_and_none_is_in_vain(card: int, h
     assert not any(".max_" in line for line in found.whole_changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vram", "sleeping", "on_cpu"), [(80, 3, 0), (32, 2, 2)])
 def test_small_cards_get_plans_that_sleep_and_offload_and_that_start(
     vram: int, sleeping: int, on_cpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

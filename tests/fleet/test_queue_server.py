@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 from server_harness import chat_body, scripted_server, wait_until
 
 from meltcore.api.request_queue import room_of
@@ -38,6 +39,7 @@ def test_a_request_that_waits_past_its_deadline_leaves_the_queue() -> None:
         assert any("class=batch" in line for line in server.stderr.splitlines())
 
 
+@pytest.mark.slow
 def test_batch_waits_for_interactive_requests() -> None:
     with scripted_server("--step-s", "0.01", engine={"max_num_seqs": 1}) as server:
         connections = [server.open(CHAT, chat_body(max_tokens=20)) for _ in range(room_of(1))]

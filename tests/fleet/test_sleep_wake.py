@@ -79,6 +79,7 @@ def fleet(
             yield found
 
 
+@pytest.mark.slow
 def test_models_take_turns_without_losing_a_request_or_exceeding_the_memory() -> None:
     with fleet({"a": "interactive", "b": "standard", "c": "batch"}, options={"b": {"wake_s": 0.1}}) as found:
         server = found.server
@@ -97,6 +98,7 @@ def test_models_take_turns_without_losing_a_request_or_exceeding_the_memory() ->
         assert len(server.engine_pids()) == 3  # none was started again
 
 
+@pytest.mark.slow
 def test_open_requests_end_before_their_model_sleeps_and_the_limit_ends_the_rest() -> None:
     with fleet({"a": "interactive", "b": "standard"}, options={"a": {"step_s": 0.01}}, drain_timeout_s=1.0) as found:
         with ThreadPoolExecutor(4) as pool:
@@ -114,6 +116,7 @@ def test_open_requests_end_before_their_model_sleeps_and_the_limit_ends_the_rest
         found.check()
 
 
+@pytest.mark.slow
 def test_request_that_cannot_wait_gets_503_and_still_wakes_its_model() -> None:
     slow = ResidencyConfig(minimum_s=3.0, turn_s=4.0)
     with fleet({"a": "interactive", "b": "standard"}, residency=slow) as found:

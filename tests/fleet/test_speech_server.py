@@ -33,6 +33,7 @@ from meltcore.load.config import LoadConfig  # noqa: E402
 from meltcore.load.runner import run_levels  # noqa: E402
 from meltcore.results.schema import TaskLoad  # noqa: E402
 
+pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 MODEL, RATE = "small", 24_000
 # A frame is 43 ms: few to compute for as much speech.
 VALUES = {**SMALL, "mel_spec": {**SMALL["mel_spec"], "n_fft": 4096, "hop_length": 1024, "win_length": 4096}}
@@ -101,7 +102,6 @@ def form(reference: bytes, **fields: str) -> tuple[bytes, dict[str, str]]:
     return body, {"content-type": "multipart/form-data; boundary=x"}
 
 
-@pytest.mark.slow
 def test_load_generator_measures_streamed_speech(server: RunningServer) -> None:
     def load(speech_format: str) -> TaskLoad:
         workload = f"speak:voice=b,words=3,format={speech_format}"

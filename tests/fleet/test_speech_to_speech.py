@@ -27,6 +27,7 @@ from meltcore.config import EngineConfig, ModelConfig, RoutesConfig, ServerConfi
 from meltcore.models.checkpoint import BUNDLED_RECOGNIZER  # noqa: E402
 from meltcore.problems.tones import ToneClip, render, tone_clip  # noqa: E402
 
+pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 PATH = "/v1/speech_to_speech"
 VALUES = {**SMALL, "mel_spec": {**SMALL["mel_spec"], "n_fft": 4096, "hop_length": 1024, "win_length": 4096}}
 FAST = {"num_steps": "8", "response_format": "pcm"}

@@ -31,6 +31,7 @@ from meltcore.load.config import LoadConfig  # noqa: E402
 from meltcore.load.runner import run_levels  # noqa: E402
 from meltcore.protocol.transcription import Transcribe, Transcript  # noqa: E402
 
+pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 MODEL = "small"
 
 
@@ -78,7 +79,6 @@ def expected(archive: Path) -> Transcript:
     return transcript
 
 
-@pytest.mark.slow
 def test_openai_client_gets_the_engines_transcript(client: openai.OpenAI, expected: Transcript) -> None:
     for language in ("kn", "Kannada", "kan_Knda", "KN"):
         answer = client.audio.transcriptions.create(model=MODEL, file=("a.wav", wav()), language=language)
@@ -251,7 +251,6 @@ def test_wrong_bodies_and_routes_are_named(server: RunningServer) -> None:
     assert b"POST /v1/audio/transcriptions" in chat.body
 
 
-@pytest.mark.slow
 def test_client_that_leaves_ends_its_work(server: RunningServer) -> None:
     audio = wav(120.0, format="FLAC")
     form = (

@@ -27,6 +27,7 @@ from meltcore.config import EngineConfig, ModelConfig, ServerConfig
 from meltcore.load.config import LoadConfig
 from meltcore.load.runner import run_levels
 
+pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 CORPUS = ["the cat sat on the mat", "a dog ran home", "वह घर गया", "क ख ग घ", "नमस्ते दुनिया", "< ID1 > . , ? ! ।"] * 10
 START_S = 120.0
 
@@ -62,7 +63,6 @@ def translate(server: RunningServer, sentences: list[str], **fields: Any) -> Any
     return server.post("/v1/translate", body)
 
 
-@pytest.mark.slow
 def test_translations_are_those_of_the_offline_translator(server: RunningServer, folder: Path) -> None:
     words = ["the", "cat", "sat", "on", "a", "mat", "dog", "ran", "home"]
     texts = [*(" ".join(words[i % 9 : i % 9 + 1 + i % 4]) for i in range(24)), "", "home.\n\nThe mat!"]
@@ -167,7 +167,6 @@ def test_log_has_the_request_and_no_text(server: RunningServer) -> None:
     assert "secret" not in server.stderr
 
 
-@pytest.mark.slow
 def test_death_of_the_engine_fails_its_requests_alone(server: RunningServer) -> None:
     engine = server.engine_pids()[1]
     os.kill(engine, signal.SIGSTOP)

@@ -67,6 +67,7 @@ def test_metrics_logs_and_errors_are_keyed_by_model() -> None:
         assert len(server.api_server_pids()) == 1
 
 
+@pytest.mark.slow
 def test_full_queue_of_one_model_does_not_affect_the_other() -> None:
     with two_scripted_models("--silent-steps", "150", "--step-s", "0.01", second={"max_queue": 0}) as server:
         with ThreadPoolExecutor(8) as pool:

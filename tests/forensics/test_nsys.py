@@ -139,6 +139,7 @@ def test_qdstrm_without_a_report_is_named_with_the_importer(folder: Path) -> Non
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [False, True])
 def test_hanging_nsys_is_ended_with_its_command(folder: Path, raw: bool) -> None:
     fake_nsys(folder, "pathlib.Path(output + '.qdstrm').touch()\ntime.sleep(600)" if raw else "time.sleep(600)")

@@ -185,6 +185,7 @@ def test_command_prints_lines_and_summary_and_writes_json_lines(tmp_path: Path) 
     assert "of a core" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_command_in_order(tmp_path: Path, number: int) -> None:
     running = command("--out", tmp_path / "s.jsonl")

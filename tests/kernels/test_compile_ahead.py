@@ -69,6 +69,7 @@ def elsewhere() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+@pytest.mark.slow
 def test_compile_ahead_compiles_exactly_the_missing_kernels(elsewhere: ProcessPoolExecutor) -> None:
     found = elsewhere.submit(counts).result(timeout=240)
     assert all(missing == launchers for missing, launchers in found), found
@@ -78,6 +79,7 @@ def test_compile_ahead_compiles_exactly_the_missing_kernels(elsewhere: ProcessPo
     assert 0 < other_type < first, "the tables of decode steps hold whole numbers only"
 
 
+@pytest.mark.slow
 def test_failed_warm_up_restores_the_compiler(elsewhere: ProcessPoolExecutor) -> None:
     assert elsewhere.submit(failing).result(timeout=240) >= 0
 

@@ -302,6 +302,7 @@ def synthesis_launches(frames: int) -> None:
     rotary.rotate_pairs(meta(2, frames, 3, 16, 64)[:, :, :2, 0], angles)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launch",
     [norm_launches, swiglu_launches, store_kv_launches, routing_launches, tile_launches, gated_delta_launches,

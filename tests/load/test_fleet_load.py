@@ -142,6 +142,7 @@ def test_every_model_gets_its_requests_and_the_result_has_all_parts(tmp_path: Pa
     assert page.count("<svg") >= 8
 
 
+@pytest.mark.slow
 def test_refused_requests_are_sent_again_when_the_server_says() -> None:
     with serve_tasks(models=CARDS[2:3], refuse=(5, 6, 7), retry_after="1") as server:
         result = measure_fleet(config(server.url), [])
@@ -152,6 +153,7 @@ def test_refused_requests_are_sent_again_when_the_server_says() -> None:
     assert (stream.level.e2e_ms.max or 0) >= 2000, "latency counts from the first try"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behavior", "timeout_s", "failure"),
     [
@@ -282,6 +284,7 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert "Interference: x" in render_html(fleet_load_page(result))
 
 
+@pytest.mark.slow
 def test_no_process_is_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     # One without any would wait forever, as in a warm-up of 4 requests by 6 processes.
     started: list[int] = []

@@ -72,11 +72,13 @@ def test_message_received_by_a_check_is_kept(ranks: Ranks, rank: Rank) -> None:
     ranks.wait_allocated()
 
 
+@pytest.mark.slow
 def test_wait_for_messages_has_a_limit(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="0 of 1 other ranks have allocated"):
         ranks.wait_allocated()
 
 
+@pytest.mark.slow
 def test_progress_extends_the_limit(ranks: Ranks, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "NO_PROGRESS_LIMIT_S", 0.6)
     started = time.monotonic()

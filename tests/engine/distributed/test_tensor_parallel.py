@@ -96,6 +96,7 @@ def answers(seen: tools.SeenEngine) -> Answers:
     return Answers(seen.run(), logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "ranks", "overlap"),
     [

@@ -77,6 +77,7 @@ pipes = pytest.fixture(started, name="pipes")
 shared = pytest.fixture(started, name="shared", scope="module")
 
 
+@pytest.mark.slow
 def test_json_lines_give_the_tokens_of_the_offline_api(shared: Pipes) -> None:
     prompts = {3: [5, 9, 11, 40], 7: [6] * 30}
     for number, prompt in prompts.items():
@@ -100,6 +101,7 @@ def test_json_lines_give_the_tokens_of_the_offline_api(shared: Pipes) -> None:
     assert list(tokens.values()) == [answer.token_ids for answer in answers]
 
 
+@pytest.mark.slow
 def test_aborted_id_can_be_used_again(shared: Pipes) -> None:
     shared.send({"type": "generate", "id": 1, "prompt": [5], "max_tokens": 1000})
     assert shared.receive()["ids"] == [1]
@@ -111,6 +113,7 @@ def test_aborted_id_can_be_used_again(shared: Pipes) -> None:
     assert shared.receive()["ended"] == [[1, "length"]]
 
 
+@pytest.mark.slow
 def test_invalid_request_is_refused_alone(shared: Pipes) -> None:
     shared.send({"type": "generate", "id": 1, "prompt": [5] * 2000, "max_tokens": 1})
     refused = shared.receive()

@@ -215,6 +215,7 @@ def steps_of(log: Path) -> list[tuple[float, float]]:
     return [(float(line[0]), float(line[1])) for line in lines if len(line) == 2]
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """One marks, dies by SIGKILL and is replaced; the other waits, goes on, and waits again."""
     path = tmp_path / "marks"
@@ -279,6 +280,7 @@ class _Watched:
         raise _Enough
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_higher", [False, True])
 def test_process_marks_its_steps_and_not_its_idle_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_higher: bool
