@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -69,6 +70,15 @@ def slow_files_first(items: list[pytest.Item]) -> None:
     """Files with the most slow tests first, so that the last file to be dealt out is a short one."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Set aside what is loaded by now: ten thousand tests, torch, transformers.
+
+    Every level of the load generator collects garbage first, which with all of these objects takes 0.4 s of CPU time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
