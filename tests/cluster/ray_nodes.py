@@ -120,11 +120,12 @@ def is_on_gpu_node(pid: int) -> bool:
 class Stream:
     """An open answer over HTTP, read on a thread of its own: how it ended, and when something came of it."""
 
-    def __init__(self, server: RunningServer, model: str, max_tokens: int) -> None:
-        body = {"model": model, "prompt": "ab", "max_tokens": max_tokens, "stream": True}
+    def __init__(self, server: RunningServer, model: str, max_tokens: int, **fields: Any) -> None:
+        body = {"model": model, "prompt": "ab", "max_tokens": max_tokens, "stream": True} | fields
         self._connection = server.open("/v1/completions", body)
         self._data = b""
         self.arrived_s: list[float] = []
+        self.ended_s = 0.0
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         wait_until(lambda: self.arrived_s, f"the first token of {model}")
@@ -134,6 +135,7 @@ class Stream:
             while b"0\r\n\r\n" not in self._data and (block := self._connection.recv(65_536)):
                 self._data += block
                 self.arrived_s.append(time.monotonic())
+        self.ended_s = time.monotonic()
 
     def end(self, limit_s: float) -> str:
         """Wait for the end; returns "done", or the message of its error."""

@@ -9,16 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from network_namespaces import network
 
 from meltcore.backends.engine_link import EngineLink
+from meltcore.backends.engine_sockets import RemoteSocket
 from meltcore.config import EngineConfig
 from meltcore.process import start
 from meltcore.protocol.generation import (
@@ -180,43 +182,19 @@ async def test_engine_whose_server_is_gone_ends(tmp_path: Path) -> None:
         assert engine.process.returncode == 4
 
 
-@contextmanager
-def network_namespace() -> Iterator[str]:
-    """A network namespace with the address 10.231.77.2, linked to 10.231.77.1 here; yields its name."""
-    name = f"melt{os.getpid()}"
-    commands = [
-        f"ip netns add {name}",
-        f"ip link add {name}a type veth peer name {name}b netns {name}",
-        f"ip addr add 10.231.77.1/30 dev {name}a",
-        f"ip link set {name}a up",
-        f"ip -n {name} addr add 10.231.77.2/30 dev {name}b",
-        f"ip -n {name} link set {name}b up",
-    ]
-    try:
-        for command in commands:
-            try:
-                done = subprocess.run(command.split(), capture_output=True, text=True, timeout=10, check=False)
-            except FileNotFoundError:
-                pytest.skip("needs ip (iproute2)")
-            if done.returncode:
-                pytest.skip(f"needs network namespaces: {done.stderr.strip()}")
-        yield name
-    finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10, check=False)
-
-
 @pytest.mark.slow
-def test_partition_ends_both_sides(tmp_path: Path) -> None:
+def test_partition_ends_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @on_event_loop
     async def run(folder: Path) -> None:
-        with network_namespace() as name:
-            prefix = ["ip", "netns", "exec", name]
-            async with remote_engine(folder, host="10.231.77.2", prefix=prefix) as engine:
+        monkeypatch.setattr(RemoteSocket, "_context", None)  # its threads are in the namespace of their start
+        with network() as made:
+            prefix = ["ip", "netns", "exec", made.far]
+            async with remote_engine(folder, host=made.far_address, prefix=prefix) as engine:
                 link = engine.link(0)
                 await until(lambda: engine.messages)
                 link.send(request("a", [5], 4000))
                 await until(lambda: engine.tokens(engine.messages, "a"))
-                await asyncio.to_thread(subprocess.run, ["ip", "link", "set", f"{name}a", "down"], check=True)
+                await asyncio.to_thread(made.cut)
                 started_s = time.monotonic()
                 await until(lambda: engine.lost)
                 assert time.monotonic() - started_s < 5
