@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -74,15 +74,23 @@ async def start_async(
     stderr: int | IO[Any] | None = None,
     environment: Mapping[str, str] | None = None,
     new_session: bool = True,
+    pass_fds: Collection[int] = (),
 ) -> asyncio.subprocess.Process:
     """Starts a program whose pipes and exit are awaited on the event loop.
 
     environment: the child's whole environment; None: that of this process. new_session: whether the child leads a
-    session and a process group. Raises ProcessError where the program cannot be started.
+    session and a process group. pass_fds: file descriptors that the child inherits. Raises ProcessError where the
+    program cannot be started.
     """
     try:
         return await asyncio.create_subprocess_exec(
-            *command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=new_session
+            *command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            start_new_session=new_session,
+            pass_fds=pass_fds,
         )
     except OSError as error:
         raise ProcessError(f"{command[0]} cannot be started: {error.strerror}") from error

@@ -121,6 +121,7 @@ def test_replica_starts_elsewhere_and_engines_outlive_the_driver(cluster: Any, f
         wait_until(lambda: rows(server)[0]["reason"].startswith(problem), "the problem in ps", 5)
         time.sleep(3.0)  # Ray ends the actors of a driver that has died
         assert engine_pids() == pids
+        assert len(list(cluster.temporary.glob("meltcore-engine-*"))) == 3
         assert server.chat("go on", max_tokens=3).status == 200
 
         # The next start of an engine connects again; its node is gone then.
@@ -130,6 +131,9 @@ def test_replica_starts_elsewhere_and_engines_outlive_the_driver(cluster: Any, f
         os.kill(lost, signal.SIGKILL)
         wait_until(lambda: "its engine of" in server.stderr, "a start on another node", START_S)
         wait_until(lambda: [row["state"] for row in rows(server)][:2] == ["ready"] * 2, "both", START_S)
+        # Its start has removed what the killed engine left, and nothing of those that have outlived their actors.
+        wait_until(lambda: len(list(cluster.temporary.glob("meltcore-engine-*"))) == 3, "folders of the living", 5)
+        assert len(list(cluster.temporary.glob("meltcore-marks-*/*"))) == 2
         assert server.chat("go on", max_tokens=3).status == 200
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0

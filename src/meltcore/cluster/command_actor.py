@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
+import secrets
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from meltcore.cluster.node_folder import NodeFolder
 from meltcore.cluster.nodes import KEEP_VISIBLE, living_nodes
 from meltcore.process import end_group, run
 from meltcore.protocol.cluster import CommandEnded, CommandStarted, FromDriver, RunOnNodes, gpu_resource
@@ -102,13 +102,13 @@ class CommandActor:
     def run(self, encoded: bytes) -> bytes:
         """Run the command of a `RunOnNodes`, and return `CommandEnded`, both encoded as JSON. Ends it at its limit."""
         message = msgspec.json.decode(encoded, type=RunOnNodes)
-        folder = tempfile.mkdtemp(prefix="meltcore-node-")
+        folder = NodeFolder(f"node-{secrets.token_hex(8)}")
         began_s = time.monotonic()
         try:
             done = run(
                 [
                     *(sys.executable, "-m", "meltcore.cli.main", *message.command),
-                    *(("--out", folder) if message.has_folder else ()),
+                    *(("--out", str(folder.path)) if message.has_folder else ()),
                 ],
                 limit_s=message.limit_s,
                 # Ray sets one thread, which a benchmark of the CPU must not have.
@@ -117,7 +117,7 @@ class CommandActor:
                 on_start=self._remember,
             )
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.close()
             self._is_done.set()
         last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         is_late = done.returncode is None

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import shutil
+import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
+from meltcore.cluster.node_folder import NodeFolder
 from meltcore.errors import EngineDeadError
 from meltcore.fleet.placement import Placement, shared_engine, visible_gpus
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
@@ -34,11 +32,12 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="meltcore-engine-"))  # that only this user may enter
+        # The engine inherits the locks of both folders: it may outlive the actor.
+        self._folder = NodeFolder(f"engine-{secrets.token_hex(8)}")
         # A file, and no pipe: an engine that outlives the actor can print.
-        self._output = self._folder / "output"
+        self._output = self._folder.path / "output"
         self._output_at = 0
-        self._marks: MarksFolder | None = None
+        self._marks: NodeFolder | None = None
 
     async def start(self, encoded: bytes) -> tuple[str, int, int]:
         """Start the engine of a `StartEngine`, encoded as JSON; returns its host, port and process id.
@@ -49,17 +48,18 @@ class EngineActor:
 
         message = msgspec.json.decode(encoded, type=StartEngine)
         host = ray.util.get_node_ip_address()
-        write_binding(self._folder, msgspec.structs.replace(message.binding, host=host))
-        self._marks = MarksFolder(message.fleet)
+        write_binding(self._folder.path, msgspec.structs.replace(message.binding, host=host))
+        self._marks = NodeFolder(f"marks-{message.fleet}")
         placement = Placement(message.config, {}, "node", tuple(message.gpus))
         config = shared_engine(placement, message.sharing, message.priority_class, self._marks.path)
         with self._output.open("ab") as output:
             process = self._process = await start_async(
-                [sys.executable, *message.command, str(self._folder), str(message.client_count)],
+                [sys.executable, *message.command, str(self._folder.path), str(message.client_count)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 environment=engine_environment(message),
+                pass_fds=(self._folder.descriptor, self._marks.descriptor),
             )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(config) + b"\n")
@@ -70,7 +70,7 @@ class EngineActor:
     async def _wait_listening(self, process: asyncio.subprocess.Process) -> int:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LISTEN_LIMIT_S):
-                while (port := read_port(self._folder)) is None and process.returncode is None:  # noqa: ASYNC110 - a file
+                while (port := read_port(self._folder.path)) is None and process.returncode is None:  # noqa: ASYNC110 - a file
                     await asyncio.sleep(_POLL_S)
                 if port is not None:
                     return port
@@ -106,7 +106,7 @@ class EngineActor:
 
     def close(self) -> None:
         """Remove the files of a process that has ended."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
         if self._marks is not None:
             self._marks.close()
 
@@ -114,29 +114,6 @@ class EngineActor:
         """End the process and its group now."""
         if self._process is not None and self._process.returncode is None:
             signal_group(self._process.pid, signal.SIGKILL)
-
-
-class MarksFolder:
-    """The folder of the step marks of a fleet on this node. Who leaves it last removes it."""
-
-    def __init__(self, fleet: str) -> None:
-        """Make the folder, or join those who have it. Only this user may enter."""
-        self.path = Path(tempfile.gettempdir()) / f"meltcore-marks-{fleet}"
-        while True:
-            self.path.mkdir(mode=0o700, exist_ok=True)
-            with suppress(OSError):  # removed meanwhile
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-                if self.path.stat().st_ino == os.fstat(self._descriptor).st_ino:
-                    return
-                os.close(self._descriptor)
-
-    def close(self) -> None:
-        """Leave the folder."""
-        with suppress(BlockingIOError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._descriptor)
 
 
 def engine_environment(message: StartEngine) -> dict[str, str]:
