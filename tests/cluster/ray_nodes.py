@@ -112,6 +112,16 @@ def rows(server: RunningServer) -> list[dict[str, Any]]:
     return call_admin(find_fleet(server.port).admin, "GET", "/ps")
 
 
+def sums_answers(server: RunningServer, model: str) -> list[tuple[str, list[str]]]:
+    """What a bundled model answers greedily to four problems, each with its tokens."""
+    found = []
+    for number in range(4):
+        body = {"model": model, "prompt": f"{number + 12} + {number * 7 + 20} = ", "max_tokens": 24, "temperature": 0}
+        choice = server.post("/v1/completions", body | {"logprobs": 1}).json["choices"][0]
+        found.append((choice["text"], choice["logprobs"]["tokens"]))
+    return found
+
+
 def is_on_gpu_node(pid: int) -> bool:
     """Whether an engine was started by a worker of the raylet with two GPUs of 40 GiB."""
     return b"SCRIPTED_GIB=40,40" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_nodes import STORE_BYTES, engine_pids, rows, write_fleet
+from ray_nodes import STORE_BYTES, engine_pids, rows, sums_answers, write_fleet
 from server_harness import RunningServer, fleet_command, running, wait_until
 
 import meltcore
@@ -72,14 +72,9 @@ def parent(pid: int) -> int:
 
 def answers(server: RunningServer) -> list[Any]:
     """What both tasks answer, greedily, with the tokens of each text."""
-    found = []
-    for number in range(4):
-        body = {"model": "sums", "prompt": f"{number + 12} + {number * 7 + 20} = ", "max_tokens": 24, "temperature": 0}
-        choice = server.post("/v1/completions", body | {"logprobs": 1}).json["choices"][0]
-        found.append((choice["text"], choice["logprobs"]["tokens"]))
     sources = [phrase.source for phrase in generate_phrases("heldout", num_phrases=4, seed=9)]
     body = {"model": "phrases", "sentences": sources, "src_lang": SOURCE_LANGUAGE, "tgt_lang": TARGET_LANGUAGE}
-    return [*found, server.post("/v1/translate", body).json["translations"]]
+    return [*sums_answers(server, "sums"), server.post("/v1/translate", body).json["translations"]]
 
 
 def open_requests(server: RunningServer) -> list[int]:

@@ -14,11 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from network_namespaces import Network, network
-from ray_nodes import STORE_BYTES, Stream, rows
+from ray_nodes import STORE_BYTES, Stream, rows, sums_answers
 from server_harness import RunningServer, running, wait_until
 
 import meltcore
@@ -138,16 +137,6 @@ def fleet(path: Path, replicas: int, *arguments: str) -> Iterator[RunningServer]
         assert server.process.wait(30) == 0
 
 
-def answers(server: RunningServer, model: str) -> list[Any]:
-    """What a model answers greedily, with its tokens."""
-    found = []
-    for number in range(3):
-        body = {"model": model, "prompt": f"{number + 12} + {number * 7 + 20} = ", "max_tokens": 24, "temperature": 0}
-        choice = server.post("/v1/completions", body | {"logprobs": 1}).json["choices"][0]
-        found.append((choice["text"], choice["logprobs"]["tokens"]))
-    return found
-
-
 def namespace_of(pid: int) -> str:
     return str(Path(f"/proc/{pid}/ns/net").readlink())
 
@@ -188,7 +177,7 @@ def test_partition_ends_answers_of_the_far_node_alone(
     tmp_path: Path, ray_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fleet(tmp_path / "one.yaml", 1) as server:
-        expected = {model: answers(server, model) for model in ("sums", "large")}
+        expected = {model: sums_answers(server, model) for model in ("sums", "large")}
     with (
         two_nodes(tmp_path, ray_folder) as nodes,
         fleet(tmp_path / "two.yaml", 2, "--ray", f"{nodes.near_address}:{PORT}") as server,
@@ -197,14 +186,14 @@ def test_partition_ends_answers_of_the_far_node_alone(
         own, far = namespace_of(os.getpid()), namespaces["large", 0]
         assert far != own, "the large model is on the near node"
         assert {namespaces["sums", 0], namespaces["sums", 1]} == {own, far}, "replicas are on one node"
-        assert answers(server, "large") == expected["large"]
-        assert answers(server, "sums") == expected["sums"]
+        assert sums_answers(server, "large") == expected["large"]
+        assert sums_answers(server, "sums") == expected["sums"]
         # Drawn tokens, as most of those after a greedy end have no text, and send nothing.
         streams = [
             Stream(server, model, TOKENS, ignore_eos=True, temperature=1.5, seed=1)
             for model in ("sums", "sums", "large")
         ]
-        assert answers(server, "sums") == expected["sums"], "one of both replicas"
+        assert sums_answers(server, "sums") == expected["sums"], "one of both replicas"
         far_engines = [pid for pid in of_test() if namespace_of(pid) == far and is_engine(pid)]
         assert len(far_engines) == 2
 
@@ -228,7 +217,7 @@ def test_partition_ends_answers_of_the_far_node_alone(
         health = server.request("GET", "/health").json
         assert (health["status"], list(health["models"])) == ("degraded", ["large"])
         assert "the node far is gone, and no other node has 1.50 GiB free for it" in health["models"]["large"]
-        assert answers(server, "sums") == expected["sums"]
+        assert sums_answers(server, "sums") == expected["sums"]
         assert server.post("/v1/completions", {"model": "large", "prompt": "1", "max_tokens": 2}).status == 503
         wait_until(lambda: not any(map(start_ticks, far_engines)), "the far engines end by themselves", 15)
     assert not list((tmp_path / "near").glob("meltcore-*"))
