@@ -1,4 +1,4 @@
-"""Folders in a node's temporary directory, which nobody leaves behind: locks tell whose owners have all died."""
+"""Folders in a node's temporary directory: locks tell whose owners have all died, and those are removed."""
 
 from __future__ import annotations
 
