@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meltcore.protocol.fleet_spec import PLACEHOLDERS, json_schema
+from meltcore.protocol.fleet_spec import ENGINE_SETTING_TASKS, PLACEHOLDERS, json_schema
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# fleet.yaml
@@ -49,7 +50,11 @@ def page(definitions: dict[str, Any]) -> str:
     parts = [HEAD]
     for name, path in paths.items():
         definition = definitions[name]
-        rows = [row(key, field, key in definition["required"]) for key, field in definition["properties"].items()]
+        tasks = ENGINE_SETTING_TASKS if name == "ModelSection" else {}
+        rows = [
+            row(key, field, key in definition["required"], tasks.get(key, ()))
+            for key, field in definition["properties"].items()
+        ]
         text = definition["description"].splitlines()[0]
         title = f"`{path}`" if path else "The file"
         parts.append(
@@ -82,7 +87,7 @@ def references(schema: Any) -> list[dict[str, str]]:
     return [each for each in (schema, *schema.get("anyOf", ())) if "$ref" in each]
 
 
-def row(key: str, field: dict[str, Any], required: bool) -> str:
+def row(key: str, field: dict[str, Any], required: bool, tasks: Sequence[str] = ()) -> str:
     default = field.get("default")
     if required:
         shown = "required"
@@ -90,7 +95,8 @@ def row(key: str, field: dict[str, Any], required: bool) -> str:
         shown = ""
     else:
         shown = f"`{json.dumps(default)}`"
-    return f"| `{key}` | {value_text(field)} | {shown} | {field.get('description', '')} |"
+    words = [field.get("description", ""), f"For engines of task {' or '.join(tasks)}." if tasks else ""]
+    return f"| `{key}` | {value_text(field)} | {shown} | {' '.join(filter(None, words))} |"
 
 
 def value_text(field: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from meltcore.errors import ConfigError
 from meltcore.fleet.from_spec import routes_config, server_config
 from meltcore.protocol.fleet_checks import FleetError, check_fleet
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
-from meltcore.protocol.fleet_spec import FleetSpec
+from meltcore.protocol.fleet_spec import FleetSpec, Size
 
 FLEET = """
 server: {port: 9000, log_format: json}
@@ -30,7 +30,7 @@ models:
     device: [1]
   en-indic: {checkpoint: ai4bharat/indictrans2-en-indic-1B, task: translation, max_queue: 0}
   indic-indic: {checkpoint: ai4bharat/indictrans2-indic-indic-1B, task: translation, aliases: [mt]}
-  ears: {checkpoint: ai4bharat/indic-conformer-600m-multilingual, task: recognition, device: cpu}
+  ears: {checkpoint: ai4bharat/indic-conformer-600m-multilingual, task: recognition, device: cpu, max_queue_audio_s: 90}
   far: {url: "https://example.test", upstream_key_env: FAR_KEY}
 languages:
   translation:
@@ -39,7 +39,9 @@ languages:
   recognition: {kan_Knda: ears, "*": ears}
   substitute: {kan_Knda: guj_Gujr, hin_Deva: [tam_Taml, tel_Telu]}
 keys: [{name: app, env: APP_KEY, priority: standard, requests_per_minute: 60}]
-limits: {max_body: 1MiB, max_queue: 7, tokens_per_minute: 900, class_shares: [5, 3, 2]}
+limits:
+  {max_body: 1MiB, max_queue: 7, max_queue_chars: 600, max_queue_audio_s: 30,
+   tokens_per_minute: 900, class_shares: [5, 3, 2]}
 timeouts: {request_s: 20, start_s: 7}
 routes:
   translate: {backend: llm, model: qwen, prompt: "{source} to {target}:", stop: ["\\n"]}
@@ -81,6 +83,7 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
     assert (qwen.engine.model, qwen.engine.memory_bytes) == ("Qwen/Qwen3-30B-A3B-GGUF:Q8_0", 40 * 2**30)
     assert (qwen.engine.max_model_len, qwen.engine.max_num_seqs, qwen.replica_gpus) == (8192, 8, ((1,),))
     assert (qwen.max_queue, en_indic.max_queue) == (7, 0)
+    assert (en_indic.max_queue_chars, en_indic.max_queue_audio_s, ears.max_queue_audio_s) == (600, 30, 90)
     assert ears.engine.device == "cpu"
     assert (qwen.priority_class, ears.priority_class) == ("interactive", "standard")
     assert (config.class_shares, qwen.start_timeout_s, config.residency.start_timeout_s) == ((5, 3, 2), 7, 7)
@@ -311,14 +314,43 @@ def test_published_schema_and_reference_are_those_of_the_structs() -> None:
         ({"sharing": {"means": "none", "step_ms": 5}}, "sharing.step_ms: got 5"),
         ({"sharing": {"means": "mps", "mps_sm_percent": 40, "min_share": 0.2}}, None),
         ({"models": {"m": {"checkpoint": "c", "format": "q8_0"}}}, "models.m.format: got 'q8_0', which is of shapes"),
+        *(
+            (
+                {"models": {"m": {"checkpoint": "c", "task": task, name: value}}},
+                f"models.m.{name}: got {value!r}; is for task {tasks}, and the model's is {task}",
+            )
+            for task, name, value, tasks in (
+                ("synthesis", "generation_config", "auto", "generation"),
+                ("recognition", "max_queue_tokens", 9, "generation"),
+                ("translation", "max_num_batched_tokens", 512, "generation"),
+                ("translation", "enable_prefix_caching", False, "generation"),
+                ("synthesis", "enforce_eager", True, "generation"),
+                ("recognition", "tensor_parallel_size", 2, "generation"),
+                ("recognition", "max_model_len", 512, "generation or translation"),
+                ("generation", "max_queue_chars", 9, "translation or synthesis"),
+                ("synthesis", "max_queue_audio_s", 9.0, "recognition"),
+            )
+        ),
+        ({"models": {"m": {"checkpoint": "c", "task": "translation", "max_model_len": 99, "max_num_seqs": 2}}}, None),
         (
-            {"models": {"m": {"checkpoint": "c", "task": "synthesis", "generation_config": "auto"}}},
-            "models.m.generation_config: got 'auto'; a model of task synthesis samples nothing",
+            {"models": {"m": {"checkpoint": "c", "task": "recognition", "memory": Size(9), "max_num_seqs": 4}}},
+            "models.m.max_num_seqs: got 4 beside memory, which decides it for task recognition",
+        ),
+        ({"models": {"m": {"checkpoint": "c", "memory": Size(9), "max_num_seqs": 4}}}, None),
+        ({"models": {"m": {"url": "http://h", "max_queue_chars": 4}}}, "models.m.max_queue_chars: got 4; a model with"),
+        (
+            {"limits": {"max_queue_audio_s": 60.0}},
+            "limits.max_queue_audio_s: got 60.0; is for task recognition, and no",
         ),
         (
-            {"models": {"m": {"checkpoint": "c", "task": "recognition", "max_queue_tokens": 9}}},
-            "models.m.max_queue_tokens: got 9; a model of task recognition has no queue of tokens",
+            {"limits": {"max_queue_tokens": 9}, "models": {"m": {"checkpoint": "c", "task": "recognition"}}},
+            "limits.max_queue_tokens: got 9; is for task generation, and no model is of it",
         ),
+        (
+            {"models": {"m": {"url": "http://h", "task": "recognition", "max_queue_tokens": 9}}},
+            "models.m.max_queue_tokens: got 9; uploads of task recognition have no tokens: use max_queue",
+        ),
+        ({"limits": {"max_queue_tokens": 9}, "models": {"m": {"url": "http://h", "task": "synthesis"}}}, None),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(sections: dict[str, Any], words: str | None) -> None:

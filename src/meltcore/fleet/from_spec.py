@@ -32,10 +32,6 @@ _FOREIGN_PATHS: dict[FleetTask, tuple[str, ...]] = {
     "synthesis": ("/v1/audio/speech",),
 }
 
-# Of other tasks they are for the plan alone: the memory of an engine decides how many sentences or clips run. A
-# translation model has a context length, of a sentence.
-_PLANNED_FIELDS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-
 
 def server_config(spec: FleetSpec) -> ServerConfig:
     """Return the settings of a server with all models of the fleet: our own, then those of foreign servers."""
@@ -121,6 +117,8 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
         replica_gpus=() if isinstance(model.device, str) else tuple(replica_gpus(model)),
         max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
         max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
+        max_queue_chars=model.max_queue_chars or spec.limits.max_queue_chars,
+        max_queue_audio_s=model.max_queue_audio_s or spec.limits.max_queue_audio_s,
         generation_config=model.generation_config,
         priority_class=model.priority,
         sleepable=model.residency == "sleepable",
@@ -181,7 +179,8 @@ def _engine_checkpoint(name: str, model: ModelSection, checkpoint: str) -> str:
 
 def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
     """Return the settings of a model's engines, which are the same for all replicas: their GPUs are named beside."""
-    planned_fields = {"generation": (), "translation": _PLANNED_FIELDS[1:]}.get(model.task, _PLANNED_FIELDS)
+    # For other tasks it is for the plan alone: the memory of an engine decides how many sentences or clips run.
+    planned_fields = () if model.task == "generation" else ("max_num_seqs",)
     device = model.device if isinstance(model.device, str) else "cuda"
     return EngineConfig(
         model=checkpoint,

@@ -11,12 +11,21 @@ import msgspec
 
 from meltcore.config import FOREIGN_TEMPLATES, PROMPT_FIELDS
 from meltcore.options import braces_fault
-from meltcore.protocol.fleet_spec import PLACEHOLDERS, FleetSpec, FleetTask, ModelSection, SharingSection
+from meltcore.protocol.fleet_spec import (
+    ENGINE_SETTING_TASKS,
+    PLACEHOLDERS,
+    FleetSpec,
+    FleetTask,
+    LimitsSection,
+    ModelSection,
+    SharingSection,
+)
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
 _ENGINE_ONLY = (
     *("tokenizer", "load_format", "dtype", "quantization", "kv_cache_dtype", "max_num_batched_tokens"),
     *("enforce_eager", "enable_prefix_caching", "generation_config", "shapes", "format"),
+    *("max_queue_chars", "max_queue_audio_s"),
 )
 # Settings of a process that this fleet starts. A server that runs already has its own.
 _PROCESS_ONLY = (
@@ -49,6 +58,7 @@ def check_fleet(spec: FleetSpec) -> None:
         path = f"models.{name}"
         _check_kind(model, path)
         _check_device(spec, model, path)
+    _check_limits(spec)
     _check_languages(spec)
     _check_routes(spec)
     _check_keys(spec)
@@ -83,7 +93,7 @@ def _names(spec: FleetSpec) -> Iterator[tuple[str, str]]:
         yield from ((f"models.{name}.aliases[{index}]", alias) for index, alias in enumerate(model.aliases))
 
 
-def _changed(model: ModelSection | SharingSection) -> set[str]:
+def _changed(model: ModelSection | SharingSection | LimitsSection) -> set[str]:
     """Return the fields that differ from their defaults."""
     fields = msgspec.structs.fields(model)
     return {field.name for field in fields if getattr(model, field.name) != _default(field)}
@@ -104,17 +114,8 @@ def _check_kind(model: ModelSection, path: str) -> None:
     changed = _changed(model)
     if "format" in changed and model.shapes is None:
         raise FleetError(f"{path}.format", f"got {model.format!r}, which is of shapes, and the model has none")
-    if "generation_config" in changed and model.task != "generation":
-        raise FleetError(
-            f"{path}.generation_config",
-            f"got {model.generation_config!r}; a model of task {model.task} samples nothing",
-        )
     if model.kind == "engine":
-        if model.max_queue_tokens is not None and model.task != "generation":
-            raise FleetError(
-                f"{path}.max_queue_tokens",
-                f"got {model.max_queue_tokens}; a model of task {model.task} has no queue of tokens: use max_queue",
-            )
+        _check_task(model, changed, path)
         foreign = sorted(changed & {"environment", "python", "sleep_mode", "upstream_model", "upstream_key_env"})
         if foreign:
             raise FleetError(f"{path}.{foreign[0]}", "is for a url or a command, and this model has neither")
@@ -127,6 +128,11 @@ def _check_kind(model: ModelSection, path: str) -> None:
         raise FleetError(
             f"{path}.{refused[0]}", f"got {value!r}; a model with a {model.kind} has no such setting: remove it"
         )
+    if model.max_queue_tokens is not None and not _has_tokens(model):
+        raise FleetError(
+            f"{path}.max_queue_tokens",
+            f"got {model.max_queue_tokens}; uploads of task {model.task} have no tokens: use max_queue",
+        )
     if "sleep_mode" in changed and model.residency != "sleepable":
         raise FleetError(
             f"{path}.sleep_mode",
@@ -134,6 +140,40 @@ def _check_kind(model: ModelSection, path: str) -> None:
         )
     if model.command is not None:
         _check_command(model, model.command, f"{path}.command")
+
+
+def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
+    """Refuse settings of a model with an engine of Meltcore's that engines of its task would ignore."""
+    for name, tasks in ENGINE_SETTING_TASKS.items():
+        if name in changed and model.task not in tasks:
+            raise FleetError(
+                f"{path}.{name}",
+                f"got {getattr(model, name)!r}; is for task {' or '.join(tasks)}, and the model's is {model.task}",
+            )
+    if model.task != "generation" and model.max_num_seqs is not None and model.memory is not None:
+        raise FleetError(
+            f"{path}.max_num_seqs",
+            f"got {model.max_num_seqs} beside memory, which decides it for task {model.task}: remove one of the two",
+        )
+
+
+def _has_tokens(model: ModelSection) -> bool:
+    """Return whether the queue of a foreign server counts tokens, by the length of JSON bodies. Uploads have none."""
+    return model.task != "recognition"
+
+
+def _check_limits(spec: FleetSpec) -> None:
+    """Refuse bounds of queues that no model of the fleet has."""
+    for name in sorted(_changed(spec.limits) & ENGINE_SETTING_TASKS.keys()):
+        tasks = ENGINE_SETTING_TASKS[name]
+        if not any(
+            model.task in tasks if model.kind == "engine" else name == "max_queue_tokens" and _has_tokens(model)
+            for model in spec.models.values()
+        ):
+            raise FleetError(
+                f"limits.{name}",
+                f"got {getattr(spec.limits, name)}; is for task {' or '.join(tasks)}, and no model is of it",
+            )
 
 
 def _check_command(model: ModelSection, command: str, path: str) -> None:

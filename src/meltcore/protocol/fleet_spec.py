@@ -30,6 +30,15 @@ PLACEHOLDERS = {
     "max_num_seqs": "`max_num_seqs`",
     "tensor_parallel_size": "`tensor_parallel_size`",
 }
+# Settings that engines of Meltcore's own read for some tasks alone. For another task they are refused.
+ENGINE_SETTING_TASKS: dict[str, tuple[FleetTask, ...]] = {
+    **dict.fromkeys(("tokenizer", "quantization", "kv_cache_dtype", "tensor_parallel_size"), ("generation",)),
+    **dict.fromkeys(("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"), ("generation",)),
+    **dict.fromkeys(("generation_config", "max_queue_tokens"), ("generation",)),
+    "max_model_len": ("generation", "translation"),
+    "max_queue_chars": ("translation", "synthesis"),
+    "max_queue_audio_s": ("recognition",),
+}
 
 
 class Size(int):
@@ -68,6 +77,7 @@ Url: TypeAlias = Annotated[
 ]
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0)]
+AudioSeconds: TypeAlias = Annotated[float, Meta(ge=1)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 GpuId: TypeAlias = Annotated[int, Meta(ge=0)]
 Device: TypeAlias = Literal["auto", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
@@ -175,7 +185,11 @@ class ModelSection(_Section, frozen=True, kw_only=True):
         ),
     ] = None
     max_num_seqs: Annotated[
-        PositiveInt | None, Meta(description="Sequences, sentences or clips per step: the concurrency to plan for.")
+        PositiveInt | None,
+        Meta(
+            description="Sequences, sentences or clips per step: the concurrency to plan for. An engine of another "
+            "task than generation has as many as its `memory` holds."
+        ),
     ] = None
     max_num_batched_tokens: Annotated[PositiveInt | None, Meta(description="Tokens per step.")] = None
     memory: Annotated[
@@ -205,6 +219,14 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     ] = None
     max_queue_tokens: Annotated[
         PositiveInt | None, Meta(description="Prompt tokens that may wait (default: limits.max_queue_tokens).")
+    ] = None
+    max_queue_chars: Annotated[
+        PositiveInt | None,
+        Meta(description="Characters to translate or speak that may wait (default: limits.max_queue_chars)."),
+    ] = None
+    max_queue_audio_s: Annotated[
+        AudioSeconds | None,
+        Meta(description="Seconds of audio to transcribe that may wait (default: limits.max_queue_audio_s)."),
     ] = None
     generation_config: Annotated[
         Literal["auto", "greedy"], Meta(description="auto: sampling defaults from the checkpoint.")
@@ -259,6 +281,12 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
         16_384
     )
     max_queue_tokens: Annotated[PositiveInt, Meta(description="Prompt tokens of a model that may wait.")] = 16_777_216
+    max_queue_chars: Annotated[
+        PositiveInt, Meta(description="Characters to translate or speak, of a model, that may wait.")
+    ] = 4_194_304
+    max_queue_audio_s: Annotated[
+        AudioSeconds, Meta(description="Seconds of audio to transcribe, of a model, that may wait.")
+    ] = 86_400.0
     class_shares: Annotated[
         tuple[PositiveInt, ...],
         Meta(
