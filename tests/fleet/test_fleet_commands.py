@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -14,12 +15,14 @@ import httpx
 import pytest
 from server_harness import RunningServer, fleet_command, make_model, running, wait_until
 
+import meltcore
 from meltcore.cli.main import main
 from meltcore.fleet.logs import LogFile, print_logs, rotate_large
 from meltcore.fleet.replica import RestartPolicy
 from meltcore.models.checkpoint import BUNDLED_MODEL
 from meltcore.process import LoggedProcess
 
+BUNDLED_SUMS = Path(meltcore.__file__).parent / "bundled" / "sums"
 COMPLETIONS = "/v1/completions"
 POLICY = RestartPolicy(first_pause_s=0.05, max_deaths=2, probe_limit_s=10.0)
 
@@ -120,6 +123,11 @@ def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.
     wait_until(lambda: "first: it is not started again" in fleet.server.stderr, "the last try")
     assert main(["ps"]) == 1
     assert "the engine of first has died 2 times and is not started again" in capsys.readouterr().out
+    # Its log says how its engines have ended, and the server's line names the log.
+    text = Path(first["log"]).read_text()
+    assert "meltcore: first has died: killed by signal 9; 0 open requests failed\n" in text
+    assert text.endswith("meltcore: first could not start: the engine ended while loading (exit status 3)\n")
+    assert f"(exit status 3); its log: {first['log']}\n" in fleet.server.stderr
     # Repaired, it comes back by a restart.
     (fleet.folder / "first" / "engine.json").write_text("{}")
     assert main(["restart", "one"]) == 0
@@ -310,9 +318,13 @@ def test_two_bundled_models_go_up_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    cut = shutil.copytree(BUNDLED_SUMS, tmp_path / "cut")
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
     models = {
         "sums": {"checkpoint": BUNDLED_MODEL, "device": "cpu"},
         "missing": {"checkpoint": str(tmp_path / "missing"), "device": "cpu"},
+        "cut": {"checkpoint": str(cut), "device": "cpu"},
     }
     file = tmp_path / "fleet.yaml"
     file.write_text(json.dumps({"server": {"port": 0}, "models": models}))
@@ -320,6 +332,8 @@ def test_two_bundled_models_go_up_in_the_background(
         assert main(["up", str(file), "--daemon", "--start-timeout", "120"]) == 1, "a model is missing"
         output = capfd.readouterr()
         assert "missing could not be loaded" in output.err
+        (line,) = (line for line in output.err.splitlines() if "cut could not be loaded" in line)
+        assert "cut could not start" in Path(line.split("; its log: ")[1]).read_text()
         url = output.out.split("listening on ")[1].split()[0]
         body = {"model": "sums", "messages": [{"role": "user", "content": "What is 7 * 8?"}]}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()

@@ -116,7 +116,9 @@ def start(
     print(f"meltcore: listening on {record.url} (pid {record.pid}, log {record.log})")
     failed = [row for row in _rows(record) if row["status"] == "failed"] if record.fleet else []
     for row in failed:
-        print(f"meltcore: {row['reason']}", file=sys.stderr)
+        # An engine that never started, as of a checkpoint that is not there, has no log.
+        log_note = f"; its log: {row['log']}" if row["log"] and Path(row["log"]).exists() else ""
+        print(f"meltcore: {row['reason']}{log_note}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -64,6 +65,17 @@ class Replica:
         self.state, self.reason, self.deaths_s = "waiting", "", []
         self.started = asyncio.get_running_loop().create_future()
         self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
+
+    def note_end(self, text: str) -> str:
+        """Append to the log how the engine has ended, below what it has printed. Returns the text with the log named.
+
+        An engine that was killed, or that reported a fault in one message, has written nothing of it.
+        """
+        if self.log is None:
+            return text
+        with suppress(OSError), self.log.open("a") as log:  # a disk may be full
+            log.write(f"meltcore: {text}\n")
+        return f"{text}; its log: {self.log}"
 
 
 @dataclass(frozen=True, kw_only=True)

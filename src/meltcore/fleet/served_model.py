@@ -259,10 +259,11 @@ class ServedModel:
             if self.stats.replicas > 1:
                 num_live = len(self.stats.live_replicas())
                 survivors_note = f"; {num_live} of {self.stats.replicas} replicas go on without it"
-            self._parts.report(f"{subject} has died: {reason}; {num_failed} open requests failed{survivors_note}")
+            text = f"{subject} has died: {reason}; {num_failed} open requests failed{survivors_note}"
+            self._parts.report(replica.note_end(text))
         elif policy is not None:
             self._parts.log.write("engine_failed", model=self.name, replica=replica.index, why=reason)
-            self._parts.report(f"{subject} could not start: {reason}")
+            self._parts.report(replica.note_end(f"{subject} could not start: {reason}"))
         if policy is not None and not self._draining:
             plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
             if is_asleep and pause_s is not None:

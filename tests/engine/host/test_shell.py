@@ -7,17 +7,23 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import engine_tools as tools
+import msgspec
 import pytest
 import torch
+import zmq
 from engine_client import EngineClient
 
 from meltcore.config import EngineConfig
-from meltcore.engine.host.shell import STEP, _CudaProfiler
+from meltcore.engine.host.shell import STEP, EngineShell, _CudaProfiler
+from meltcore.errors import ConfigError
+from meltcore.protocol.engines import FromEngine, ToEngine
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests, EngineFailed, Profile, ProfileDone, Shutdown
+from meltcore.protocol.sockets import socket_address
 
 
 @pytest.fixture
@@ -67,6 +73,38 @@ def test_cuda_profiler_without_a_gpu_is_refused(client: EngineClient) -> None:
     client.send(Profile("start", "", "cuda"), Profile("stop", "", "cuda"))
     errors = [done.error for done in (client.receive(), client.receive()) if isinstance(done, ProfileDone)]
     assert errors == ["RuntimeError: the cuda profiler needs an NVIDIA GPU", "no profile is being taken"]
+
+
+def test_whole_exception_of_a_failed_start_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Standard error is the model's log. An error that names its cause for the user needs no traceback."""
+
+    def read_weights() -> None:
+        raise KeyError("layers.7.mlp")
+
+    def broken(_progress: object) -> Any:
+        try:
+            read_weights()
+        except KeyError as error:
+            raise ValueError("shapes\ndiffer") from error
+
+    def refused(_progress: object) -> Any:
+        raise ConfigError("no room")
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as to_engine, context.socket(zmq.PULL) as from_engine:
+        to_engine.bind(socket_address(tmp_path, "to-engine", 0))
+        from_engine.bind(socket_address(tmp_path, "from-engine", 0))
+        from_engine.rcvtimeo = 10_000
+        shell = EngineShell(tmp_path, ToEngine)
+        said = []
+        for build in (broken, refused):
+            assert shell.serve(build) == 1
+            said.append(msgspec.msgpack.decode(from_engine.recv(), type=FromEngine))
+        shell.close()
+    assert said == [EngineFailed("the engine could not start: ValueError: shapes differ"), EngineFailed("no room")]
+    printed = capsys.readouterr().err
+    assert printed.count("Traceback") == 2, "of the error and of its cause"
+    assert "in read_weights" in printed
+    assert printed.endswith("ValueError: shapes\ndiffer\n"), "no traceback of the second"
 
 
 def test_cuda_profiler_marks_range_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -71,7 +72,10 @@ class RankProcess:
             runner.drop_graphs()
             group.destroy()
         except Exception as error:
-            text = str(error) if isinstance(error, MeltcoreError) else f"{type(error).__name__}: {error}"
+            text = str(error)
+            if not isinstance(error, MeltcoreError):
+                traceback.print_exc()  # to the model's log: the message has one line of it
+                text = f"{type(error).__name__}: {error}"
             self._send(RankFailed(self._rank, " ".join(text.split())))
             self._context.destroy(linger=1000)
             return 1

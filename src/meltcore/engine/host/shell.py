@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -145,6 +146,7 @@ class EngineShell:
         except MeltcoreError as error:
             return self._fail(str(error))
         except Exception as error:
+            traceback.print_exc()  # to the model's log, for the one who looks for the fault
             return self._fail(f"the engine could not start: {type(error).__name__}: {error}")
         # The objects of the loaded engine live as long as the process: the collector need not traverse them again.
         gc.collect()
