@@ -119,6 +119,8 @@ class ForwardingEndpoint:
             fields = read_fields(body, content_type)
             named = None if fields.model is None else self._models.get(fields.model)
             if not is_forwarding(named):
+                if self._own is None:
+                    raise _not_served(self._models.find(fields.model).names[0], scope["path"])
                 await self._answer_own(scope, _replay(body, receive), send)
                 return
             exchange.fields |= {"model": named.names[0], "user": fields.user, "stream": bool(fields.stream)}
@@ -146,7 +148,7 @@ class ForwardingEndpoint:
     ) -> None:
         path = exchange.scope["path"]
         if path not in backend.paths:
-            raise RequestError(f"the model {backend.names[0]} does not serve {shorten(path)}", param="model")
+            raise _not_served(backend.names[0], path)
         request = ForwardedRequest(
             scope=exchange.scope,
             send=exchange.send,
@@ -187,6 +189,10 @@ def read_fields(body: bytes, content_type: str) -> _Fields:
         return _decode_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _Fields()  # the endpoint of our own models says what is wrong
+
+
+def _not_served(name: str, path: str) -> RequestError:
+    return RequestError(f"the model {name} does not serve {shorten(path)}", param="model")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -167,5 +167,9 @@ def _is_chat_model(backend: Backend) -> bool:
 
 
 def _refuse(candidates: Sequence[Backend], task: str) -> NoReturn:
+    if len(candidates) == 1 and isinstance(foreign := candidates[0], ForwardingBackend):
+        raise RequestError(
+            f"{foreign.names[0]} cannot {task} here; it serves {', '.join(foreign.paths)}", param="model"
+        )
     names = " and ".join(backend.names[0] for backend in candidates)
     raise RequestError(f"{names} cannot {task}", param="model")

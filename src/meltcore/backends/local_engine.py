@@ -236,7 +236,9 @@ class LocalEngine(EngineBackend):
     def _loaded(self) -> ServedModel:
         self.check_ready()
         if self._model is None:
-            raise RequestError(f"{self.names[0]} translates, with POST /v1/translate; it generates no text")
+            raise RequestError(
+                f"{self.names[0]} translates, with POST /v1/translate; it generates no text", param="model"
+            )
         return self._model
 
     async def _echoes(
