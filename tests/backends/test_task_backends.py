@@ -22,6 +22,7 @@ from meltcore.api.stats import ServerStats
 from meltcore.api.task_backends import SynthesisRequest
 from meltcore.api.transcription_form import speech_request
 from meltcore.backends import synthesis_engine
+from meltcore.backends import translations as translations_module
 from meltcore.backends.audio_backend import _RUNNING_REQUESTS
 from meltcore.backends.local_engine import LocalEngine
 from meltcore.backends.synthesis_engine import SynthesisEngine
@@ -73,6 +74,54 @@ def test_normalizer_of_a_server_prepares_its_texts(normalizer: Literal["itt", "o
     }
     assert sent[0].token_ids == ids[normalizer]
     assert ids["itt"] != ids["original"]
+
+
+def test_texts_are_prepared_in_turns_and_the_longest_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread at a time; a short request passes between the turns of a long one, whose rest ends with it."""
+    prepared: list[str] = []
+    threads: list[int] = []
+
+    def prepare_slowly(text: str, *rest: Any) -> Any:
+        threads.append(1)
+        time.sleep(0.005)
+        assert len(threads) == 1, "two threads prepare texts"
+        prepared.append(text)
+        threads.pop()
+        return prepare(text, *rest)
+
+    monkeypatch.setattr(translations_module, "prepare", prepare_slowly)
+    ready = TranslationReady(*ENGINE, "translation", 64, 4, 256, 32_000, 5, 256, "synthetic")
+    (stats,) = ServerStats().models
+    sent: list[Any] = []
+
+    async def scenario() -> None:
+        text = TranslationText(SyntheticTokenizer(32_000), True, "indic-en")
+        backend = Translations(model(TRANSLATOR), text, ready, stats, lambda *each: sent.append(each), lambda: [0])
+
+        def start(texts: list[str], request_id: str) -> asyncio.Task[Any]:
+            return asyncio.create_task(backend.translate(TranslateRequest(texts, "hi", "en"), request_id, 0.0))
+
+        with pytest.raises(
+            RequestError, match=r"sentences have 262,145 characters; the limit is 262,144: send several"
+        ):
+            await start(["क"] * 262_145, "longest")
+        assert prepared == []
+        long_text = "सुबह। " * 680  # two of them are a turn
+        long = start([long_text] * 60, "long")
+        while not prepared:  # noqa: ASYNC110 - a thread fills it
+            await asyncio.sleep(0.001)
+        short = start(["शाम"], "short")
+        while not sent:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert sent[0][0].request_id.startswith("short"), "the long one is still prepared"
+        long.cancel()
+        short.cancel()
+        await asyncio.gather(long, short, return_exceptions=True)
+        num_prepared = len(prepared)
+        await asyncio.sleep(0.05)
+        assert len(prepared) == num_prepared < 12, "its rest was prepared for nobody"
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_tasks_and_settings_that_do_not_fit(tmp_path: Path) -> None:

@@ -32,6 +32,10 @@ from meltcore.text.translation.tokenizer import (
     check_tags,
 )
 
+# Of a request, of all texts together: about a second of one core for their preparation.
+MAX_REQUEST_CHARS = 262_144
+# Prepared by one call of the thread: 50 ms. Then other requests have their turn, and a client may have left.
+_TURN_CHARS = 8_192
 _ENDED = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (500, None)}
 
 
@@ -122,6 +126,7 @@ class Translations:
         )
         self._open: dict[str, _OpenSentence] = {}
         self._counter = itertools.count()
+        self._preparing = asyncio.Lock()  # held by the request whose texts are prepared
 
     def has_pair(self, request: TranslateRequest) -> bool:
         """Return whether the checkpoint translates between the request's languages."""
@@ -137,14 +142,18 @@ class Translations:
         Raises RequestError (400, 429, 500, 503).
         """
         source, target = self._languages(request)
-        tokenizer, limit, normalizer = self.text.tokenizer, self.engine.max_source, self._normalizer
-        documents = await asyncio.to_thread(
-            lambda: [prepare(text, tokenizer, source, target, limit, normalizer) for text in request.sentences]
-        )
+        num_chars = sum(map(len, request.sentences))
+        if num_chars > MAX_REQUEST_CHARS:
+            raise RequestError(
+                f"sentences have {num_chars:,} characters; the limit is {MAX_REQUEST_CHARS:,}: send several requests",
+                param="sentences",
+            )
+        self._live_replicas()  # before any work
+        documents = await self._documents(request.sentences, source, target)
+        tokenizer = self.text.tokenizer
         sentences = [sentence for document in documents for sentence in document.sentences]
         if not sentences:
             return TranslatedTexts([finish(document, [], tokenizer, target) for document in documents])
-        num_chars = sum(map(len, request.sentences))
         job = self._admit(sentences, request_id, arrived_s, num_chars)
         try:
             await job.done
@@ -155,6 +164,33 @@ class Translations:
         num_output_tokens = sum(map(len, filter(None, job.outputs)))
         current_terms().charge(num_source_tokens + num_output_tokens)
         return TranslatedTexts(texts, num_source_tokens, num_output_tokens)
+
+    async def _documents(self, texts: Sequence[str], source: Language, target: Language) -> list[Document]:
+        """Prepare texts in a thread, in turns with other requests. Raises RequestError.
+
+        One thread at a time: each further one takes a share of the event loop's time.
+        """
+        tokenizer, limit, normalizer = self.text.tokenizer, self.engine.max_source, self._normalizer
+
+        def prepare_all(turn: Sequence[str]) -> list[Document]:
+            return [prepare(text, tokenizer, source, target, limit, normalizer) for text in turn]
+
+        documents: list[Document] = []
+        while len(documents) < len(texts):
+            end, num_chars = len(documents), 0
+            while end < len(texts) and (num_chars == 0 or num_chars + len(texts[end]) <= _TURN_CHARS):
+                num_chars += len(texts[end])
+                end += 1
+            turn = texts[len(documents) : end]
+            async with self._preparing:
+                work = asyncio.create_task(asyncio.to_thread(prepare_all, turn))
+                work.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that has left
+                try:
+                    documents += await asyncio.shield(work)
+                finally:  # a thread cannot be cancelled: the next turn is after its end
+                    if not work.done():
+                        await asyncio.wait({work})
+        return documents
 
     def on_step(self, step: TranslationOutputs, replica: int) -> None:
         """Give each request its new translations."""
