@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import yaml
@@ -16,6 +18,7 @@ for package in ("python_multipart", "sentencepiece", "soxr"):
     pytest.importorskip(package, reason="the extra audio has it")
 
 from meltcore.backends.engine_process import ENGINE_COMMAND  # noqa: E402 - after the checks for extras
+from meltcore.backends.foreign_process import free_port  # noqa: E402
 from meltcore.cli.main import main  # noqa: E402
 from meltcore.fleet.replica import RestartPolicy  # noqa: E402
 from meltcore.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases  # noqa: E402
@@ -33,7 +36,8 @@ def written_fleet(folder: Path) -> Path:
     del fleet["models"]["voice"], fleet["languages"]["synthesis"]
     for name in ("phrases", "tones"):
         fleet["models"][name]["residency"] = "sleepable"
-    fleet["server"] |= {"port": 0, "api_server_count": 1}
+    fleet["models"]["far"] = {"url": "http://127.0.0.1:1", "task": "synthesis"}
+    fleet["server"] |= {"port": 0, "api_server_count": 1, "admin_port": free_port()}
     fleet["residency"] = {"minimum_s": 0.0, "turn_s": 1.0, "swaps_per_minute": 600, "keep": "disk"}
     path.write_text(yaml.safe_dump(fleet, sort_keys=False))
     return path
@@ -68,5 +72,12 @@ def test_planned_fleet_of_bundled_models_answers_right_before_and_after_sleep(
                 assert server.request("GET", "/health").json["sleeping"] == ["phrases"]
                 assert client.completions.create(model="sums", prompt="1 + 1 =", max_tokens=4).choices[0].text
         assert server.metrics()["wakes_total"] >= 3
+        # The task of each model, as the API servers know it and as the supervisor does.
+        admin = f"http://127.0.0.1:{yaml.safe_load(path.read_text())['server']['admin_port']}"
+        tasks = {"sums": "generation", "phrases": "translation", "tones": "recognition", "far": "synthesis"}
+        for url in (server.url, admin):
+            text = httpx.get(f"{url}/metrics", timeout=10).text
+            found = re.findall(r'queue_requests\{model_name="(\w+)",priority_class="batch",task="(\w+)"\}', text)
+            assert dict(found) == tasks
         assert sorted(server.engine_pids()) == sorted(pids), "none was started again"
         server.check_no_leak()

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if spec.gpus and not args.vram:
         check_gpus(spec, len(gpu_bytes))
         gpu_bytes = [gpu_bytes[gpu.id] for gpu in spec.gpus]
-    if not gpu_bytes and any(model.device != "cpu" for model in spec.models.values()):
+    if not gpu_bytes and any(model.device != "cpu" and model.kind != "url" for model in spec.models.values()):
         place = "this machine" if cluster is None else "the cluster"
         raise ConfigError(f"{place} has no NVIDIA GPU; name the memory of one in GiB, as --vram 141")
     contexts = find_contexts(gpus[0].name if gpus else None, driver)
