@@ -119,7 +119,7 @@ def test_texts_are_prepared_in_turns_and_the_longest_are_refused(monkeypatch: py
         await asyncio.gather(long, short, return_exceptions=True)
         num_prepared = len(prepared)
         await asyncio.sleep(0.05)
-        assert len(prepared) == num_prepared < 12, "its rest was prepared for nobody"
+        assert len(prepared) == num_prepared < 12, "the rest of its texts was prepared"
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
