@@ -54,6 +54,8 @@ class MemoryPools:
     @contextmanager
     def allocating(self, tag: MemoryTag) -> Iterator[None]:
         """Allocate CUDA tensors of this thread in a pool."""
+        # While a pool is in use, torch keeps what it caches elsewhere, even when the process has spent its budget.
+        torch.cuda.empty_cache()
         # The callbacks below run in the middle of an allocation: no collection may free tensors there.
         was_enabled = gc.isenabled()
         gc.disable()
