@@ -55,7 +55,6 @@ def test_two_servers_alternate_in_mirrored_order() -> None:
         interleave(commands, 0)
 
 
-@pytest.mark.slow
 def test_every_start_has_its_own_port_and_the_same_load(tmp_path: Path) -> None:
     lines: list[str] = []
     command = parse_command(f"{SCRIPTED} --itl-ms 1")
@@ -69,7 +68,6 @@ def test_every_start_has_its_own_port_and_the_same_load(tmp_path: Path) -> None:
     assert lines == []
 
 
-@pytest.mark.slow
 def test_stored_set_gives_its_load_again(tmp_path: Path) -> None:
     command = parse_command(f"{SCRIPTED} --itl-ms 1")
     found = run_starts(interleave({"A": command}, 1), StartOptions(load=small_load()), tmp_path, report=print)["A"]
@@ -77,7 +75,6 @@ def test_stored_set_gives_its_load_again(tmp_path: Path) -> None:
     assert stored_load(read_start_set(tmp_path / "kept").load) == small_load()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "error", "says"),
     [

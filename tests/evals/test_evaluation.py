@@ -146,7 +146,6 @@ def test_gate_flips_the_score_between_174_and_175(
     assert any("not comparable with published ones" in note for note in result.notes)
 
 
-@pytest.mark.slow
 def test_full_evaluation_runs_with_few_levels_and_prompts(
     whole: Callable[[int], EvaluationServer], items: Path, tmp_path: Path
 ) -> None:

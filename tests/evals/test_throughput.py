@@ -178,7 +178,6 @@ def test_invalid_settings_are_refused(changes: dict[str, object], match: str) ->
 # --- runs
 
 
-@pytest.mark.slow
 def test_fewer_requests_than_a_level_run_with_a_note(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     result = run_throughput(config(counting().address, levels=(1, 8), num_prompts=3), tmp_path)
     assert (result.verdict in FINE, [level.succeeded for level in result.levels]) == (True, [3, 3])
@@ -188,7 +187,6 @@ def test_fewer_requests_than_a_level_run_with_a_note(counting: Callable[..., Cou
     )
 
 
-@pytest.mark.slow
 def test_honest_server_passes_every_gate(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     server = counting()
     result = run_throughput(config(server.address), tmp_path)
@@ -213,7 +211,6 @@ def test_honest_server_passes_every_gate(counting: Callable[..., CountingServer]
     assert result.weighted_throughput is None
 
 
-@pytest.mark.slow
 def test_unstreamed_answers_are_checked_alike_and_have_no_ttft(
     counting: Callable[..., CountingServer], tmp_path: Path
 ) -> None:
@@ -250,7 +247,6 @@ def test_wrong_answer_or_count_fails_its_level_and_its_gate_only(
         assert any(reason in each for each in level.reasons)
 
 
-@pytest.mark.slow
 def test_more_prompt_tokens_than_a_template_explains_fail_the_level(
     counting: Callable[..., CountingServer], tmp_path: Path
 ) -> None:
@@ -260,7 +256,6 @@ def test_more_prompt_tokens_than_a_template_explains_fail_the_level(
     assert run_throughput(config(counting().address, input_len=600, levels=(8,)), tmp_path).verdict in FINE
 
 
-@pytest.mark.slow
 def test_one_wrong_spot_check_fails_its_own_level_only(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     result = run_throughput(config(counting("one-wrong-sum").address), tmp_path)
     assert [level.verdict in FINE for level in result.levels] == [False, True]
@@ -281,7 +276,6 @@ def test_few_empty_answers_pass_and_many_fail_a_level(
     assert "6 of 8 answers were an end token and nothing else" in mute.levels[0].reasons
 
 
-@pytest.mark.slow
 def test_failed_request_fails_the_run(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     result = run_throughput(config(counting().address, model="no-such-model"), tmp_path)
     assert result.verdict == "FAILED"
@@ -290,7 +284,6 @@ def test_failed_request_fails_the_run(counting: Callable[..., CountingServer], t
     assert {level.token_count_source for level in result.levels} == {"server-reported"}
 
 
-@pytest.mark.slow
 def test_server_that_refuses_extra_fields_can_be_measured(
     counting: Callable[..., CountingServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,7 +294,6 @@ def test_server_that_refuses_extra_fields_can_be_measured(
     assert main([*words, "--no-continuous-usage"]) == 0
 
 
-@pytest.mark.slow
 def test_reason_of_a_failed_level_is_printed(
     counting: Callable[..., CountingServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,7 +305,6 @@ def test_reason_of_a_failed_level_is_printed(
     assert "no such model" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.slow
 def test_answer_of_another_length_fails_a_level_of_fixed_output(
     counting: Callable[..., CountingServer], tmp_path: Path
 ) -> None:
@@ -322,7 +313,6 @@ def test_answer_of_another_length_fails_a_level_of_fixed_output(
     assert "6 of 6 answers do not have 64 tokens" in result.levels[0].reasons[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_end_tokens_within_a_fixed_output_are_counted(
     counting: Callable[..., CountingServer], tmp_path: Path, stream: bool
@@ -336,7 +326,6 @@ def test_end_tokens_within_a_fixed_output_are_counted(
         assert level.output_tokens > 6 * 64
 
 
-@pytest.mark.slow
 def test_content_tokens_leave_out_end_tokens(counting: Callable[..., CountingServer], tmp_path: Path) -> None:
     result = run_throughput(config(counting("stops").address), tmp_path)
     counter = TokenCounter(TOKENIZER)

@@ -100,7 +100,6 @@ def test_missing_result_is_unknown_in_every_check(name: str, tmp_path: Path) -> 
     assert certificate.exit_code == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBED)
 def test_hung_probe_is_unknown_and_later_checks_run(name: str, tmp_path: Path) -> None:
     node = node_of(h200s(2), hung={name})

@@ -284,7 +284,6 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert "Interference: x" in render_html(fleet_load_page(result))
 
 
-@pytest.mark.slow
 def test_no_process_is_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     # One without any would wait forever, as in a warm-up of 4 requests by 6 processes.
     started: list[int] = []

@@ -82,7 +82,6 @@ def wait_for_records(root: Path, count: int) -> bool:
     return False
 
 
-@pytest.mark.slow
 def test_agreeing_token_counts_are_confirmed(scripted: Start, tmp_path: Path) -> None:
     server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "16")
     tokenizer = save_tokenizer(tmp_path, WhitespaceSplit())
@@ -93,7 +92,6 @@ def test_agreeing_token_counts_are_confirmed(scripted: Start, tmp_path: Path) ->
     assert level.token_count_source == "confirmed"
 
 
-@pytest.mark.slow
 def test_disagreeing_token_counts_are_reported(scripted: Start, tmp_path: Path) -> None:
     server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "16")
     tokenizer = save_tokenizer(tmp_path, Sequence([WhitespaceSplit(), Digits(individual_digits=True)]))

@@ -82,7 +82,6 @@ def test_answers_to_a_file_are_graded(scripted: Start, tmp_path: Path) -> None:
     assert result.accuracy == 0.5
 
 
-@pytest.mark.slow
 def test_events_of_several_tokens_count_their_tokens(scripted: Start) -> None:
     server = scripted("--ttft-ms", "50", "--itl-ms", "20", "--tokens", "16", "--merge", "4")
     result = load(server, concurrency=(12,), num_prompts=(24,))
@@ -135,7 +134,6 @@ def test_no_more_worker_processes_than_connections(scripted: Start) -> None:
     assert result.client.processes == 1
 
 
-@pytest.mark.slow
 def test_warmup_requests_stay_out_of_the_results(scripted: Start, tmp_path: Path) -> None:
     records = tmp_path / "requests.jsonl"
     result = load(scripted("--tokens", "4"), concurrency=(3,), num_prompts=(6,), num_warmups=5, records_path=records)
@@ -167,7 +165,6 @@ def test_every_fault_is_counted_by_its_reason_and_affects_no_other_request(scrip
     assert result.verdict == "FAILED"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "verdict", "source", "said"),
     [
@@ -311,7 +308,6 @@ def test_limit_of_output_tokens_is_of_all_choices(fields: dict[str, Any], limit:
     assert max_output_tokens(fields) == limit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "count"),
     [("negative-usage", "-6"), ("inflated-usage", "1000, the request allows at most 64")],
@@ -389,7 +385,6 @@ def test_each_timeout_fails_a_request_with_its_own_reason(
     assert next(iter(result.failures)).startswith(reason)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_dead_server_is_the_verdict_and_every_planned_request_is_counted(scripted: Start, processes: int) -> None:
     server = scripted("--ttft-ms", "50", "--tokens", "8", "--die-after", "12")

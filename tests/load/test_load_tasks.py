@@ -33,7 +33,6 @@ def load(url: str, workload: str, **fields: Any) -> tuple[LevelResult, TaskLoad]
     return level, level.task
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [None, 7])
 def test_translation_counts_sentences_and_source(tokens: int | None) -> None:
     with serve_tasks(delay_s=0.02, **({} if tokens is None else {"tokens": tokens})) as server:
@@ -69,7 +68,6 @@ def test_recognition_sends_every_clip_and_counts_its_seconds() -> None:
     assert task.work_per_s == pytest.approx(task.work / level.duration_s)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("speech_format", ["wav", "pcm"])
 def test_synthesis_measures_first_audio_and_real_time_factor(speech_format: str) -> None:
     with serve_tasks(part_s=0.06) as server:
@@ -87,7 +85,6 @@ def test_synthesis_measures_first_audio_and_real_time_factor(speech_format: str)
     assert server.received[0]["voice"] == "a voice (low)"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "behavior", "failure"),
     [
@@ -142,7 +139,6 @@ def test_slow_burst_of_uploads_is_the_clients(workload: str, is_bound: bool, mon
     assert (level.verdict == "CLIENT_BOUND") is is_bound, level.reasons
 
 
-@pytest.mark.slow
 def test_files_of_texts_and_clips_are_graded(tmp_path: Path) -> None:
     texts, manifest = tmp_path / "pairs.tsv", tmp_path / "clips.jsonl"
     texts.write_text("one\t<one>\ntwo\t<other>\n")

@@ -340,7 +340,6 @@ def test_gemma_files_that_leave_fields_out_have_the_published_ones(
         assert Gemma3(ours).config == replace(published, vocab_size=300)
 
 
-@pytest.mark.slow
 def test_bundled_model_answers_as_from_its_folder(tmp_path: Path) -> None:
     """Weights, tokenizer, chat template and end tokens of one file."""
     write_gguf(open_checkpoint(BUNDLED_MODEL, files="all").folder, tmp_path / "sums.gguf")

@@ -92,7 +92,6 @@ def test_more_memory_than_the_device_has_is_refused(device: str, owner: str, mon
         byte_budget(EngineConfig(model="m", memory_bytes=total + 1), torch.device(device), 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "tokens"), [(None, 2048), (96, 96)])
 def test_engine_takes_the_setting_or_the_default(setting: int | None, tokens: int) -> None:
     config = EngineConfig(model="meltcore/sums", device="cpu", memory_bytes=2**29, max_num_batched_tokens=setting)

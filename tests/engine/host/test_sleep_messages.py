@@ -124,7 +124,6 @@ def test_asleep_engine_refuses_requests_and_serves_again_after_wake(tmp_path: Pa
     assert engine.calls == ["sleep disk", "wake", "close"]
 
 
-@pytest.mark.slow
 def test_busy_engine_refuses_to_sleep_and_continues(tmp_path: Path) -> None:
     engine = SleepableEngine()
     refused, outputs = exchange(tmp_path, engine, [request("a"), request("b"), Sleep(), AbortRequests(["a", "b"])], 2)
@@ -133,7 +132,6 @@ def test_busy_engine_refuses_to_sleep_and_continues(tmp_path: Path) -> None:
     assert not any(call.startswith("sleep") for call in engine.calls)
 
 
-@pytest.mark.slow
 def test_engine_without_open_requests_ends_its_step_in_flight_before_it_sleeps(tmp_path: Path) -> None:
     engine = SleepableEngine()
     engine.in_flight = True
@@ -142,7 +140,6 @@ def test_engine_without_open_requests_ends_its_step_in_flight_before_it_sleeps(t
     assert engine.calls[:2] == ["step", "sleep host"]
 
 
-@pytest.mark.slow
 def test_wake_that_fails_leaves_the_engine_asleep_until_a_later_one(tmp_path: Path) -> None:
     engine = SleepableEngine()
     engine.wake_errors = ["8 bytes are not there"]
@@ -152,7 +149,6 @@ def test_wake_that_fails_leaves_the_engine_asleep_until_a_later_one(tmp_path: Pa
     assert awake.error is None
 
 
-@pytest.mark.slow
 def test_engine_without_a_sleep_mode_says_so_and_serves_on(tmp_path: Path) -> None:
     engine = Engine()
     refused, _ = exchange(tmp_path, engine, [Sleep(), request("a"), AbortRequests(["a"])], 2)
