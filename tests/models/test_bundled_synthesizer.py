@@ -55,7 +55,7 @@ def test_spoken_texts_are_read_back(decoder: Decoder, transcriber: Transcriber) 
 @pytest.mark.slow
 def test_held_out_texts_of_all_lengths_are_read_back(transcriber: Transcriber) -> None:
     rng = random.Random("heldout")
-    texts = [" ".join(random_word(rng, "heldout") for _ in range(words))[:52].strip() for words in range(1, 9)]
+    texts = [" ".join(random_word(rng, "heldout") for _ in range(words))[:52].strip() for words in (1, 3, 5, 8)]
     clips = speak(texts, 16)
     for decoder in get_args(Decoder):
         heard = [found.text for found in transcriber.transcribe(clips, "en", decoder=decoder)]
