@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import peer_llamacpp
 import pytest
@@ -108,18 +108,22 @@ def test_work_is_its_rounds_of_prompts_and_steps(hybrid: Needs) -> None:
 
 
 @pytest.mark.parametrize("vocab", [300, 5000])
-def test_prompts_are_below_the_vocabulary_and_their_share_is_measured(vocab: int) -> None:
-    """A generator whose every token takes 2 ms, with a prompt of 10 ms per request."""
+def test_prompts_are_below_the_vocabulary_and_their_share_is_measured(
+    vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator whose every token takes 2 ms of the clock, with a prompt of 10 ms per request."""
     seen: set[int] = set()
+    spent_s = [0.0]
+    monkeypatch.setattr("offline_work.time", SimpleNamespace(perf_counter=lambda: spent_s[0]))
 
     def generate(prompts: list[list[int]], out: int) -> int:
         seen.update(token for prompt in prompts for token in prompt)
-        time.sleep(len(prompts) * (0.01 + 0.002 * (out - 1)))
+        spent_s[0] += len(prompts) * (0.01 + 0.002 * (out - 1))
         return len(prompts) * out
 
     [measured] = measure([Work(3, 40, 60, 6)], generate, 2, 1, vocab, prompt_share=True)
     assert max(seen) < vocab
-    assert measured.prompt_share == pytest.approx(0.5, abs=0.1)
+    assert measured.prompt_share == pytest.approx(0.5)
     [unmeasured] = measure([Work(1, 4, 6, 2)], generate, 1, 1, vocab)
     assert unmeasured.prompt_share is None
 
