@@ -62,10 +62,9 @@ def test_engine_sleeps_twenty_times(family: str, settings: dict[str, Any], reque
         awake[keep].append(free_bytes())
         assert addresses(seen) == before
         assert answers(seen, cycle) == tokens
-    # Early cycles may load a kernel, for which the driver takes a page of 2 MiB; the later half takes nothing.
+    # The driver takes a page of 2 MiB when a kernel is first loaded, in any cycle. A leak would take one in each.
     for free in (*asleep.values(), *awake.values()):
-        assert len(set(free[len(free) // 2 :])) == 1, f"the same bytes are free in later cycles: {asleep}, {awake}"
-        assert free[0] - free[-1] <= 4 * 2**20, f"early cycles load kernels alone: {asleep}, {awake}"
+        assert free[0] - free[-1] <= 4 * 2**20, f"about the same bytes are free in every cycle: {asleep}, {awake}"
 
 
 def test_pools_take_what_torch_caches_when_a_budget_is_spent() -> None:
