@@ -11,127 +11,41 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import uvloop
 from bench_output import Row, Target, write_result
+from running_fleet import Fleet, running, script_command, serve, use_driver, wait, with_scripts, write_checkpoint
 
-import meltcore.fleet.cluster
-import meltcore.fleet.cluster_driver
-from meltcore.fleet.admin import call_admin
-from meltcore.fleet.daemon import find_fleet, fleet_options, serve_recorded
 from meltcore.fleet.planned import FleetPlanner
 from meltcore.fleet.start_gate import WAVE
 from meltcore.load.config import LoadConfig
 from meltcore.load.runner import run_levels_async
-from meltcore.process import end_group, start
 from meltcore.results.schema import LevelResult
 
 START_LIMIT_S, READY_LIMIT_S = 60.0, 300.0
 DEAD_AFTER_S = 10.0  # until the cluster knows that a rack is gone whose machines are silent
 BALANCE, PLAN_S, ERROR_S = 0.05, 10.0, 5.0  # the goals
 MEMORY = "12GiB"
-TEMPLATE = "{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
-
-
-def use_simulated_cluster() -> None:
-    """Let `--ray RACKSxNODESxGPUS` name a cluster of `simulated_cluster.py`."""
-    for module in (meltcore.fleet.cluster, meltcore.fleet.cluster_driver):
-        vars(module)["DRIVER_MODULE"] = "simulated_cluster"
+DRIVER = "simulated_cluster"
 
 
 def write_fleet(folder: Path, args: argparse.Namespace) -> Path:
     """Write a fleet whose replicas take every GPU of the cluster once."""
-    checkpoint = folder / "model"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text(json.dumps({"vocab_size": 512}))
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    load = f"checkpoint: {checkpoint}, load_format: dummy, memory: {MEMORY}, max_num_seqs: 256"
+    load = f"checkpoint: {write_checkpoint(folder)}, load_format: dummy, memory: {MEMORY}, max_num_seqs: 256"
     replicas = args.racks * args.nodes * args.gpus // args.models
     models = "".join(f"  m{number}: {{{load}, replicas: {replicas}}}\n" for number in range(args.models))
     path = folder / "fleet.yaml"
     path.write_text(f"server: {{port: 0, api_server_count: {args.api_servers}}}\nmodels:\n{models}")
     return path
-
-
-def serve(path: Path, address: str) -> int:
-    """Be the server: `meltcore up FILE --ray ADDRESS` on the simulated cluster."""
-    use_simulated_cluster()
-    planner = FleetPlanner(path, ray=address)
-    return serve_recorded(planner.config(), "", path, fleet_options(path, address, planner))
-
-
-class Fleet:
-    """The running server, seen from outside."""
-
-    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
-        self.process, self.url = process, url
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as reply:
-            return str(reply.read().decode())
-
-    def health(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads(self.get("/health")))
-        except OSError:
-            return {}
-
-    def samples(self) -> dict[str, list[tuple[str, float]]]:
-        """Every sample by name: labels and value."""
-        found: dict[str, list[tuple[str, float]]] = {}
-        for line in self.get("/metrics").splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name, _, labels = name.partition("{")
-                found.setdefault(name.removeprefix("meltcore:"), []).append((labels, float(value)))
-        return found
-
-    def rows(self) -> list[dict[str, Any]]:
-        port = int(self.url.rpartition(":")[2])
-        return list(call_admin(find_fleet(port).admin, "GET", "/ps"))
-
-    def children(self, word: str, pid: int | None = None) -> list[int]:
-        """Descendants with a word in their command line."""
-        found = []
-        for child in (
-            Path(f"/proc/{pid or self.process.pid}/task/{pid or self.process.pid}/children").read_text().split()
-        ):
-            command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-            found += [int(child)] if word in command else []
-            found += self.children(word, int(child))
-        return found
-
-    def api_cpu_s(self) -> float:
-        return sum(cpu_s(pid) for pid in self.children("meltcore.fleet.api_server"))
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process with all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def wait(condition: Callable[[], Any], what: str, limit_s: float, every_s: float = 0.25) -> float:
-    """Wait until it holds; returns how long that took. Raises SystemExit."""
-    started_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - started_s > limit_s:
-            raise SystemExit(f"waited {limit_s:g} s in vain for {what}")
-        time.sleep(every_s)
-    return time.monotonic() - started_s
 
 
 async def load(fleet: Fleet, args: argparse.Namespace, watch: Callable[[], None]) -> list[LevelResult]:
@@ -194,7 +108,7 @@ class LostRack(Balance):
 
     def __call__(self) -> None:
         super().__call__()
-        (rack, *_) = self._fleet.children("--rack")
+        rack = min(self._fleet.children("--rack"))
         on_rack = {(row["model"], str(row["replica"])) for row in self._fleet.rows() if row["pid"] == rack}
         before = self._failed()
         for labels, value in self._fleet.samples()["replica_requests"]:
@@ -221,7 +135,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Row], list[str
     address = f"{args.racks}x{args.nodes}x{args.gpus}"
     engines, problems, rows = args.racks * args.nodes * args.gpus, [], []
     path = write_fleet(folder, args)
-    use_simulated_cluster()
+    use_driver(DRIVER)
     planner = FleetPlanner(path, ray=address)
     started_s = time.monotonic()
     planner.config()
@@ -229,17 +143,9 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Row], list[str
     rows.append(Row(work=f"plan of {engines} engines", unit="s", value=plan_s, target=Target(PLAN_S, better="lower")))
 
     log = folder / "server.log"
-    environment = os.environ | {"SIMULATED_STEP_S": str(args.step_s), "XDG_STATE_HOME": str(folder)}
+    environment = {"SIMULATED_STEP_S": str(args.step_s), "XDG_STATE_HOME": str(folder)}
     os.environ["XDG_STATE_HOME"] = str(folder)
-    command = [sys.executable, __file__, "--serve", str(path), address]
-    with log.open("wb") as output:
-        process = start(command, stdout=output, stderr=output, environment=environment)
-    try:
-        wait(lambda: "listening on" in log.read_text() or process.poll() is not None, "the address", START_LIMIT_S)
-        if process.poll() is not None:
-            raise SystemExit(log.read_text())
-        (url,) = re.findall(r"listening on (\S+)", log.read_text())
-        fleet = Fleet(process, url)
+    with running(script_command("--serve", str(path), address), log, environment) as fleet:
         all_ready = f"{engines} of {engines}"
         took_s = wait(lambda: fleet.health().get("replicas") == all_ready, f"{engines} engines", READY_LIMIT_S)
         work = f"start of {engines} engines that load for 1 s, in waves of {WAVE}"
@@ -290,13 +196,9 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Row], list[str
         own = engines // args.racks
         if moved < own:
             problems.append(f"{moved} engines were started elsewhere, not {own}")
-        process.send_signal(signal.SIGTERM)
-        if process.wait(60):
-            problems.append(f"the server ended with status {process.returncode}")
-    finally:
-        end_group(process, 10.0)
-        if args.log:
-            args.log.write_bytes(log.read_bytes())
+        fleet.process.send_signal(signal.SIGTERM)
+        if fleet.process.wait(60):
+            problems.append(f"the server ended with status {fleet.process.returncode}")
     problems += [f"{row.work}: {row.value:g} {row.unit}" for row in rows if row.met is False]
     return rows, problems
 
@@ -316,11 +218,15 @@ def main() -> int:
     parser.add_argument("--serve", nargs=2, metavar=("FILE", "ADDRESS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
+        use_driver(DRIVER)
         return serve(Path(args.serve[0]), args.serve[1])
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    with_scripts()
     with tempfile.TemporaryDirectory() as folder:
-        rows, problems = measure(args, Path(folder))
+        try:
+            rows, problems = measure(args, Path(folder))
+        finally:
+            if args.log:
+                args.log.write_bytes((Path(folder) / "server.log").read_bytes())
     if not args.check_only:
         write_result(rows, {name: metadata.version(name) for name in ("pyzmq", "uvloop")}, problems)
     for row in rows if args.check_only else ():

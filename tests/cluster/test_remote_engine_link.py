@@ -30,6 +30,7 @@ from meltcore.protocol.generation import (
     RequestTimes,
     SequenceOutput,
     StepOutputs,
+    pack_token_ids,
 )
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests, ForgetClient, Shutdown
@@ -234,3 +235,13 @@ def test_times_keep_their_distance_from_the_send_on_another_clock(monkeypatch: p
     assert shift_times(AbortRequests(["a"]), 2.0) == AbortRequests(["a"])
     with pytest.raises(msgspec.DecodeError, match="a message of 3 bytes has no clock"):
         decode_message(msgspec.msgpack.Decoder(StepOutputs), b"abc")
+
+
+def test_packed_token_ids_have_one_byte_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pack_token_ids([1, 0x01020304]) == bytes([1, 0, 0, 0, 4, 3, 2, 1])
+    request = AddRequest("a", pack_token_ids([7, 70_000]), SamplingParams())
+    assert (list(request.prompt), request.prompt_length) == ([7, 70_000], 2)
+    monkeypatch.setattr("meltcore.protocol.generation._IS_SWAPPED", True)  # as on a machine with the other order
+    assert pack_token_ids([0x01020304]) == bytes([1, 2, 3, 4])
+    assert list(AddRequest("a", pack_token_ids([7, 70_000]), SamplingParams()).prompt) == [7, 70_000]
+    assert list(AddRequest("a", [7, 70_000], SamplingParams()).prompt) == [7, 70_000]

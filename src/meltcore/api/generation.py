@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from array import array
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -14,7 +13,7 @@ import msgspec
 from meltcore.api.fair_queue import Waiting
 from meltcore.api.terms import current_terms
 from meltcore.errors import RequestError
-from meltcore.protocol.generation import TOKEN_TYPECODE, SequenceOutput, TokenLogprobs, pack_token_ids
+from meltcore.protocol.generation import SequenceOutput, TokenLogprobs, pack_token_ids, unpack_token_ids
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.detokenizer import Detokenizer, incremental_decoder
 from meltcore.text.reasoning import ReasoningParser
@@ -149,9 +148,7 @@ class Choice:
         """Put the prompt before the answer. Returns what is left of the engine's first output."""
         self.echo = None
         if output.prompt_logprobs is not None:
-            self.logprobs.extend(
-                zip(array(TOKEN_TYPECODE, echo.token_ids), [None, *output.prompt_logprobs], strict=True)
-            )
+            self.logprobs.extend(zip(unpack_token_ids(echo.token_ids), [None, *output.prompt_logprobs], strict=True))
         self.text.append(echo.text)
         # The client asked for this much: it is not a sign of one that reads too slowly.
         size = len(echo.text) + self.unsent_logprobs * LOGPROB_CHARS

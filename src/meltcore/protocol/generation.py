@@ -3,9 +3,10 @@
 An API server sends lists of `ToEngine` messages and receives single `FromEngine` messages. The outputs of one step for
 one API server travel in one `StepOutputs`. Every API server has its own two sockets and receives the outputs of its own
 requests; the first API server also receives messages about no request (loading, failures). All times are
-`time.monotonic()` seconds, one clock for all processes of a machine.
+`time.monotonic()` seconds, one clock for all processes of a machine; `protocol/tcp.py` moves them between machines.
 """
 
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import Literal
@@ -15,9 +16,10 @@ import msgspec
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import EngineReady, ShellFromEngine, ShellToEngine
 
-# The array type of packed token ids, in this machine's byte order: both ends of a socket run on one machine.
-TOKEN_TYPECODE = "I"
-TOKEN_BYTES = array(TOKEN_TYPECODE).itemsize
+# Packed token ids are unsigned integers of 32 bits, little endian: the engine may run on another machine.
+_TOKEN_TYPECODE = "I"
+_TOKEN_BYTES = array(_TOKEN_TYPECODE).itemsize
+_IS_SWAPPED = sys.byteorder == "big"  # this machine has the other byte order
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -41,18 +43,29 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     @property
     def prompt(self) -> "array[int]":
         """Return the prompt's token ids. Raises OverflowError for an id that is negative or needs more than 32 bits."""
-        return array(TOKEN_TYPECODE, self.prompt_token_ids)
+        return unpack_token_ids(self.prompt_token_ids)
 
     @property
     def prompt_length(self) -> int:
         """Return the number of prompt tokens."""
         token_ids = self.prompt_token_ids
-        return len(token_ids) // TOKEN_BYTES if isinstance(token_ids, bytes) else len(token_ids)
+        return len(token_ids) // _TOKEN_BYTES if isinstance(token_ids, bytes) else len(token_ids)
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Return token ids as the bytes that `AddRequest` takes: 4 per id, in this machine's byte order."""
-    return array(TOKEN_TYPECODE, token_ids).tobytes()
+    """Return token ids as the bytes that `AddRequest` takes: 4 per id, little endian."""
+    packed = array(_TOKEN_TYPECODE, token_ids)
+    if _IS_SWAPPED:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_token_ids(token_ids: bytes | list[int]) -> "array[int]":
+    """Return token ids that may be packed. Raises OverflowError for one that is negative or needs over 32 bits."""
+    unpacked = array(_TOKEN_TYPECODE, token_ids)
+    if _IS_SWAPPED and isinstance(token_ids, bytes):
+        unpacked.byteswap()
+    return unpacked
 
 
 ToEngine = AddRequest | ShellToEngine
