@@ -381,7 +381,8 @@ def main() -> int:
     ]
     if not args.check_only:
         versions = ("pyzmq", "uvloop", "msgspec", *(() if args.ray == DRIVER else ("ray",)))
-        write_result(rows, {name: metadata.version(name) for name in versions}, notes)
+        subject = "" if args.ray == DRIVER else "started by Ray"
+        write_result(rows, {name: metadata.version(name) for name in versions}, notes, subject=subject)
     for row in rows if args.check_only else ():
         print(f"{row.work}: {row.value:.4g} {row.unit}")
     missed = [f"{row.work}: {row.value:.4g} {row.unit}" for row in rows if row.met is False]

@@ -91,7 +91,8 @@ class Fleet:
             pid = waiting.pop()
             with suppress(OSError):  # it may have ended
                 found[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+                for thread in Path(f"/proc/{pid}/task").iterdir():  # each has those that it has started
+                    waiting += map(int, (thread / "children").read_text().split())
         return found
 
     def children(self, word: str) -> list[int]:
